@@ -60,31 +60,30 @@ def stamp(path: Path) -> str:
     return "-".join(map(str, times))
 
 
-def stamps() -> str:
-    """Return a text that changes when any run of the root does."""
+def stamps() -> dict[str, str]:
+    """Return a text for each entry of the root that changes when it does; taken before anything is read of it."""
     try:
         names = sorted(entry for entry in os.listdir(root()) if not entry.startswith("."))
     except OSError:
-        return ""
-    return " ".join(f"{name}:{stamp(root() / name)}" for name in names)
+        return {}
+    return {name: stamp(root() / name) for name in names}
 
 
 @st.cache_data(max_entries=4, show_spinner=False, ttl=10)  # a process that is killed changes no file
-def runs(folder: str, stamps: str) -> pd.DataFrame:
+def runs(folder: str, stamps: dict[str, str]) -> pd.DataFrame:
     """Return the table of all runs of a folder, broken ones with their reason."""
     return runs_df(folder)
 
 
-def states() -> tuple[str, ...]:
-    """Return what changes when any run of the root grows, is replaced or ends, by a kill too."""
-    seen = stamps()
+def states(seen: dict[str, str]) -> tuple[object, ...]:
+    """Return what changes when any run of the root grows, is replaced or ends, by a kill too; of these `stamps`."""
     try:
         return seen, *runs(str(root()), seen)["status"]
     except STOPS:  # the page that is drawn again says why
         return (seen,)
 
 
-def readable(table: pd.DataFrame) -> list[Run]:
+def readable(table: pd.DataFrame, stamps: dict[str, str]) -> list[Run]:
     """Return the runs that can be opened and have at least one complete step: running ones first, newest first."""
     columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
     usable = columns[can_be_opened(columns)]
@@ -93,6 +92,6 @@ def readable(table: pd.DataFrame) -> list[Run]:
     estimators = estimator_names(table)
     folder = root()
     return [
-        Run(str(folder / name), stamp(folder / name), str(name), estimators.get(str(name), ""), str(status))
+        Run(str(folder / name), stamps.get(str(name), ""), str(name), estimators.get(str(name), ""), str(status))
         for name, status in zip(usable["run"], usable["status"], strict=True)
     ]

@@ -56,12 +56,12 @@ def load_plotly() -> None:
         st.container(key="ahead").html(load, unsafe_allow_javascript=True)
 
 
-def offer_runs(folder: Path, table: pd.DataFrame) -> None:
+def offer_runs(folder: Path, table: pd.DataFrame, stamps: dict[str, str]) -> None:
     """Let the sidebar choose among the runs of a folder, and leave the choice to the pages."""
-    runs = listing.readable(table)
+    runs = listing.readable(table, stamps)
     chosen = choose_runs(runs)
-    st.session_state.update(_runs=table, _selection=chosen, _any=bool(runs))
-    follow(chosen)
+    st.session_state.update(_runs=table, _selection=chosen, _readable=runs)
+    follow(chosen, stamps)
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(shown))}")
     st.sidebar.button("Reload runs", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
@@ -94,16 +94,16 @@ def main() -> None:
     if not without_runs:
         load_plotly()
     selection.restore()
-    folder = listing.root()
+    folder, stamps = listing.root(), listing.stamps()
     try:
-        table = listing.runs(str(folder), listing.stamps())
+        table = listing.runs(str(folder), stamps)
     except STOPS as error:
         if not without_runs:
             st.warning(plain(str(error)), icon=":material/warning:")
             return
         table = pd.DataFrame()
     if not table.empty:
-        offer_runs(folder, table)
+        offer_runs(folder, table, stamps)
     if table.empty and not without_runs:
         no_runs(folder)
     else:

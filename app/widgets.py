@@ -86,7 +86,7 @@ def chosen_runs() -> list[listing.Run]:
     chosen: list[listing.Run] = st.session_state.get("_selection", [])
     if chosen:
         return chosen
-    if st.session_state.get("_any"):
+    if st.session_state.get("_readable"):
         st.info("No run is chosen. Choose at least one in the sidebar.", icon=":material/arrow_back:")
     else:
         st.info("None of the runs in this folder has a step that can be read.", icon=":material/inbox:")
@@ -110,16 +110,16 @@ def one_run(within: Any = st, width: int = 420) -> listing.Run:
     return chosen[str(selection.choose("focus", "Run", list(chosen), next(iter(chosen)), within=within, width=width))]
 
 
-def follow(runs: Sequence[listing.Run]) -> None:
+def follow(runs: Sequence[listing.Run], stamps: dict[str, str]) -> None:
     """While a run is running, look every few seconds whether it grew or was killed, and draw the page again then."""
     if not any(run.status == "running" for run in runs):
         return
     live = st.sidebar.toggle("Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds.")
-    seen = listing.states()
+    seen = listing.states(stamps)
 
     @st.fragment(run_every=_LIVE_SECONDS if live else None)
     def watch() -> None:
-        if live and listing.states() != seen:
+        if live and listing.states(listing.stamps()) != seen:
             st.rerun(scope="app")
 
     watch()

@@ -39,7 +39,7 @@ WARNING = "The step at which any detector first fired, known at that step."
 def rows() -> list[Triage]:
     """Return every run of the folder, the worst first."""
     table: Any = st.session_state["_runs"]
-    readable = {run.name: run for run in listing.readable(table)}
+    readable = {run.name: run for run in st.session_state["_readable"]}
     return worst_first([data.triaged(row, readable.get(str(row["run"]))) for _, row in table.iterrows()])
 
 
@@ -88,7 +88,7 @@ def follow_click(triaged: list[Triage]) -> None:
     row = next((row for row in triaged if row.run == name), None)
     if row is None:
         return
-    if row.state != "broken" and name in {run.name for run in listing.readable(st.session_state["_runs"])}:
+    if row.state != "broken" and name in {run.name for run in st.session_state["_readable"]}:
         open_run(row.run)
     ended = {"broken": row.sentence, "failed": f"it has no complete step; {row.sentence}"}
     why = ended.get(row.state, "it has no complete step yet")
@@ -100,7 +100,7 @@ with page("Triage", "Which run is in trouble, since when, and in what does it di
     follow_click(triaged)
     st.markdown(f"**{plain(verdict(triaged))}**")
     listed(triaged)
-    if st.session_state["_any"]:
+    if st.session_state["_readable"]:
         reasons(st.session_state["_runs"])
     chosen = chosen_runs()
     st.subheader("Learning curves", anchor=False)

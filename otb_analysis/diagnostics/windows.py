@@ -36,7 +36,7 @@ def going_on(function: Callable[..., Float], x: Float, *lengths: int, reach: int
         said = function(x, *lengths)
     elif n < x.size:
         said = np.concatenate([said, function(x[n - reach :], *lengths)[..., reach:]], axis=-1)
-    if len(_kept) >= _MOST_KEPT:
+    if key not in _kept and len(_kept) >= _MOST_KEPT:
         _kept.clear()
     _kept[key] = x.copy(), said
     return said.copy()

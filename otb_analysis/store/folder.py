@@ -1,11 +1,13 @@
 """What lies in the folders of a run's tables: a part for each file of one step, as it was when it was looked at.
 
 A look lists the names, and asks for time and size only of files that are new. The writer replaces no file without
-touching run.json, and another file mostly has another inode; where either changed, the file is looked at again.
+touching run.json, and another file has another inode, most often; where either changed, the file is looked at again. So
+that a file exchanged by hand is noticed for certain, all are looked at again after a while, and young ones every time.
 """
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +18,9 @@ from pathlib import Path
 from otb_analysis.errors import StoreError
 from otb_analysis.store.layout import PART, RUN_FILE, refused_link
 from otb_analysis.store.merged import Part
+
+YOUNG, AGAIN = 5_000_000_000, 30_000_000_000
+"""Nanoseconds up to which a file is young, and from one look at the times of all files to the next."""
 
 _looked: ContextVar[dict[Path, list[Part]] | None] = ContextVar("looked", default=None)
 
@@ -75,14 +80,19 @@ class _Seen:
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, threading.Lock()
         self.of_run_file: tuple[int, int] | None = None
+        self.whole = 0  # When all files were last asked for their times
         self.listed: list[Part] = []  # By step and rank
         self.known: dict[str, tuple[int, Part]] = {}  # The same by name, each with its inode
 
     def parts(self, files: list[os.DirEntry[str]], of_run_file: tuple[int, int] | None) -> list[Part]:
         """Return the parts among all files of the folder; another time of run.json says that any may be replaced."""
+        linked = next((file.name for file in files if file.name.endswith(".parquet") and file.is_symlink()), None)
+        if linked:
+            raise refused_link(self.folder / linked)
         with self.lock:
-            known = self.known if of_run_file == self.of_run_file else {}
-            new = [file for file in files if known.get(file.name, (0,))[0] != file.inode()]
+            now = time.time_ns()
+            sure = of_run_file == self.of_run_file and 0 <= now - self.whole < AGAIN
+            new = [file for file in files if not (sure and self._same(file, now - YOUNG))]
             added = {file.name: (file.inode(), part) for file in new if (part := self._part(file)) is not None}
             if len(files) - len(new) < len(self.known):  # some were replaced or removed, or may be
                 kept = {file.name for file in files} - {file.name for file in new}
@@ -91,13 +101,16 @@ class _Seen:
             self.known |= added
             if added or not self.listed:
                 self.listed = sorted((part for _, part in self.known.values()), key=attrgetter("step", "rank"))
-            self.of_run_file = of_run_file
+            self.of_run_file, self.whole = of_run_file, self.whole if sure else now
             return self.listed
+
+    def _same(self, file: os.DirEntry[str], young: int) -> bool:
+        """Return whether a file is known, the same one by its inode, and older than a time."""
+        inode, part = self.known.get(file.name, (0, None))
+        return part is not None and inode == file.inode() and part.seen is not None and part.seen[0] < young
 
     def _part(self, file: os.DirEntry[str]) -> Part | None:
         """Return a file's part, that of before if it is the same file; None if it is none, or was just removed."""
-        if file.name.endswith(".parquet") and file.is_symlink():
-            raise refused_link(self.folder / file.name)
         match = PART.fullmatch(file.name)
         if match is None or (seen := _time_and_size(self.folder / file.name)) is None:
             return None
@@ -108,7 +121,7 @@ class _Seen:
         return Part(step, rank, self.folder / file.name, steps=(step,), seen=seen)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1_000)
 def _seen(folder: Path) -> _Seen:
     return _Seen(folder)
 

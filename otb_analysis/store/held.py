@@ -76,7 +76,8 @@ class _Rows:
                 if len(places) < len(self.at) or places != sorted(places):
                     rows = [i for first, n in places for i in range(first, first + n)]
                     chosen = self.table.take(pa.array(rows, pa.int64()))
-                    if self._replaced(parts):  # a run that went back; it goes on from these
+                    # A run that went back, or was read in pieces, goes on from these.
+                    if len(places) == len(self.at) or self._replaced(parts):
                         ends = list(accumulate(n for _, n in places))
                         self.table = chosen
                         self.at = {part: (end - n, n) for part, end, (_, n) in zip(parts, ends, places, strict=True)}

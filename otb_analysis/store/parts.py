@@ -92,8 +92,9 @@ def visible_parts(run_dir: Path, tables: Iterable[str], steps: Iterable[int] | N
     visible: dict[str, list[Part]] = {}
     for table in tables:
         files = [part if asked is None else part.only(asked) for part in merged.get(table, ())]
+        files = [replace(part, seen=signature(part)[1:]) for part in files if part.steps]
         there = completing if table == "steps" else _belonging(run_dir, table, loose[table], completing, asked is None)
-        visible[table] = [*(part for part in files if part.steps), *there]
+        visible[table] = [*files, *there]
     return visible
 
 
@@ -170,9 +171,10 @@ def _belonging(run_dir: Path, table: str, loose: list[Part], completing: list[Pa
     Args:
         whole: These are all complete steps, so what is found is kept: the next look goes on after it.
     """
-    before, kept = _found_before(run_dir / table), _Found()
-    if whole and before[0].begins(loose, completing):
-        kept = before[0]
+    place = _found_before(run_dir / table)
+    before, kept = place[0], _Found()  # another thread may put another there
+    if whole and before.begins(loose, completing):
+        kept = before
     elif not whole:
         asked = {step.step for step in completing}
         loose = [part for part in loose if part.step in asked]
@@ -195,7 +197,7 @@ def _belonging(run_dir: Path, table: str, loose: list[Part], completing: list[Pa
             parts.append(replace(part, checksum=checksum, recorded=recorded))
     if whole:
         end = bisect_right(loose, new[-1].step, key=attrgetter("step"))
-        before[0] = _Found(completing, loose[:end], parts)
+        place[0] = _Found(completing, loose[:end], parts)
     return parts
 
 
@@ -215,7 +217,7 @@ class _Found:
         return not (later and self.completing) or later[0].step > self.completing[-1].step
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1_000)
 def _found_before(folder: Path) -> list[_Found]:
     """Return a place for what was found in a folder when all its parts were last asked for."""
     return [_Found()]

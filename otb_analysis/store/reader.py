@@ -73,10 +73,11 @@ class RunStore:
         return read_run_file(self.path)
 
     @property
+    @again_if_changed
     def standing(self) -> tuple[str, str]:
         """Status as it is now, and why: `stopped` where run.json says running but the process is known to be gone."""
         info = self.info
-        times = [part.path.stat().st_mtime for part in visible_parts(self.path, ["steps"])["steps"][-1:]]
+        times = [signature(part)[1] / 1e9 for part in visible_parts(self.path, ["steps"])["steps"][-1:]]
         heard = datetime.fromtimestamp(times[0], UTC).strftime("%Y-%m-%d %H:%M UTC") if times else info.get("updated")
         return standing(info, str(heard or ""))
 
@@ -84,6 +85,7 @@ class RunStore:
         """Return the steps that can be read, in order."""
         return complete_steps(self.path)
 
+    @again_if_changed
     def written(self, *tables: str) -> str:
         """Return a text that changes when a complete step of these tables is added or written again.
 
@@ -91,8 +93,9 @@ class RunStore:
             StoreError: A part is broken or missing.
         """
         parts = visible_parts(self.path, tables)
-        return f"{hash(tuple(tuple(parts[table]) for table in tables)):x}"
+        return f"{hash(tuple((part, part.steps) for table in tables for part in parts[table])):x}"
 
+    @again_if_changed
     def steps_with(self, table: str, column: str) -> list[int]:
         """Return the complete steps that hold any value in a column of a table, in order.
 

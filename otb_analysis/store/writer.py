@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -215,7 +214,7 @@ class RunWriter:
         for path in there:  # `steps` first: from then on the step is invisible
             path.unlink(missing_ok=True)
         if there:  # readers that know them look at all files again
-            os.utime(self.path / RUN_FILE, ns=(time.time_ns(), time.time_ns()))
+            os.utime(self.path / RUN_FILE)
 
     def _failure(self, step: int, error: OSError) -> str:
         last = self._last_step

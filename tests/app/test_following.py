@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from otb_analysis.statistics import gradient_statistics
 from otb_analysis.store import RunWriter, StepTables, gram_rows
 from tests.app.conftest import GROUP_SIZE, PROMPTS, synthetic_gram
-from tests.app.test_pages import PAGES, open_page
+from tests.app.test_pages import PAGES, open_page, texts
 
 IN_OPEN = 0x20
 SHORT, LONG = 78, 158
@@ -82,6 +83,23 @@ def opened_by_refreshes(root: Path, page: str, query: dict[str, str], steps: int
             assert not app.run().exception
         found.append(parts)
     return found[1:]
+
+
+def test_a_step_that_is_written_while_a_page_is_drawn_is_not_missed(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "run", {"estimator": {"name": "rloo"}})
+    write(writer, 0)
+    app, new = open_page(tmp_path, "run", monkeypatch), iter([2])
+    listing = sys.modules["listing"]
+
+    def listed(folder, original=listing.runs_df):
+        table = original(folder)
+        for step in new:  # once: the run grows after it was looked at
+            write(writer, step)
+        return table
+
+    monkeypatch.setattr(listing, "runs_df", listed)
+    write(writer, 1)
+    assert "· 3 steps" in texts(app.run())  # it sees at its end that the run has grown, and is drawn again
 
 
 def test_what_is_loaded_for_good_is_left_out_of_the_collection_after_every_run(store_root, monkeypatch):

@@ -34,7 +34,8 @@ def asked(monkeypatch):
     return names
 
 
-def test_only_new_files_are_asked_for_their_time(writer, asked):
+def test_only_new_files_are_asked_for_their_time(writer, asked, monkeypatch):
+    monkeypatch.setattr(folder, "YOUNG", 0)
     store = RunStore(writer.path)
     assert store.complete_steps() == [0, 1, 2, 3, 4]
     asked.clear()
@@ -160,3 +161,28 @@ def test_a_part_that_comes_late_to_a_complete_step_is_read(writer):
     for step in (2, 4):  # in the middle, and after all that were seen
         RunWriter(writer.path, rank=1, size=2).write_step(step, StepTables(rollouts=row(step, 0.5).rollouts))
     assert rewards(store, "rollouts") == [0, 1, 2, 0.5, 3, 4, 0.5]
+
+
+def test_times_of_all_files_are_asked_for_again_after_a_while_and_those_of_young_ones_every_time(writer, monkeypatch):
+    def seen():
+        return [part.seen[0] for part in folder.loose_parts(writer.path, "steps")]
+
+    old, *young = sorted((writer.path / "steps").iterdir())
+    os.utime(old, ns=(1, 1))
+    assert seen()[0] == 1
+    for path in (old, young[0]):
+        os.utime(path, ns=(2, 2))
+    assert seen()[0] == 1 and seen()[1] == 2
+    monkeypatch.setattr(folder, "AGAIN", 0)
+    assert seen()[0] == 2
+
+
+def test_a_merged_file_that_is_deleted_is_missed(writer, monkeypatch):
+    monkeypatch.setattr(reader, "MANY", 0)
+    writer.finish()
+    compact(writer.path)
+    store = RunStore(writer.path)
+    assert rewards(store, "rollouts") == [0, 1, 2, 3, 4]
+    next((writer.path / "rollouts").glob("merged-*")).unlink()
+    with pytest.raises(StoreError, match="is broken"):
+        rewards(store, "rollouts")
