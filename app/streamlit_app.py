@@ -75,7 +75,7 @@ def no_runs(folder: Path) -> None:
 
 @st.cache_resource(max_entries=1, show_spinner=False)
 def loaded(modules: int) -> None:
-    """Leave what is loaded for good out of the collection that Streamlit forces after every run: it takes 0.1 s.
+    """Leave what is loaded for good out of the collection that Streamlit forces after every run.
 
     Called at the beginning of a run, when that of the run before has left no garbage.
     """
