@@ -1,11 +1,18 @@
 """Rollouts of a run by what is asked of them, and how their rewards spread over the steps."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from otb_analysis.store.merged import Part
+from otb_analysis.store.parts import again_if_changed, visible_parts
 from otb_analysis.store.reader import RunStore
 
 BINS, REWARD_BINS = 60, 10
@@ -55,11 +62,53 @@ class RolloutFilter:
 
 EQUAL = 'min(reward) OVER (PARTITION BY step, "group") = max(reward) OVER (PARTITION BY step, "group")'
 
+FACTS = """SELECT step, min(length) AS short, max(length) AS long, max(turns) AS turns,
+    min(reward) FILTER (WHERE isfinite(reward)) AS low, max(reward) FILTER (WHERE isfinite(reward)) AS high,
+    count(*) FILTER (WHERE NOT isfinite(reward)) AS lost,
+    list(DISTINCT finish_reason) FILTER (WHERE finish_reason IS NOT NULL) AS reasons
+    FROM rollouts GROUP BY step"""
+
 
 def _asked(asked: RolloutFilter) -> tuple[str, list[object]]:
     """Return the rows that are asked for as SQL, and its parameters."""
     condition, values = asked.condition()
     return f"SELECT * FROM (SELECT *, {EQUAL} AS equal FROM rollouts) WHERE {condition}", values
+
+
+class _Answer:
+    """Rows of a query that looks at each step alone, and the parts that were asked for them."""
+
+    def __init__(self) -> None:
+        self.lock, self.parts, self.rows = threading.Lock(), list[Part](), pd.DataFrame()
+
+
+@lru_cache(maxsize=8)
+def _before(run_dir: Path, query: str, values: tuple[object, ...], steps: range | None) -> _Answer:
+    return _Answer()
+
+
+@again_if_changed
+def _each_step(
+    store: RunStore, query: str, values: Sequence[object] = (), steps: range | None = None, *, texts: bool = False
+) -> pd.DataFrame:
+    """Return the answer to a query that looks at each step alone; steps that were asked before are not asked again."""
+    parts = visible_parts(store.path, ["rollouts"], steps)["rollouts"]
+    kept = _before(store.path, query, tuple(values), steps)
+    with kept.lock:
+        begun = bool(kept.parts) and parts[: len(kept.parts)] == kept.parts
+        if not begun or len(parts) > len(kept.parts):
+            new = {step for part in parts[len(kept.parts) if begun else 0 :] for step in part.steps}
+            found = store.sql(query, list(values), steps=sorted(new) if begun else steps, texts=texts)
+            rows: Any = found[found["step"].isin(sorted(new))]  # the run may have grown meanwhile
+            kept.rows, kept.parts = pd.concat([kept.rows, rows], ignore_index=True) if begun else rows, parts
+        return kept.rows
+
+
+def _counted(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
+    """Return how many rollouts are asked for, by step and reward; NaN where there is none."""
+    rows, values = _asked(asked)
+    query = f"SELECT step, CAST(reward AS DOUBLE) AS reward, count(*) AS n FROM ({rows}) GROUP BY ALL"
+    return _each_step(store, query, values, asked.every_step, texts=bool(asked.text))
 
 
 def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tuple[pd.DataFrame, int]:
@@ -68,13 +117,12 @@ def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tup
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
+    counts: Any = _counted(store, asked)
+    n = counts.groupby("step")["n"].sum()
+    first = n.index[n.cumsum() - n < most]  # texts are read of these steps only
     rows, values = _asked(asked)
-    first = f"""WITH asked AS MATERIALIZED (SELECT step, rollout FROM ({rows}))
-        SELECT step, (SELECT count(*) FROM asked) AS n FROM asked ORDER BY step, rollout LIMIT {most}"""
-    places = store.sql(first, values, steps=asked.every_step, texts=bool(asked.text))
-    # Texts are read of these steps only.
-    table = store.sql(f"{rows} ORDER BY step, rollout LIMIT {most}", values, steps=sorted(set(places["step"])))
-    return table, int(places["n"].iloc[0]) if len(places) else 0
+    table = store.sql(f"{rows} ORDER BY step, rollout LIMIT {most}", values, steps=first.tolist())
+    return table, int(n.sum())
 
 
 def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
@@ -86,21 +134,18 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    rows, values = _asked(asked)
-    return store.sql(
-        f"""WITH asked AS MATERIALIZED (SELECT step, reward FROM ({rows}) WHERE isfinite(reward)), ends AS (
-            SELECT min(step) AS first, greatest(1, ceil((max(step) - min(step) + 1) / {BINS})) AS width,
-                min(reward) AS low, CASE WHEN count(DISTINCT reward) <= {FEW} THEN 0.0
-                ELSE (max(reward) - min(reward)) / {REWARD_BINS} END AS height FROM asked)
-        SELECT CAST(first + width * floor((step - first) / width) AS BIGINT) AS step,
-            CASE WHEN height = 0 THEN reward
-            ELSE low + height * least({REWARD_BINS - 1}, floor((reward - low) / height)) END AS reward,
-            count(*) AS n, any_value(CAST(width AS BIGINT)) AS width, any_value(height) AS height
-        FROM asked, ends GROUP BY ALL ORDER BY ALL""",
-        values,
-        steps=asked.every_step,
-        texts=bool(asked.text),
-    )
+    counts: Any = _counted(store, asked)
+    counts = counts[np.isfinite(counts["reward"])]
+    step, reward = counts["step"].to_numpy(), counts["reward"].to_numpy()
+    width, height = 1, 0.0
+    if len(counts):
+        width = -(-int(step.max() - step.min() + 1) // BINS)
+        step = step.min() + (step - step.min()) // width * width
+    if len(np.unique(reward)) > FEW:
+        low, height = reward.min(), (reward.max() - reward.min()) / REWARD_BINS
+        reward = low + height * np.minimum(REWARD_BINS - 1, np.floor((reward - low) / height))
+    bins: Any = pd.DataFrame({"step": step, "reward": reward, "n": counts["n"].to_numpy()})
+    return bins.groupby(["step", "reward"], as_index=False).sum().assign(width=width, height=height)
 
 
 def facts_of_rollouts(store: RunStore) -> dict[str, Any]:
@@ -112,12 +157,14 @@ def facts_of_rollouts(store: RunStore) -> dict[str, Any]:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    query = """SELECT min(step) AS first, max(step) AS last, min(length) AS short, max(length) AS long,
-        min(reward) FILTER (WHERE isfinite(reward)) AS low, max(reward) FILTER (WHERE isfinite(reward)) AS high,
-        count(*) FILTER (WHERE NOT isfinite(reward)) AS lost, coalesce(max(turns), 1) AS turns,
-        coalesce(list(DISTINCT finish_reason), []) AS reasons FROM rollouts"""
-    facts: Any = store.sql(query, texts=False).iloc[0]
-    whole = {name: None if pd.isna(facts[name]) else int(facts[name]) for name in ("first", "last", "short", "long")}
-    parts = {name: None if pd.isna(facts[name]) else float(facts[name]) for name in ("low", "high")}
-    named = [] if whole["first"] is None else sorted(str(reason) for reason in facts["reasons"] if reason is not None)
-    return whole | parts | {name: int(facts[name]) for name in ("turns", "lost")} | {"reasons": named}
+    facts: Any = _each_step(store, FACTS)
+    low = facts[["step", "short", "low"]].min()
+    high = facts[["step", "long", "high", "turns"]].max()
+    ends = {"first": low["step"], "last": high["step"], "short": low["short"], "long": high["long"]}
+    rewards = {"low": low["low"], "high": high["high"]}
+    return (
+        {name: None if pd.isna(end) else int(end) for name, end in ends.items()}
+        | {name: None if pd.isna(end) else float(end) for name, end in rewards.items()}
+        | {"turns": 1 if pd.isna(high["turns"]) else int(high["turns"]), "lost": int(facts["lost"].sum())}
+        | {"reasons": sorted(set(chain.from_iterable(facts["reasons"].dropna())))}
+    )

@@ -3,7 +3,16 @@ import pandas as pd
 import pytest
 
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, find_rollouts, reward_histogram
+from otb_analysis.store import (
+    RolloutFilter,
+    RunStore,
+    RunWriter,
+    StepTables,
+    compact,
+    facts_of_rollouts,
+    find_rollouts,
+    reward_histogram,
+)
 from otb_analysis.store.held import rollout_rows
 from otb_analysis.store.parts import visible_parts
 
@@ -129,3 +138,90 @@ def test_rewards_that_are_not_finite_are_found_but_not_counted_by_reward(tmp_pat
     assert total == 4 and found["rollout"].tolist() == [0, 1, 2, 3]
     histogram = reward_histogram(RunStore(writer.path), RolloutFilter())
     assert histogram["reward"].tolist() == [0.0, 1.0] and histogram["n"].tolist() == [1, 1]
+
+
+ASKED = {
+    "all": (RolloutFilter(), lambda rows: rows["step"] >= 0),
+    "steps": (RolloutFilter(steps=(2, 5)), lambda rows: rows["step"].between(2, 5)),
+    "reward": (RolloutFilter(reward=(0.25, 1.0)), lambda rows: rows["reward"].between(0.25, 1.0)),
+    "text": (RolloutFilter(text="1"), lambda rows: rows["completion"].str.contains("1")),
+    "reasons": (RolloutFilter(finish_reasons=("stop",)), lambda rows: rows["finish_reason"] == "stop"),
+    "different": (
+        RolloutFilter(equal=False),
+        lambda rows: rows.groupby(["step", "group"])["reward"].transform(lambda r: r.nunique(dropna=False) > 1),
+    ),
+}
+
+
+def random_step(rng, step, decimals):
+    reward = np.round(rng.uniform(-1, 1, 8), decimals)
+    reward[rng.random(8) < 0.1] = rng.choice([np.nan, np.inf])
+    rollouts = {
+        "group": np.repeat([0, 1], 4), "rollout": range(8), "prompt": ["p"] * 8, "reward": reward,
+        "completion": [str(n) for n in rng.integers(0, 30, 8)], "length": rng.integers(1, 9, 8),
+        "finish_reason": rng.choice(np.array(["stop", "length", None, f"odd{step}"], object), 8),
+    }  # fmt: skip
+    return StepTables(None, rollouts, {"reward_mean": 0.0})
+
+
+def compare_with_all_rows(store, most=10):
+    """Compare each answer with that of a loop over all rows, read anew."""
+    rows = store.rollouts_df()
+    finite = rows["reward"][np.isfinite(rows["reward"])]
+    assert facts_of_rollouts(store) == {
+        "first": rows["step"].min(), "last": rows["step"].max(), "short": rows["length"].min(),
+        "long": rows["length"].max(), "low": finite.min(), "high": finite.max(), "turns": 1,
+        "lost": len(rows) - len(finite), "reasons": sorted(set(rows["finish_reason"].dropna())),
+    }  # fmt: skip
+    for asked, chosen in ASKED.values():
+        expected = rows[chosen(rows)].sort_values(["step", "rollout"])
+        table, total = find_rollouts(store, asked, most)
+        assert total == len(expected)
+        keys = ["step", "rollout"]
+        assert table[keys].to_numpy().tolist() == expected[keys].head(most).to_numpy().tolist()
+        histogram = reward_histogram(store, asked)
+        assert histogram["n"].sum() == np.isfinite(expected["reward"]).sum()
+        if len(histogram) and not histogram["height"].iloc[0]:
+            by_reward = expected[np.isfinite(expected["reward"])].groupby(["step", "reward"]).size()
+            assert histogram.set_index(["step", "reward"])["n"].to_dict() == by_reward.to_dict()
+
+
+@pytest.mark.parametrize("many", [2, 100])
+@pytest.mark.parametrize("decimals", [0, 3])
+def test_a_run_that_grows_goes_back_and_is_compacted_answers_as_if_read_anew(tmp_path, monkeypatch, many, decimals):
+    monkeypatch.setattr("otb_analysis.store.reader.MANY", many)
+    rng = np.random.default_rng(3)
+    writer = RunWriter.create(tmp_path, "run", {})
+    store = RunStore(writer.path)
+    for step in range(6):
+        writer.write_step(step, random_step(rng, step, decimals))
+        compare_with_all_rows(store)
+    writer.write_step(2, random_step(rng, 2, decimals))
+    compare_with_all_rows(store)
+    writer = RunWriter.resume(writer.path, 4)
+    for step in (4, 5, 6):
+        writer.write_step(step, random_step(rng, step, decimals))
+        compare_with_all_rows(store)
+    writer.finish()
+    compact(writer.path)
+    compare_with_all_rows(store)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_new_step_alone_is_asked(tmp_path, monkeypatch, name):
+    rng, asked = np.random.default_rng(4), ASKED[name][0]
+    writer = RunWriter.create(tmp_path, "run", {})
+    store = RunStore(writer.path)
+    for step in range(4):
+        writer.write_step(step, random_step(rng, step, 0))
+
+    def answers():
+        return find_rollouts(store, asked, 1), reward_histogram(store, asked), facts_of_rollouts(store)
+
+    answers()
+    writer.write_step(4, random_step(rng, 4, 0))
+    steps, sql = [], RunStore.sql
+    monkeypatch.setattr(RunStore, "sql", lambda self, *a, **k: steps.append(list(k["steps"])) or sql(self, *a, **k))
+    answers()
+    counted, listed, facts = steps  # the histogram is made of what was counted
+    assert counted == facts == [4] and max(listed) < 4
