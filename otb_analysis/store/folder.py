@@ -19,7 +19,7 @@ from otb_analysis.errors import StoreError
 from otb_analysis.store.layout import PART, RUN_FILE, refused_link
 from otb_analysis.store.merged import Part
 
-YOUNG, AGAIN = 5_000_000_000, 30_000_000_000
+YOUNG, AGAIN = 5_000_000_000, 300_000_000_000
 """Nanoseconds up to which a file is young, and from one look at the times of all files to the next."""
 
 _looked: ContextVar[dict[Path, list[Part]] | None] = ContextVar("looked", default=None)
@@ -82,43 +82,46 @@ class _Seen:
         self.of_run_file: tuple[int, int] | None = None
         self.whole = 0  # When all files were last asked for their times
         self.listed: list[Part] = []  # By step and rank
-        self.known: dict[str, tuple[int, Part]] = {}  # The same by name, each with its inode
+        self.known: dict[str, Part] = {}  # The same by name
+        self.settled: dict[str, int] = {}  # The inodes of those that are not young
 
     def parts(self, files: list[os.DirEntry[str]], of_run_file: tuple[int, int] | None) -> list[Part]:
         """Return the parts among all files of the folder; another time of run.json says that any may be replaced."""
-        linked = next((file.name for file in files if file.name.endswith(".parquet") and file.is_symlink()), None)
-        if linked:
-            raise refused_link(self.folder / linked)
+        links = [file.name for file in files if file.is_symlink() and file.name.endswith(".parquet")]
+        if links:
+            raise refused_link(self.folder / links[0])
+        inodes = {file.name: file.inode() for file in files}
         with self.lock:
             now = time.time_ns()
             sure = of_run_file == self.of_run_file and 0 <= now - self.whole < AGAIN
-            new = [file for file in files if not (sure and self._same(file, now - YOUNG))]
-            added = {file.name: (file.inode(), part) for file in new if (part := self._part(file)) is not None}
-            if len(files) - len(new) < len(self.known):  # some were replaced or removed, or may be
-                kept = {file.name for file in files} - {file.name for file in new}
-                self.known = {name: one for name, one in self.known.items() if name in kept}
-                self.listed = []
+            before = self.settled if sure else {}
+            asked = [name for name, inode in inodes.items() if before.get(name) != inode]
+            found = {name: part for name in asked if (part := self._part(name)) is not None}
+            added = {name: part for name, part in found.items() if part is not self.known.get(name)}
+            gone = self.known.keys() - inodes.keys() | (self.known.keys() & asked) - found.keys()
+            grown = not gone and not added.keys() & self.known.keys()
+            for name in gone:
+                del self.known[name]
             self.known |= added
-            if added or not self.listed:
-                self.listed = sorted((part for _, part in self.known.values()), key=attrgetter("step", "rank"))
-            self.of_run_file, self.whole = of_run_file, self.whole if sure else now
+            if gone or added:
+                parts = [*self.listed, *added.values()] if grown else self.known.values()
+                self.listed = sorted(parts, key=attrgetter("step", "rank"))
+            for name in asked:
+                if name not in found or (found[name].seen or (now,))[0] >= now - YOUNG:
+                    del inodes[name]
+            self.settled, self.of_run_file, self.whole = inodes, of_run_file, self.whole if sure else now
             return self.listed
 
-    def _same(self, file: os.DirEntry[str], young: int) -> bool:
-        """Return whether a file is known, the same one by its inode, and older than a time."""
-        inode, part = self.known.get(file.name, (0, None))
-        return part is not None and inode == file.inode() and part.seen is not None and part.seen[0] < young
-
-    def _part(self, file: os.DirEntry[str]) -> Part | None:
+    def _part(self, name: str) -> Part | None:
         """Return a file's part, that of before if it is the same file; None if it is none, or was just removed."""
-        match = PART.fullmatch(file.name)
-        if match is None or (seen := _time_and_size(self.folder / file.name)) is None:
+        match = PART.fullmatch(name)
+        if match is None or (seen := _time_and_size(self.folder / name)) is None:
             return None
-        before = self.known.get(file.name)
-        if before is not None and before[1].seen == seen:
-            return before[1]
+        before = self.known.get(name)
+        if before is not None and before.seen == seen:
+            return before
         step, rank = int(match[1]), int(match[2])
-        return Part(step, rank, self.folder / file.name, steps=(step,), seen=seen)
+        return Part(step, rank, self.folder / name, steps=(step,), seen=seen)
 
 
 @lru_cache(maxsize=1_000)
