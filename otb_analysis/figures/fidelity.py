@@ -12,7 +12,7 @@ from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.styles import ORANGE
 from otb_analysis.figures.theme import RAMP, TEMPLATE, panels, place
-from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity
+from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity, fidelity_by_part
 from otb_analysis.types import Float, Float32
 
 BINS, FAR = 60, 200
@@ -77,8 +77,7 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
     positive = (proxy > 0) & (exact > 0)
     count, proxy_edges, exact_edges = _density(np.log10(proxy[positive]), np.log10(exact[positive]))
-    per_step = {int(str(step)): agreement(part) for step, part in table.groupby("step")}
-    overall = next(iter(per_step.values())) if len(per_step) == 1 else agreement(table)
+    overall, per_step = fidelity_by_part(proxy, exact, table["cell"].to_numpy(), table["step"].to_numpy())
     drawable: Any = table[positive]
     line, far = _line(drawable)
     return FidelityInfo(

@@ -8,7 +8,13 @@ from otb_analysis.statistics.comparisons.conclusions import conclude
 from otb_analysis.statistics.comparisons.verdicts import Conclusion, Verdict
 from otb_analysis.statistics.energies.cells import position_cells
 from otb_analysis.statistics.energies.designs import inclusion_probabilities, systematic_sample
-from otb_analysis.statistics.energies.fidelity import Association, Fidelity, fidelity, realized_fidelity
+from otb_analysis.statistics.energies.fidelity import (
+    Association,
+    Fidelity,
+    fidelity,
+    fidelity_by_part,
+    realized_fidelity,
+)
 from otb_analysis.statistics.energies.tail import pareto_k, top_share
 from otb_analysis.statistics.energies.weights import weight_statistics
 from otb_analysis.statistics.inference.intervals import (
@@ -79,6 +85,7 @@ __all__ = [
     "difference_total",
     "efficiency",
     "fidelity",
+    "fidelity_by_part",
     "fitted_weights",
     "gain_lost",
     "gradient_noise_scale",

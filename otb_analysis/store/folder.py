@@ -67,7 +67,7 @@ def _look(folder: Path) -> list[Part]:
         with os.scandir(folder) as entries:
             files = list(entries)
         # Not before: a file that was replaced before it was listed is older than run.json.
-        return _seen(folder).parts(files, _time_and_size(folder.parent / RUN_FILE))
+        return _seen(folder).parts(files, _time_and_size(f"{folder.parent}/{RUN_FILE}"))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -115,7 +115,7 @@ class _Seen:
     def _part(self, name: str) -> Part | None:
         """Return a file's part, that of before if it is the same file; None if it is none, or was just removed."""
         match = PART.fullmatch(name)
-        if match is None or (seen := _time_and_size(self.folder / name)) is None:
+        if match is None or (seen := _time_and_size(f"{self.folder}/{name}")) is None:
             return None
         before = self.known.get(name)
         if before is not None and before.seen == seen:
@@ -129,9 +129,9 @@ def _seen(folder: Path) -> _Seen:
     return _Seen(folder)
 
 
-def _time_and_size(path: Path) -> tuple[int, int] | None:
+def _time_and_size(path: str) -> tuple[int, int] | None:
     try:
-        status = path.lstat()
+        status = os.lstat(path)
     except FileNotFoundError:
         return None
     return status.st_mtime_ns, status.st_size

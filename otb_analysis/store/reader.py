@@ -279,8 +279,8 @@ class RunStore:
         """Return the name of each group's prompt, by step."""
         prompts: dict[int, dict[int, object]] = {step: {} for step in steps}
         if steps:
-            named = self.rollouts_df(steps, ["step", "group", "prompt_id"], "prompt_id IS NOT NULL")
-            for step, group, prompt in zip(named["step"], named["group"], named["prompt_id"], strict=True):
+            query = 'SELECT step, "group", any_value(prompt_id) FROM rollouts WHERE prompt_id IS NOT NULL GROUP BY ALL'
+            for step, group, prompt in self.sql(query, steps=steps, texts=False).itertuples(index=False):
                 prompts[step][group] = prompt
         return prompts
 

@@ -3,7 +3,7 @@ import pytest
 from scipy import stats
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics import fidelity, position_cells, realized_fidelity
+from otb_analysis.statistics import fidelity, fidelity_by_part, position_cells, realized_fidelity
 from otb_analysis.statistics.energies.cells import cell_ranks, deviation
 
 
@@ -78,6 +78,34 @@ def test_zero_energies_count_except_in_logarithms():
     found = fidelity([0.0, 1, 2, 3], [0.0, 1, 2, 4]).pooled
     assert found.n == 4
     assert found.log_pearson == pytest.approx(np.corrcoef(np.log([1, 2, 3]), np.log([1, 2, 4]))[0, 1])
+
+
+@pytest.mark.parametrize("n_parts", [1, 4])
+def test_fidelity_by_part_is_that_of_each_part_alone(n_parts):
+    rng = np.random.default_rng(5)
+    part = rng.integers(0, n_parts, 600) * 7 - 3
+    cell = (part + 3) * 100 + rng.integers(0, 40, 600)
+    x = np.round(rng.lognormal(size=600), 1)  # ties and zeros
+    y = x * rng.lognormal(sigma=0.4, size=600)
+    x[::50], y[7::50] = np.nan, np.inf
+    whole, by_part = fidelity_by_part(x, y, cell, part)
+    assert list(by_part) == sorted(set(part.tolist()))
+    for name, found in by_part.items():
+        at = part == name
+        assert found == fidelity(x[at], y[at], cell=cell[at])
+    order = np.argsort(part, kind="stable")
+    assert whole == fidelity(x[order], y[order], cell=cell[order])
+
+
+def test_fidelity_by_part_of_nothing_has_no_parts():
+    whole, by_part = fidelity_by_part([np.nan], [1.0], [0], [0])
+    assert whole.pooled.n == 0 and by_part == {}
+
+
+@pytest.mark.parametrize(("cell", "part", "said"), [([0, 0], [1, 2], "several parts"), ([0], [1, 2], r"\(1,\)")])
+def test_fidelity_by_part_refuses_what_it_cannot_divide(cell, part, said):
+    with pytest.raises(InputError, match=said):
+        fidelity_by_part([1.0, 2.0], [1.0, 2.0], cell, part)
 
 
 def test_realized_fidelity_is_fidelity_of_running_sums():
