@@ -280,7 +280,7 @@ class RunStore:
         prompts: dict[int, dict[int, object]] = {step: {} for step in steps}
         if steps:
             query = 'SELECT step, "group", any_value(prompt_id) FROM rollouts WHERE prompt_id IS NOT NULL GROUP BY ALL'
-            for step, group, prompt in self.sql(query, steps=steps, texts=False).itertuples(index=False):
+            for step, group, prompt in self.sql(query, steps=steps).itertuples(index=False):
                 prompts[step][group] = prompt
         return prompts
 

@@ -4,6 +4,7 @@ Baselines normalise their weights within (prompt, position), so a proxy that onl
 nothing: Pearson was .68 pooled and .99 within cells. Pooled figures alone mislead.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -65,7 +66,7 @@ def fidelity(
         return Fidelity(_pooled(x[chosen], y[chosen]), None, 0)
     cells = _as_shape("cell", np.asarray(cell), x.shape)
     x, y, cells = x[chosen], y[chosen], np.unique(cells[chosen], return_inverse=True)[1]
-    return _between(x, y, cells, _deviations(x, y, cells), 0, x.size)
+    return _between(x, y, cells, [(0, x.size)])[0]
 
 
 def fidelity_by_part(
@@ -87,24 +88,24 @@ def fidelity_by_part(
             f"proxy has shape {x.shape}, exact {y.shape}, cell {np.shape(cell)} and part {np.shape(part)}; pass four "
             "arrays of shape [N]."
         )
-    parts = np.asarray(part)
-    order = np.argsort(parts, kind="stable")
-    order = order[np.isfinite(x[order]) & np.isfinite(y[order])]
-    x, y, parts = x[order], y[order], parts[order]
-    cells = np.unique(np.asarray(cell)[order], return_inverse=True)[1]
-    part_of = np.zeros(x.size, parts.dtype)
-    part_of[cells] = parts
-    if (part_of[cells] != parts).any():
+    x, y, cells, starts = _one_after_the_other(x, y, np.asarray(cell), np.asarray(part))
+    first = list(starts.values())
+    ends = [(0, x.size), *zip(first, [*first[1:], x.size], strict=False)]
+    whole, *found = _between(x, y, cells, ends if len(first) > 1 else ends[:1])
+    return whole, dict(zip(starts, found or [whole], strict=False))
+
+
+def _one_after_the_other(x: Float, y: Float, cell: Int, part: Int) -> tuple[Float, Float, Int, dict[int, int]]:
+    """Return finite values and their cells, numbered, by part, and where each part begins."""
+    order = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
+    order = order[np.argsort(part[order], kind="stable")]
+    parts, cells = part[order], np.unique(cell[order], return_inverse=True)[1]
+    of_cell = np.zeros(order.size, parts.dtype)
+    of_cell[cells] = parts
+    if (of_cell[cells] != parts).any():
         raise InputError("values of one cell are in several parts; number the cells of each part on their own.")
-    deviations = _deviations(x, y, cells)
     names, starts = np.unique(parts, return_index=True)
-    ends = np.append(starts, x.size)[1:]
-    by_part = {
-        int(name): _between(x, y, cells, deviations, first, last)
-        for name, first, last in zip(names, starts, ends, strict=True)
-    }
-    whole = next(iter(by_part.values())) if len(by_part) == 1 else _between(x, y, cells, deviations, 0, x.size)
-    return whole, by_part
+    return x[order], y[order], cells, dict(zip(names.tolist(), starts.tolist(), strict=True))
 
 
 def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group: ArrayLike) -> Fidelity:
@@ -138,30 +139,31 @@ def _pooled(x: Float, y: Float) -> Association:
     return Association(x.size, _correlation(x, y), logs, _correlation(stats.rankdata(x), stats.rankdata(y)))
 
 
-_Deviations = tuple[Int, Float, Float]
-"""Places of values that share their cell, ascending, and what x and y deviate there from the means of their cells."""
-
-
-def _deviations(x: Float, y: Float, cells: Int) -> tuple[_Deviations, ...]:
-    """Return the deviations of values, of logarithms where both are positive, and of ranks within the cell."""
+def _between(x: Float, y: Float, cells: Int, ends: Sequence[tuple[int, int]]) -> list[Fidelity]:
+    """Return the agreement of the values from a first place to before a last one, for several such pairs."""
     # A value alone in its cell deviates from nothing.
     shared = np.flatnonzero(np.bincount(cells)[cells] > 1) if cells.size else np.zeros(0, dtype=np.int64)
     positive = shared[(x[shared] > 0) & (y[shared] > 0)]
-    at, logs_at = cells[shared], cells[positive]
-    ranks = [deviation(cell_ranks(_coarse(v[shared]), at), at) for v in (x, y)]
-    return (
-        (shared, deviation(x[shared], at), deviation(y[shared], at)),
-        (positive, deviation(np.log(x[positive]), logs_at), deviation(np.log(y[positive]), logs_at)),
-        (shared, ranks[0], ranks[1]),
-    )
+    within = [
+        _slices(x, y, cells, shared, deviation, ends),
+        _slices(x, y, cells, positive, lambda v, at: deviation(np.log(v), at), ends),
+        _slices(x, y, cells, shared, lambda v, at: deviation(cell_ranks(_coarse(v), at), at), ends),
+    ]
+    agreed = []
+    for (first, last), values, logs, ranks in zip(ends, *within, strict=True):
+        some = shared[slice(*np.searchsorted(shared, (first, last)))]
+        of_cells = Association(some.size, values, logs, ranks)
+        agreed.append(Fidelity(_pooled(x[first:last], y[first:last]), of_cells, int(np.unique(cells[some]).size)))
+    return agreed
 
 
-def _between(x: Float, y: Float, cells: Int, deviations: tuple[_Deviations, ...], first: int, last: int) -> Fidelity:
-    """Return the agreement of the values from a first place to before a last one."""
-    found = [(a, b, dx, dy) for at, dx, dy in deviations for a, b in [np.searchsorted(at, (first, last))]]
-    shared = deviations[0][0][slice(*found[0][:2])]
-    within = Association(shared.size, *(_correlation(dx[a:b], dy[a:b]) for a, b, dx, dy in found))
-    return Fidelity(_pooled(x[first:last], y[first:last]), within, int(np.unique(cells[shared]).size))
+def _slices(
+    x: Float, y: Float, cells: Int, places: Int, deviate: Callable[[Float, Int], Float], ends: Sequence[tuple[int, int]]
+) -> list[float | None]:
+    """Return the correlations of deviations from cell means of the values at some places, between each pair of ends."""
+    dx, dy = (deviate(v[places], cells[places]) for v in (x, y))
+    at = np.searchsorted(places, np.array(ends).reshape(-1, 2))
+    return [_correlation(dx[first:last], dy[first:last]) for first, last in at]
 
 
 def _coarse(x: Float) -> Float:
