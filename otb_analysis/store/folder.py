@@ -98,7 +98,7 @@ class _Seen:
             asked = [name for name, inode in inodes.items() if before.get(name) != inode]
             found = {name: part for name in asked if (part := self._part(name)) is not None}
             added = {name: part for name, part in found.items() if part is not self.known.get(name)}
-            gone = self.known.keys() - inodes.keys() | (self.known.keys() & asked) - found.keys()
+            gone = (self.known.keys() - inodes.keys()) | ((self.known.keys() & asked) - found.keys())
             grown = not gone and not added.keys() & self.known.keys()
             for name in gone:
                 del self.known[name]

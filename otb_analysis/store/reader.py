@@ -279,7 +279,8 @@ class RunStore:
         """Return the name of each group's prompt, by step."""
         prompts: dict[int, dict[int, object]] = {step: {} for step in steps}
         if steps:
-            query = 'SELECT step, "group", any_value(prompt_id) FROM rollouts WHERE prompt_id IS NOT NULL GROUP BY ALL'
+            names = 'SELECT step, "group", arg_max(prompt_id, rollout) FROM rollouts'
+            query = f"{names} WHERE prompt_id IS NOT NULL GROUP BY ALL"
             for step, group, prompt in self.sql(query, steps=steps).itertuples(index=False):
                 prompts[step][group] = prompt
         return prompts

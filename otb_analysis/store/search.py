@@ -75,15 +75,19 @@ def _asked(asked: RolloutFilter) -> tuple[str, list[object]]:
     return f"SELECT * FROM (SELECT *, {EQUAL} AS equal FROM rollouts) WHERE {condition}", values
 
 
+MOST_KEPT = 250_000
+"""Rows of an answer beyond which it is not kept: where most rewards differ, there are as many as rollouts."""
+
+
 class _Answer:
-    """Rows of a query that looks at each step alone, and the parts that were asked for them."""
+    """Rows of a query, each of which depends on one step alone, and the parts that were asked for them."""
 
     def __init__(self) -> None:
         self.lock, self.parts, self.rows = threading.Lock(), list[Part](), pd.DataFrame()
 
 
-@lru_cache(maxsize=8)
-def _before(run_dir: Path, query: str, values: tuple[object, ...], steps: range | None) -> _Answer:
+@lru_cache(maxsize=16)
+def _kept(run_dir: Path, query: str, values: tuple[object, ...], steps: range | None) -> _Answer:
     return _Answer()
 
 
@@ -91,21 +95,34 @@ def _before(run_dir: Path, query: str, values: tuple[object, ...], steps: range 
 def _each_step(
     store: RunStore, query: str, values: Sequence[object] = (), steps: range | None = None, *, texts: bool = False
 ) -> pd.DataFrame:
-    """Return the answer to a query that looks at each step alone; steps that were asked before are not asked again."""
+    """Return the answer to a query whose rows each depend on one step alone; only new and changed steps are asked."""
     parts = visible_parts(store.path, ["rollouts"], steps)["rollouts"]
-    kept = _before(store.path, query, tuple(values), steps)
+    kept = _kept(store.path, query, tuple(values), steps)
     with kept.lock:
-        begun = bool(kept.parts) and parts[: len(kept.parts)] == kept.parts
-        if not begun or len(parts) > len(kept.parts):
-            new = {step for part in parts[len(kept.parts) if begun else 0 :] for step in part.steps}
-            found = store.sql(query, list(values), steps=sorted(new) if begun else steps, texts=texts)
-            rows: Any = found[found["step"].isin(sorted(new))]  # the run may have grown meanwhile
-            kept.rows, kept.parts = pd.concat([kept.rows, rows], ignore_index=True) if begun else rows, parts
-        return kept.rows
+        same = _alike(parts, kept.parts)
+        ask = {step for part in parts[same:] for step in part.steps}
+        rows: Any = kept.rows
+        if same < len(kept.parts) or (same and parts[same - 1].step in ask):  # a rank's part may come late
+            known = {step for part in parts[:same] for step in part.steps} - ask
+            rows = rows[rows["step"].isin(sorted(known))] if same else rows
+        if not ask and same:
+            return rows  # an older look must not take away what a newer one found
+        found = store.sql(query, list(values), steps=sorted(ask) if same else steps, texts=texts)
+        new: Any = found[found["step"].isin(sorted(ask))]  # the run may have grown meanwhile
+        rows = pd.concat([rows, new], ignore_index=True) if same else new
+        if len(rows) <= MOST_KEPT:
+            kept.rows, kept.parts = rows, parts
+        return rows
+
+
+def _alike(parts: list[Part], others: list[Part]) -> int:
+    """Return with how many of the same parts two lists begin; comparing the same objects takes no time."""
+    n = min(len(parts), len(others))
+    return n if parts[:n] == others[:n] else next(i for i in range(n) if parts[i] != others[i])
 
 
 def _counted(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
-    """Return how many rollouts are asked for, by step and reward; NaN where there is none."""
+    """Return how many rollouts are asked for, by step and reward; of a reward that is null, NaN."""
     rows, values = _asked(asked)
     query = f"SELECT step, CAST(reward AS DOUBLE) AS reward, count(*) AS n FROM ({rows}) GROUP BY ALL"
     return _each_step(store, query, values, asked.every_step, texts=bool(asked.text))

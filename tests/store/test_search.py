@@ -11,6 +11,7 @@ from otb_analysis.store import (
     compact,
     facts_of_rollouts,
     find_rollouts,
+    one_look,
     reward_histogram,
 )
 from otb_analysis.store.held import rollout_rows
@@ -205,6 +206,36 @@ def test_a_run_that_grows_goes_back_and_is_compacted_answers_as_if_read_anew(tmp
     writer.finish()
     compact(writer.path)
     compare_with_all_rows(store)
+
+
+def test_a_part_that_comes_late_and_an_older_look_count_nothing_twice(tmp_path):
+    rng = np.random.default_rng(6)
+    writer = RunWriter.create(tmp_path, "run", {})
+    store = RunStore(writer.path)
+    for step in range(3):
+        writer.write_step(step, random_step(rng, step, 0))
+        compare_with_all_rows(store)
+    late = random_step(rng, 2, 0)
+    late.rollouts["rollout"] = range(8, 16)
+    RunWriter(writer.path, rank=1, size=2).write_step(2, StepTables(rollouts=late.rollouts))
+    compare_with_all_rows(store)
+    assert find_rollouts(store, RolloutFilter())[1] == 32
+    with one_look():
+        assert store.complete_steps() == [0, 1, 2]
+        writer.write_step(3, random_step(rng, 3, 0))
+        with one_look():
+            compare_with_all_rows(store)
+        compare_with_all_rows(store)
+    compare_with_all_rows(store)
+
+
+def test_answers_that_are_too_long_to_keep_are_right(tmp_path, monkeypatch):
+    monkeypatch.setattr("otb_analysis.store.search.MOST_KEPT", 20)
+    rng = np.random.default_rng(7)
+    writer = RunWriter.create(tmp_path, "run", {})
+    for step in range(5):
+        writer.write_step(step, random_step(rng, step, 3))
+        compare_with_all_rows(RunStore(writer.path))
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -72,9 +72,9 @@ def fidelity(
 def fidelity_by_part(
     proxy: ArrayLike, exact: ArrayLike, cell: ArrayLike, part: ArrayLike
 ) -> tuple[Fidelity, dict[int, Fidelity]]:
-    """Return `fidelity` of all values that are finite [N], and that of each part: the same numbers, in less time.
+    """Return `fidelity` of all values [N], and of the values of each part, computed in one pass.
 
-    Deviations and ranks within cells are computed once for all parts.
+    The numbers are those of `fidelity` of each part alone; a part without finite values is left out.
 
     Args:
         part: Integer part of each value, such as its step; all values of a cell are in one part.
@@ -88,14 +88,13 @@ def fidelity_by_part(
             f"proxy has shape {x.shape}, exact {y.shape}, cell {np.shape(cell)} and part {np.shape(part)}; pass four "
             "arrays of shape [N]."
         )
-    x, y, cells, starts = _one_after_the_other(x, y, np.asarray(cell), np.asarray(part))
+    x, y, cells, starts = _sorted_by_part(x, y, np.asarray(cell), np.asarray(part))
     first = list(starts.values())
-    ends = [(0, x.size), *zip(first, [*first[1:], x.size], strict=False)]
-    whole, *found = _between(x, y, cells, ends if len(first) > 1 else ends[:1])
-    return whole, dict(zip(starts, found or [whole], strict=False))
+    whole, *found = _between(x, y, cells, [(0, x.size), *zip(first, [*first, x.size][1:], strict=True)])
+    return whole, dict(zip(starts, found, strict=True))
 
 
-def _one_after_the_other(x: Float, y: Float, cell: Int, part: Int) -> tuple[Float, Float, Int, dict[int, int]]:
+def _sorted_by_part(x: Float, y: Float, cell: Int, part: Int) -> tuple[Float, Float, Int, dict[int, int]]:
     """Return finite values and their cells, numbered, by part, and where each part begins."""
     order = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
     order = order[np.argsort(part[order], kind="stable")]
@@ -145,9 +144,9 @@ def _between(x: Float, y: Float, cells: Int, ends: Sequence[tuple[int, int]]) ->
     shared = np.flatnonzero(np.bincount(cells)[cells] > 1) if cells.size else np.zeros(0, dtype=np.int64)
     positive = shared[(x[shared] > 0) & (y[shared] > 0)]
     within = [
-        _slices(x, y, cells, shared, deviation, ends),
-        _slices(x, y, cells, positive, lambda v, at: deviation(np.log(v), at), ends),
-        _slices(x, y, cells, shared, lambda v, at: deviation(cell_ranks(_coarse(v), at), at), ends),
+        _correlations(x, y, cells, shared, deviation, ends),
+        _correlations(x, y, cells, positive, lambda v, at: deviation(np.log(v), at), ends),
+        _correlations(x, y, cells, shared, lambda v, at: deviation(cell_ranks(_coarse(v), at), at), ends),
     ]
     agreed = []
     for (first, last), values, logs, ranks in zip(ends, *within, strict=True):
@@ -157,7 +156,7 @@ def _between(x: Float, y: Float, cells: Int, ends: Sequence[tuple[int, int]]) ->
     return agreed
 
 
-def _slices(
+def _correlations(
     x: Float, y: Float, cells: Int, places: Int, deviate: Callable[[Float, Int], Float], ends: Sequence[tuple[int, int]]
 ) -> list[float | None]:
     """Return the correlations of deviations from cell means of the values at some places, between each pair of ends."""
