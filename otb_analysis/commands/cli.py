@@ -23,6 +23,7 @@ from otb_analysis.commands.inspect import (
     TABLE_WIDTH,
     compare_command,
     parsed,
+    print_all,
     print_comparison,
     report_command,
 )
@@ -110,13 +111,14 @@ def train_command(words: Sequence[str]) -> None:
     with shown(), phase("otb train") as whole:
         path = _trained(config, whole)
         with phase("reading the run"):
-            from otb_analysis.report.compare import learning_table
-            from otb_analysis.store import RunStore
+            from otb_analysis.answers import opened
+            from otb_analysis.report.compare import learning_grid
+            from otb_analysis.report.terminal import grid_table
 
-            table = learning_table([RunStore(path)])
-    console = Console()
-    Console(width=max(console.width, TABLE_WIDTH)).print(table)
-    console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)
+            table = grid_table(learning_grid(opened([path])))
+    print_all([table])
+    look = f"otb compare {path.name} --root {path.parent}"
+    Console().print(f"{path} is complete; look at it with: {look}", soft_wrap=True)
 
 
 def _trained(config: TrainConfig, *bar: Any) -> Path:

@@ -78,47 +78,53 @@ def compare_command(words: Sequence[str]) -> None:
     if not config.json and (config.setting or config.a or config.b or config.curves):
         raise InputError("--setting, --a, --b and --curves go with --json; the page Compare shows the same.")
     with shown(), phase("comparing runs"):
+        from otb_analysis.answers import opened
+        from otb_analysis.answers.pairs import Sides
         from otb_analysis.report.compare import comparison
-        from otb_analysis.report.compare_record import comparison_record
-        from otb_analysis.report.pair import Sides
+        from otb_analysis.report.records import comparison_record
+        from otb_analysis.report.terminal import printed
 
         if config.json:
             sides = Sides(config.setting, config.a, config.b)
             if (config.a or config.b) and not config.setting and len(config.runs) != 1:
                 raise InputError("--a and --b are estimators of one run, or values of --setting; pass either.")
             curves = (config.curves, config.window, config.by)
-            record = _of_readable(config, lambda paths: comparison_record(paths, sides, *curves))
+            record = _of_readable(config, lambda paths: comparison_record(opened(paths), sides, *curves))
             print_json(record)
             return
-        tables = _of_readable(config, lambda paths: comparison(paths, config.top))
+        tables = _of_readable(config, lambda paths: printed(comparison(opened(paths), config.top)))
     print_all(tables)
 
 
 def print_json(record: object) -> None:
-    """Print a record for scripts."""
-    sys.stdout.write(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Print a record for scripts; null for every number that is unknown, NaN or infinite."""
+    from otb_analysis.report.record import written
+
+    sys.stdout.write(json.dumps(written(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def print_comparison(paths: Sequence[Path]) -> None:
     """Print what `otb demo` says at its end: the tables of `otb compare`, the conclusion last."""
     with shown(), phase("comparing runs"):
+        from otb_analysis.answers import opened
         from otb_analysis.report.compare import comparison
+        from otb_analysis.report.terminal import printed
 
-        tables = comparison(paths, conclude_last=True)
+        tables = printed(comparison(opened(paths), conclude_last=True))
     print_all(tables)
 
 
-def _of_readable(config: CompareConfig, compared: Callable[[Sequence[Path]], Result]) -> Result:
+def _of_readable(config: CompareConfig, of: Callable[[Sequence[Path]], Result]) -> Result:
     """Compare the runs that were named, else all complete ones, of which one that cannot be read is left out."""
     if config.runs:
-        return compared(list(dict.fromkeys(run_path(config.root, name) for name in config.runs)))
+        return of(list(dict.fromkeys(run_path(config.root, name) for name in config.runs)))
     paths = [config.root / name for name in complete_runs(config.root)]
     try:
-        return compared(paths)
+        return of(paths)
     except StoreError:
         if not (readable := [path for path in paths if _can_be_read(path)]):
             raise
-        return compared(readable)
+        return of(readable)
 
 
 def report_command(words: Sequence[str]) -> None:
@@ -178,10 +184,11 @@ def complete_runs(root: Path) -> list[str]:
 
 def _can_be_read(path: Path) -> bool:
     """Return whether a run can be compared; say on stderr why one cannot."""
+    from otb_analysis.answers import opened
     from otb_analysis.report.compare import comparison
 
     try:
-        comparison([path])
+        comparison(opened([path]))
     except StoreError as error:
         _left_out(path.name, str(error))
         return False

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 
+from otb_analysis.answers import reportable
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import counted
 from otb_analysis.report.document import Document
 from otb_analysis.report.html import to_html
 from otb_analysis.report.markdown import to_markdown
-from otb_analysis.report.runs import open_runs
 from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview, provenance
 
 __all__ = ["report", "write_report"]
@@ -23,14 +23,15 @@ def report(paths: Sequence[Path], command: str) -> Document:
         InputError: A run does not exist or has no step, or the runs disagree in scope or schema.
         StoreError: A run cannot be read.
     """
-    runs = open_runs(paths)
-    parts = [(make, run) for make in (estimators, fidelity, attribution_section) for run in runs]
+    runs = reportable(paths)
+    parts = [(make, run) for make in (estimators, fidelity, attribution_section) for run in runs.values()]
     each = [make(run) for make, run in counted(parts, "section")]
+    count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Document(
-        title=" · ".join(run.name for run in runs),
+        title=" · ".join(runs),
         command=command,
-        note=f"Made {made} by otb-analysis {version('otb-analysis')} from {len(runs)} run{'s' * (len(runs) != 1)}.",
+        note=f"Made {made} by otb-analysis {metadata.version('otb-analysis')} from {count}.",
         sections=(overview(runs), collapse(runs), *each, provenance(runs)),
     )
 

@@ -27,17 +27,17 @@ def stored_labels(store: RunStore) -> list[Label]:
     return [(str(name), str(source)) for name, source in rows.itertuples(index=False, name=None)]
 
 
-def measured_grams(store: RunStore, labels: Sequence[Label] | None = None) -> dict[int, Gram]:
+def measured_grams(store: RunStore, config: Mapping[str, Any] | None = None) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; a second call reads only new steps.
 
     Args:
-        labels: Those of `stored_labels`, where they are known.
+        config: What may be believed of the run's configuration; by default all of it.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    labels = stored_labels(store) if labels is None else labels
-    return store.reduced_grams((REFERENCE, standing_for_truth(labels, stored_config(store))))
+    config = stored_config(store) if config is None else config
+    return store.reduced_grams((REFERENCE, standing_for_truth(stored_labels(store), config)))
 
 
 def exact_groups(store: RunStore, columns: Sequence[str]) -> tuple[pd.DataFrame, int]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.audit.bookkeeping import (
+from otb_analysis.checks.bookkeeping import (
     Bookkeeping,
     bookkeeping_lines,
     check_bookkeeping,
@@ -11,9 +11,9 @@ from otb_analysis.audit.bookkeeping import (
     check_weights,
 )
 from otb_analysis.audit.importing import import_rollouts
-from otb_analysis.audit.recorded_advantages import check_advantages
+from otb_analysis.checks.recorded_advantages import check_advantages
 from otb_analysis.audit.score import score
-from otb_analysis.audit.trainer_loss import WHOLE, TrainerLoss, trainer_loss
+from otb_analysis.checks.trainer_loss import WHOLE, TrainerLoss, trainer_loss
 from otb_analysis.config import EstimatorConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore

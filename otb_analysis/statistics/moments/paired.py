@@ -130,16 +130,32 @@ def moment_ratios(
         below: The same of the denominator, without the same prompts in turn.
         words: The estimand of each name.
     """
-    values, base = four_measures(*above), four_measures(*below)
-    intervals: dict[str, Interval | None] = {}
-    for name in ("variance", "sf", "efficiency"):
+    intervals: dict[str, Interval | None] = {
         # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
-        ratio = measures.quotient(values[name], base[name])
-        intervals[name] = jackknife_interval(ratio[0], ratio[1:], words(name), "log", level)
+        name: jackknife_interval(ratio[0], ratio[1:], words(name), "log", level)
+        for name, ratio in ratio_replicates(above, below).items()
+    }
     proved = None not in (above[2], below[2])
     if proved and (scale := noise_scale(measures.with_projection(below[0], below[2]))) and scale.high == np.inf:
         intervals["efficiency"] = _with_less_signal(intervals["efficiency"], intervals["sf"])
     return intervals
+
+
+def ratio_replicates(
+    above: tuple[Moments, int, float | None], below: tuple[Moments, int, float | None]
+) -> dict[str, Float]:
+    """Return the ratios of variance, sf and efficiency by name [1 + K], from all prompts and without each of them.
+
+    Where both projections are proved, both variances are E‖g_p‖² − c²‖∇J‖² with the ‖∇J‖² of all proved estimators:
+    the paired difference of ‖g‖²/c² alone says which SF is smaller. Else each has its own ‖m‖².
+
+    Args:
+        above: As `moment_ratios`; `below` likewise.
+    """
+    if None not in (above[2], below[2]):
+        above, below = ((measures.with_projection(one, c), p, c) for one, p, c in (above, below))
+    values, base = four_measures(*above), four_measures(*below)
+    return {name: measures.quotient(values[name], base[name]) for name in ("variance", "sf", "efficiency")}
 
 
 def _with_less_signal(efficiency: Interval | None, sf: Interval | None) -> Interval | None:

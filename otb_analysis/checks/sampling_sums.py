@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otb_analysis.audit.sampling import SUMS
 from otb_analysis.errors import InputError
 from otb_analysis.types import Bool, Float
 
 LOCAL = ("temperature", "probability")
+SUMS = ("n_tokens", "score", "variance", "observed", "gain", "residual_sq")
+"""Columns of the table `sampling` that add up."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from otb_analysis.audit.recorded_advantages import AdvantageCheck, check_advantages
-from otb_analysis.audit.trainer_loss import WHOLE, TrainerLoss
+from otb_analysis.checks.recorded_advantages import AdvantageCheck, check_advantages
+from otb_analysis.checks.trainer_loss import WHOLE, TrainerLoss
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.aggregation import AggregationInputs, ConstantOptions, aggregation_weights
 from otb_analysis.store import RunStore

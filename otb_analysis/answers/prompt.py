@@ -6,14 +6,13 @@ from typing import Any
 
 import pandas as pd
 
+from otb_analysis.answers.run import RunAnswers
 from otb_analysis.errors import STOPS, InputError, nearest
 from otb_analysis.figures.prompts import ends_elsewhere
 from otb_analysis.figures.token_columns import described, measured, with_differences
 from otb_analysis.figures.token_details import details_beside
 from otb_analysis.figures.token_formula import TokenFormula, token_formula
 from otb_analysis.figures.tokens import prompt_head
-from otb_analysis.report.record import written
-from otb_analysis.report.runs import config_of, estimator_of
 from otb_analysis.store import RunStore, StoredPrompt
 from otb_analysis.store.measured import exact_steps, first_step, token_steps
 from otb_analysis.store.prompt import in_words
@@ -78,8 +77,8 @@ def prompt_view(store: RunStore, step: int | None, group: int | None, estimator:
     group = groups[0] if group is None else group
     if group not in groups:
         raise InputError(f"step {step} has no prompt {group}; it has prompts {groups[0]} to {groups[-1]}.")
-    config, tokens = config_of(store), store.tokens_df([step], where='"group" = ?', params=[group])
-    prompt = StoredPrompt(estimator_of(config), config, group, tokens, lambda of: store.token_arrays(step, of))
+    run, tokens = RunAnswers(store), store.tokens_df([step], where='"group" = ?', params=[group])
+    prompt = StoredPrompt(run.estimator, run.config, group, tokens, lambda of: store.token_arrays(step, of))
     labels = prompt.labels()
     first = next((label for label in [prompt.trained, *labels] if label in labels), None)
     return PromptView(
@@ -97,7 +96,7 @@ def _named(labels: list[Label], words: str) -> Label:
     return found
 
 
-def tokens_record(view: PromptView, rollout: int | None = None, t: int | None = None) -> dict[str, object]:
+def tokens_record(view: PromptView, rollout: int | None = None, t: int | None = None) -> dict[str, Any]:
     """Return a prompt's head, rollouts and tokens for JSON, and one token's formula where `t` is given.
 
     Raises:
@@ -110,13 +109,13 @@ def tokens_record(view: PromptView, rollout: int | None = None, t: int | None = 
     head = prompt_head(view.rollouts, view.prompt.tokens, view.prompt.estimator)
     facts: Any = view.rollouts[[name for name in FACTS if name in view.rollouts]]
     answers = [ends_elsewhere(head.answer, text) for text in facts["completion"]]
-    record = {
+    record: dict[str, Any] = {
         "run": view.store.path.name, "step": view.step, "prompt": view.group, "head": asdict(head),
         "estimator": words[0] or None, "against": words[1] or None, "estimators": [in_words(x) for x in view.labels],
         "rollouts": facts.assign(ends_with=answers), "tokens": rows,
         "columns": {name: asdict(described(view.table, name, *words)) for name in measured(view.table)},
     }  # fmt: skip
-    return written(record | ({} if t is None else {"token": token_record(view, rollout, t)}))
+    return record | ({} if t is None else {"token": token_record(view, rollout, t)})
 
 
 def token_record(view: PromptView, rollout: int | None, t: int) -> dict[str, Any]:

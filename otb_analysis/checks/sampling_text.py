@@ -1,6 +1,6 @@
 """The sampling check in plain sentences."""
 
-from otb_analysis.audit.sampling_report import RecordedMismatch, SamplingReport
+from otb_analysis.checks.sampling_report import RecordedMismatch, SamplingReport
 
 NAMES = {
     "temperature": "temperature",

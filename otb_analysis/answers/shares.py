@@ -1,10 +1,10 @@
 """Who holds the gradient: attributed tokens added up by kind of token, by position and by prompt."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from otb_analysis.audit.results import Share, Tokens
 from otb_analysis.store import RunStore
 from otb_analysis.store.token_arrays import floats
 from otb_analysis.types import Float
@@ -14,6 +14,30 @@ LISTED = 10
 AT_ONCE = 8
 """Steps whose tokens are read by one query."""
 COLUMNS = ("step", "group", "t", "token", "attribution", "signal", "noise")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Tokens of one kind: their signed part of Σ‖ḡ‖² over the attributed steps."""
+
+    name: str
+    n_tokens: int
+    share: float
+    size: float  # Part of Σ|share|: how much they pull, in whichever direction
+    signal: float | None  # Part along other prompts' gradients
+    noise: float | None  # Part along their own prompt's
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Who holds the gradient."""
+
+    steps: int
+    n_tokens: int
+    half: int  # The largest so many tokens hold half of Σ|share|
+    by_class: tuple[Share, ...]
+    by_position: tuple[Share, ...]
+    by_prompt: tuple[Share, ...]
 
 
 def token_class(text: str | None) -> str:

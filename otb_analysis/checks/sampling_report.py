@@ -9,7 +9,7 @@ from scipy.interpolate import CubicSpline
 from scipy.special import log_ndtr, ndtri_exp
 from scipy.stats import poisson
 
-from otb_analysis.audit.sampling_sums import SamplingSums, ZScores
+from otb_analysis.checks.sampling_sums import SamplingSums, ZScores
 
 ALARM = 0.01
 """Chance that tokens drawn from the model raise an alarm: Bonferroni over the families."""

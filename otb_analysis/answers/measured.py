@@ -1,0 +1,103 @@
+"""Measured steps that can be pooled, of one run or several, and the decision that follows from them."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from otb_analysis.answers.sentences import decision_lines
+from otb_analysis.figures.comparison import ComparisonInfo, comparison_info
+from otb_analysis.figures.numbers import noise_scale_cell, shown_name
+from otb_analysis.statistics import REFERENCE, Decision, Interval, decide, gradient_noise_scale
+from otb_analysis.types import Gram, Label, Proved
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Measured steps of one task, group size and scope."""
+
+    name: str  # What they have in common
+    grams: tuple[Gram, ...]
+    known: Proved  # What is proved of the estimators; nothing where another sampler drew the tokens
+    trained: tuple[Label, ...]  # The estimators that trained, as far as they were measured
+    config: Mapping[str, Any]  # Of one of the runs, for the commands that are printed
+    path: str  # That run's directory
+    alarm: str = ""  # What the sampling check says where another sampler drew the tokens
+    reservations: tuple[str, ...] = ()  # Why nothing is proved, and what would change that
+
+    @property
+    def against(self) -> Label:
+        """What all estimators are compared with: the one that trained; `rloo` where several did, or none measured."""
+        return self.trained[0] if len(self.trained) == 1 else REFERENCE
+
+    @cached_property
+    def decision(self) -> Decision:
+        """Which baseline for the next run, against the one that trained."""
+        return decide(self.grams, self.against, self.known, self.trained)
+
+    @cached_property
+    def beside(self) -> Decision | None:
+        """The same against `rloo`; None where that trained, up to the length of its steps."""
+        if self.against == REFERENCE or self.decision.alike.get(REFERENCE, None) is None:
+            return None
+        if self.decision.alike[REFERENCE].of == self.against:
+            return None
+        return decide(self.grams, REFERENCE, self.known, self.trained)
+
+    @property
+    def over_rloo(self) -> Decision:
+        """All estimators over `rloo`."""
+        return self.beside or self.decision
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """What all this says, in the sentences of every door; an alarm first."""
+        found = decision_lines(self.decision, self.beside, self.trained, self.config, self.path)
+        alarm = (f"{self.alarm} So nothing is proved of any baseline on these rollouts.",) if self.alarm else ()
+        return (*alarm, *found, *self.reservations)
+
+    def comparison(
+        self, against: str | Label = REFERENCE, source: str = "both", estimators: Iterable[str] | None = None
+    ) -> ComparisonInfo:
+        """Return every estimator over one of them, as all tables and the forest show it; by default over `rloo`.
+
+        Raises:
+            InputError: The estimator was not measured.
+        """
+        return comparison_info(self.grams, against, source, estimators, self.known)
+
+    def noise_scale(self, label: Label = REFERENCE) -> Interval | None:
+        """Return at how many prompts the noise of an estimator equals its signal, V/‖m‖²."""
+        return gradient_noise_scale(self.grams, label, self.known)
+
+    @property
+    def notes(self) -> list[str]:
+        """What stands below a table over `rloo`: who is told from it, who is the same update, the noise scales."""
+        decision, base = self.over_rloo, shown_name(self.over_rloo.against)
+        told = {"better": decision.better, "worse": decision.worse}
+        lists = {words: ", ".join(shown_name(one.label) for one in of) for words, of in told.items() if of}
+        claims = "; ".join(f"{words} than {base}: {which}" for words, which in lists.items())
+        pairs = [(label[0], one) for label, one in decision.alike.items() if one.of != label]
+        same = dict.fromkeys(f"{name} = {one.of[0]}" for name, one in pairs if one.identical)
+        times = [f"{name} = {one.factor:.4g} × {one.of[0]}" for name, one in pairs if not one.identical]
+        steps, counts = len(self.grams), Counter(label for gram in self.grams for label in gram.labels)
+        fewer = [f"{'/'.join(label)} ({n} of {steps} steps)" for label, n in counts.items() if n < steps]
+        lines = {
+            f"* all {len(decision.tested)} together leaves out 1; {claims}.": claims,
+            f"Identical on these rollouts, shown once: {', '.join(same)}.": same,
+            f"The same update with another step length: {', '.join(times)}.": times,
+            f"Not measured at every step, so only ratios compare: {', '.join(fewer)}.": fewer,
+            self.noise_scale_line: True,
+        }
+        return [line for line, said in lines.items() if said]
+
+    @property
+    def noise_scale_line(self) -> str:
+        """The noise scales of `rloo` and of what trained, in one line."""
+        by_scale: dict[str, list[str]] = {}
+        for label in dict.fromkeys((REFERENCE, *self.trained)):
+            if any(label in gram.labels for gram in self.grams):
+                by_scale.setdefault(noise_scale_cell(self.noise_scale(label), ".0f"), []).append(shown_name(label))
+        listed = ", ".join(f"{' and '.join(who)} {text}" for text, who in by_scale.items())
+        return f"Noise scale, the number of prompts at which noise equals signal: {listed}."

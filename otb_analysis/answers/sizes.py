@@ -1,0 +1,43 @@
+"""Which group size serves the estimator that trained, in one sentence; only sizes that were measured for it."""
+
+from collections.abc import Sequence
+
+from otb_analysis.answers.sentences import interval_words
+from otb_analysis.diagnostics.planner import Planner
+from otb_analysis.figures.numbers import shown_name
+from otb_analysis.statistics import REFERENCE, Interval, told
+from otb_analysis.types import Label
+
+
+def size_line(planner: Planner, trained: Sequence[Label]) -> str:
+    """Return the sentence on group sizes, from measured gradients, else from success rates; empty without either.
+
+    The estimator that trained is judged; where noise leaves it open, `rloo` beside it. What counts is the cost of the
+    same rollouts in groups of another size; every claim takes an interval that holds with all others.
+    """
+    size = planner.recorded_size
+    for label in dict.fromkeys((*trained, REFERENCE)):
+        cells = [one for one in planner.cells if (one.estimator, one.energy_source) == label and one.cut]
+        costs = {one.size: one.cost for one in cells if one.size != size and one.cost is not None and told(one.cost)}
+        less = {n: cost for n, cost in costs.items() if (cost.high or 1) < 1}
+        more = {n: cost for n, cost in costs.items() if (cost.low or 0) > 1}
+        if less:
+            best = min(less, key=lambda n: less[n].estimate)
+            return f"Try groups of {best}, not {size}: {_words(label, less[best])}."
+        if more and len(more) == len(cells) - 1:
+            nearest = min(more, key=lambda n: more[n].estimate)
+            return f"Keep groups of {size}: in groups of {nearest} {_words(label, more[nearest])}."
+    first = trained[0] if trained else REFERENCE
+    tried = sorted({one.size for one in planner.cells if one.cut and (one.estimator, one.energy_source) == first})
+    if tried:
+        listed = ", ".join(map(str, tried))
+        return f"Keep groups of {size}: no difference shown for {shown_name(first)} in groups of {listed}."
+    dead = planner.dead[-1] if planner.dead else None
+    if dead is None or dead.share.estimate == 1:
+        return planner.note if dead is not None else ""
+    ends = "" if dead.share.low is None else f" ({dead.share.low:.0%}–{dead.share.high:.0%})"
+    return f"In groups of {dead.size}, {dead.share.estimate:.0%}{ends} teach nothing: all their rewards are equal."
+
+
+def _words(label: Label, cost: Interval) -> str:
+    return f"with {shown_name(label)} the same rollouts cost {interval_words(cost)} times as much noise"
