@@ -61,23 +61,18 @@ def test_02_no_interval_tells_a_source_from_exact_norms():
     assert np.median([1 - row["to_exact_low"] for row in pooled if row["source"] == "proxy"]) > 0.15
 
 
-def test_03_the_verdict_counts_where_energy_regression_is_ahead():
+def test_03_the_verdict_counts_policies_and_group_sizes_once_each():
     rows = select(tables_of("03_baseline_variance")["pairs"], estimator="energy_regression", rewards="0/1")
     rows = [row for row in select(rows, pool="wide", mixed=False) if row["size"] in (4, 8)]
-    against = ("otb", "rloo", "sequence_optimal", "none", "value")
-    low, high = (
-        {
-            name: [row[f"gain{p}_{end}"] for row in select(rows, against=name) for p in (8, 32, 128, 1024)]
-            for name in against
-        }
-        for end in ("low", "high")
-    )
-    assert {len(values) for values in low.values()} == {24}
-    ahead = [sum(value is not None and value > 1 for value in low[name]) for name in against]
-    behind = sum(value is not None and value < 1 for values in high.values() for value in values)
-    said = (STUDIES / "03_baseline_variance" / "README.md").read_text(encoding="utf-8").split("**Verdict.**")[1]
-    words = ", ".join(f"`{name}` in {count}" for name, count in zip(against, ahead, strict=True))
-    assert f"than {words} of 24 comparisons each" in said and f"less in {behind} of 120." in said
+    assert len(rows) == 6 * 5
+    # two unbiased estimators by their variances, the others by efficiency at 32 prompts
+    calmer = {n: sum(row["variance_high"] < 1 for row in select(rows, against=n)) for n in ("rloo", "none", "value")}
+    better = {n: sum(row["gain32_low"] > 1 for row in select(rows, against=n)) for n in ("otb", "sequence_optimal")}
+    assert not any(row["variance_low"] > 1 for row in rows if row["against"] in calmer)
+    verdict = verdict_of("03_baseline_variance")
+    words = ["`{}` in {}".format(*one) for one in (calmer | better).items()]
+    assert f"less variance than {words[0]}, {words[1]}, and {words[2]} of 6 cases" in verdict
+    assert f"more efficient than {words[3]} and {words[4]}, at 32 prompts." in verdict
 
 
 def verdict_of(name):
