@@ -204,6 +204,31 @@ def test_09_correlations_are_those_of_the_points():
             assert abs(stats.spearmanr(*ratios).statistic - row["correlation"]) < 0.01
 
 
+def test_09_verdict_within_checkpoints_is_what_the_points_say():
+    rows, verdict = select(tables_of("09_progress")["points"], kind="model"), verdict_of("09_progress")
+    policies = sorted({row["policy"] for row in rows})
+    best = ("sgd", "sgd_clipped", "adamw", "adamw_clipped")
+
+    def within(*optimisers):
+        arms = [[select(rows, policy=policy, optimiser=name) for name in optimisers] for policy in policies]
+        ranks = [
+            [stats.spearmanr(*([row[k] for row in own] for k in ("predicted", "realised"))).statistic for own in each]
+            for each in arms
+        ]
+        return np.mean(ranks, axis=1)
+
+    assert len(policies) == 6
+    for optimisers in (best, ("adamw_step",), ("adamw_step_unclipped",)):
+        assert says(verdict, within(*optimisers), 1, 0.01)
+    assert student(within(*best))[0] > 0 and student(within("adamw_step"))[0] > 0
+    foremost = [
+        max(select(rows, policy=policy, optimiser="adamw_step"), key=lambda row: row["predicted"])
+        for policy in policies
+    ]
+    assert all(row["realised_low"] > 1 for row in foremost)
+    assert "found afterwards" in verdict
+
+
 def test_12_vip_shows_no_gain_on_pools_and_twice_the_prompts_do():
     ratios = select(numbers_of("12_allocation")["ratios"], size=8)
     for task in ("chain_sum", "graph_path"):
