@@ -28,9 +28,9 @@ COLORS = {"energy_across_loo": BLUE}
 """Where two entries of the figure have one colour."""
 CONSTANTS = {
     "AGAINST": AGAINST, "AHEAD": AHEAD, "BEST": BEST, "HEAD": HEAD, "KINDS": KINDS, "MARGIN": MARGIN, "OFFSET": OFFSET,
-    "REGIMES": REGIMES, "REGIME_SIZE": REGIME_SIZE, "SHOWN": SHOWN, "UNBIASED": UNBIASED, "UPDATES": UPDATES, "cuts": FULL.shuffles,
+    "REGIMES": REGIMES, "REGIME_SIZE": REGIME_SIZE, "SHOWN": SHOWN, "UPDATES": UPDATES, "cuts": FULL.shuffles,
     "pilot": DRAWN_SIZE.pilot, "lessons": DRAWN_SIZE.lessons, "buckets": DRAWN_SIZE.buckets, "lesson": LESSON,
-    "LENGTHS": LENGTHS,
+    "LENGTHS": LENGTHS, "UNBIASED": UNBIASED,
 }  # fmt: skip
 """Settings that the page names."""
 

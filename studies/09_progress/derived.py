@@ -15,7 +15,7 @@ from .points import BEST, STEPS
 from .setup import OPTIMIZE
 
 COLORS: dict[str, str] = dict(zip((*BEST, *STEPS), (BLUE, SKY, ORANGE, AMBER, GREEN, GREY), strict=True))
-WITHIN: dict[str, tuple[str, ...]] = {"best length": BEST} | {name: (name,) for name in (*BEST, *STEPS)}
+WITHIN: Mapping[str, Sequence[str]] = {"best length": BEST} | {name: (name,) for name in (*BEST, *STEPS)}
 """Optimisers over which the rank correlation of a checkpoint is averaged; the two steps of AdamW are kept apart."""
 CUT = (-1.0, 5.0)
 """Ratios at which the figure cuts points and intervals."""
@@ -53,7 +53,8 @@ def within(points: Rows, optimisers: Sequence[str]) -> tuple[Interval | None, li
 
 
 def _rank_correlation(rows: Rows) -> float:
-    return float(stats.spearmanr(column(rows, "predicted"), column(rows, "realised")).statistic)
+    ranks = [stats.rankdata(column(rows, name)) for name in ("predicted", "realised")]
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def foremost(points: Rows) -> dict[str, Rows]:
