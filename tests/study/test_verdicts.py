@@ -210,6 +210,7 @@ def test_08_training_at_one_rate_shows_no_difference_from_rloo_and_a_higher_rate
     assert {row["rate"] for row in tables["common_rate"]} == {3e-4}
     assert {row["rate"] for row in select(tables["training"], arm="energy_regression")} == {1e-3}
     assert over("training", "energy_regression")[1] < 0
+    assert "-11 (-19 to -4) points, its rate chosen on one seed" in verdict_of("08_real_model")
 
 
 def test_09_correlations_are_those_of_the_points():
