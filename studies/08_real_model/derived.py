@@ -70,7 +70,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
 
 
 def today_ridges() -> list[float]:
-    """Return today's default ridge in training: without a memory; with that of the arm in the first update, and later."""
+    """Return today's default ridge in training: without memory; with the memory of the arm first, and later."""
     own = RegressionOptions(memory=MEMORY["energy_regression"]["memory"])
     return [
         RegressionOptions().ridge_for(FULL.prompts),
