@@ -17,11 +17,6 @@ from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import phase
 
-TABLE_WIDTH = 136
-"""Characters of a line at least; a narrower terminal wraps the lines of a table rather than losing numbers."""
-UNBOUNDED = 1000
-"""Characters that no table needs: a width at which to measure how many it does."""
-
 Config = TypeVar("Config")
 Result = TypeVar("Result")
 
@@ -142,14 +137,14 @@ def run_path(root: Path, name: str) -> Path:
 
 
 def print_all(parts: Sequence[object]) -> None:
-    """Print tables and sentences, each after an empty line."""
-    width = max(Console().width, TABLE_WIDTH)
+    """Print tables and sentences, each after an empty line, in lines that fit the terminal or the pipe."""
+    from otb_analysis.report.terminal import fitted, line_width
+
+    console = Console(width=line_width())
     for part in parts:
-        folds = isinstance(part, Table) and any(column.overflow == "fold" for column in part.columns)
-        needed = width if folds or not isinstance(part, Table) else Console(width=UNBOUNDED).measure(part).maximum
-        console = Console(width=max(width, needed))
         console.print()
-        console.print(part, markup=False, highlight=False)
+        for piece in fitted(part, console.width) if isinstance(part, Table) else [part]:
+            console.print(piece, markup=False, highlight=False)
 
 
 def complete_runs(root: Path) -> list[str]:
