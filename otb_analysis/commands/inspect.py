@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from otb_analysis.commands.choices_help import registry_of_help
+from otb_analysis.commands.choices_help import USED, registry_of_help, used_and_all
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import phase
@@ -190,13 +190,16 @@ def _left_out(run: str, reason: str) -> None:
 def parsed(
     kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
 ) -> Config:
-    """Return a command's configuration from the command line."""
+    """Return a command's configuration from the command line; of many options `--help` shows those in `USED`."""
+    if short := kind in USED and "--help-all" not in words and not {"-h", "--help"}.isdisjoint(words):
+        few, whole = used_and_all(default)
+        description = f"{description}\n\nThese are the {few} options that people use; --help-all shows all {whole}."
     return tyro.cli(
         kind,
         prog=f"otb {command}",
-        args=list(words),
+        args=["--help"] if "--help-all" in words else list(words),
         default=default,
         config=(),
         description=description,
-        registry=registry_of_help(),
+        registry=registry_of_help(short),
     )

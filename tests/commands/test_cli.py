@@ -66,11 +66,40 @@ def test_help_of_a_command_explains_its_fields(command, capsys):
     assert "--root" in shown or command in ("bench", "study", "model")
 
 
-def explained(capsys, option):
-    """The words of one option's help in `otb train --help`, without what follows the next option."""
+def printed_help(capsys, flag):
+    with pytest.raises(SystemExit) as left:
+        main(["train", flag])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def options(text):
+    """The options of a help, one a line at most."""
+    return re.findall(r"^. (--\w[\w.-]*)", text, re.MULTILINE)
+
+
+def test_help_of_train_shows_the_options_that_people_use_and_says_how_many_there_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # so that panels stand one below the other
+    short, whole = printed_help(capsys, "--help"), printed_help(capsys, "--help-all")
+    assert f"These are the {len(options(short))} options that people use" in short
+    assert f"--help-all shows all {len(options(whole))}." in short and "--help-all" not in whole
+    assert len(options(short)) == 20 and set(options(short)) < set(options(whole))
+    assert short == printed_help(capsys, "-h")
+
+
+def test_an_option_that_the_short_help_leaves_out_is_taken(monkeypatch, otb_run):
+    assert trained_with(monkeypatch, ["--optimize.betas", ".8", ".9"], otb_run).optimize.betas == (0.8, 0.9)
+
+
+def test_whole_help_of_a_command_with_few_options_is_its_help(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+        main(["compare", "--help-all"])
+    assert "--top" in capsys.readouterr().out
+
+
+def explained(capsys, option):
+    """The words of one option's help in `otb train --help-all`, without what follows the next option."""
+    lines = [line.strip("│ ") for line in printed_help(capsys, "--help-all").splitlines()]
     start = next(i for i, line in enumerate(lines) if line.split()[:1] == [f"--{option}"])
     text = itertools.takewhile(lambda line: not line.startswith(("--", "╰")), lines[start + 1 :])
     return set(re.findall(r"[\w-]+", " ".join(text)))
@@ -132,9 +161,7 @@ def test_help_leaves_out_an_estimator_that_cannot_train(capsys):
 
 
 def test_help_names_no_object_of_the_source(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = capsys.readouterr().out
+    shown = printed_help(capsys, "--help-all")
     assert [name for name in ("ESTIMATORS", "RATIOS", "AGGREGATIONS", "SHAPINGS", "TASKS") if name in shown] == []
 
 
