@@ -40,14 +40,15 @@ def fitted(table: Table, width: int) -> list[Table | Text]:
     """Return what is printed of a table in lines of `width` characters: its title, the table, its caption.
 
     A table that is too wide becomes several, one below the other, which repeat the first columns, as many as tell the
-    rows apart. A column wider than a third of the line folds between words: texts do, numbers are not cut.
+    rows apart. A column wider than a third of the line folds between words, so that texts do, and no number is cut.
     """
-    columns, most = range(len(table.columns)), width // 3
+    columns, third = range(len(table.columns)), width // 3
     parts, wide = [list(columns)], set[int]()
-    if stacked := 1 + sum(_needs(table, False)) > width:
-        needs = _needs(table, True)
-        wide, needs = {k for k in columns if needs[k] > most}, [min(need, most) for need in needs]
-        keys = _keys(table, needs, 2 * most)
+    if stacked := 1 + sum(whole for _, whole in _needs(table, False)) > width:
+        words_and_whole = _needs(table, True)
+        needs = [min(whole, max(third, min(word, width // 2))) for word, whole in words_and_whole]
+        wide = {k for k in columns if needs[k] < words_and_whole[k][1]}
+        keys = _keys(table, needs, 2 * third)
         parts = [[*range(keys)]]
         for k in columns[keys:]:
             if 1 + sum(needs[j] for j in (*parts[-1], k)) > width:
@@ -65,10 +66,14 @@ def _keys(table: Table, needs: Sequence[int], room: int) -> int:
     return n if sum(needs[: (n := next(enough, 1))]) <= room else 1
 
 
-def _needs(table: Table, stacked: bool) -> list[int]:
-    """Return the characters that each column takes of a line; the frame takes one more."""
-    console = Console(width=10_000, markup=False)
-    return [console.measure(_part(table, [k], stacked)).maximum - 1 for k in range(len(table.columns))]
+def _needs(table: Table, stacked: bool) -> list[tuple[int, int]]:
+    """Return the characters that each column takes of a line, folded to its longest word and as a whole.
+
+    The frame takes one more.
+    """
+    console, columns = Console(width=10_000, markup=False), range(len(table.columns))
+    measured = [console.measure(_part(table, [k], stacked, columns)) for k in columns]
+    return [(one.minimum - 1, one.maximum - 1) for one in measured]
 
 
 def _part(table: Table, chosen: Sequence[int], stacked: bool, wide: Collection[int] = ()) -> Table:

@@ -61,6 +61,13 @@ def test_texts_fold_between_words_beside_numbers_that_do_not():
     assert " ".join(" ".join(shown).split()).count("[again];") == 5
 
 
+def test_a_word_longer_than_a_third_of_the_line_stays_whole():
+    table = terminal_table("", "", ("estimator",), ("SF", "efficiency"))
+    table.add_row("blend_otb_regression/exact", "0.64 [0.00, 1456867691294463098880]", "0.70 [0.60, 0.80]")
+    shown = "\n".join(lines(table, 60))
+    assert shown.count("blend_otb_regression/exact") == 2 and "1456867691294463098880]" in shown
+
+
 def test_headers_wider_than_their_cells_stand_on_several_lines_where_room_is_short():
     table = terminal_table("", "", ("run",), [f"of column {k}" for k in range(8)])
     table.add_row("mine", *map(str, range(8)))
