@@ -60,7 +60,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb bench        what things cost and how exact estimates are, measured on this machine     (otb bench --help)
   otb study        repeat a study of studies/, or the cells of it that are missing
 
-`otb COMMAND --help` explains itself; `otb --version` names the version.
+`otb COMMAND --help` explains itself, `otb train --help-all` every field; `otb --version` names the version.
 """
 
 Config = TypeVar("Config")
