@@ -143,7 +143,7 @@ def test_every_command_is_understood_by_its_own_parser(page, tmp_path, monkeypat
     monkeypatch.setattr(tyro, "cli", parse_only)
     for words in [*commands(page, "otb"), *commands(page, "otb_analysis.commands.cli")]:
         assert words[0] in COMMANDS, words
-        if len(words) == 1 or words[-1] == "--help":
+        if len(words) == 1 or words[-1] in ("--help", "--help-all"):
             continue
         with pytest.raises(Parsed):
             COMMANDS[words[0]](words[1:])
@@ -153,7 +153,7 @@ def test_every_option_that_is_named_alone_belongs_to_a_command(monkeypatch, caps
     monkeypatch.setenv("COLUMNS", "400")
     for name in COMMANDS:
         with pytest.raises(SystemExit):
-            COMMANDS[name](["--help"])
+            COMMANDS[name](["--help-all"])
     known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out))
     launcher = {"--use-fsdp", "--multi-gpu", "--num-processes", "--cpu"}  # options of accelerate
     named = {(name_of(page), option) for page in PAGES for option in re.findall(r"`(--[\w.-]+)", text_of(page))}

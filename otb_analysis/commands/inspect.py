@@ -12,15 +12,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from otb_analysis.commands.choices_help import registry_of_help
+from otb_analysis.commands.choices_help import USED, registry_of_help, used_and_all
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import phase
-
-TABLE_WIDTH = 136
-"""Characters of a line at least; a narrower terminal wraps the lines of a table rather than losing numbers."""
-UNBOUNDED = 1000
-"""Characters that no table needs: a width at which to measure how many it does."""
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -148,14 +143,14 @@ def run_path(root: Path, name: str) -> Path:
 
 
 def print_all(parts: Sequence[object]) -> None:
-    """Print tables and sentences, each after an empty line."""
-    width = max(Console().width, TABLE_WIDTH)
+    """Print tables and sentences, each after an empty line, in lines that fit the terminal or the pipe."""
+    from otb_analysis.commands.fitting import fitted, line_width
+
+    console = Console(width=line_width())
     for part in parts:
-        folds = isinstance(part, Table) and any(column.overflow == "fold" for column in part.columns)
-        needed = width if folds or not isinstance(part, Table) else Console(width=UNBOUNDED).measure(part).maximum
-        console = Console(width=max(width, needed))
         console.print()
-        console.print(part, markup=False, highlight=False)
+        for piece in fitted(part, console.width) if isinstance(part, Table) else [part]:
+            console.print(piece, markup=False, highlight=False)
 
 
 def complete_runs(root: Path) -> list[str]:
@@ -202,13 +197,16 @@ def _left_out(run: str, reason: str) -> None:
 def parsed(
     kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
 ) -> Config:
-    """Return a command's configuration from the command line."""
+    """Return a command's configuration from the command line; of many options `--help` shows those in `USED`."""
+    if short := kind in USED and "--help-all" not in words and not {"-h", "--help"}.isdisjoint(words):
+        few, whole = used_and_all(default)
+        description = f"{description}\n\nThese are the {few} options that people use; --help-all shows all {whole}."
     return tyro.cli(
         kind,
         prog=f"otb {command}",
-        args=list(words),
+        args=["--help"] if "--help-all" in words else list(words),
         default=default,
         config=(),
         description=description,
-        registry=registry_of_help(),
+        registry=registry_of_help(short),
     )

@@ -43,7 +43,7 @@ def score_command(words: Sequence[str]) -> None:
         quiet_loading()
         path = score(config)
     if first:
-        _tell(path)
+        tell(path)
         from otb_analysis.checks.sampling_report import sampling_report
         from otb_analysis.checks.sampling_text import sampling_lines
         from otb_analysis.store import RunStore
@@ -61,7 +61,7 @@ def import_command(words: Sequence[str]) -> None:
             from otb_analysis.rollouts.models import quiet_loading
         quiet_loading()
         path = import_rollouts(command.rollouts, command)
-    _tell(path)
+    tell(path)
     from otb_analysis.answers import RunAnswers
     from otb_analysis.report.audit import dead_parts
     from otb_analysis.report.terminal import printed_parts
@@ -71,12 +71,14 @@ def import_command(words: Sequence[str]) -> None:
     print_all(printed_parts([*dead_parts(planner), planner.note]) if planner.dead else [])
 
 
-def _tell(path: Path) -> None:
+def tell(path: Path) -> None:
     """Print what the run holds, and where to look on."""
-    from otb_analysis.answers import opened
-    from otb_analysis.report.compare import learning_grid
-    from otb_analysis.report.terminal import grid_table
+    with shown(), phase("reading the run"):
+        from otb_analysis.answers import opened
+        from otb_analysis.report.compare import learning_grid
+        from otb_analysis.report.terminal import grid_table
 
-    print_all([grid_table(learning_grid(opened([path])))])
-    look = f"otb compare {path.name} --root {path.parent}"
-    Console().print(f"{path} is complete; look at it with: {look}", soft_wrap=True)
+        table = grid_table(learning_grid(opened([path])))
+    print_all([table])
+    look = f"look at it with: otb compare {path.name} --root {path.parent}"
+    Console().print(f"{path} is complete; {look}", soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from otb_analysis.commands.inspect import print_json
+from otb_analysis.commands.inspect import parsed, print_json
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, Interrupted, StoreError
 from otb_analysis.phases import phase
@@ -37,7 +37,7 @@ class StudyConfig:
 
 def study_command(words: Sequence[str]) -> None:
     """Run a study."""
-    config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
+    config = parsed(StudyConfig, "study", words, StudyConfig())
     if config.json:
         print_json(_committed(config))
         return

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-
 from otb_analysis.figures.conclusion import NO_GRAMS
+
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from tests.app.test_pages import open_page, run_query, texts

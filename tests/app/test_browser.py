@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from otb_analysis.audit.audited import audit_run
+
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.score import score
 from otb_analysis.config import AuditConfig, ImportConfig

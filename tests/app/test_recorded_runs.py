@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from otb_analysis.audit.audited import audit_run
 from streamlit.testing.v1 import AppTest
 
-from otb_analysis.audit.audited import audit_run
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.score import score
 from otb_analysis.config import AuditConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig

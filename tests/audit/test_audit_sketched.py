@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-
 from otb_analysis.audit.audited import audit_run
+
 from otb_analysis.audit.score import score
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, AuditConfig, MeasureConfig, Schedule, SmallModelConfig

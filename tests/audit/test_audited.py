@@ -5,14 +5,14 @@ import shutil
 
 import numpy as np
 import pytest
-
-from otb_analysis.audit import score as scoring
 from otb_analysis.audit.audited import _between, audit_run
-from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.results import is_told
-from otb_analysis.audit.score import score
 from otb_analysis.audit.shares import position_class, token_class
 from otb_analysis.audit.verdict import verdict
+
+from otb_analysis.audit import score as scoring
+from otb_analysis.audit.importing import import_rollouts
+from otb_analysis.audit.score import score
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.report.audit import audit_document, audit_text, write_audit

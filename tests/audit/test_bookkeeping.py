@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from otb_analysis.audit.importing import import_rollouts
+from otb_analysis.audit.score import score
 from otb_analysis.checks.bookkeeping import (
     Bookkeeping,
     bookkeeping_lines,
@@ -10,9 +12,7 @@ from otb_analysis.checks.bookkeeping import (
     check_norms,
     check_weights,
 )
-from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.checks.recorded_advantages import check_advantages
-from otb_analysis.audit.score import score
 from otb_analysis.checks.trainer_loss import WHOLE, TrainerLoss, trainer_loss
 from otb_analysis.config import EstimatorConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from otb_analysis.report.verdicts import diagnosis
 
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.commands.cli import main
@@ -12,7 +13,6 @@ from otb_analysis.diagnostics.changes import length_drift
 from otb_analysis.errors import InputError
 from otb_analysis.phases import NOTES
 from otb_analysis.report.compare import comparison
-from otb_analysis.report.verdicts import diagnosis
 from otb_analysis.store import RunStore, step_series
 
 

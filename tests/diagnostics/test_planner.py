@@ -5,8 +5,8 @@ from math import comb
 
 import numpy as np
 import pytest
-
 from otb_analysis.audit.verdict import size_sentence
+
 from otb_analysis.diagnostics.dead_groups import dead_groups, dead_share, limit_ratio, rates_line
 from otb_analysis.diagnostics.planner import plan
 from otb_analysis.statistics import mean_over_subgroups

@@ -1,6 +1,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from otb_analysis.figures.pair_verdict import NOTHING, runs_verdict
 
 from otb_analysis.figures.pair_curves import (
     BLOCKS,
@@ -11,7 +12,6 @@ from otb_analysis.figures.pair_curves import (
     plot_pair,
 )
 from otb_analysis.figures.pair_gradients import NoiseInfo
-from otb_analysis.figures.pair_verdict import NOTHING, runs_verdict
 from otb_analysis.figures.pairing import Pairing, pair_runs
 from otb_analysis.statistics import MIN_CLUSTERS
 

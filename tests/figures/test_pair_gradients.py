@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from otb_analysis.figures.pair_verdict import estimators_verdict, runs_verdict
 
 from otb_analysis.figures.pair_gradients import (
     NOT_MEASURED,
@@ -13,7 +14,6 @@ from otb_analysis.figures.pair_gradients import (
     noise_display,
     noise_table,
 )
-from otb_analysis.figures.pair_verdict import estimators_verdict, runs_verdict
 from otb_analysis.figures.pairing import pair_runs
 from otb_analysis.statistics import NOTHING, paired_ratios
 from otb_analysis.types import Gram

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from otb_analysis.report.designs import designs
+from otb_analysis.report.runs import open_runs
 from rich.console import Console
 
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.figures.fidelity import fidelity_info
 from otb_analysis.report.compare import comparison, fidelity_rows, no_signal
-from otb_analysis.report.designs import designs
-from otb_analysis.report.runs import open_runs
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.types import Gram
 

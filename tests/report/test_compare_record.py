@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from otb_analysis.report.compare_record import comparison_record
+from otb_analysis.report.runs import by_name
 
 from otb_analysis.commands.cli import main
 from otb_analysis.figures.comparison import comparison_info
 from otb_analysis.figures.fidelity import fidelity_info
 from otb_analysis.figures.numbers import bracketed, number
-from otb_analysis.report.compare_record import comparison_record
-from otb_analysis.report.runs import by_name
 from otb_analysis.store import RunStore, RunWriter, StepTables
 
 REAL = Path(__file__).parents[2] / "docs" / "examples" / "smollm2" / "runs" / "letter-counting"
@@ -71,7 +71,8 @@ def test_terminal_says_what_the_json_says_of_b_against_a(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
-def test_terminal_shows_ratios_of_gradient_noise_of_runs_that_measured_the_same_steps(tmp_path, capsys):
+def test_terminal_shows_ratios_of_gradient_noise_of_runs_that_measured_the_same_steps(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     for name in "ab":
         shutil.copytree(REAL, tmp_path / name)
     assert main(["compare", "a", "b", "--root", str(tmp_path)]) == 0
