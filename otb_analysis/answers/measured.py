@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.answers.sentences import decision_lines
+from otb_analysis.answers.sentences import ANOTHER_SAMPLER, decision_lines
 from otb_analysis.figures.comparison import ComparisonInfo, comparison_info, comparison_table
 from otb_analysis.figures.numbers import noise_scale_cell, shown_name
 from otb_analysis.statistics import REFERENCE, Decision, Interval, decide, gradient_noise_scale
@@ -51,7 +51,7 @@ class MeasuredSteps:
     @cached_property
     def decision(self) -> Decision:
         """Which baseline for the next run, against the one that trained."""
-        return decide(self.grams, self.against, self.known, self.trained)
+        return decide(self.grams, self.against, self.known, self.trained, sampled=not self.alarm)
 
     @cached_property
     def beside(self) -> Decision | None:
@@ -60,7 +60,7 @@ class MeasuredSteps:
             return None
         if self.decision.alike[REFERENCE].of == self.against:
             return None
-        return decide(self.grams, REFERENCE, self.known, self.trained)
+        return decide(self.grams, REFERENCE, self.known, self.trained, sampled=not self.alarm)
 
     @property
     def over_rloo(self) -> Decision:
@@ -70,9 +70,10 @@ class MeasuredSteps:
     @cached_property
     def lines(self) -> tuple[str, ...]:
         """What all this says, in the sentences of every door; an alarm first."""
+        if self.alarm:
+            return (self.alarm, ANOTHER_SAMPLER)
         found = decision_lines(self.decision, self.beside, self.trained, self.config, self.path)
-        alarm = (f"{self.alarm} So nothing is proved of any baseline on these rollouts.",) if self.alarm else ()
-        return (*alarm, *found, *self.reservations)
+        return (*found, *self.reservations)
 
     def comparison(
         self, against: str | Label = REFERENCE, source: str = "both", estimators: Iterable[str] | None = None
@@ -82,7 +83,7 @@ class MeasuredSteps:
         Raises:
             InputError: The estimator was not measured.
         """
-        return comparison_info(self.grams, against, source, estimators, self.known)
+        return comparison_info(self.grams, against, source, estimators, self.known, not self.alarm)
 
     def to_dataframe(self, against: str | Label = REFERENCE) -> pd.DataFrame:
         """Return one row per estimator: each ratio with the ends of its intervals, what is told, its own values.

@@ -31,6 +31,7 @@ from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.store.reader import scope_of
 from otb_analysis.types import Label
 
+NOT_SAMPLED = "No gradient noise is compared: another sampler drew the tokens."
 ENDS = ("heldout_reward", "heldout_reward_low", "heldout_reward_high")
 
 
@@ -80,8 +81,9 @@ def pair_of(runs: Mapping[str, RunAnswers], pairing: Pairing) -> Pair:
     of_runs = {
         name: RunGrams(run.config, grams_against(run, known), scope_of(run.store)) for name, run in chosen.items()
     }
-    panels, noise = compare_curves(steps, pairing), compare_noise(pairing, of_runs, known)
     alarms = [f"{name}: {run.alarm}" for name, run in chosen.items() if run.alarm]
+    panels = compare_curves(steps, pairing)
+    noise = NoiseInfo((), (NOT_SAMPLED,)) if alarms else compare_noise(pairing, of_runs, known)
     verdict = " ".join([*alarms, *_reward(panels, chosen, pairing), *_noise(noise)])
     nothing = "A and B share no step, so nothing can be compared."
     return Pair(pairing.a, pairing.b, verdict or nothing, pairing.note, panels, noise)
@@ -106,10 +108,11 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
             raise InputError(f"estimator {name!r} was not measured; {nearest(name, names)}")
     if chosen[0] == chosen[1]:
         raise InputError(f"A and B are both {chosen[0]}; choose another A or B.")
+    if measured.alarm:
+        return Pair(chosen[0], chosen[1], measured.alarm, "", (), NoiseInfo((), (NOT_SAMPLED,)))
     grams = dict(enumerate(measured.grams))
     panels, noise = compare_estimators(grams, names[chosen[0]], names[chosen[1]], measured.known)
-    words = [measured.alarm] if measured.alarm else []
-    verdict = " ".join([*words, *(_noise(noise) or noise.notes)])
+    verdict = " ".join(_noise(noise) or noise.notes)
     return Pair(chosen[0], chosen[1], verdict, "", panels, noise)
 
 

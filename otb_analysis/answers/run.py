@@ -18,6 +18,7 @@ from otb_analysis.answers.triage import Triage, triage, triage_row, worst_first
 from otb_analysis.checks.sampling_report import SamplingReport, sampling_report
 from otb_analysis.checks.sampling_text import sampling_lines
 from otb_analysis.diagnostics import ChangePoint, Finding, StepSeries, change_points, diagnose, trained_labels
+from otb_analysis.diagnostics.certificate import sampling_certificate
 from otb_analysis.diagnostics.dead_groups import reward_groups
 from otb_analysis.diagnostics.planner import Planner, plan
 from otb_analysis.errors import InputError
@@ -108,9 +109,9 @@ class RunAnswers:
         """The sentence of the sampling check where another sampler drew the tokens; then nothing here is proved."""
         if self.sampling is not None:
             return sampling_lines(self.sampling)[0] if self.sampling.alarm else ""
-        certificate = next((one for one in self.findings if one.detector == "sampling_certificate"), None)
         # A policy that trains on older rollouts is known to be another sampler, and nothing is proved of it anyway.
-        if certificate is None or certificate.alarm_step is None or unproved_because(self.config):
+        certificate = None if unproved_because(self.config) else sampling_certificate(self.series)
+        if certificate is None or certificate.alarm_step is None:
             return ""
         return f"Tokens were not drawn by the policy that is scored: {certificate.reason}"
 
@@ -171,9 +172,11 @@ class RunAnswers:
     @cached_property
     def planner(self) -> Planner:
         """How efficient the rollouts would be in groups of other sizes."""
-        subgroups = self.store.subgroup_grams() if self.grams else {}
+        # Where another sampler drew the tokens, success rates are left: the gradients are not those of the policy.
+        grams = {} if self.alarm else self.grams
+        subgroups = self.store.subgroup_grams() if grams else {}
         steps = len(self.store.complete_steps())
-        return plan(self.grams, subgroups, reward_groups(self.rewards), steps, self.known)
+        return plan(grams, subgroups, reward_groups(self.rewards), steps, self.known)
 
     @cached_property
     def tokens(self) -> Tokens | None:
@@ -183,7 +186,7 @@ class RunAnswers:
     @cached_property
     def proxy(self) -> Proxy | None:
         """Whether the free proxy can stand for exact norms; None where no token has one."""
-        return proxy_of(self.store, list(self.grams.values()), self.known)
+        return proxy_of(self.store, [] if self.alarm else list(self.grams.values()), self.known)
 
     @cached_property
     def fidelity(self) -> list[tuple[str, Fidelity]]:
@@ -201,7 +204,7 @@ class RunAnswers:
     @cached_property
     def lines(self) -> tuple[str, ...]:
         """What the run says of its baseline and its group size, as every door says it; an alarm first."""
-        alarm = (f"{self.alarm} Nothing else here can be believed.",) if self.alarm and self.measured is None else ()
+        alarm = (self.alarm,) if self.alarm else ()
         decided = self.measured.lines if self.measured is not None else (*alarm, NOT_MEASURED)
         size = "" if self.alarm else size_line(self.planner, self.trained)
         return (*decided, *filter(None, [size]))

@@ -22,6 +22,10 @@ NOT_MEASURED = (
     "measuring within a quarter of the run's time; for recorded rollouts otb audit --model DIR --rollouts FILE "
     "says what it costs."
 )
+ANOTHER_SAMPLER = (
+    "So nothing is proved of any baseline on these rollouts, and none is recommended: the true gradient takes tokens of "
+    "the stated sampler. Next: state it right, or sample again."
+)
 FASTER = "a quieter gradient need not learn faster, so compare held-out reward over several seeds"
 
 

@@ -98,6 +98,7 @@ def comparison_info(
     energy_source: str = "both",
     estimators: Iterable[str] | None = None,
     known: Proved = NOTHING,
+    sampled: bool = True,
 ) -> ComparisonInfo:
     """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
 
@@ -109,6 +110,7 @@ def comparison_info(
         against: A name, which is compared with its first energy source, or a label.
         energy_source: Limits the rows to estimators that read no energy or this kind; `both` shows all.
         estimators: Limits them to these names.
+        sampled: False where another sampler drew the tokens, see `decide`.
 
     Raises:
         InputError: The estimator was not measured in any of the steps.
@@ -125,7 +127,7 @@ def comparison_info(
         if label == base or (((energy_source == "both" or label[1] in ("none", energy_source)))
         and (kept is None or label[0] in kept))
     ]  # fmt: skip
-    decision = decide(grams, base, known)
+    decision = decide(grams, base, known, sampled=sampled)
     rows = compared(grams, decision, shown, known)
     if any(row.told for row in rows):
         rows.sort(key=_rank)
@@ -143,7 +145,9 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
         pair = pairs.get(label)
         proved = pair is not None and pair.c_known
         # What is measured along ∇J is known where ∇J is: both efficiencies then, and the SF of estimated step lengths.
-        along = statistics.signal and by_label[base].signal
+        sampled = decision.cause != "another sampler"
+        along = sampled and statistics.signal and by_label[base].signal
+        own = {of: statistics.shown(of) if sampled or of == "variance" else None for of in (*VALUES, "noise_scale")}
         known_ratios = {"variance": True, "sf": proved or along, "efficiency": along}
         same = decision.alike[label].of == base  # the same update, up to the length of its step
         ratios = tuple(
@@ -164,8 +168,8 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
                 decides=DECIDES[one.by] if one is not None and label != base else "",
                 together=one.together if one is not None and label != base else None,
                 told=told_to_be,
-                values={of: getattr(statistics, of) if statistics.shown(of) else None for of in VALUES},
-                intervals={of: statistics.shown(of) for of in (*OWN, "noise_scale")},
+                values={of: getattr(statistics, of) if own[of] else None for of in VALUES},
+                intervals={of: own[of] for of in (*OWN, "noise_scale")},
                 c_known=statistics.c_known,
                 n_prompts=statistics.n_clusters,
             )

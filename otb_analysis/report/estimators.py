@@ -24,6 +24,8 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
     if steps.over_rloo.cause == "no reference":
         return []
     info = steps.comparison()
+    if steps.alarm and top is None:
+        return ["No estimators are compared: another sampler drew the tokens. --top 0 shows what is left."]
     if not info.looked_at and info.n_prompts >= MIN_CLUSTERS and top is None:
         return ["No ratio has an interval: noise hides the true gradient. --top 0 shows what is left.", *steps.notes]
     rows = [row for row in info.rows if not steps.repeats(row.key)]

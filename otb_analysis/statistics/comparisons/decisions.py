@@ -32,7 +32,7 @@ from otb_analysis.types import Float, Gram, Label, Proved
 DIFFERENCE = 0.1
 """A difference that matters, for how many prompts it takes to show one."""
 
-Cause = Literal["", "no reference", "alone", "few prompts", "equal rewards", "noise"]
+Cause = Literal["", "another sampler", "no reference", "alone", "few prompts", "equal rewards", "noise"]
 """Why nothing could be tested; empty where something could."""
 By = Literal["variance", "efficiency"]
 
@@ -119,6 +119,7 @@ def decide(
     known: Proved = NOTHING,
     first: Sequence[Label] = (),
     only: Collection[Label] | None = None,
+    sampled: bool = True,
 ) -> Decision:
     """Compare every estimator with one of them.
 
@@ -128,13 +129,14 @@ def decide(
         known: What is proved of the estimators.
         first: Identical estimators are named after these, such as the ones that trained.
         only: The estimators that are looked at; by default all.
+        sampled: False where another sampler drew the tokens: nothing stands for ∇J then, and nothing is claimed.
     """
     # A multiple is the same update with another step length: a second test of it would only cost power.
     same = alike(grams, (against, *first))
     truth = truth_of(grams, REFERENCE, known)
     both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
     base = deleted_moments(both, against, truth) if both else None
-    signal = base is not None and has_signal(base)
+    signal = base is not None and sampled and has_signal(base)
     replicates: dict[Label, tuple[By, Float]] = {}
     for label in dict.fromkeys(label for gram in both for label in gram.labels):
         if label == against or same[label].of != label or (only is not None and label not in only):
@@ -144,25 +146,28 @@ def decide(
         assert below is not None
         update, c = typical([gram.n_prompts for gram in steps]), known.projection
         pair = (deleted_moments(steps, label, truth), update, c.get(label)), (below, update, c.get(against))
-        by: By = "variance" if label in c and against in c else "efficiency"
+        by: By = "variance" if sampled and label in c and against in c else "efficiency"
         replicates[label] = by, ratio_replicates(*pair)["sf" if by == "variance" else by]
-    looks = {label: _look(of, label, against, signal, LEVEL) for label, of in replicates.items()}
+    looks = {label: _look(of, label, against, (signal, sampled), LEVEL) for label, of in replicates.items()}
     m = sum(look is not None and look.low is not None for look in looks.values())
     level = 1 - (1 - LEVEL) / max(m, 1)
     comparisons = tuple(
-        Comparison(label, by, looks[label], _with_ends(_look((by, of), label, against, signal, level)))
+        Comparison(label, by, looks[label], _with_ends(_look((by, of), label, against, (signal, sampled), level)))
         for label, (by, of) in replicates.items()
     )
     count = 0 if base is None else base.power.size - 1
     cause = "" if any(one.together for one in comparisons) else _cause(both, against, count, bool(comparisons))
+    cause = cause if sampled else "another sampler"
     update = typical([gram.n_prompts for gram in both])
     return Decision(against, count, update, comparisons, same, cause, signal, _needed(base, comparisons, count, m))
 
 
-def _look(of: tuple[By, Float], label: Label, against: Label, signal: bool, level: float) -> Interval | None:
+def _look(
+    of: tuple[By, Float], label: Label, against: Label, known: tuple[bool, bool], level: float
+) -> Interval | None:
     """Return a ratio's interval; None where noise hides it, though the prompts suffice for one."""
-    by, values = of
-    if by == "efficiency" and not signal and values.size > MIN_CLUSTERS:
+    (by, values), (signal, sampled) = of, known
+    if by == "efficiency" and not signal and (values.size > MIN_CLUSTERS or not sampled):
         return None
     found = jackknife_interval(values[0], values[1:], f"{by} of {label[0]} over that of {against[0]}", "log", level)
     return found if told(found) or (found is not None and found.n_clusters < MIN_CLUSTERS) else None
