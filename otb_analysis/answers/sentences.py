@@ -23,8 +23,8 @@ NOT_MEASURED = (
     "says what it costs."
 )
 ANOTHER_SAMPLER = (
-    "So nothing is proved of any baseline on these rollouts, and none is recommended: the true gradient takes tokens of "
-    "the stated sampler. Next: state it right, or sample again."
+    "So nothing is proved of any baseline on these rollouts, and none is recommended: the true gradient takes tokens "
+    "of the stated sampler. Next: state it right, or sample again."
 )
 FASTER = "a quieter gradient need not learn faster, so compare held-out reward over several seeds"
 
