@@ -119,7 +119,7 @@ def _same(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> NoiseRow 
         return None
     row = _row(both, a, b, known)
     what = f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts"
-    return NoiseRow(what, row.ratios, len(both), row.n_prompts, row.decides)
+    return NoiseRow(what, row.ratios, len(both), row.n_prompts, row.decides or "sf")  # a multiple is judged by nothing
 
 
 def _rows(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> list[Row]:
