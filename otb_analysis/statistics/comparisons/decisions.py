@@ -131,7 +131,7 @@ def decide(
         only: The estimators that are looked at; by default all.
     """
     # A multiple is the same update with another step length: a second test of it would only cost power.
-    same = alike(grams, (against, *first))
+    same = alike(grams, (against, *first, *(only or ())))
     truth = truth_of(grams, REFERENCE, known)
     both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
     base = deleted_moments(both, against, truth) if both else None

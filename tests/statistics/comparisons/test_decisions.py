@@ -114,6 +114,7 @@ def test_multiples_are_one_comparison_named_after_the_one_that_trained():
     assert found.of(TURN) == found.of(OTB) and found.of(MEAN) is None
     assert [c.label for c in decide([one], first=[TURN]).comparisons] == [TURN]
     assert [c.label for c in decide([one], OTB).comparisons] == [REFERENCE]
+    assert decide([one], only=[TURN]).of(TURN) is not None  # asked for by name, it goes by no other
 
 
 def test_the_interval_of_all_contains_that_of_one_look_which_contains_the_estimate():
