@@ -113,3 +113,15 @@ def test_a_multiple_of_the_other_is_the_same_update():
     a, b = (RunGrams({"task": "sum", "estimator": {"name": name}}, {0: gram}, "all") for name, _ in labels)
     same = noise_of(a=a, b=b).rows[1]
     assert same.judged is not None and (same.judged.estimate, same.judged.high) == pytest.approx((1, 1))
+
+
+def test_runs_own_updates_stay_open_along_a_gradient_that_noise_hides():
+    def lost(seed):
+        noise = np.random.default_rng(seed).normal(size=(2, 24, 12))
+        noise -= noise.mean(axis=1, keepdims=True)
+        gram = Gram(np.einsum("mpd,nqd->mnpq", noise, noise), LABELS, 192, tuple(map(str, range(24))))
+        return RunGrams({"task": "sum", "estimator": {"name": "rloo"}}, {0: gram}, "all")
+
+    (own,) = noise_of(a=lost(0), b=lost(1)).rows
+    sf, efficiency, variance = own.ratios
+    assert sf is efficiency is None and variance is not None
