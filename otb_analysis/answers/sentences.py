@@ -57,17 +57,21 @@ def decision_lines(
     more = _measure_line(decision, config, path)
     if decision.cause:
         why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
-        first = (
-            f"Keep {keep}: nothing is told from {names} on {n} prompts. Noise hides the true gradient, along which "
-            f"{why} must be estimated."
-        )
+        hidden = f"Noise hides the true gradient, along which {why} must be estimated."
+        wide = "The ends of every interval differ by a factor of 100 or more."
+        first = f"Keep {keep}: nothing is told from {names} on {n} prompts. {wide if decision.signal else hidden}"
         return first, *against_rloo, more
     behind = f"; {len(decision.worse)} shown to be worse" if decision.worse else ""
     first = f"Keep {keep}: none of {m} baselines is shown to be better than {names} on {n} prompts{behind}."
-    if all(_within(one.together) for one in decision.tested):
-        first = f"Keep {keep}: no difference from {names} is larger than {PER_CENT} on {n} prompts, all {m} together."
-        return first, *against_rloo
-    lead = max(decision.tested, key=lambda one: (one.label[1] != "exact", one.ahead))
+    open_ones = [one for one in decision.tested if not one.worse]
+    if not open_ones:
+        return f"Keep {keep}: all {m} baselines are shown to be worse than {names} on {n} prompts.", *against_rloo
+    if all(_within(one.together) for one in open_ones):
+        what = f"no difference from {names} is larger than {PER_CENT}" if not behind else (
+            f"none of {m} baselines is better than {names} by more than {PER_CENT}"
+        )  # fmt: skip
+        return f"Keep {keep}: {what} on {n} prompts, all {m} together{behind}.", *against_rloo
+    lead = max(open_ones, key=lambda one: (one.label[1] != "exact", one.ahead))
     nearest = f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together."
     return first, nearest, *against_rloo, more
 
@@ -118,7 +122,7 @@ def _untested(decision: Decision, config: Mapping[str, Any], path: str) -> tuple
     if decision.cause == "alone":
         return (
             f"Nothing can be compared: only {base} and multiples of it were measured.",
-            _measure_line(decision, config, path),
+            "Next: --measure.exact.every 10 of otb train measures every baseline.",
         )
     if decision.cause == "equal rewards":
         return (
@@ -148,9 +152,11 @@ def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> s
     needed, n = decision.n_needed, decision.n_prompts
     if needed is None or needed > FAR * max(n, 1):
         return f"To show a difference of {PER_CENT} takes many times more prompts than {n}."
+    if needed <= n and not decision.cause:
+        return f"{n} prompts suffice to show a difference of {PER_CENT}; a smaller one takes more."
     count = rounded(max(needed, MIN_CLUSTERS))
     shows = "tell the true gradient from noise" if decision.cause == "noise" else f"show a difference of {PER_CENT}"
-    if decision.cause in ("few prompts", "alone"):
+    if decision.cause == "few prompts":
         shows = "give the first intervals"
     return f"About {count:,} prompts would {shows}: {measure_command(count, config, path)}"
 

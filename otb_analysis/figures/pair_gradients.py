@@ -16,7 +16,8 @@ from otb_analysis.figures.numbers import interval_cell, shown_name
 from otb_analysis.figures.pair_curves import BLOCKS, PairPanel, differs
 from otb_analysis.figures.pairing import Pairing
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, REFERENCE, Interval, Update, decide, told, update_ratios
-from otb_analysis.statistics.moments.gram import prompts_of, truth_of, typical
+from otb_analysis.statistics.moments.gradients import has_signal
+from otb_analysis.statistics.moments.gram import deleted_moments, prompts_of, truth_of, typical
 from otb_analysis.types import Gram, Label, Proved
 
 NOT_MEASURED = (
@@ -106,8 +107,11 @@ def _own(a: tuple[Sequence[Gram], Label], b: tuple[Sequence[Gram], Label], known
     if not named or prompts_of(a[0]) != prompts_of(b[0]):
         return None
     above, below = (Update(grams, label, typical([g.n_prompts for g in grams])) for grams, label in (b, a))
-    pair = update_ratios(above, below, truth_of([*a[0], *b[0]], REFERENCE, known), known)
-    ratios = tuple(one if told(one := getattr(pair, name)) else None for name, *_ in RATIOS)
+    truth = truth_of([*a[0], *b[0]], REFERENCE, known)
+    pair = update_ratios(above, below, truth, known)
+    along = all(has_signal(deleted_moments(grams, label, truth)) for grams, label in (a, b))
+    may = {"variance": True, "sf": pair.c_known or along, "efficiency": along}
+    ratios = tuple(one if told(one := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
     what, decides = "updates as trained, each run on its own rollouts", "sf" if pair.c_known else "efficiency"
     return NoiseRow(what, ratios, len(a[0]), len(prompts_of(a[0])), decides)
 
@@ -119,7 +123,7 @@ def _same(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> NoiseRow 
         return None
     row = _row(both, a, b, known)
     what = f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts"
-    return NoiseRow(what, row.ratios, len(both), row.n_prompts, row.decides)
+    return NoiseRow(what, row.ratios, len(both), row.n_prompts, row.decides or "sf")  # a multiple is judged by nothing
 
 
 def _rows(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> list[Row]:

@@ -1,91 +1,56 @@
-"""Three small runs: one like a demo's, one whose tokens another sampler drew, one of too few prompts."""
+"""Measured steps whose law is known, and runs that answer from what they are given instead of from a folder."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.config import EstimatorConfig, MeasureConfig, SampleConfig, TrainConfig
-from otb_analysis.statistics import gradient_statistics
-from otb_analysis.store import RunWriter, StepTables, gram_rows
-from otb_analysis.training.resume import plain_config
+from otb_analysis.answers import RunAnswers
+from otb_analysis.statistics import REFERENCE
 from otb_analysis.types import Gram
 
-LABELS = (
-    ("rloo", "none"), ("otb", "proxy"), ("none", "none"), ("energy_regression", "proxy"), ("sequence_optimal", "proxy"),
-    ("grpo", "none"), ("trloo", "none"), ("group_mean", "none"), ("energy_regression", "exact"),
-)  # fmt: skip
-LENGTH = {"otb": 0.85, "sequence_optimal": 0.8, "grpo": 1.7, "group_mean": 0.75}
-NOISE = {"otb": 0.62, "none": 0.9, "energy_regression": 0.75, "sequence_optimal": 0.75, "grpo": 1.9, "group_mean": 0.75}
-SIZE = 4
-SOURCE = {"made_by": "otb audit", "path": "rollouts.jsonl", "format": "plain", "about": "plain records"}
-
-
-def planted_gram(random, n_prompts, first):
-    """Group gradients with a shared direction and mostly shared noise, of known lengths."""
-    noise, own = random.normal(size=(n_prompts, 30)), random.normal(size=(len(LABELS), n_prompts, 30))
-    truth = 1.5 * np.eye(30)[0]
-    made = []
-    for row, (name, source) in enumerate(LABELS):
-        spread = NOISE.get(name, 1.0) * (noise + 0.15 * own[row] * (name in NOISE) * (name != "group_mean"))
-        made.append(LENGTH.get(name, 1.0) * truth + (spread if source != "exact" else 1.02 * spread))
-    g = np.stack(made)
-    prompt = tuple(f"p{first + k}" for k in range(n_prompts))
-    return Gram(np.einsum("mpd,nqd->mnpq", g, g), LABELS, n_prompts * SIZE, prompt, np.arange(n_prompts))
-
-
-def sampling_rows():
-    """The sampling check of 128 rollouts drawn at temperature 1 and audited as .5: a step of a real audit."""
-    frame = pd.read_csv(Path(__file__).with_name("sampling.csv"))
-    return {name: np.ma.array(frame[name], mask=frame[name].isna()) for name in frame}
-
-
-def write(root, name, config, *, prompts=16, steps=6, alarm=False):
-    writer = RunWriter.create(root, name, config)
-    random = np.random.default_rng(3)
-    for step in range(steps):
-        gram = planted_gram(random, prompts, step * prompts)
-        rows = [found.as_row() for found in gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)]
-        n = prompts * SIZE
-        rewards = random.integers(0, 2, n).astype(float)
-        rollouts = {
-            "group": np.repeat(np.arange(prompts), SIZE), "rollout": np.arange(n), "reward": rewards,
-            "prompt_id": np.repeat(gram.prompt, SIZE), "prompt": ["1+1="] * n, "completion": ["2"] * n,
-            "length": [3] * n, "finish_reason": ["stop"] * n,
-        }  # fmt: skip
-        scalars = {
-            "reward_mean": rewards.mean(), "grad_norm": 1.0, "clipped": False, "n_prompts": prompts, "n_rollouts": n,
-            "n_tokens": 3 * n, "n_zero_variance_groups": 0, "n_truncated": 0, "n_measured_prompts": prompts,
-            "heldout_reward": 0.5, "heldout_reward_low": 0.4, "heldout_reward_high": 0.6, "n_updates": 1,
-        }  # fmt: skip
-        gradients = {column: [row[column] for row in rows] for column in rows[0]}
-        sampling = sampling_rows() if alarm else None
-        writer.write_step(
-            step,
-            StepTables(
-                rollouts=rollouts, steps=scalars, gradients=gradients, grams=gram_rows(step, gram), sampling=sampling
-            ),
-        )
-    writer.finish()
-    return root / name
+LABELS = (REFERENCE, ("sequence_optimal_loo", "proxy"), ("otb_loo", "exact"), ("none", "none"), ("otb", "proxy"))
+MEETS = {
+    "estimator": {"name": "rloo", "options": {}}, "task": "sums", "model": "m",
+    "objective": {
+        "staleness": 0, "epochs": 1, "minibatches": 1, "ratio": "none", "shaping": "none",
+    },
+    "sample": {"engine": "transformers", "prompts": 16, "group_size": 8},
+    "optimize": {"precision": "float32", "steps": 61},
+}  # fmt: skip
+"""The configuration of a run of which step lengths are proved."""
 
 
 @pytest.fixture(scope="session")
-def three_runs(tmp_path_factory):
-    """The runs by name: demo, alarm, few."""
-    root = tmp_path_factory.mktemp("doors")
-    trained = TrainConfig(
-        model="demo", estimator=EstimatorConfig(name="otb"), sample=SampleConfig(prompts=16, group_size=SIZE),
-        measure=MeasureConfig(),
-    )  # fmt: skip
-    config = plain_config(trained)
-    recorded = {name: config[name] for name in ("estimator", "model", "task")} | {
-        "source": SOURCE,
-        "plain_sampling": True,
-    }
-    return {
-        "demo": write(root, "demo", config),
-        "alarm": write(root, "alarm", recorded | {"rollouts": "rollouts.jsonl"}, alarm=True),
-        "few": write(root, "few", config, prompts=5, steps=2),
-    }
+def gram():
+    """One step: group gradients of a mean of some length, with noises of the given sizes, mostly shared."""
+
+    def make(sizes, n_prompts=64, seed=0, length=3.0, own=0.2, labels=LABELS, group=4):
+        rng = np.random.default_rng(seed)
+        truth, shared = length * np.eye(12)[0], rng.normal(size=(n_prompts, 12))
+        parts = [s * (shared + own * (k > 0) * rng.normal(size=shared.shape)) for k, s in enumerate(sizes)]
+        g = truth + np.stack(parts)
+        inner = np.einsum("mpd,nqd->mnpq", g, g)
+        return Gram(inner, labels[: len(sizes)], group * n_prompts, tuple(f"{seed}-{p}" for p in range(n_prompts)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_of():
+    """A run that answers from Gram matrices, rewards by step, and a sampling check's sentence."""
+
+    def make(grams=(), name="a", alarm="", reward=None, **config):
+        config = MEETS | config
+        info = {"config": config}
+        read = {"subgroup_grams": dict, "complete_steps": lambda: [0]}
+        run = RunAnswers(SimpleNamespace(path=Path("/runs") / name, info=info, standing=("complete", ""), **read))
+        steps = {"step": np.arange(40), "reward_mean": np.full(40, 0.5) if reward is None else reward}
+        measured = dict(enumerate(grams))
+        run.__dict__ |= {"grams": measured, "alarm": alarm, "steps": pd.DataFrame(steps)}
+        run.__dict__["rewards"] = pd.DataFrame({"step": [0, 0], "group": 0, "reward": [0.0, 1.0], "prompt_id": "p"})
+        return run
+
+    return make

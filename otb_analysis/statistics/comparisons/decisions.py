@@ -90,9 +90,9 @@ class Decision:
 
     @property
     def better(self) -> tuple[Comparison, ...]:
-        """Those shown to be better, the best first: proved ones before others, and dear ones (exact norms) last."""
+        """Those shown to be better, the best first: proved ones before others, of each dear ones (exact norms) last."""
         found = [one for one in self.comparisons if one.better]
-        return tuple(sorted(found, key=lambda one: (one.label[1] == "exact", one.by == "efficiency", -one.ahead)))
+        return tuple(sorted(found, key=lambda one: (one.by == "efficiency", one.label[1] == "exact", -one.ahead)))
 
     @property
     def worse(self) -> tuple[Comparison, ...]:
@@ -105,7 +105,8 @@ class Decision:
 
         It is the best by its own measure among those that need no exact norms, where there are any.
         """
-        return next((one for one in self.better if one.label[1] != "calibrated"), None)
+        usable = [one for one in self.better if one.label[1] != "calibrated"]
+        return next(iter(sorted(usable, key=lambda one: one.label[1] == "exact")), None)
 
     def of(self, label: Label) -> Comparison | None:
         """Return the comparison of a label, or of what it is the same update as; None where there is none."""
@@ -132,7 +133,7 @@ def decide(
         sampled: False where another sampler drew the tokens: nothing stands for ∇J then, and nothing is claimed.
     """
     # A multiple is the same update with another step length: a second test of it would only cost power.
-    same = alike(grams, (against, *first))
+    same = alike(grams, (against, *first, *(only or ())))
     truth = truth_of(grams, REFERENCE, known)
     both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
     base = deleted_moments(both, against, truth) if both else None
@@ -156,7 +157,9 @@ def decide(
         for label, (by, of) in replicates.items()
     )
     count = 0 if base is None else base.power.size - 1
-    cause = "" if any(one.together for one in comparisons) else _cause(both, against, count, bool(comparisons))
+    known_truth = any(gram.has(truth) for gram in both)
+    cause = "no reference" if both and not known_truth else _cause(both, against, count, bool(comparisons))
+    cause = "" if any(one.together for one in comparisons) else cause
     cause = cause if sampled else "another sampler"
     update = typical([gram.n_prompts for gram in both])
     return Decision(against, count, update, comparisons, same, cause, signal, _needed(base, comparisons, count, m))

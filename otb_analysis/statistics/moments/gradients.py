@@ -223,8 +223,9 @@ def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth
         return moments
     if not all(reference in gram.labels for gram in grams):
         return replace(moments, reference_power=np.full_like(moments.power, np.nan))
-    # Its own spread, and the pooled ‖∇J‖²: its own estimate of ‖∇J‖² is the noisier one.
     of_reference = deleted_moments(grams, reference, truth)
+    if isinstance(truth, frozenset) and reference in truth:  # its mean is ∇J, as in its ratios to others
+        return replace(moments, reference_power=of_reference.power)
     return replace(moments, reference_power=of_reference.power - of_reference.mean_sq + moments.truth_sq)
 
 
@@ -233,7 +234,7 @@ def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -
         return measures.rollout_equivalents(moments, batch, rollouts)
     # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
     spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
-    variance = measures.batch_variance(moments, 1) / c**2
+    variance = measures.batch_variance(measures.with_projection(moments, c), 1) / c**2
     return measures.quotient(rollouts * spread, variance)
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pandas as pd
 import pytest
-from otb_analysis.figures.triage import duration_words, thinned, triage, triage_table, verdict, worst_first
 
+from otb_analysis.answers.triage import duration_words, thinned, triage, triage_table, verdict, worst_first
 from otb_analysis.diagnostics import diagnose
 from otb_analysis.store import step_series
 
