@@ -52,7 +52,7 @@ def comparison(run: Run) -> None:
     estimators = pick_many(st, "Estimators", "shown", names, usual, of=f"{run.name}-{source}", wrap=True)
     forest(run, source, str(against), str(step), estimators)
     first, *rest = data.answers(run).lines
-    verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
+    verdict.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
         elsewhere = [] if (root := listing.root()) == Path("runs").resolve() else ["--root", str(root)]
         command = shlex.join(["otb", "compare", *names, *elsewhere])
@@ -74,7 +74,7 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
     python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
     chart(plot_comparison(info), "comparison", comparison_table(info), python)
     scale = measured.noise_scale()
-    of_rloo = f"Noise scale of rloo: {plain(noise_scale_cell(scale, '.0f'))}"
+    of_rloo = f"Noise scale of rloo: {plain(noise_scale_cell(scale))}"
     meaning = "An update of as many prompts has as much noise as signal."
     st.markdown(f"**{of_rloo}.**" if scale is None else f"**{of_rloo} prompts.** {meaning}")
     with st.expander("Numbers, and what they are"):

@@ -145,7 +145,7 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     st.subheader("Which baseline for the next run?", anchor=False)
     if switch(st, "Compare all baselines on this run's own rollouts", "advise"):
         with errors_as_sentences():
-            st.markdown(plain(" ".join(data.answers(data.measured(run)).lines)))
+            st.markdown("  \n".join(map(plain, data.answers(data.measured(run)).lines)))
     st.subheader("Degenerate input", anchor=False)
     st.caption("Allowed, but nothing can be learned or measured from it. Counted over all steps.")
     st.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")

@@ -141,6 +141,6 @@ class MeasuredSteps:
         by_scale: dict[str, list[str]] = {}
         for label in dict.fromkeys((REFERENCE, *self.trained)):
             if any(label in gram.labels for gram in self.grams):
-                by_scale.setdefault(noise_scale_cell(self.noise_scale(label), ".0f"), []).append(shown_name(label))
+                by_scale.setdefault(noise_scale_cell(self.noise_scale(label)), []).append(shown_name(label))
         listed = ", ".join(f"{' and '.join(who)} {text}" for text, who in by_scale.items())
         return f"Noise scale, the number of prompts at which noise equals signal: {listed}."

@@ -50,7 +50,9 @@ def decision_lines(
             f"{verb} {shown_name(best.label)}: {_by(best, names)}, all {m} baselines looked at together, {n} prompts."
         )
         count = len(decision.better)
-        more = f"{count} of {m} are shown to be better than {names}, {len(decision.worse)} to be worse."
+        open_ = len(decision.comparisons) - m
+        hidden = f"; {open_} more stay open, since noise hides the true gradient" if open_ else ""
+        more = f"{count} of {m} are shown to be better than {names}, {len(decision.worse)} to be worse{hidden}."
         how = f"Next: {_train_command(best.label, config, path)}; {FASTER}."
         return first, more, *against_rloo, how
     keep = " and ".join(dict.fromkeys(map(shown_name, trained))) or names
@@ -61,7 +63,9 @@ def decision_lines(
         wide = "The ends of every interval differ by a factor of 100 or more."
         first = f"Keep {keep}: nothing is told from {names} on {n} prompts. {wide if decision.signal else hidden}"
         return first, *against_rloo, more
+    open_ = len(decision.comparisons) - m
     behind = f"; {len(decision.worse)} shown to be worse" if decision.worse else ""
+    behind += f"; {open_} more stay open, since noise hides the true gradient" if open_ else ""
     first = f"Keep {keep}: none of {m} baselines is shown to be better than {names} on {n} prompts{behind}."
     open_ones = [one for one in decision.tested if not one.worse]
     if not open_ones:

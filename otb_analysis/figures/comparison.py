@@ -221,7 +221,7 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
             record |= {
                 "bias": interval_cell(row.intervals["relative_bias"], ".2g"),
                 "efficiency": interval_cell(row.intervals["efficiency"], TWO),
-                "noise scale": MISSING if scale is None else noise_scale_cell(scale, ".0f"),
+                "noise scale": MISSING if scale is None else noise_scale_cell(scale),
                 f"variance ÷ {info.against}": interval_cell(variance, TWO),
                 "variance": number(row.values["variance"]),
             }

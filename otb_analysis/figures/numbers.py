@@ -61,13 +61,13 @@ def interval_cell(interval: Interval | None, form: str = "") -> str:
     return MISSING if interval is None else bracketed(interval.estimate, interval.low, interval.high, form)
 
 
-def noise_scale_cell(scale: Interval | None, form: str = "") -> str:
+def noise_scale_cell(scale: Interval | None) -> str:
     """Return a noise scale as it is read: `116 [50, 254]`, or what it is above where its upper end is not known."""
     if scale is None:
         return "not known, since noise hides the signal"
     if scale.low is not None and not told(scale):
-        return f"above {formatted(scale.low, form)}"
-    return interval_cell(scale, form)
+        return f"above {number(scale.low)}"
+    return interval_cell(scale)
 
 
 def shown_name(label: Label) -> str:

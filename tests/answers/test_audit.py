@@ -82,10 +82,8 @@ def test_an_audit_has_every_part(audited):
     assert (report.n_rollouts, report.n_prompts, report.n_steps, report.trained) == (80, 20, 2, "grpo")
     assert report.missing == () and report.decision.against == ("grpo", "none")
     assert {"grpo", "rloo", "otb", "none"} <= {row.key[0] for row in report.estimators.rows}
-    # 40 rollouts a step: 8 and 16 follow by formula for two estimators.
-    sizes = {(cell.size, cell.cut) for cell in report.planner.cells}
-    assert sizes == {(2, True), (4, True), (8, False), (16, False)}
-    assert {c.estimator for c in report.planner.cells if not c.cut} == {"none", "rloo"}
+    # Another policy drew these tokens, which leaves success rates alone of the group sizes.
+    assert report.sampling.alarm and report.planner.cells == () and report.planner.dead
 
 
 def test_shares_add_up(audited):
@@ -114,7 +112,7 @@ def test_the_files_hold_the_report_and_load_nothing(audited):
 def test_an_alarm_stands_first_and_takes_the_group_size_and_the_proxy_away(audited):
     run, report = audited  # the texts were made up, not sampled from the model
     assert report.sampling.alarm and "were not drawn by the stated sampler" in report.verdict[0]
-    assert "nothing is proved" in report.verdict[0] and run.known.projection == {}
+    assert "nothing is proved" in report.verdict[1] and run.known.projection == {}
     assert "roxy" not in " ".join(report.verdict) and "groups of" not in " ".join(report.verdict)
     assert written(report)["sampling"]["alarm"] is True
 

@@ -35,7 +35,7 @@ def test_an_alarm_takes_proofs_away_and_stands_first(gram, run_of):
     clean, alarmed = run_of(steps), run_of(steps, alarm=ALARM)
     assert {one.by for one in clean.measured.decision.comparisons} == {"variance", "efficiency"}
     assert {one.by for one in alarmed.measured.decision.comparisons} == {"efficiency"}
-    assert alarmed.measured.lines[0].startswith(ALARM) and "nothing is proved" in alarmed.measured.lines[0]
+    assert alarmed.measured.lines[0].startswith(ALARM) and "nothing is proved" in alarmed.measured.lines[1]
     assert alarmed.lines[0] == alarmed.measured.lines[0] and ALARM not in " ".join(clean.lines)
     assert not alarmed.proxy_line
     bare = run_of(alarm=ALARM)

@@ -29,8 +29,8 @@ from otb_analysis.statistics.moments.measures import Moments
 from otb_analysis.statistics.moments.paired import NOTHING, ratio_replicates
 from otb_analysis.types import Float, Gram, Label, Proved
 
-DIFFERENCE = 0.1
-"""A difference that matters, for how many prompts it takes to show one."""
+DIFFERENCE, POWER = 0.1, 0.8
+"""A difference that matters, and the chance with which it is shown by as many prompts as are asked for."""
 
 Cause = Literal["", "another sampler", "no reference", "alone", "few prompts", "equal rewards", "noise"]
 """Why nothing could be tested; empty where something could."""
@@ -192,7 +192,7 @@ def _cause(both: Sequence[Gram], against: Label, count: int, others: bool) -> Ca
 
 
 def _needed(base: Moments | None, comparisons: Sequence[Comparison], count: int, m: int) -> int | None:
-    """Return at how many prompts half the corrected interval of the leader is a difference of 10 % wide.
+    """Return at how many prompts a true difference of 10 % is shown four times in five, with the leader's spread.
 
     An interval's length falls as 1/√prompts. Where nothing is tested, ∇J must be told from noise first.
     """
@@ -202,8 +202,10 @@ def _needed(base: Moments | None, comparisons: Sequence[Comparison], count: int,
     if tested:
         lead = max(tested, key=lambda one: (one.label[1] != "exact", one.ahead)).together
         assert lead is not None and lead.low and lead.high
-        half = float(np.log(lead.high / lead.low)) / 2
-        return max(round(count * (half / -float(np.log(1 - DIFFERENCE))) ** 2), MIN_CLUSTERS)
+        # Half the corrected interval is z standard errors; it takes z_.8 more to be beyond 1 with a chance of 80 %.
+        z = float(special.ndtri(1 - (1 - LEVEL) / (2 * m)))
+        reach = float(np.log(lead.high / lead.low)) / 2 * (1 + float(special.ndtri(POWER)) / z)
+        return max(round(count * (reach / -float(np.log(1 - DIFFERENCE))) ** 2), MIN_CLUSTERS)
     found = jackknife_interval(base.truth_sq[0], base.truth_sq[1:], "‖∇J‖²", "linear")
     if found is None or found.low is None or found.high is None or found.high <= 0:
         return None
