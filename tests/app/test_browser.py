@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from otb_analysis.audit.audited import audit_run
 
+from otb_analysis.answers import RunAnswers
+from otb_analysis.answers.audit import audit_run
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.score import score
 from otb_analysis.config import AuditConfig, ImportConfig
@@ -238,7 +239,8 @@ def test_report_of_an_audit_opens_without_a_network_and_without_errors(measured,
         path = score(AuditConfig(rollouts=rollouts, model="demo", root=tmp_path, run="audited"))
     else:
         path = import_rollouts(rollouts, ImportConfig(root=tmp_path))
-    _, html = write_audit(audit_run(RunStore(path)), path, "otb audit --run audited")
+    run = RunAnswers(RunStore(path))
+    _, html = write_audit(run, audit_run(run), path, "otb audit --run audited")
     assert measured or html.stat().st_size < 30_000  # no figure, so no plotly.js
     context = browser.new_context(offline=True)
     page, asked, errors = context.new_page(), [], []

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from html import escape
 from html.parser import HTMLParser
 
 import pandas as pd
@@ -10,6 +11,7 @@ import plotly.graph_objects as go
 import pytest
 from plotly.offline import get_plotlyjs
 
+from otb_analysis.answers import opened
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, MeasureConfig, Schedule
 from otb_analysis.figures.numbers import cell
@@ -84,7 +86,9 @@ def test_the_page_names_its_command_and_shows_every_section(page, runs):
     assert len(titles) == 3 + 3 * len(runs)
     # Learning and collapse once; estimators, fidelity and attribution for each run.
     assert page.split("</head>")[1].count("Plotly.newPlot(") == 2 + 3 * len(runs)
-    assert "Advice." in page and "hold half of all |shares|" in page and "Horvitz" not in page
+    lines = [line for run in opened(runs).values() for line in run.lines]
+    assert all(escape(line) in page for line in lines)
+    assert "hold half of all |shares|" in page and "Horvitz" not in page
 
 
 def test_text_from_runs_is_never_markup():
