@@ -192,7 +192,7 @@ def _needed(base: Moments | None, comparisons: Sequence[Comparison], count: int,
         return MIN_CLUSTERS
     tested = [one for one in comparisons if one.together is not None]
     if tested:
-        lead = max(tested, key=lambda one: (one.label[1] != "exact", one.ahead)).together
+        lead = max(tested, key=lambda one: (not one.worse, one.label[1] != "exact", one.ahead)).together
         assert lead is not None and lead.low and lead.high
         half = float(np.log(lead.high / lead.low)) / 2
         return max(round(count * (half / -float(np.log(1 - DIFFERENCE))) ** 2), MIN_CLUSTERS)
