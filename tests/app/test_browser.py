@@ -143,10 +143,10 @@ def test_link_reproduces_the_view(tab, address, browser):
 
 def test_what_is_compared_is_in_the_address(tab, address, browser):
     page = visit(tab, f"{address}/compare?run=chain-otb-s0&run=chain-group_mean-s0")
-    page.wait_for_selector("text=more reward a step than A", timeout=60 * SECONDS)
+    page.wait_for_selector("strong:has-text('Held-out reward at step 40: B − A is')", timeout=60 * SECONDS)
     page.locator("[data-testid=stButtonGroup] button:has-text('Estimators of one run')").click()
     page.wait_for_url("**compare=estimators**", timeout=60 * SECONDS)
-    verdict = "strong:has-text('variance at equal progress')"
+    verdict = "strong:has-text('efficiency'):not(:has-text('Held-out'))"
     page.wait_for_selector(verdict, timeout=60 * SECONDS)
     other = browser.new_context().new_page()
     other.goto(page.url)
