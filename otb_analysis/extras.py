@@ -15,6 +15,7 @@ EXTRAS = {
     "vllm": ("vllm", "vllm"),
     "trl": ("trl", "trl"),
     "playwright": ("playwright", "dev"),
+    "kaleido": ("kaleido", "figures"),
     "ray": ("ray", "ray"),
     "wandb": ("wandb", ""),
     "trackio": ("trackio", ""),

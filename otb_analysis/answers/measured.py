@@ -6,11 +6,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import pandas as pd
+
 from otb_analysis.answers.sentences import decision_lines
-from otb_analysis.figures.comparison import ComparisonInfo, comparison_info
+from otb_analysis.figures.comparison import ComparisonInfo, comparison_info, comparison_table
 from otb_analysis.figures.numbers import noise_scale_cell, shown_name
 from otb_analysis.statistics import REFERENCE, Decision, Interval, decide, gradient_noise_scale
 from otb_analysis.types import Gram, Label, Proved
+
+MATTER = 8
+"""Rows that are shown unless another number is asked for."""
+
+COMMON: tuple[Label, ...] = (
+    ("none", "none"),
+    ("group_mean", "none"),
+    ("grpo", "none"),
+    ("otb", "proxy"),
+    ("otb_loo", "proxy"),
+    ("sequence_optimal_loo", "proxy"),
+    ("value", "none"),
+    ("batch_mean", "none"),
+)
+"""Estimators that fill the table after the reference, those that trained, and the best."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +84,34 @@ class MeasuredSteps:
         """
         return comparison_info(self.grams, against, source, estimators, self.known)
 
+    def to_dataframe(self, against: str | Label = REFERENCE) -> pd.DataFrame:
+        """Return one row per estimator: each ratio with the ends of its intervals, what is told, its own values.
+
+        `together` is the interval that holds with all others, of the ratio in `decides`; null where noise hides one.
+
+        Raises:
+            InputError: The estimator was not measured.
+        """
+        return comparison_table(self.comparison(against))
+
     def noise_scale(self, label: Label = REFERENCE) -> Interval | None:
         """Return at how many prompts the noise of an estimator equals its signal, V/‖m‖²."""
         return gradient_noise_scale(self.grams, label, self.known)
+
+    def repeats(self, label: Label) -> bool:
+        """Tell whether an estimator made the same updates as another one that stands for it."""
+        one = self.over_rloo.alike[label]
+        return one.of != label and one.identical
+
+    @property
+    def matter(self) -> list[Label]:
+        """The eight estimators to show: rloo, what trained, the best, those told apart, then the usual ones."""
+        alike, decisions = self.over_rloo.alike, (self.decision, self.over_rloo)
+        best = [one.best.label for one in decisions if one.best is not None]
+        told = [one.label for of in decisions for one in (*of.better, *of.worse)]
+        named = (alike[one].of if one in alike and self.repeats(one) else one for one in
+                 (REFERENCE, *self.trained, *best, *told, *COMMON, *alike))  # fmt: skip
+        return [label for label in dict.fromkeys(named) if label in alike][:MATTER]
 
     @property
     def notes(self) -> list[str]:

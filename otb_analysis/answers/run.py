@@ -22,6 +22,7 @@ from otb_analysis.diagnostics.dead_groups import reward_groups
 from otb_analysis.diagnostics.planner import Planner, plan
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved, proved_in_all, unproved_because
+from otb_analysis.figures.numbers import number
 from otb_analysis.statistics import REFERENCE, Fidelity
 from otb_analysis.store import RunStore, runs_df, step_series
 from otb_analysis.store.measured import measured_grams
@@ -81,6 +82,14 @@ class RunAnswers:
     def changes(self) -> list[ChangePoint]:
         """Where a scalar changed its level for good."""
         return change_points(self.series)
+
+    @property
+    def change_line(self) -> str:
+        """The change points in one sentence."""
+        if not self.changes:
+            return "Change points: none of gradient norm, entropy, length and tail changed its level for good."
+        listed = [f"{p.column} at step {p.step} ({number(p.before)} → {number(p.after)})" for p in self.changes]
+        return f"Change points: {', '.join(listed)}."
 
     @cached_property
     def triage(self) -> Triage:
@@ -270,6 +279,23 @@ def designs(runs: Mapping[str, RunAnswers]) -> dict[str, MeasuredSteps]:
         if run.grams:
             parts.setdefault(run.design, []).append(run)
     return {name: _pooled(name, of) for name, of in parts.items()}
+
+
+def compare(*paths: str | Path) -> MeasuredSteps:
+    """Return what the measured steps of one run say of its baselines, or of several runs that can be pooled.
+
+    `.lines` are the sentences, `.decision` the claims, `.to_dataframe()` every estimator with its intervals.
+
+    Raises:
+        InputError: A run does not exist, none measured its estimators, or the runs cannot be pooled.
+        StoreError: A run cannot be read.
+    """
+    found = designs(opened([Path(path) for path in paths]))
+    if not found:
+        raise InputError(NOT_MEASURED)
+    if len(found) > 1:
+        raise InputError(f"these runs cannot be pooled: {'; '.join(found)}; compare each design alone.")
+    return next(iter(found.values()))
 
 
 def _pooled(name: str, runs: Sequence[RunAnswers]) -> MeasuredSteps:

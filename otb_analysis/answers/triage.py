@@ -210,3 +210,14 @@ def duration_words(seconds: float | None) -> str:
         if seconds >= 1.5 * size or (unit != "days" and seconds >= size):
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+def finding_record(finding: Finding) -> dict[str, object]:
+    """Return a finding as JSON has it."""
+    return {
+        "detector": finding.detector,
+        "level": finding.level,
+        "first_watch": finding.watch_step,
+        "first_alarm": finding.alarm_step,
+        "why": finding.reason,
+    }

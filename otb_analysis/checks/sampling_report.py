@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.interpolate import CubicSpline
-from scipy.special import log_ndtr, ndtri_exp
-from scipy.stats import poisson
+import scipy
+from scipy.special import gammaln, log_ndtr, ndtri_exp, xlogy
 
 from otb_analysis.checks.sampling_sums import SamplingSums, ZScores
 
@@ -184,7 +183,7 @@ def _peak_error(grid: Mapping[float, float], setting: float) -> float | None:
     at = float(np.log(setting))
     if not x[0] + 1e-9 < at < x[-1] - 1e-9:
         return None
-    information = -float(CubicSpline(x, y)(at, 2))
+    information = -float(scipy.interpolate.CubicSpline(x, y)(at, 2))
     return setting / information**0.5 if information > 0 else None
 
 
@@ -195,7 +194,7 @@ def _cubic_peak(settings: Sequence[float], values: Sequence[float]) -> tuple[flo
     best = int(y.argmax())
     near = slice(max(best - 2, 0), best + 3)
     fine = np.linspace(x[near][0], x[near][-1], 2001)
-    curve = CubicSpline(x[near], y[near])(fine)
+    curve = scipy.interpolate.CubicSpline(x[near], y[near])(fine)
     top = int(curve.argmax())
     return float(fine[top]), max(float(curve[top]), 0.0)
 
@@ -217,7 +216,8 @@ def _log_poisson_tail(observed: float, expected: float) -> float:
     """Return a bound of log P(X ≤ observed), X ~ Poisson(expected): its last term times a geometric series."""
     if expected <= 0 or observed >= expected:
         return 0.0
-    return min(0.0, float(poisson.logpmf(round(observed), expected) - np.log1p(-observed / expected)))
+    logpmf = xlogy(round(observed), expected) - gammaln(round(observed) + 1) - expected
+    return min(0.0, float(logpmf - np.log1p(-observed / expected)))
 
 
 def _recorded(sums: SamplingSums) -> RecordedMismatch | None:

@@ -4,9 +4,9 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 from rich.console import Console
@@ -37,8 +37,10 @@ class CompareConfig(RunsConfig):
 
     top: int | None = None
     """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
+    format: Literal["text", "json", "csv", "latex", "markdown"] = "text"
+    """text for the terminal, json with all numbers, or the table of estimators alone for a paper."""
     json: bool = False
-    """Print one JSON object with all numbers instead, for scripts."""
+    """The same as --format json."""
     setting: str = ""
     """With --json: group the runs by this setting, and compare B with A seed by seed."""
     a: str = ""
@@ -59,11 +61,14 @@ class ReportConfig(RunsConfig):
 
     out: Path = Path("report.html")
     """File to write; its ending, .html or .md, decides the form."""
+    figures: Path | None = None
+    """Folder for every figure as PDF and SVG, at the widths of one column and of a page; needs Chrome or Chromium."""
 
 
 def compare_command(words: Sequence[str]) -> None:
     """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
     config = parsed(CompareConfig, "compare", words, CompareConfig())
+    config = replace(config, json=config.json or config.format == "json")
     if config.top is not None and config.top < 0:
         raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
     if config.window < 1:
@@ -73,7 +78,7 @@ def compare_command(words: Sequence[str]) -> None:
     if not config.json and (config.setting or config.a or config.b or config.curves):
         raise InputError("--setting, --a, --b and --curves go with --json; the page Compare shows the same.")
     with shown(), phase("comparing runs"):
-        from otb_analysis.answers import opened
+        from otb_analysis.answers import designs, opened
         from otb_analysis.answers.pairs import Sides
         from otb_analysis.report.compare import comparison
         from otb_analysis.report.records import comparison_record
@@ -86,6 +91,12 @@ def compare_command(words: Sequence[str]) -> None:
             curves = (config.curves, config.window, config.by)
             record = _of_readable(config, lambda paths: comparison_record(opened(paths), sides, *curves))
             print_json(record)
+            return
+        if config.format != "text":
+            from otb_analysis.report.paper import comparison_text
+
+            text = _of_readable(config, lambda paths: comparison_text(designs(opened(paths)), config.format))
+            sys.stdout.write(text)
             return
         tables = _of_readable(config, lambda paths: printed(comparison(opened(paths), config.top)))
     print_all(tables)
@@ -129,8 +140,8 @@ def report_command(words: Sequence[str]) -> None:
         from otb_analysis.report import write_report
 
         paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
-        files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
-    more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
+        files = write_report(paths, config.out, shlex.join(["otb", "report", *words]), config.figures)
+    more = f" and {len(files) - 1} pictures" if len(files) > 1 else ""
     sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
 
 

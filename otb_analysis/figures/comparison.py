@@ -13,7 +13,7 @@ from otb_analysis.figures.gradient_table import labels, trace_style
 from otb_analysis.figures.numbers import MISSING, interval_cell, noise_scale_cell, number, shown_name, span
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import GREY, Style
-from otb_analysis.figures.theme import RULE, TITLE, TOP, note_in_panel, panels, place
+from otb_analysis.figures.theme import RULE, TOP, note_in_panel, panels, place
 from otb_analysis.figures.variance import UNDEFINED
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
@@ -29,8 +29,8 @@ from otb_analysis.statistics import (
 from otb_analysis.types import Gram, Label, Proved
 
 RATIOS = (
-    ("sf", "Variance at equal progress (SF)", "left of 1 is better"),
-    ("efficiency", "Efficiency ratio", "right of 1 is better"),
+    ("sf", "SF ratio", "noise at equal progress; left is better"),
+    ("efficiency", "Efficiency ratio", "right is better"),
     ("variance", "Variance ratio", "smaller for shorter steps, too"),
 )
 DECIDES = {"variance": "sf", "efficiency": "efficiency"}
@@ -145,8 +145,14 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
         # What is measured along ∇J is known where ∇J is: both efficiencies then, and the SF of estimated step lengths.
         along = statistics.signal and by_label[base].signal
         known_ratios = {"variance": True, "sf": proved or along, "efficiency": along}
+        same = decision.alike[label].of == base  # the same update, up to the length of its step
         ratios = tuple(
-            _ONE if label == base else _shown(pair, name) if known_ratios[name] else None for name, *_ in RATIOS
+            _ONE
+            if label == base or (same and name != "variance")
+            else _shown(pair, name)
+            if known_ratios[name]
+            else None
+            for name, *_ in RATIOS
         )
         told_to_be = "" if one is None or label == base else "better" if one.better else "worse" if one.worse else ""
         rows.append(
@@ -245,7 +251,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     have no interval. An arrow at the edge says that an interval goes on beyond it.
     """
     count = len(info.rows)
-    height = 27 * count + 130
+    height = 27 * count + 160
     figure = panels([(title, line) for _, title, line in RATIOS], 3, height=height - TOP, shared_x=False)
     heights = {row.label: count - 1 - k for k, row in enumerate(info.rows)}
     for index, (name, *_) in enumerate(RATIOS):
@@ -288,7 +294,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     for thickness, words in ((4, "one look"), (1, info.together)) if info.looked_at else ():
         line = {"color": GREY, "width": thickness}
         figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=words, showlegend=True, row=1, col=1)
-    return figure.update_layout(margin={"l": 150, "t": TITLE + 6}, height=height)
+    return figure.update_layout(margin={"l": 150, "t": TOP}, height=height)
 
 
 def _beyond(ratio: Interval, shown: Sequence[float]) -> list[tuple[float, str]]:

@@ -11,6 +11,7 @@ from otb_analysis.phases import counted
 from otb_analysis.report.document import Document
 from otb_analysis.report.html import to_html
 from otb_analysis.report.markdown import to_markdown
+from otb_analysis.report.paper import write_figures
 from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview, provenance
 
 __all__ = ["report", "write_report"]
@@ -36,11 +37,12 @@ def report(paths: Sequence[Path], command: str) -> Document:
     )
 
 
-def write_report(paths: Sequence[Path], out: Path, command: str) -> list[Path]:
+def write_report(paths: Sequence[Path], out: Path, command: str, figures: Path | None = None) -> list[Path]:
     """Write a report and return the files it is made of, the page first.
 
     Args:
         out: A file ending in .html or .md; pictures of the latter lie in a folder beside it.
+        figures: Folder for every figure as PDF and SVG at the widths of a paper; None writes none.
 
     Raises:
         InputError: The ending is another, or as `report`.
@@ -63,4 +65,5 @@ def write_report(paths: Sequence[Path], out: Path, command: str) -> list[Path]:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise StoreError(f"cannot write the report to {out} ({error.strerror}); pass another --out.") from error
-    return [out, *(folder / name for name in pictures)]
+    drawn = [] if figures is None else write_figures(document, figures)
+    return [out, *(folder / name for name in pictures), *drawn]

@@ -1,6 +1,5 @@
 """A run's alarms with their reasons, change points, what its rollouts say; who holds a step's gradient; all runs."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -8,9 +7,9 @@ import pandas as pd
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.holders import Attributed, NotAttributed
 from otb_analysis.answers.triage import Triage, triage_table, verdict
-from otb_analysis.diagnostics import LEVELS, ChangePoint, Finding
+from otb_analysis.diagnostics import LEVELS
 from otb_analysis.errors import InputError
-from otb_analysis.figures.numbers import MISSING, number
+from otb_analysis.figures.numbers import MISSING
 from otb_analysis.report.document import Grid, Part
 from otb_analysis.store import largest_attributed_step
 
@@ -31,26 +30,7 @@ def diagnosis_parts(run: RunAnswers) -> list[Part]:
     title = f"{run.name}, steps {series.step[0]} to {series.step[-1]}"
     grid = Grid("", rows, title, texts=("detector",), folds=("why",))
     alarm, lines = ([run.lines[0]], run.lines[1:]) if run.alarm else ([], run.lines)
-    return [*alarm, grid, change_line(run.changes), "\n".join(lines)]
-
-
-def finding_record(finding: Finding) -> dict[str, object]:
-    """Return a finding as JSON has it."""
-    return {
-        "detector": finding.detector,
-        "level": finding.level,
-        "first_watch": finding.watch_step,
-        "first_alarm": finding.alarm_step,
-        "why": finding.reason,
-    }
-
-
-def change_line(points: Sequence[ChangePoint]) -> str:
-    """Return the change points in one sentence."""
-    if not points:
-        return "Change points: none of gradient norm, entropy, length and tail changed its level for good."
-    listed = [f"{p.column} at step {p.step} ({number(p.before)} → {number(p.after)})" for p in points]
-    return f"Change points: {', '.join(listed)}."
+    return [*alarm, grid, run.change_line, "\n".join(lines)]
 
 
 def attribution_parts(run: RunAnswers, step: int | None, top: int) -> list[Part]:

@@ -3,27 +3,11 @@
 from dataclasses import replace
 
 from otb_analysis.answers import MeasuredSteps
-from otb_analysis.figures.comparison import Row, display_table
+from otb_analysis.figures.comparison import display_table
 from otb_analysis.phases import plural
 from otb_analysis.report.document import Grid, Part
-from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE
+from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.statistics.moments.absolute import NOT_SHOWN
-from otb_analysis.types import Label
-
-MATTER = 8
-"""Rows that are shown unless another number is asked for."""
-
-COMMON: tuple[Label, ...] = (
-    ("none", "none"),
-    ("group_mean", "none"),
-    ("grpo", "none"),
-    ("otb", "proxy"),
-    ("otb_loo", "proxy"),
-    ("sequence_optimal_loo", "proxy"),
-    ("value", "none"),
-    ("batch_mean", "none"),
-)
-"""Estimators that fill the table after the reference, those that trained, and the best."""
 
 EXPLAINED = """\
 SF: variance at equal progress, variance/c², below 1 is better. efficiency: share of an update along the true gradient
@@ -45,8 +29,8 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
     info = steps.comparison()
     if not info.looked_at and info.n_prompts >= MIN_CLUSTERS and top is None:
         return ["No ratio has an interval: noise hides the true gradient. --top 0 shows what is left.", *steps.notes]
-    rows = [row for row in info.rows if not _repeats(row.key, steps)]
-    shown = rows[: top or None] if top is not None else _matter(rows, steps)
+    rows = [row for row in info.rows if not steps.repeats(row.key)]
+    shown = rows[: top or None] if top is not None else [row for row in rows if row.key in steps.matter]
     some = f"; {len(shown)} of {len(rows)} rows, --top 0 shows all" if len(shown) < len(rows) else ""
     title = (
         f"Estimators on the same rollouts ({steps.name}{some}): an update of "
@@ -60,19 +44,3 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
     grid = Grid(caption, frame, title, texts=("energy", "c"))
     absolute = [NOT_SHOWN] if top is not None and any(row.intervals["efficiency"] is None for row in rows) else []
     return [grid, "\n".join([*steps.notes, *absolute])]
-
-
-def _repeats(label: Label, steps: MeasuredSteps) -> bool:
-    one = steps.over_rloo.alike[label]
-    return one.of != label and one.identical
-
-
-def _matter(rows: list[Row], steps: MeasuredSteps) -> list[Row]:
-    told = [one.label for one in (*steps.over_rloo.better, *steps.over_rloo.worse, *steps.decision.better)]
-    best = [one.label for one in (steps.decision.best, steps.over_rloo.best) if one is not None]
-    measured = {row.key for row in rows}
-    alike = steps.over_rloo.alike
-    wanted = [REFERENCE, *steps.trained, *best, *told, *COMMON, *(row.key for row in rows)]
-    named = dict.fromkeys(alike[one].of if one not in measured and one in alike else one for one in wanted)
-    kept = [label for label in named if label in measured][:MATTER]
-    return [row for row in rows if row.key in kept]

@@ -19,7 +19,7 @@ def to_markdown(document: Document, folder: str) -> tuple[str, dict[str, str]]:
 
 def _part(part: Part, folder: str, pictures: dict[str, str]) -> str:
     if isinstance(part, Grid):
-        return _table(part)
+        return grid_text(part)
     if isinstance(part, Formulas):
         return "\n".join(f"- **{_text(name)}**: {_text(formula)}" for name, formula in part.rows)
     if isinstance(part, Picture):
@@ -35,7 +35,8 @@ def _picture(part: Picture, folder: str, pictures: dict[str, str]) -> str:
     return f"![{_text(part.name)}]({folder}/{name})\n\n*{_text(part.caption)}*"
 
 
-def _table(part: Grid) -> str:
+def grid_text(part: Grid) -> str:
+    """Return a table as Markdown, its caption above it."""
     names = [_text(str(name)) for name in part.frame]
     rows = ["| " + " | ".join(_text(cell(x)) for x in row) + " |" for row in part.frame.itertuples(index=False)]
     return "\n".join([_text(part.caption), "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names), *rows])

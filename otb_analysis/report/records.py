@@ -7,7 +7,7 @@ from typing import Any
 from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
 from otb_analysis.answers.holders import NotAttributed
 from otb_analysis.answers.pairs import Pair, Sides, estimator_pair, pair_of, pairing_of
-from otb_analysis.answers.triage import Triage, verdict
+from otb_analysis.answers.triage import Triage, finding_record, verdict
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.alarms import fired_first
 from otb_analysis.figures.collapse import degenerate_table
@@ -20,7 +20,6 @@ from otb_analysis.figures.pair_gradients import noise_table
 from otb_analysis.figures.planner import planner_table
 from otb_analysis.figures.runs import config_differences, grouped, headline_info
 from otb_analysis.figures.timeline import first_look, timeline_info
-from otb_analysis.report.diagnosis import finding_record
 
 
 def comparison_record(

@@ -1,13 +1,13 @@
 """From runs to sections: the tables and figures of the dashboard and the terminal, from the same functions."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.formulas import ALARM_FORMULAS, ATTRIBUTION_FORMULAS, FIDELITY_FORMULAS
 from otb_analysis.answers.holders import Attributed
+from otb_analysis.answers.learning import overview_table, provenance_table
 from otb_analysis.answers.proxy import MEASURED_GROUPS
 from otb_analysis.errors import InputError
 from otb_analysis.figures.alarms import alarm_marks, alarms_line, alarms_table
@@ -23,12 +23,11 @@ from otb_analysis.figures.fidelity import (
 )
 from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
 from otb_analysis.figures.learning import learning_info, plot_learning
-from otb_analysis.figures.runs import config_differences, headline_info
+from otb_analysis.figures.runs import config_differences
 from otb_analysis.report.audit import planner_parts
-from otb_analysis.report.diagnosis import change_line, holder_grids
+from otb_analysis.report.diagnosis import holder_grids
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
 from otb_analysis.store import attributed_steps, largest_attributed_step
-from otb_analysis.store.reader import scope_of
 
 Runs = Mapping[str, RunAnswers]
 
@@ -41,28 +40,13 @@ TOP = 12
 
 def overview(runs: Runs) -> Section:
     """Return what the runs are and whether they learn."""
-    rows = [headline_info(name, run.estimator, run.steps) for name, run in runs.items()]
-    statuses = [": ".join(filter(None, run.store.standing)) for run in runs.values()]
-    table = pd.DataFrame(
-        {
-            "run": [row.run for row in rows],
-            "estimator": [row.estimator or "–" for row in rows],
-            "status": statuses,
-            "steps": [row.steps for row in rows],
-            "reward": [row.reward for row in rows],
-            "change": [row.reward_gain for row in rows],
-            "held-out reward": [row.heldout for row in rows],
-            "median ‖ḡ‖": [row.grad_norm for row in rows],
-            "clipped": [None if row.clipped is None else f"{row.clipped:.0%}" for row in rows],
-        }
-    )
     info = learning_info(_steps(runs), _estimators(runs), WINDOW)
     differences = config_differences({name: run.config for name, run in runs.items()})
     parts: list[Part] = [
         *(f"{name}: {run.alarm}" for name, run in runs.items() if run.alarm),
         Grid(
             "Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖, clipped: last 20 steps.",
-            table,
+            overview_table(runs),
         ),
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), info),
     ]
@@ -83,7 +67,7 @@ def collapse(runs: Runs) -> Section:
         "Alarms and health over steps",
         (
             Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings)),
-            *(f"{run}. {change_line(changed)}" for run, changed in points.items()),
+            *(f"{run}. {of.change_line}" for run, of in runs.items()),
             Picture(
                 "collapse",
                 f"Running means over {WINDOW} steps; the interactive form marks first firings and change points.",
@@ -142,15 +126,7 @@ def attribution_section(run: RunAnswers) -> Section:
 
 def provenance(runs: Runs) -> Section:
     """Return what each run was made with."""
-    rows = []
-    for name, run in runs.items():
-        info: Any = run.store.info
-        git, packages = info.get("git") or {}, info.get("packages") or {}
-        row = {"run": name, "created": info.get("created"), "seed": run.config.get("seed")}
-        row |= {"scope": scope_of(run.store), "schema": info.get("schema_version")}
-        row |= {"commit": str(git.get("commit") or "–")[:12], "changed files": bool(git.get("diff"))}
-        rows.append(row | {"torch": packages.get("torch", "–")})
-    return Section("How the runs were made", (Grid("From each run's run.json.", pd.DataFrame(rows)),))
+    return Section("How the runs were made", (Grid("From each run's run.json.", provenance_table(runs)),))
 
 
 def _steps(runs: Runs) -> dict[str, pd.DataFrame]:

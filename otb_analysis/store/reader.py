@@ -289,10 +289,14 @@ class RunStore:
         self, parts: Mapping[int, Sequence[Part]], references: Sequence[Truth] | None = None
     ) -> dict[int, Gram]:
         """Return the Gram matrices of steps that have one, or what references need of them; two are read at a time."""
-        prompts = self._prompts(list(parts))
+        if not parts:
+            return {}
+        prompts, (first, *others) = self._prompts(list(parts)), parts
+        # The first step tells the order of all: the others read their products alone, a tenth of the memory.
+        read = [read_gram(parts[first], prompts[first], references)]
         with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
-            read = pool.map(lambda step: read_gram(parts[step], prompts[step], references), parts)
-            return {step: gram for step, gram in zip(parts, read, strict=True) if gram is not None}
+            read += pool.map(lambda step: read_gram(parts[step], prompts[step], references), others)
+        return {step: gram for step, gram in zip(parts, read, strict=True) if gram is not None}
 
     def _prompts(self, steps: Sequence[int]) -> dict[int, dict[int, object]]:
         """Return the name of each group's prompt, by step."""

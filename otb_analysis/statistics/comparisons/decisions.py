@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from otb_analysis.statistics.comparisons.alike import Alike, alike
 from otb_analysis.statistics.inference.intervals import LEVEL, MIN_CLUSTERS, Interval, jackknife_interval, told
@@ -199,7 +199,7 @@ def _needed(base: Moments | None, comparisons: Sequence[Comparison], count: int,
     found = jackknife_interval(base.truth_sq[0], base.truth_sq[1:], "‖∇J‖²", "linear")
     if found is None or found.low is None or found.high is None or found.high <= 0:
         return None
-    stderr = (found.high - found.low) / (2 * float(stats.norm.isf((1 - LEVEL) / 2)))
+    stderr = (found.high - found.low) / (2 * float(special.ndtri((1 + LEVEL) / 2)))
     length = found.estimate if found.estimate > 0 else found.high
     # Between pairs of prompts that are mostly noise the error falls as 1/K; 1/√K is the slower law, so the safe one.
     return max(round(float(count * (3 * stderr / length) ** 2)), count + 1)
