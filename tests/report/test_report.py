@@ -108,7 +108,7 @@ def test_cells_are_read_as_numbers_words_and_dashes():
 def test_markdown_has_the_tables_and_its_curves_beside_it(runs, tmp_path, capsys):
     out = tmp_path / "r.md"
     assert main(["report", runs[0].name, "--root", str(runs[0].parent), "--out", str(out)]) == 0
-    assert "and 2 pictures beside it" in capsys.readouterr().out
+    assert "and 2 pictures" in capsys.readouterr().out
     text = out.read_text(encoding="utf-8")
     images = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert images == ["r_files/learning.svg", "r_files/collapse.svg"]
