@@ -76,13 +76,8 @@ def measured(run: Run) -> Run:
 
 def measured_labels(run: Run) -> list[Label]:
     """Return (estimator, energy source) of all that was measured, those of Gram matrices first."""
-    return list(dict.fromkeys([*(one for g in answers(run).grams.values() for one in g.labels), *stored_labels(run)]))
-
-
-@st.cache_data(max_entries=64, show_spinner=False)
-def stored_labels(run: Run) -> list[Label]:
-    """Return those of every row of `gradients`."""
-    return measured_store.stored_labels(store(run))
+    of_grams = [label for gram in answers(run).grams.values() for label in gram.labels]
+    return list(dict.fromkeys([*of_grams, *store(run).stored_labels()]))
 
 
 @st.cache_data(max_entries=16, show_spinner="Comparing the runs …")

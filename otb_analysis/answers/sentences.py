@@ -77,7 +77,9 @@ def decision_lines(
         return f"Keep {keep}: {what} on {n} prompts, all {m} together{behind}.", *against_rloo
     lead = max(open_ones, key=lambda one: (one.label[1] != "exact", one.ahead))
     nearest = f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together."
-    return first, nearest, *against_rloo, more
+    # What the measured prompts could show already is no reason to measure more.
+    enough = decision.n_needed is not None and decision.n_needed <= n
+    return (first, nearest, *against_rloo) if enough else (first, nearest, *against_rloo, more)
 
 
 def interval_words(one: Interval) -> str:
@@ -85,7 +87,8 @@ def interval_words(one: Interval) -> str:
     if one.low is None or one.high is None:
         return f"{one.estimate:.2f}"
     ends = ".3f" if "1.00" in (f"{one.low:.2f}", f"{one.high:.2f}") else ".2f"
-    return f"{one.estimate:.2f} ({one.low:{ends}}–{one.high:{ends}})"
+    middle = ends if f"{one.estimate:.2f}" == "1.00" else ".2f"
+    return f"{one.estimate:{middle}} ({one.low:{ends}}–{one.high:{ends}})"
 
 
 def _by(one: Comparison, names: str) -> str:

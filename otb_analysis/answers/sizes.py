@@ -28,8 +28,8 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
             nearest = min(more, key=lambda n: more[n].estimate)
             return f"Keep groups of {size}: in groups of {nearest} {_words(label, more[nearest])}."
     first = trained[0] if trained else REFERENCE
-    tried = sorted({one.size for one in planner.cells if one.cut and (one.estimator, one.energy_source) == first})
-    if tried:
+    measured = {one.size for one in planner.cells if one.cut and (one.estimator, one.energy_source) == first}
+    if tried := sorted(measured - {size}):
         listed = ", ".join(map(str, tried))
         return f"Keep groups of {size}: no difference shown for {shown_name(first)} in groups of {listed}."
     dead = planner.dead[-1] if planner.dead else None

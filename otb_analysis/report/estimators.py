@@ -4,15 +4,18 @@ from dataclasses import replace
 
 from otb_analysis.answers import MeasuredSteps
 from otb_analysis.figures.comparison import display_table
+from otb_analysis.phases import plural
 from otb_analysis.report.document import Grid, Part
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.statistics.moments.absolute import NOT_SHOWN
 
 EXPLAINED = """\
 SF: variance at equal progress, variance/c², below 1 is better. efficiency: share of an update along the true gradient
-∇J, above 1 is better. c: step length along ∇J; two with a proved c are compared by SF, others by efficiency. One look:
-95 % by itself; {together}: 95 % for all of them, which is what is claimed. equiv.: rollouts {base} would need for the
-same. energy: what tokens are weighted by: exact ‖∇ log π‖², its free proxy, or none. –: noise hides it."""
+∇J, above 1 is better. c: step length along ∇J; two with a proved c are compared by SF, others by efficiency. {looks}
+equiv.: rollouts {base} would need for the same. energy: what tokens are weighted by: exact ‖∇ log π‖², its free proxy,
+or none. –: noise hides it."""
+LOOKS = "One look: 95 % by itself; {together}: 95 % for all of them, which is what is claimed."
+NO_LOOKS = f"No ratio has an interval, which takes {MIN_CLUSTERS} prompts."
 
 
 def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
@@ -30,15 +33,16 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
         return ["No ratio has an interval: noise hides the true gradient. --top 0 shows what is left.", *steps.notes]
     rows = [row for row in info.rows if not steps.repeats(row.key)]
     shown = rows[: top or None] if top is not None else [row for row in rows if row.key in steps.matter]
-    update = steps.decision.update
-    some = f", {len(shown)} of {len(rows)} rows (--top 0: all)" if len(shown) < len(rows) else ""
+    some = f"; {len(shown)} of {len(rows)} rows, --top 0 shows all" if len(shown) < len(rows) else ""
     title = (
-        f"Estimators on the same rollouts ({steps.name}{some}): an update of {update} prompts, measured on "
-        f"{info.n_prompts} prompts over {info.n_steps} steps"
+        f"Estimators on the same rollouts ({steps.name}{some}): an update of "
+        f"{plural(steps.decision.update, 'prompt')}, measured on {plural(info.n_prompts, 'prompt')} over "
+        f"{plural(info.n_steps, 'step')}"
     )
     beside = None if steps.beside is None else steps.decision
     frame = display_table(replace(info, rows=tuple(shown)), beside, top is not None)
-    caption = EXPLAINED.replace("\n", " ").format(together=info.together, base=info.against)
+    looks = LOOKS.format(together=info.together) if info.looked_at else NO_LOOKS
+    caption = EXPLAINED.replace("\n", " ").format(looks=looks, base=info.against)
     grid = Grid(caption, frame, title, texts=("energy", "c"))
     absolute = [NOT_SHOWN] if top is not None and any(row.intervals["efficiency"] is None for row in rows) else []
     return [grid, "\n".join([*steps.notes, *absolute])]

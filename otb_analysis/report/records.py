@@ -104,7 +104,7 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
     Args:
         step: A step whose attribution to add; None adds none.
         top: Prompts, rollouts and tokens of that attribution.
-        curves: Add the curves of all panels, and what the n tokens with the largest shares hold.
+        curves: Add the curves of all panels.
 
     Raises:
         InputError: The run has no complete step, or not this one.

@@ -61,6 +61,7 @@ class RunStore:
         read_run_file(self.path)
         self._memory_limit = checked_limit(memory_limit)
         self._reduced: dict[tuple[object, ...], Gram] = {}
+        self._labels: dict[int, dict[Label, None]] = {}
 
     @cached_property
     def _connection(self) -> duckdb.DuckDBPyConnection:
@@ -211,6 +212,24 @@ class RunStore:
             StoreError: A part is broken or lacks a key column.
         """
         return self._read_grams(self._parts_by_step("grams", steps))
+
+    @again_if_changed
+    def stored_labels(self) -> list[Label]:
+        """Return (estimator, energy source) of every row of `gradients`, each once; a second call reads new steps only.
+
+        Raises:
+            StoreError: A part is broken or lacks a key column.
+        """
+        known, steps = self._labels, self.steps_with("gradients", "estimator")
+        if not known.keys() <= set(steps):  # it went back some steps
+            known = {}
+        found = dict(known)
+        if new := [step for step in steps if step not in known]:
+            rows = self.gradients_df(new, ["step", "estimator", "energy_source"])
+            for step, name, source in rows.itertuples(index=False, name=None):
+                found.setdefault(int(step), {})[str(name), str(source)] = None
+        self._labels = found
+        return list({label: None for step in sorted(found) for label in found[step]})
 
     @again_if_changed
     def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:

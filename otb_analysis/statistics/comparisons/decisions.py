@@ -200,7 +200,7 @@ def _needed(base: Moments | None, comparisons: Sequence[Comparison], count: int,
         return MIN_CLUSTERS
     tested = [one for one in comparisons if one.together is not None]
     if tested:
-        lead = max(tested, key=lambda one: (one.label[1] != "exact", one.ahead)).together
+        lead = max(tested, key=lambda one: (not one.worse, one.label[1] != "exact", one.ahead)).together
         assert lead is not None and lead.low and lead.high
         # Half the corrected interval is z standard errors; it takes z_.8 more to be beyond 1 with a chance of 80 %.
         z = float(special.ndtri(1 - (1 - LEVEL) / (2 * m)))

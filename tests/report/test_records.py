@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from otb_analysis.report.compare_record import comparison_record
-from otb_analysis.report.runs import by_name
 
+from otb_analysis.answers import by_name, opened
 from otb_analysis.commands.cli import main
-from otb_analysis.figures.comparison import comparison_info
-from otb_analysis.figures.fidelity import fidelity_info
 from otb_analysis.figures.numbers import bracketed, number
+from otb_analysis.report.record import written
+from otb_analysis.report.records import comparison_record
 from otb_analysis.store import RunStore, RunWriter, StepTables
 
 REAL = Path(__file__).parents[2] / "docs" / "examples" / "smollm2" / "runs" / "letter-counting"
@@ -39,10 +38,10 @@ def test_two_runs_are_compared_in_the_order_in_which_they_are_named(tmp_path, ca
     assert main(["compare", "value-0", "rloo-0", "--root", str(tmp_path), "--json"]) == 0
     record = strict(capsys.readouterr().out)
     pair = record["pair"]
-    assert (pair["a"], pair["b"], pair["runs"]) == ("value-0", "rloo-0", [["value-0", "rloo-0"]])
+    assert (pair["a"], pair["b"]) == ("value-0", "rloo-0")
     (reward,) = pair["quantities"]
     assert reward["B to A"] == pytest.approx(-0.2, abs=0.02) and reward["low"] < reward["B to A"] < reward["high"] < 0
-    assert reward["differs"] is True and " less reward a step than A over 30 shared steps." in pair["verdict"]
+    assert reward["differs"] is True and pair["verdict"].startswith("Training reward: B − A is −0.")
     assert record["settings"] == [{"setting": "estimator.name", "value-0": "value", "rloo-0": "rloo"}]
     assert [run["run"] for run in record["runs"]] == ["value-0", "rloo-0"]
 
@@ -53,18 +52,18 @@ def test_all_runs_of_a_root_are_paired_by_seed_where_they_can_be(tmp_path, capsy
             write(tmp_path, name, seed, gain)
     assert main(["compare", "--root", str(tmp_path), "--json"]) == 0
     pair = strict(capsys.readouterr().out)["pair"]
-    assert len(pair["runs"]) == 3 and pair["intervals"].startswith("Paired by seed: 3 pairs")
+    assert pair["notes"][0].startswith("Paired by seed: 3 pairs")
     assert abs(pair["quantities"][0]["B to A"]) == pytest.approx(0.2, abs=0.02)
 
 
 def test_terminal_says_what_the_json_says_of_b_against_a(tmp_path, capsys):
     for name, gain in (("rloo", 0.0), ("value", 0.2)):
         write(tmp_path, name, 0, gain)
-    pair = comparison_record([tmp_path / "rloo-0", tmp_path / "value-0"])["pair"]
+    pair = comparison_record(opened([tmp_path / "rloo-0", tmp_path / "value-0"]))["pair"]
     assert main(["compare", "rloo-0", "value-0", "--root", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"A is rloo-0, B is value-0. {pair['verdict']}" in text and pair["intervals"] in text
-    (reward,) = pair["quantities"]
+    assert f"A is rloo-0, B is value-0. {pair['verdict']}" in text
+    (reward,) = written(pair["quantities"])
     row = [number(reward["A"]), number(reward["B"]), bracketed(reward["B to A"], reward["low"], reward["high"]), "30"]
     assert f"Reward {' '.join(row)}" in text
     assert "Gradient noise, B ÷ A" not in text and all(note in text for note in pair["notes"])
@@ -77,25 +76,31 @@ def test_terminal_shows_ratios_of_gradient_noise_of_runs_that_measured_the_same_
         shutil.copytree(REAL, tmp_path / name)
     assert main(["compare", "a", "b", "--root", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    (noise,) = comparison_record([tmp_path / "a", tmp_path / "b"])["pair"]["gradient_noise"]
+    (noise,) = written(comparison_record(opened([tmp_path / "a", tmp_path / "b"]))["pair"]["gradient_noise"])
     row = next(line for line in text[text.index("Gradient noise, B ÷ A") :].splitlines() if noise["what"] in line)
     assert noise["variance"] == 1.0 and f"{noise['prompts']} prompts, {noise['steps']} steps" in row
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="installed without its repository")
-def test_numbers_are_those_of_the_pages():
-    record = comparison_record([REAL])
-    strict(json.dumps(record, allow_nan=False))
-    store = RunStore(REAL)
-    (design,) = record["estimators"]
-    otb = next(row for row in design["rows"] if row["estimator"] == "otb · proxy")
-    grams = list(store.grams().values())
-    expected = next(row for row in comparison_info(grams).rows if row.label == "otb · proxy")
-    assert otb["variance_ratio"] == pytest.approx(expected.ratios[2].estimate)
-    info = fidelity_info(store.tokens_df(), "token")
-    of = next(one for one in record["proxy"] if one["of"] == "token energy w_t")
-    assert of["pooled"]["spearman"] == pytest.approx(info.overall.pooled.spearman)
-    assert record["pair"] is None and record["runs"][0]["steps"] == 20
+def test_one_run_has_its_lines_every_estimator_and_the_pair_that_is_asked_for(capsys):
+    words = ["--json", "--a", "rloo", "--b", "value"]
+    assert main(["compare", REAL.name, "--root", str(REAL.parent), *words]) == 0
+    record = strict(capsys.readouterr().out)
+    answers = opened([REAL])[REAL.name]
+    (run,), (design,), measured = record["runs"], record["estimators"], answers.measured
+    assert (run["run"], run["steps"], run["conclusion"]) == (REAL.name, 20, list(answers.lines))
+    assert run["fidelity"] == written([{"of": of} | vars(found) for of, found in answers.fidelity])
+    assert design["conclusion"] == list(measured.lines) == run["conclusion"][: len(measured.lines)]
+    assert design["looked_at"] == len(measured.decision.tested) and design["recommended"] is None
+    rows = {(row["estimator"], row["energy_source"]): row for row in design["rows"]}
+    expected = {row.key: row for row in measured.comparison().rows}
+    assert list(rows) == list(expected)
+    value = expected["value", "none"]
+    assert rows["value", "none"]["sf_ratio"] == pytest.approx(value.ratios[0].estimate)
+    assert rows["value", "none"]["together_high"] == pytest.approx(value.together.high)
+    assert (record["pair"]["a"], record["pair"]["b"]) == ("rloo", "value")
+    (noise,) = record["pair"]["gradient_noise"]
+    assert noise["sf"] == pytest.approx(value.ratios[0].estimate)
 
 
 def test_a_run_without_steps_is_one_sentence(tmp_path, capsys):
@@ -121,14 +126,14 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, capsys):
     record = strict(capsys.readouterr().out)
     named = ["rloos/s0", "rloos/s1", "values/s0", "values/s1"]
     assert [run["run"] for run in record["runs"]] == named
-    assert record["pair"]["runs"] == [["rloos/s0", "values/s0"], ["rloos/s1", "values/s1"]]
+    assert record["pair"]["a"].endswith("= rloo") and "2 pairs" in record["pair"]["notes"][0]
     assert record["pair"]["quantities"][0]["B to A"] == pytest.approx(0.2, abs=0.02)
     assert {"setting": "seed", **dict(zip(named, "0101", strict=True))} in record["settings"]
     assert main(["compare", *map(str, same)]) == 0
     text = capsys.readouterr().out
     assert all(f"\n {run} " in text for run in named) and "\n s0 " not in text
     assert main(["compare", str(same[0]), str(same[2])]) == 0
-    assert "A is rloos/s0, B is values/s0. B earns 0." in capsys.readouterr().out
+    assert "A is rloos/s0, B is values/s0. Training reward: B − A is +0." in capsys.readouterr().out
 
 
 def test_only_repeated_names_get_folders_and_as_many_as_they_need(tmp_path):
@@ -143,7 +148,8 @@ def test_groups_of_a_setting_and_its_values_are_chosen(tmp_path, capsys):
     words = ["compare", "--root", str(tmp_path), "--json", "--setting", "estimator.name", "--a", "otb", "--b", "value"]
     assert main(words) == 0
     pair = strict(capsys.readouterr().out)["pair"]
-    assert (pair["a"], pair["b"]) == ("estimator.name = otb", "estimator.name = value") and len(pair["runs"]) == 2
+    assert (pair["a"], pair["b"]) == ("estimator.name = otb", "estimator.name = value")
+    assert "2 pairs" in pair["notes"][0]
     assert pair["quantities"][0]["B to A"] == pytest.approx(0.1, abs=0.02)
 
 
@@ -172,4 +178,4 @@ def test_sides_that_cannot_be_compared_are_one_sentence(words, said, tmp_path, c
 def test_estimators_of_one_run_that_were_not_measured_are_one_sentence(capsys):
     words = ["compare", REAL.name, "--root", str(REAL.parent), "--json", "--a"]
     assert main([*words, "otbb"]) == 2
-    assert "estimator 'otbb' was not measured in letter-counting" in capsys.readouterr().err
+    assert "estimator 'otbb' was not measured" in capsys.readouterr().err
