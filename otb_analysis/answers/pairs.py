@@ -140,13 +140,11 @@ def _grouped(configs: Configs, sides: Sides) -> Pairing:
 def _reward(panels: Sequence[PairPanel], runs: Mapping[str, RunAnswers], pairing: Pairing) -> list[str]:
     """Say by how much held-out rewards differ at the last shared evaluation; without any, training rewards."""
     by_name = {panel.quantity.column: panel for panel in panels}
+    found, over, what = None, "held-out prompts", ""
     if (panel := by_name.get("heldout_reward")) is not None:
-        found, over = _heldout(panel, runs, pairing), "held-out prompts"
-        what = f"Held-out reward at step {panel.step[-1]}"
-    elif (panel := by_name.get("reward_mean")) is not None:
+        found, what = _heldout(panel, runs, pairing), f"Held-out reward at step {panel.step[-1]}"
+    if (found is None or found.low is None) and (panel := by_name.get("reward_mean")) is not None:
         found, over, what = panel.whole, "blocks of steps", "Training reward"
-    else:
-        return []
     if found is None:
         return []
     if found.low is None or found.high is None:

@@ -148,7 +148,7 @@ class RunAnswers:
         reason = "" if self.alarm else unproved_because(self.config)
         if not reason:
             return ()
-        why = f"Step lengths are estimated for every baseline, since {reason}."
+        why = f"Step lengths are estimated for every baseline of this run, since {reason}."
         if "source" in self.config and self.sampling is not None:
             return (why, PLAIN)
         return (why,)

@@ -43,7 +43,7 @@ def decision_lines(
         return _untested(decision, config, path)
     best, names = decision.best, shown_name(decision.against)
     m, n = len(decision.tested), decision.n_prompts
-    against_rloo = () if beside is None else (_beside(beside),)
+    against_rloo = () if beside is None else (_beside(beside, trained),)
     if best is not None:
         verb = "Keep" if best.label in trained else "Train with"
         first = (
@@ -77,9 +77,7 @@ def decision_lines(
         return f"Keep {keep}: {what} on {n} prompts, all {m} together{behind}.", *against_rloo
     lead = max(open_ones, key=lambda one: (one.label[1] != "exact", one.ahead))
     nearest = f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together."
-    # What the measured prompts could show already is no reason to measure more.
-    enough = decision.n_needed is not None and decision.n_needed <= n
-    return (first, nearest, *against_rloo) if enough else (first, nearest, *against_rloo, more)
+    return first, nearest, *against_rloo, more
 
 
 def interval_words(one: Interval) -> str:
@@ -105,7 +103,7 @@ def _within(one: Interval | None) -> bool:
     return one.low > 1 - DIFFERENCE and one.high < 1 / (1 - DIFFERENCE)
 
 
-def _beside(decision: Decision) -> str:
+def _beside(decision: Decision, trained: Sequence[Label]) -> str:
     m, best = len(decision.tested), decision.best
     if decision.cause:
         return "Against rloo: nothing is told apart either."
@@ -115,7 +113,8 @@ def _beside(decision: Decision) -> str:
     lead = f"{count} of {m} are shown to be better; the best is" if count > 1 else f"one of {m} is shown to be better,"
     assert best.together is not None
     what = "of its variance at equal progress" if best.by == "variance" else "times its efficiency"
-    return f"Against rloo: {lead} {shown_name(best.label)}, {interval_words(best.together)} {what}, all together."
+    who = shown_name(best.label) + ", which trained" * (best.label in trained)
+    return f"Against rloo: {lead} {who}, {interval_words(best.together)} {what}, all together."
 
 
 def _untested(decision: Decision, config: Mapping[str, Any], path: str) -> tuple[str, ...]:

@@ -21,8 +21,7 @@ from otb_analysis.statistics import (
     jackknife_interval,
     told,
 )
-from otb_analysis.statistics.moments.absolute import may_be_shown
-from otb_analysis.statistics.moments.gradients import has_signal
+from otb_analysis.statistics.moments.absolute import has_signal, may_be_shown
 from otb_analysis.statistics.moments.gram import Truth, truth_of
 from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
 from otb_analysis.statistics.moments.measures import batch_variance, quotient, with_projection
@@ -158,6 +157,11 @@ def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved)
             },
             frozenset(by_size),
         )
+    if not signal and truth_sq.size > MIN_CLUSTERS:  # what is measured along ∇J is not known
+        hidden = np.full_like(truth_sq, np.nan)
+        curves = {
+            one: replace(curve, efficiency=dict.fromkeys(curve.efficiency, hidden)) for one, curve in curves.items()
+        }
     return curves
 
 

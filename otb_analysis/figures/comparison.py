@@ -40,7 +40,7 @@ TWO = ".2f"
 """Digits of ratios and shares."""
 OWN = ("efficiency", "relative_bias", "rollout_equivalents")
 """Values of an estimator itself that are shown with their intervals."""
-_ONE = Interval(1.0, None, None, 0, "the estimator over itself")
+_ONE = Interval(1.0, 1.0, 1.0, 0, "the same update, up to the length of its step")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class ComparisonInfo:
     # the others, the most efficient first. As measured where nothing is told apart: a ranking would be of noise.
     rows: tuple[Row, ...]
     against: str
+    base: Label  # The same as a label
     n_steps: int
     n_prompts: int
     looked_at: int  # Comparisons that share the risk of an error
@@ -131,7 +132,8 @@ def comparison_info(
     rows = compared(grams, decision, shown, known)
     if any(row.told for row in rows):
         rows.sort(key=_rank)
-    return ComparisonInfo(tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, len(decision.tested))
+    name = labels(shown)[base]
+    return ComparisonInfo(tuple(rows), name, base, len(grams), decision.n_prompts, len(decision.tested))
 
 
 def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], known: Proved) -> list[Row]:
@@ -227,7 +229,8 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
             }
         records.append(record)
     table: Any = pd.DataFrame(records)
-    return table[[name for name in table if set(table[name]) != {MISSING}]]
+    others = table[[row.key != info.base for row in info.rows]]  # the reference over itself is 1 in every column
+    return table[[name for name in table if set(others[name]) != {MISSING}]]
 
 
 def comparison_table(info: ComparisonInfo) -> pd.DataFrame:

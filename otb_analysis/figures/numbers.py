@@ -53,6 +53,8 @@ def bracketed(value: float | None, low: float | None, high: float | None, form: 
     point = formatted(value, form)
     if value is None or low is None or high is None or math.isnan(low):
         return point
+    if math.isclose(low, high, rel_tol=1e-9):  # what is known needs no ends
+        return point
     return f"{point} [{formatted(low, form)}, {formatted(high, form)}]"
 
 

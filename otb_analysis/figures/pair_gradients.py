@@ -16,7 +16,7 @@ from otb_analysis.figures.numbers import interval_cell, shown_name
 from otb_analysis.figures.pair_curves import BLOCKS, PairPanel, differs
 from otb_analysis.figures.pairing import Pairing
 from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, REFERENCE, Interval, Update, decide, told, update_ratios
-from otb_analysis.statistics.moments.gradients import has_signal
+from otb_analysis.statistics.moments.absolute import has_signal
 from otb_analysis.statistics.moments.gram import deleted_moments, prompts_of, truth_of, typical
 from otb_analysis.types import Gram, Label, Proved
 

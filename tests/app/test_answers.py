@@ -111,8 +111,8 @@ def test_which_baseline_is_asked_for_by_a_toggle_and_answered_in_the_sentences_o
     app, lines = open_page(store_root, "run", monkeypatch, run=RUN), RunAnswers(RunStore(store_root / RUN)).lines
     assert lines[0] not in texts(app)
     app.toggle(key="advise").set_value(True).run()
-    assert " ".join(lines) in texts(app)
-    assert " ".join(lines) in texts(open_page(store_root, "estimators", monkeypatch, run=RUN)).replace("**", "")
+    assert "  \n".join(lines) in texts(app)
+    assert "  \n".join(lines) in texts(open_page(store_root, "estimators", monkeypatch, run=RUN)).replace("**", "")
 
 
 def test_a_run_without_measurements_says_what_makes_them(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from scipy import special
 
 from otb_analysis.statistics.comparisons.alike import Alike, alike
 from otb_analysis.statistics.inference.intervals import LEVEL, MIN_CLUSTERS, Interval, jackknife_interval, told
-from otb_analysis.statistics.moments.gradients import has_signal
+from otb_analysis.statistics.moments.absolute import has_signal
 from otb_analysis.statistics.moments.gram import (
     REFERENCE,
     against_reference,

@@ -204,15 +204,9 @@ def _one(
     )
 
 
-def has_signal(moments: Moments) -> bool:
-    """Tell whether ∇J is told from noise: the 95 % interval of ‖∇J‖², over at least 16 prompts, leaves out 0."""
-    found = jackknife_interval(moments.truth_sq[0], moments.truth_sq[1:], "‖∇J‖²", "linear")
-    return found is not None and found.low is not None and found.low > 0
-
-
 def _has_signal(moments: Moments, values: Mapping[str, Float]) -> bool:
     if moments.power.size > MIN_CLUSTERS:
-        return has_signal(moments)
+        return absolute.has_signal(moments)
     # An efficiency is a share: above 1 it is lost in the noise.
     return bool(np.isfinite(values["projection"][0]) and 0 <= values["efficiency"][0] <= 1)
 

@@ -10,9 +10,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics.inference.intervals import LEVEL, Interval, jackknife_interval, ratio_of_differences
+from otb_analysis.statistics.inference.intervals import (
+    LEVEL,
+    MIN_CLUSTERS,
+    Interval,
+    jackknife_interval,
+    ratio_of_differences,
+)
 from otb_analysis.statistics.moments import measures
-from otb_analysis.statistics.moments.absolute import noise_scale
+from otb_analysis.statistics.moments.absolute import has_signal, noise_scale
 from otb_analysis.statistics.moments.gram import (
     REFERENCE,
     Truth,
@@ -187,7 +193,7 @@ def gain_lost(
             largest, and the share best determined, where P is of the order of the noise scale.
 
     Returns:
-        None where an efficiency is undefined or the exact form gains nothing over `rloo`.
+        None where an efficiency is undefined, ∇J is not told from noise, or the exact form gains nothing over `rloo`.
     """
     labels = (exact, proxy, REFERENCE)
     having = [gram for gram in grams if all(label in gram.labels for label in labels)]
@@ -195,6 +201,9 @@ def gain_lost(
         return None
     batch = n_prompts or max(typical([gram.n_prompts for gram in having]), 1)
     truth = truth_of(having, REFERENCE, known)
+    base = deleted_moments(having, REFERENCE, truth)
+    if base.power.size > MIN_CLUSTERS and not has_signal(base):
+        return None
     with_exact, with_proxy, plain = (
         four_measures(deleted_moments(having, label, truth), batch, known.projection.get(label))["efficiency"]
         for label in labels
