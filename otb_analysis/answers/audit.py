@@ -148,7 +148,8 @@ def _between(run: RunAnswers) -> float | None:
     b + 2w/N, and b = 2·V(N) − V(N/2) without bias; by chance it can be negative. Every estimator that is unbiased given
     the prompt has the same b.
     """
-    subgroups = run.store.subgroup_grams() if run.grams and not run.alarm else {}
+    decided = run.measured is not None and not run.measured.over_rloo.cause
+    subgroups = run.store.subgroup_grams() if decided else {}
     if not subgroups:
         return None
     size, halves = max(subgroups.items())

@@ -121,9 +121,12 @@ class MeasuredSteps:
         told = {"better": decision.better, "worse": decision.worse}
         lists = {words: ", ".join(shown_name(one.label) for one in of) for words, of in told.items() if of}
         claims = "; ".join(f"{words} than {base}: {which}" for words, which in lists.items())
-        pairs = [(label[0], one) for label, one in decision.alike.items() if one.of != label]
-        same = dict.fromkeys(f"{name} = {one.of[0]}" for name, one in pairs if one.identical)
-        times = [f"{name} = {one.factor:.4g} × {one.of[0]}" for name, one in pairs if not one.identical]
+        pairs = [
+            (shown_name(label), shown_name(one.of), one) for label, one in decision.alike.items() if one.of != label
+        ]
+        pairs = [pair for pair in pairs if pair[0] != pair[1]]
+        same = [f"{name} = {other}" for name, other, one in pairs if one.identical]
+        times = [f"{name} = {one.factor:.4g} × {other}" for name, other, one in pairs if not one.identical]
         steps, counts = len(self.grams), Counter(label for gram in self.grams for label in gram.labels)
         fewer = [f"{'/'.join(label)} ({n} of {steps} steps)" for label, n in counts.items() if n < steps]
         lines = {

@@ -24,7 +24,8 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
     Args:
         top: Rows that are kept, the first ones; 0 keeps all, None the eight that matter.
     """
-    if steps.over_rloo.cause == "no reference":
+    cause = steps.over_rloo.cause
+    if cause == "no reference" or (cause in ("alone", "equal rewards") and top is None):
         return []
     info = steps.comparison()
     if steps.alarm and top is None:
