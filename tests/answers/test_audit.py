@@ -45,7 +45,8 @@ def test_the_variance_between_prompts_is_that_of_products_of_halves():
 
     def between(size, alarm=""):
         store = SimpleNamespace(subgroup_grams=lambda: {size: {0: half}})
-        return _between(SimpleNamespace(grams={0: gram}, alarm=alarm, store=store))
+        decided = SimpleNamespace(over_rloo=SimpleNamespace(cause="another sampler" if alarm else ""))
+        return _between(SimpleNamespace(grams={0: gram}, measured=decided, store=store))
 
     assert between(4) == pytest.approx(same - apart)
     assert between(2) is None  # quarters alone do not tell it
