@@ -209,8 +209,9 @@ def _places(labels: int, groups: int) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=4)
 def _upper(size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    first, second = np.triu_indices(size)
-    return first.astype(np.int32), second.astype(np.int32)
+    """Return `np.triu_indices` in a third of its memory."""
+    every = np.arange(size, dtype=np.int32)
+    return np.repeat(every, size - every), np.concatenate([every[first:] for first in range(size)] or [every])
 
 
 def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, list[str]]:

@@ -35,6 +35,9 @@ _ASKED_WRONG = (
 )
 """The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
 
+FEW = 16
+"""Gram matrices that are read one after the other: two at a time take 40 MB more, and pay for themselves only then."""
+
 WHOLE = "all"
 """The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
@@ -294,7 +297,7 @@ class RunStore:
         prompts, (first, *others) = self._prompts(list(parts)), parts
         # The first step tells the order of all: the others read their products alone, a tenth of the memory.
         read = [read_gram(parts[first], prompts[first], references)]
-        with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
+        with ThreadPoolExecutor(1 + (len(others) > FEW)) as pool:  # most of the work is Arrow's and NumPy's
             read += pool.map(lambda step: read_gram(parts[step], prompts[step], references), others)
         return {step: gram for step, gram in zip(parts, read, strict=True) if gram is not None}
 
