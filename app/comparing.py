@@ -73,10 +73,11 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
     st.caption(plain(info.words))
     python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
     chart(plot_comparison(info), "comparison", comparison_table(info), python)
-    scale = measured.noise_scale()
-    of_rloo = f"Noise scale of rloo: {plain(noise_scale_cell(scale))}"
-    meaning = "An update of as many prompts has as much noise as signal."
-    st.markdown(f"**{of_rloo}.**" if scale is None else f"**{of_rloo} prompts.** {meaning}")
+    if not measured.alarm:
+        scale = measured.noise_scale()
+        of_rloo = f"Noise scale of rloo: {plain(noise_scale_cell(scale))}"
+        meaning = "An update of as many prompts has as much noise as signal."
+        st.markdown(f"**{of_rloo}.**" if scale is None else f"**{of_rloo} prompts.** {meaning}")
     with st.expander("Numbers, and what they are"):
         shown = display_table(info)
         columns: dict[str, Any] = dict.fromkeys(

@@ -134,7 +134,7 @@ class MeasuredSteps:
             f"Identical on these rollouts, shown once: {', '.join(same)}.": same,
             f"The same update with another step length: {', '.join(times)}.": times,
             f"Not measured at every step, so only ratios compare: {', '.join(fewer)}.": fewer,
-            self.noise_scale_line: True,
+            self.noise_scale_line: not self.alarm,
         }
         return [line for line, said in lines.items() if said]
 

@@ -86,6 +86,8 @@ class ComparisonInfo:
         start = f"Ratios to {self.against} on the same rollouts, {prompts} of {where}."
         if self.n_prompts < MIN_CLUSTERS:
             return f"{start} Below {MIN_CLUSTERS} prompts these are points without intervals."
+        if not self.looked_at:
+            return f"{start} What is judged has no interval here, so nothing is told from {self.against}."
         order = "Proved step lengths first." if any(row.told for row in self.rows) else (
             f"No interval of {self.together} leaves out 1, so nothing is told from {self.against} and the order says "
             "nothing."
@@ -131,7 +133,7 @@ def comparison_info(
     decision = decide(grams, base, known, sampled=sampled)
     rows = compared(grams, decision, shown, known)
     if any(row.told for row in rows):
-        rows.sort(key=_rank)
+        rows.sort(key=lambda row: _rank(row, base))
     name = labels(shown)[base]
     return ComparisonInfo(tuple(rows), name, base, len(grams), decision.n_prompts, len(decision.tested))
 
@@ -185,11 +187,11 @@ def _shown(pair: PairedRatios | None, name: str) -> Interval | None:
     return ratio if told(ratio) or (ratio is not None and ratio.n_clusters < MIN_CLUSTERS) else None
 
 
-def _rank(row: Row) -> tuple[int, float]:
+def _rank(row: Row, base: Label) -> tuple[int, float]:
     """The estimator compared with first, then proved ones by SF, then the others by efficiency, undefined ones last."""
     sf, efficiency, _ = row.ratios
     if sf is _ONE:
-        return 0, 0.0
+        return 0, float(row.key != base)
     if row.decides == "sf":
         return 1, sf.estimate if sf else np.inf
     return 2, -efficiency.estimate if efficiency else np.inf
