@@ -68,7 +68,6 @@ class ComparisonInfo:
     # the others, the most efficient first. As measured where nothing is told apart: a ranking would be of noise.
     rows: tuple[Row, ...]
     against: str
-    base: Label  # The same as a label
     n_steps: int
     n_prompts: int
     looked_at: int  # Comparisons that share the risk of an error
@@ -135,7 +134,7 @@ def comparison_info(
     if any(row.told for row in rows):
         rows.sort(key=lambda row: _rank(row, base))
     name = labels(shown)[base]
-    return ComparisonInfo(tuple(rows), name, base, len(grams), decision.n_prompts, len(decision.tested))
+    return ComparisonInfo(tuple(rows), name, len(grams), decision.n_prompts, len(decision.tested))
 
 
 def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], known: Proved) -> list[Row]:
@@ -231,8 +230,13 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
             }
         records.append(record)
     table: Any = pd.DataFrame(records)
-    others = table[[row.key != info.base for row in info.rows]]  # the reference over itself is 1 in every column
-    return table[[name for name in table if set(others[name]) != {MISSING}]]
+    # The reference over itself, and multiples of it, are 1 in a column of dashes, too.
+    empty = {
+        f"{title} ÷ {info.against}"
+        for k, title in enumerate(("SF", "efficiency", "variance"))
+        if all(row.ratios[k] in (None, _ONE) for row in info.rows)
+    }
+    return table[[name for name in table if name not in empty and set(table[name]) != {MISSING}]]
 
 
 def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
