@@ -14,18 +14,15 @@ from listing import Run
 from plain_text import plain
 from widgets import chart, chosen_runs, errors_as_sentences
 
+from otb_analysis.answers.sentences import NOT_MEASURED
 from otb_analysis.figures.comparison import comparison_table, display_table, plot_comparison
 from otb_analysis.figures.gradient_table import MAX_WINDOW, MEASURES, NOISE_SCALE
-from otb_analysis.figures.numbers import noise_scale_cell
 from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
 from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.types import Label
 
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
-NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
-`otb train --measure.exact.every 10 --measure.exact.prompts 16` measures 16 whole groups exactly every 10 steps.
-For recorded rollouts `otb audit --model DIR --rollouts FILE` measures them."""
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
 
@@ -35,7 +32,7 @@ def comparison(run: Run) -> None:
     followed, run = run, data.measured(run)
     measured = data.measured_labels(run)
     if not measured:
-        st.info(NOT_MEASURED, icon=":material/inbox:")
+        st.info(plain(NOT_MEASURED), icon=":material/inbox:")
         return
     verdict = st.empty()  # its place; the figure is there sooner
     verdict.markdown("Comparing the estimators …")
@@ -73,11 +70,8 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
     st.caption(plain(info.words))
     python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
     chart(plot_comparison(info), "comparison", comparison_table(info), python)
-    if not measured.alarm:
-        scale = measured.noise_scale()
-        of_rloo = f"Noise scale of rloo: {plain(noise_scale_cell(scale))}"
-        meaning = "An update of as many prompts has as much noise as signal."
-        st.markdown(f"**{of_rloo}.**" if scale is None else f"**{of_rloo} prompts.** {meaning}")
+    if measured.noise_scale_line:
+        st.markdown(f"**{plain(measured.noise_scale_line)}**")
     with st.expander("Numbers, and what they are"):
         shown = display_table(info)
         columns: dict[str, Any] = dict.fromkeys(

@@ -93,9 +93,6 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
     source, trained = config.get("source"), run.trained[0][0] if run.trained else run.estimator
     status, reason = run.store.standing
     missing = [] if status == "complete" else [f"Run: {status} after {plural(len(steps), 'complete step')}: {reason}"]
-    if measured is not None and not run.trained:
-        who = trained or "the trainer"
-        missing.append(f"Against {who}: its estimator was not measured; name it as --estimator.name.")
     if run.tokens is None:
         missing.append(f"Tokens: no step was attributed; {SCORE} does it.")
     if run.proxy is None:

@@ -1,8 +1,8 @@
 """Measured steps that can be pooled, of one run or several, and the decision that follows from them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,30 +41,39 @@ class MeasuredSteps:
     config: Mapping[str, Any]  # Of one of the runs, for the commands that are printed
     path: str  # That run's directory
     alarm: str = ""  # What the sampling check says where another sampler drew the tokens
-    reservations: tuple[str, ...] = ()  # Why nothing is proved, and what would change that
+    reservations: tuple[str, ...] = ()  # Whose estimator was not measured; why nothing is proved
+    sized: Callable[[], str] = str  # What is said of the group size, found when it is first needed; `str` says nothing
+    _decided: dict[Label, Decision] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def against(self) -> Label:
         """What all estimators are compared with: the one that trained; `rloo` where several did, or none measured."""
         return self.trained[0] if len(self.trained) == 1 else REFERENCE
 
-    @cached_property
+    @property
     def decision(self) -> Decision:
         """Which baseline for the next run, against the one that trained."""
-        return decide(self.grams, self.against, self.known, self.trained, sampled=not self.alarm)
+        return self.decided(self.against)
 
-    @cached_property
+    def decided(self, against: Label) -> Decision:
+        """Return the comparisons of all estimators with one of them."""
+        if against not in self._decided:
+            found = decide(self.grams, against, self.known, self.trained, sampled=not self.alarm)
+            self._decided[against] = found
+        return self._decided[against]
+
+    @property
     def beside(self) -> Decision | None:
         """The same against `rloo`; None where that trained, up to the length of its steps."""
         if self.against == REFERENCE or self.decision.alike.get(REFERENCE, None) is None:
             return None
         if self.decision.alike[REFERENCE].of == self.against:
             return None
-        return decide(self.grams, REFERENCE, self.known, self.trained, sampled=not self.alarm)
+        return self.decided(REFERENCE)
 
     @property
     def over_rloo(self) -> Decision:
-        """All estimators over `rloo`."""
+        """All estimators over `rloo`; where that was not measured, over what trained."""
         return self.beside or self.decision
 
     @cached_property
@@ -73,19 +82,20 @@ class MeasuredSteps:
         if self.alarm:
             return (self.alarm, ANOTHER_SAMPLER)
         found = decision_lines(self.decision, self.beside, self.trained, self.config, self.path)
-        return (*found, *self.reservations)
+        return (*found, *self.reservations, *filter(None, [self.sized()]))
 
     def comparison(
-        self, against: str | Label = REFERENCE, source: str = "both", estimators: Iterable[str] | None = None
+        self, against: str | Label | None = None, source: str = "both", estimators: Iterable[str] | None = None
     ) -> ComparisonInfo:
-        """Return every estimator over one of them, as all tables and the forest show it; by default over `rloo`.
+        """Return every estimator over one of them, by default as `over_rloo`, for all tables and the forest.
 
         Raises:
             InputError: The estimator was not measured.
         """
-        return comparison_info(self.grams, against, source, estimators, self.known, not self.alarm)
+        base = against or self.over_rloo.against
+        return comparison_info(self.grams, base, source, estimators, self.known, not self.alarm)
 
-    def to_dataframe(self, against: str | Label = REFERENCE) -> pd.DataFrame:
+    def to_dataframe(self, against: str | Label | None = None) -> pd.DataFrame:
         """Return one row per estimator: each ratio with the ends of its intervals, what is told, its own values.
 
         `together` is the interval that holds with all others, of the ratio in `decides`; null where noise hides one.
@@ -130,17 +140,19 @@ class MeasuredSteps:
         steps, counts = len(self.grams), Counter(label for gram in self.grams for label in gram.labels)
         fewer = [f"{'/'.join(label)} ({n} of {steps} steps)" for label, n in counts.items() if n < steps]
         lines = {
-            f"* all {len(decision.tested)} together leaves out 1; {claims}.": claims,
+            f"* all {decision.looked_at} together leaves out 1; {claims}.": claims,
             f"Identical on these rollouts, shown once: {', '.join(same)}.": same,
             f"The same update with another step length: {', '.join(times)}.": times,
             f"Not measured at every step, so only ratios compare: {', '.join(fewer)}.": fewer,
-            self.noise_scale_line: not self.alarm,
+            self.noise_scale_line: True,
         }
-        return [line for line, said in lines.items() if said]
+        return [line for line, said in lines.items() if line and said]
 
     @property
     def noise_scale_line(self) -> str:
-        """The noise scales of `rloo` and of what trained, in one line."""
+        """The noise scales of `rloo` and of what trained, in one line; empty where no gradient is known to be one."""
+        if self.alarm or self.over_rloo.cause == "equal rewards":
+            return ""
         by_scale: dict[str, list[str]] = {}
         for label in dict.fromkeys((REFERENCE, *self.trained)):
             if any(label in gram.labels for gram in self.grams):

@@ -1,7 +1,7 @@
 """B against A: two runs, two groups of runs whose seeds are paired, or two estimators of one run; the answer first."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -112,6 +112,11 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
         return Pair(chosen[0], chosen[1], measured.alarm, "", (), NoiseInfo((), (NOT_SAMPLED,)))
     grams = dict(enumerate(measured.grams))
     panels, noise = compare_estimators(grams, names[chosen[0]], names[chosen[1]], measured.known)
+    # Any pair may be asked for, so one is judged as all baselines are: together.
+    decision = measured.decided(names[chosen[0]])
+    if (one := decision.of(names[chosen[1]])) is not None:
+        looks = {"together": one.together, "looked_at": decision.looked_at}
+        noise = replace(noise, rows=tuple(replace(row, **looks) for row in noise.rows))
     verdict = " ".join(_noise(noise) or noise.notes)
     return Pair(chosen[0], chosen[1], verdict, "", panels, noise)
 
@@ -182,6 +187,7 @@ def _noise(noise: NoiseInfo) -> list[str]:
     row, ratio = known[0]
     what = "variance at equal progress" if row.decides == "sf" else "efficiency"
     told = "" if differs(ratio, 1.0) else ", not told from 1"
+    told = f", all {row.looked_at} baselines looked at together" * (row.looked_at > 1) + told
     return [f"Gradient noise: B has {number(ratio.estimate)} ({span(ratio.low, ratio.high)}) times A's {what}{told}."]
 
 

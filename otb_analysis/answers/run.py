@@ -142,16 +142,26 @@ class RunAnswers:
             return None
         grams = tuple(self.grams.values())
         about = (self.trained, self.config, str(self.store.path))
-        return MeasuredSteps(self.design, grams, self.known, *about, self.alarm, self._reserved())
+        return MeasuredSteps(self.design, grams, self.known, *about, self.alarm, self._reserved(), self._sized)
 
     def _reserved(self) -> tuple[str, ...]:
-        reason = "" if self.alarm else unproved_because(self.config)
-        if not reason:
+        if self.alarm:
             return ()
-        why = f"Step lengths are estimated for every baseline of this run, since {reason}."
-        if "source" in self.config and self.sampling is not None:
-            return (why, PLAIN)
-        return (why,)
+        who = (
+            f"Its own estimator, {self.estimator},"
+            if self.estimator
+            else "Which estimator trained is not stored, or it"
+        )
+        name_it = "; name it as --estimator.name" if "source" in self.config else ""
+        without = f"{who} was not measured, so all are compared with {REFERENCE[0]}{name_it}."
+        reserved = [] if self.trained else [without]
+        if reason := unproved_because(self.config):
+            reserved.append(f"Step lengths are estimated for every baseline of this run, since {reason}.")
+            reserved += [PLAIN] if "source" in self.config and self.sampling is not None else []
+        return tuple(reserved)
+
+    def _sized(self) -> str:
+        return size_line(self.planner, self.trained)
 
     @property
     def design(self) -> str:
@@ -172,11 +182,11 @@ class RunAnswers:
     @cached_property
     def planner(self) -> Planner:
         """How efficient the rollouts would be in groups of other sizes."""
-        # Where another sampler drew the tokens, success rates are left: the gradients are not those of the policy.
-        grams = {} if self.alarm else self.grams
-        subgroups = self.store.subgroup_grams() if grams else {}
+        if self.alarm:  # neither the gradients nor the success rates are those of the policy
+            return plan({}, {}, [], 0)
+        subgroups = self.store.subgroup_grams() if self.grams else {}
         steps = len(self.store.complete_steps())
-        return plan(grams, subgroups, reward_groups(self.rewards), steps, self.known)
+        return plan(self.grams, subgroups, reward_groups(self.rewards), steps, self.known)
 
     @cached_property
     def tokens(self) -> Tokens | None:
@@ -204,10 +214,9 @@ class RunAnswers:
     @cached_property
     def lines(self) -> tuple[str, ...]:
         """What the run says of its baseline and its group size, as every door says it; an alarm first."""
-        alarm = (self.alarm,) if self.alarm else ()
-        decided = self.measured.lines if self.measured is not None else (*alarm, NOT_MEASURED)
-        size = "" if self.alarm else size_line(self.planner, self.trained)
-        return (*decided, *filter(None, [size]))
+        if self.measured is not None:
+            return self.measured.lines
+        return (self.alarm, NOT_MEASURED) if self.alarm else (NOT_MEASURED, *filter(None, [self._sized()]))
 
     @cached_property
     def proxy_line(self) -> str:

@@ -42,42 +42,66 @@ def decision_lines(
     if decision.cause in ("no reference", "alone", "equal rewards", "few prompts"):
         return _untested(decision, config, path)
     best, names = decision.best, shown_name(decision.against)
-    m, n = len(decision.tested), decision.n_prompts
+    m, n = decision.looked_at, decision.n_prompts
     against_rloo = () if beside is None else (_beside(beside, trained),)
+    against_rloo += tuple(filter(None, [_trained_too(decision, trained)]))
     if best is not None:
         verb = "Keep" if best.label in trained else "Train with"
         first = (
             f"{verb} {shown_name(best.label)}: {_by(best, names)}, all {m} baselines looked at together, {n} prompts."
         )
-        count = len(decision.better)
-        open_ = len(decision.comparisons) - m
-        hidden = f"; {open_} more stay open, since noise hides the true gradient" if open_ else ""
-        more = f"{count} of {m} are shown to be better than {names}, {len(decision.worse)} to be worse{hidden}."
+        count, worse = len(decision.better), len(decision.worse)
+        more = f"{count} of {m} are shown to be better than {names}, {worse} to be worse{_open(decision)}."
         how = f"Next: {_train_command(best.label, config, path)}; {FASTER}."
         return first, more, *against_rloo, how
-    keep = " and ".join(dict.fromkeys(map(shown_name, trained))) or names
+    worse_ones = [one.label for one in decision.worse]
+    kept = dict.fromkeys(shown_name(label) for label in trained if label not in worse_ones)
+    keep = f"Keep {' and '.join(kept)}: " if kept else ""  # where it is not known what trained, nothing is kept
     more = _measure_line(decision, config, path)
     if decision.cause:
         why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
         hidden = f"Noise hides the true gradient, along which {why} must be estimated."
         wide = "The ends of every interval differ by a factor of 100 or more."
-        first = f"Keep {keep}: nothing is told from {names} on {n} prompts. {wide if decision.signal else hidden}"
-        return first, *against_rloo, more
-    open_ = len(decision.comparisons) - m
+        first = f"{keep}nothing is told from {names} on {n} prompts. {wide if decision.signal else hidden}"
+        return _capital(first), *against_rloo, more
     behind = f"; {len(decision.worse)} shown to be worse" if decision.worse else ""
-    behind += f"; {open_} more stay open, since noise hides the true gradient" if open_ else ""
-    first = f"Keep {keep}: none of {m} baselines is shown to be better than {names} on {n} prompts{behind}."
-    open_ones = [one for one in decision.tested if not one.worse]
-    if not open_ones:
-        return f"Keep {keep}: all {m} baselines are shown to be worse than {names} on {n} prompts.", *against_rloo
+    behind += _open(decision)
+    first = f"{keep}none of {m} baselines is shown to be better than {names} on {n} prompts{behind}."
+    open_ones, lead = [one for one in decision.tested if not one.worse], decision.nearest
+    if lead is None:
+        return _capital(f"{keep}all {m} baselines are shown to be worse than {names} on {n} prompts."), *against_rloo
     if all(_within(one.together) for one in open_ones):
         what = f"no difference from {names} is larger than {PER_CENT}" if not behind else (
             f"none of {m} baselines is better than {names} by more than {PER_CENT}"
         )  # fmt: skip
-        return f"Keep {keep}: {what} on {n} prompts, all {m} together{behind}.", *against_rloo
-    lead = max(open_ones, key=lambda one: (one.label[1] != "exact", one.ahead))
+        return _capital(f"{keep}{what} on {n} prompts, all {m} together{behind}."), *against_rloo
     nearest = f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together."
-    return first, nearest, *against_rloo, more
+    return _capital(first), nearest, *against_rloo, more
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _open(decision: Decision) -> str:
+    """Return how many have no interval of their own."""
+    looked = [one for one in decision.comparisons if one.one_look is None or one.one_look.low is None]
+    if not looked:
+        return ""
+    along = not decision.signal and all(one.by == "efficiency" for one in looked)
+    return f"; {len(looked)} more stay open, since noise hides {'the true gradient' if along else 'them'}"
+
+
+def _trained_too(decision: Decision, trained: Sequence[Label]) -> str:
+    """Return how what trained stands, where several did and all are compared with `rloo`."""
+    stands: dict[str, list[str]] = {}
+    for label in trained:
+        one = decision.of(label)
+        if one is not None and decision.best not in (None, one):
+            state = "better than rloo, too" if one.better else "worse than rloo" if one.worse else "open against rloo"
+            stands.setdefault(state, []).append(shown_name(label))
+    said = [f"{' and '.join(names)} {'are' if names[1:] else 'is'} {state}" for state, names in stands.items()]
+    return f"Of what trained, {'; '.join(said)}." if said else ""
 
 
 def interval_words(one: Interval) -> str:
@@ -104,7 +128,7 @@ def _within(one: Interval | None) -> bool:
 
 
 def _beside(decision: Decision, trained: Sequence[Label]) -> str:
-    m, best = len(decision.tested), decision.best
+    m, best = decision.looked_at, decision.best
     if decision.cause:
         return "Against rloo: nothing is told apart either."
     if best is None:
@@ -148,7 +172,7 @@ def _train_command(label: Label, config: Mapping[str, Any], path: str) -> str:
     entry = registered(label[0])
     energy = " --estimator.energy exact" if entry is not None and entry.reads_energy and label[1] == "exact" else ""
     options = f"--estimator.name {quote(label[0])}{energy}"
-    if "source" in config or not path:
+    if "source" in config or not config or not path:
         return f"subtract it in your trainer (in otb train: {options})"
     return f"otb train --config {quote(f'{path}/run.json')} --run {quote(f'{Path(path).name}-{label[0]}')} {options}"
 
@@ -175,6 +199,8 @@ def measure_command(needed: int, config: Mapping[str, Any], path: str) -> str:
         files = quote(str(config.get("rollouts") or "FILE"))
         return f"record more, then otb audit --model {model} --rollouts {files} --go"
     options = measure_options(needed, config)
+    if not config:  # of a run without one nothing can be repeated
+        return f"otb train {options}"
     return f"otb train --config {quote(f'{path}/run.json')} --run {quote(f'{Path(path).name}-more')} {options}"
 
 

@@ -71,6 +71,7 @@ class ComparisonInfo:
     n_steps: int
     n_prompts: int
     looked_at: int  # Comparisons that share the risk of an error
+    sampled: bool  # False where another sampler drew the tokens, so that nothing is judged
 
     @property
     def together(self) -> str:
@@ -85,6 +86,8 @@ class ComparisonInfo:
         start = f"Ratios to {self.against} on the same rollouts, {prompts} of {where}."
         if self.n_prompts < MIN_CLUSTERS:
             return f"{start} Below {MIN_CLUSTERS} prompts these are points without intervals."
+        if not self.sampled:
+            return f"{start} Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
         if not self.looked_at:
             return f"{start} What is judged has no interval here, so nothing is told from {self.against}."
         order = "Proved step lengths first." if any(row.told for row in self.rows) else (
@@ -134,7 +137,7 @@ def comparison_info(
     if any(row.told for row in rows):
         rows.sort(key=lambda row: _rank(row, base))
     name = labels(shown)[base]
-    return ComparisonInfo(tuple(rows), name, len(grams), decision.n_prompts, len(decision.tested))
+    return ComparisonInfo(tuple(rows), name, len(grams), decision.n_prompts, decision.looked_at, sampled)
 
 
 def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], known: Proved) -> list[Row]:
@@ -216,7 +219,7 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
         }  # fmt: skip
         if beside is not None:
             one = beside.of(row.key)
-            name = f"efficiency ÷ {shown_name(beside.against)}, all {len(beside.tested)}"
+            name = f"efficiency ÷ {shown_name(beside.against)}, all {beside.looked_at}"
             record[name] = interval_cell(one.together if one else None, TWO)
         record["equiv."] = interval_cell(row.intervals["rollout_equivalents"], ".0f")
         record["c"] = MISSING if c is None else f"{c:.4g} proved" if row.c_known else f"≈{c:.2f}"

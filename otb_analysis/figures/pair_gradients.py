@@ -56,10 +56,14 @@ class NoiseRow:
     n_prompts: int
 
     decides: str  # Which of them is judged: `sf` where both step lengths are proved, else `efficiency`
+    together: Interval | None = None  # What is judged, where A was compared with more than B: it holds with all others
+    looked_at: int = 1  # How many A was compared with
 
     @property
     def judged(self) -> Interval | None:
         """The ratio that says which of the two is less noisy."""
+        if self.looked_at > 1:
+            return self.together
         return self.ratios[[name for name, *_ in RATIOS].index(self.decides)]
 
 

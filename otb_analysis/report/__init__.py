@@ -7,7 +7,7 @@ from pathlib import Path
 
 from otb_analysis.answers import reportable
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.phases import counted
+from otb_analysis.phases import counted, plural
 from otb_analysis.report.document import Document
 from otb_analysis.report.html import to_html
 from otb_analysis.report.markdown import to_markdown
@@ -27,12 +27,11 @@ def report(paths: Sequence[Path], command: str) -> Document:
     runs = reportable(paths)
     parts = [(make, run) for make in (estimators, fidelity, attribution_section) for run in runs.values()]
     each = [make(run) for make, run in counted(parts, "section")]
-    count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Document(
         title=" · ".join(runs),
         command=command,
-        note=f"Made {made} by otb-analysis {metadata.version('otb-analysis')} from {count}.",
+        note=f"Made {made} by otb-analysis {metadata.version('otb-analysis')} from {plural(len(runs), 'run')}.",
         sections=(overview(runs), collapse(runs), *each, provenance(runs)),
     )
 

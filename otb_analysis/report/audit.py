@@ -52,11 +52,7 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
             f"{report.tokens.half:,} hold half of Σ|share|."
         )
         tokens = report.tokens
-        kinds = {
-            "kind": tokens.by_class,
-            "position": tokens.by_position,
-            "prompt": tokens.by_prompt,
-        }
+        kinds = {"kind": tokens.by_class, "position": tokens.by_position, "prompt": tokens.by_prompt}
         grids = [
             Grid(caption, _shares(kind, of), f"Tokens: who holds the gradient, by {kind}") for kind, of in kinds.items()
         ]
@@ -76,13 +72,8 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
 
 def audit_document(run: RunAnswers, report: AuditReport, command: str) -> Document:
     """Return the document that `audit.html` is made of."""
-    sections = audit_sections(run, report, 0)
-    return Document(
-        f"Audit of {report.run}",
-        command,
-        report.headline,
-        (*sections, Section("Formulas", (Formulas(AUDIT_FORMULAS),))),
-    )
+    sections = (*audit_sections(run, report, 0), Section("Formulas", (Formulas(AUDIT_FORMULAS),)))
+    return Document(f"Audit of {report.run}", command, report.headline, sections)
 
 
 def write_audit(run: RunAnswers, report: AuditReport, folder: Path, command: str) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
+from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.learning import learning_notes, learning_table
 from otb_analysis.answers.pairs import Pair, pair_of, pairing_of
 from otb_analysis.figures.fidelity import agreement_display
@@ -29,7 +29,7 @@ def comparison(runs: Mapping[str, RunAnswers], top: int | None = None, conclude_
     """
     of_designs = designs(runs)
     concluded = [
-        Section(name, (*said(steps, runs, len(of_designs) > 1), *estimator_parts(steps, top)))
+        Section(name, ("\n".join([*[f"{name}:"][: len(of_designs) - 1], *steps.lines]), *estimator_parts(steps, top)))
         for name, steps in of_designs.items()
     ]
     unmeasured = [run for run in runs.values() if not run.grams]
@@ -45,12 +45,6 @@ def comparison(runs: Mapping[str, RunAnswers], top: int | None = None, conclude_
         else []
     )
     return others + concluded if conclude_last else concluded + others
-
-
-def said(steps: MeasuredSteps, runs: Mapping[str, RunAnswers], several: bool = False) -> tuple[Part, ...]:
-    """Return the sentences of a design, and of a single run its group size, too."""
-    lines = next(iter(runs.values())).lines if len(runs) == 1 else steps.lines
-    return ("\n".join(([f"{steps.name}:"] if several else []) + list(lines)),)
 
 
 def _proxy_lines(runs: Mapping[str, RunAnswers]) -> list[Part]:

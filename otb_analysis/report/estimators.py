@@ -15,7 +15,7 @@ SF: variance at equal progress, variance/c², below 1 is better. efficiency: sha
 equiv.: rollouts {base} would need for the same. energy: what tokens are weighted by: exact ‖∇ log π‖², its free proxy,
 or none. –: noise hides it."""
 LOOKS = "One look: 95 % by itself; {together}: 95 % for all of them, which is what is claimed."
-NO_LOOKS = f"No ratio has an interval, which takes {MIN_CLUSTERS} prompts."
+UNJUDGED = "Nothing is judged: {}. Intervals, where there are any, are 95 % of one look."
 
 
 def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
@@ -25,7 +25,7 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
         top: Rows that are kept, the first ones; 0 keeps all, None the eight that matter.
     """
     cause = steps.over_rloo.cause
-    if cause == "no reference" or (cause in ("alone", "equal rewards") and top is None):
+    if cause in ("no reference", "equal rewards") or (cause == "alone" and top is None):
         return []
     info = steps.comparison()
     if steps.alarm and top is None:
@@ -42,7 +42,8 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
     )
     beside = None if steps.beside is None else steps.decision
     frame = display_table(replace(info, rows=tuple(shown)), beside, top is not None)
-    looks = LOOKS.format(together=info.together) if info.looked_at else NO_LOOKS
+    why = "another sampler drew the tokens" if steps.alarm else f"fewer than {MIN_CLUSTERS} prompts, or too much noise"
+    looks = LOOKS.format(together=info.together) if info.looked_at else UNJUDGED.format(why)
     caption = EXPLAINED.replace("\n", " ").format(looks=looks, base=info.against)
     grid = Grid(caption, frame, title, texts=("energy", "c"))
     absolute = [NOT_SHOWN] if top is not None and any(row.intervals["efficiency"] is None for row in rows) else []

@@ -55,7 +55,7 @@ def _latex(steps: MeasuredSteps) -> str:
     )
     for sign, macro in LATEX.items():
         table = table.replace(sign, macro)
-    return "\n".join([*(f"% {line}" for line in steps.lines), f"% {steps.comparison().words}", table.strip()])
+    return "\n".join([*(f"% {line}" for line in (steps.name, *steps.lines)), table.strip()])
 
 
 def write_figures(document: Document, folder: Path) -> list[Path]:

@@ -67,9 +67,9 @@ def decision_record(steps: MeasuredSteps) -> dict[str, object]:
     return {
         "design": steps.name, "steps": len(steps.grams), "prompts": decision.n_prompts, "conclusion": steps.lines,
         "alarm": steps.alarm, "recommended": decision.best, "compared_with": decision.against,
-        "looked_at": len(decision.tested), "n_needed": decision.n_needed, "comparisons": decision.comparisons,
+        "looked_at": decision.looked_at, "n_needed": decision.n_needed, "comparisons": decision.comparisons,
         "beside_rloo": None if beside is None else {"recommended": beside.best, "comparisons": beside.comparisons},
-        "against": "rloo", "words": info and info.words, "noise_scale": steps.noise_scale(),
+        "against": steps.over_rloo.against[0], "words": info and info.words, "noise_scale": steps.noise_scale(),
         "rows": [] if info is None else comparison_table(info),
     }  # fmt: skip
 

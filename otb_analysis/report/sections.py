@@ -93,7 +93,8 @@ def estimators(run: RunAnswers) -> Section:
     formulas = Formulas((*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE))
     table = Grid("Each ratio with its 95 % intervals, then each estimator's own values.", display_table(info))
     planner = planner_parts(run.planner)
-    return Section(title, (*run.lines, picture, table, measured.noise_scale_line, *planner, formulas))
+    noise = filter(None, [measured.noise_scale_line])
+    return Section(title, (*run.lines, picture, table, *noise, *planner, formulas))
 
 
 def fidelity(run: RunAnswers) -> Section:

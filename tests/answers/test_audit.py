@@ -84,7 +84,7 @@ def test_an_audit_has_every_part(audited):
     assert report.missing == () and report.decision.against == ("grpo", "none")
     assert {"grpo", "rloo", "otb", "none"} <= {row.key[0] for row in report.estimators.rows}
     # Another policy drew these tokens, which leaves success rates alone of the group sizes.
-    assert report.sampling.alarm and report.planner.cells == () and report.planner.dead
+    assert report.sampling.alarm and report.planner.cells == () == report.planner.dead
 
 
 def test_shares_add_up(audited):

@@ -50,7 +50,7 @@ def cases(gram):
     }
 
 
-def said(case, trained=(), config=CONFIG, beside=None):
+def said(case, trained=(REFERENCE,), config=CONFIG, beside=None):
     return decision_lines(case, beside, trained, config, PATH)
 
 
@@ -60,7 +60,7 @@ def test_every_case_is_a_few_sentences_of_at_most_forty_words(cases):
             for config in (CONFIG, {}, RECORDED, {"sample": None, "optimize": {"steps": 61}}):
                 for beside in (None, cases["better"], cases["none better"], cases["noise"]):
                     lines = said(case, trained, config, beside)
-                    assert 1 <= len(lines) <= 4
+                    assert 1 <= len(lines) <= 5
                     for line in lines:
                         prose = line.split(": otb ")[0].split("Next: otb ")[0]
                         assert len(prose.split()) <= 40, (name, line)
@@ -106,6 +106,24 @@ def test_what_already_trains_is_kept_and_rloo_is_said_beside_it(cases):
     assert lines[0].startswith("Keep otb")
     assert any(line.startswith("Against rloo: ") and "the best is sequence_optimal_loo" in line for line in lines)
     assert "none of 3" in " ".join(said(cases["better"], beside=cases["none better"]))
+
+
+def test_nothing_is_kept_where_it_is_not_known_what_trained_nor_what_is_shown_to_be_worse(cases):
+    assert said(cases["none better"], ())[0].startswith("None of 3 baselines is shown to be better than rloo")
+    case = cases["worse"]
+    worse = case.worse[0].label
+    assert said(case, [REFERENCE, worse])[0].startswith("Keep rloo: all 3 baselines are shown to be worse")
+
+
+def test_of_several_that_trained_each_is_said_to_be_better_worse_or_open(cases):
+    lines = said(cases["better"], [REFERENCE, OTB])
+    assert lines[0].startswith("Train with sequence_optimal_loo")
+    assert "Of what trained, otb is open against rloo." in lines
+    assert not any("Of what trained" in line for line in said(cases["better"], [LOO]))
+
+
+def test_without_a_configuration_no_command_repeats_the_run(cases):
+    assert command(said(cases["none better"], config={})[-1])[:3] == ["otb", "train", "--measure.exact.prompts"]
 
 
 def command(line):

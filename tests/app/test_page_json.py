@@ -71,7 +71,7 @@ def test_compare_has_the_sentences_the_forest_the_noise_scale_and_the_planner_of
     )
     assert run["planner"]["note"] in said and design["words"] in said
     scale = design["noise_scale"]
-    assert f"rloo: {bracketed(scale['estimate'], scale['low'], scale['high'])} prompts." in said
+    assert f"signal: rloo {bracketed(scale['estimate'], scale['low'], scale['high'])}" in said
     shown = next(frame.value for frame in app.dataframe if "noise scale" in frame.value)
     assert column(design["rows"], "estimator") == shown["estimator"].tolist() and len(shown) == 11
     together = f"all {design['looked_at']} together"

@@ -340,7 +340,7 @@ def test_proxy_says_first_what_it_costs_and_a_click_opens_the_token(store_root, 
 
 def test_comparison_names_the_noise_scale_and_plans_the_budget(store_root, monkeypatch):
     said = texts(open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0"))
-    assert "Noise scale of rloo: " in said and "thick, one look; thin, all 10 together" in said
+    assert "noise equals signal: rloo " in said and "thick, one look; thin, all 10 together" in said
     assert "Other group sizes cannot be known" in said
 
 

@@ -65,8 +65,8 @@ def test_every_page_opens_a_run_of_recorded_rollouts(page, run, recorded_root, m
 
 MISSING = {
     "estimators": (
-        "This run has no gradient measurements yet.",
-        "`otb audit --model DIR --rollouts FILE` measures them",
+        "Nothing is known of its baselines: no step measured every estimator's gradient.",
+        "otb audit --model DIR --rollouts FILE",
     ),
     "run": ("No step of this run says which tokens held its gradient.", "`otb audit` those of recorded rollouts"),
     "tokens": ("no step whose tokens and rollouts are both stored", "`otb score --model DIR --rollouts FILE` stores"),

@@ -473,6 +473,7 @@ def test_help_of_a_benchmark_explains_its_fields(what, capsys):
 
 def test_benchmark_prints_its_table_and_writes_its_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("otb_analysis.bench.logits.in_fresh_process", lambda call, *args: None)
+    monkeypatch.setenv("COLUMNS", "160")
     sizes = ["--vocabularies", "500", "900", "--rows", "12", "--width", "8", "--threads", "1", "--repeats", "1"]
     assert main(["bench", "logits", *sizes, "--out", str(tmp_path)]) == 0
     assert "logit_stats, from hidden states" in capsys.readouterr().out

@@ -194,8 +194,7 @@ def test_measured_groups_of_equal_rewards_are_said_to_teach_nothing(trained):
     # The only measured group of steps 0 and 2 has equal rewards, others of those steps have not.
     text = printed([trained("one_prompt", measure=MeasureConfig(exact=Schedule(every=2, prompts=1)))])
     assert text.startswith("Nothing can be compared") and "all rewards were equal" in text
-    assert cells(text, "rloo", "none")[:3] == ["rloo", "none", "1 proved"]
-    assert "an update of 1 prompt," in " ".join(text.split()) and "0 together" not in text
+    assert "Estimators on" not in text and "noise scale" not in text.lower()
 
 
 def test_run_written_by_someone_else_with_few_columns_is_shown(tmp_path):

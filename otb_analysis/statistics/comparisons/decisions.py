@@ -9,7 +9,7 @@ all m of them hold together with 95 %, and so does the one of whichever is chose
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -79,25 +79,30 @@ class Decision:
     update: int  # Prompts of an update, which efficiency depends on
     comparisons: tuple[Comparison, ...]  # As measured; each of a family of multiples once
     alike: Mapping[Label, Alike]
+    looked_at: int  # Those with an interval by themselves: the m that share the risk of an error
     cause: Cause
     signal: bool  # True where ∇J is told from noise: the 95 % interval of ‖∇J‖² leaves out 0
     n_needed: int | None  # About how many prompts would show a difference of 10 %; None where that is not known
 
     @property
     def tested(self) -> tuple[Comparison, ...]:
-        """Those with an interval, which share the risk of an error."""
+        """Those with an interval that holds together with all others."""
         return tuple(one for one in self.comparisons if one.together is not None)
 
     @property
     def better(self) -> tuple[Comparison, ...]:
         """Those shown to be better, the best first: proved ones before others, of each dear ones (exact norms) last."""
-        found = [one for one in self.comparisons if one.better]
-        return tuple(sorted(found, key=lambda one: (one.by == "efficiency", one.label[1] == "exact", -one.ahead)))
+        return tuple(sorted((one for one in self.comparisons if one.better), key=_order))
 
     @property
     def worse(self) -> tuple[Comparison, ...]:
         """Those shown to be worse, the worst first."""
         return tuple(sorted((one for one in self.comparisons if one.worse), key=lambda one: one.ahead))
+
+    @property
+    def nearest(self) -> Comparison | None:
+        """Of those that are tested and not shown to be worse the first, in the same order; None where all are."""
+        return min((one for one in self.tested if not one.worse), key=_order, default=None)
 
     @property
     def best(self) -> Comparison | None:
@@ -112,6 +117,11 @@ class Decision:
         """Return the comparison of a label, or of what it is the same update as; None where there is none."""
         named = self.alike[label].of if label in self.alike else label
         return next((one for one in self.comparisons if one.label == named), None)
+
+
+def _order(one: Comparison) -> tuple[bool, bool, float]:
+    # A ratio of variances and one of efficiencies have no common order.
+    return one.by == "efficiency", one.label[1] == "exact", -one.ahead
 
 
 def decide(
@@ -162,7 +172,8 @@ def decide(
     cause = "" if any(one.together for one in comparisons) else cause
     cause = cause if sampled else "another sampler"
     update = typical([gram.n_prompts for gram in both])
-    return Decision(against, count, update, comparisons, same, cause, signal, _needed(base, comparisons, count, m))
+    decision = Decision(against, count, update, comparisons, same, m, cause, signal, None)
+    return replace(decision, n_needed=_needed(base, decision))
 
 
 def _look(
@@ -191,19 +202,19 @@ def _cause(both: Sequence[Gram], against: Label, count: int, others: bool) -> Ca
     return "few prompts" if count < MIN_CLUSTERS else "noise"
 
 
-def _needed(base: Moments | None, comparisons: Sequence[Comparison], count: int, m: int) -> int | None:
+def _needed(base: Moments | None, decision: Decision) -> int | None:
     """Return at how many prompts a true difference of 10 % is shown four times in five, with the leader's spread.
 
     An interval's length falls as 1/√prompts. Where nothing is tested, ∇J must be told from noise first.
     """
+    count = decision.n_prompts
     if base is None or count < MIN_CLUSTERS:
         return MIN_CLUSTERS
-    tested = [one for one in comparisons if one.together is not None]
-    if tested:
-        lead = max(tested, key=lambda one: (not one.worse, one.label[1] != "exact", one.ahead)).together
+    if decision.tested:
+        lead = (decision.nearest or min(decision.tested, key=_order)).together
         assert lead is not None and lead.low and lead.high
         # Half the corrected interval is z standard errors; it takes z_.8 more to be beyond 1 with a chance of 80 %.
-        z = float(special.ndtri(1 - (1 - LEVEL) / (2 * m)))
+        z = float(special.ndtri(1 - (1 - LEVEL) / (2 * decision.looked_at)))
         reach = float(np.log(lead.high / lead.low)) / 2 * (1 + float(special.ndtri(POWER)) / z)
         return max(round(count * (reach / -float(np.log(1 - DIFFERENCE))) ** 2), MIN_CLUSTERS)
     found = jackknife_interval(base.truth_sq[0], base.truth_sq[1:], "‖∇J‖²", "linear")
