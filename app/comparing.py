@@ -54,6 +54,8 @@ def comparison(run: Run) -> None:
         elsewhere = [] if (root := listing.root()) == Path("runs").resolve() else ["--root", str(root)]
         command = shlex.join(["otb", "compare", *names, *elsewhere])
         st.caption(plain(f"This is {run.name} alone. All of them together: {command}"))
+    if data.answers(run).alarm:
+        return  # what follows plans and follows a training whose gradients these are not
     with errors_as_sentences():
         # It reads the rewards of all steps: while a run goes on, once for each measured step.
         planned(run if followed.status == "running" and measured else followed)
@@ -86,8 +88,10 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
 
 def planned(run: Run) -> None:
     """Draw how efficient the same rollouts would be in groups of other sizes."""
-    st.subheader("Budget planner", anchor=False)
     planner = data.answers(run).planner
+    if not (planner.cells or planner.note):
+        return
+    st.subheader("Budget planner", anchor=False)
     if planner.cells:
         st.caption(planner_words(planner))
         python = scripts.PLANNER.format(path=run.path)

@@ -35,7 +35,7 @@ from otb_analysis.types import Float, Gram, Label, Proved
 
 OF_TRUTH = ("relative_bias", "projection", "sf", "rollout_equivalents")
 """What is measured along ∇J where the projection is not proved; the efficiency has a rule of its own (`absolute`)."""
-POSITIVE = ("variance", "sf", "efficiency", "rollout_equivalents")
+POSITIVE = ("variance", "sf", "rollout_equivalents")
 
 
 @dataclass(frozen=True)
