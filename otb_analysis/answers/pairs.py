@@ -183,7 +183,7 @@ def _noise(noise: NoiseInfo) -> list[str]:
     """Say which of the two is less noisy: by variance where both step lengths are proved, else by efficiency."""
     known = [(row, one) for row in noise.rows if (one := row.judged) is not None and one.low is not None]
     if not known:
-        return ["Gradient noise is not told apart: it has no interval."] if noise.rows else []
+        return ["Gradient noise at equal progress is not told apart: no interval is known."] if noise.rows else []
     row, ratio = known[0]
     what = "variance at equal progress" if row.decides == "sf" else "efficiency"
     told = "" if differs(ratio, 1.0) else ", not told from 1"

@@ -161,7 +161,9 @@ class RunAnswers:
         return tuple(reserved)
 
     def _sized(self) -> str:
-        return size_line(self.planner, self.trained)
+        # What trained may be rloo with another step length, which depends on the size; what it judges by does not.
+        like_rloo = self.measured is not None and self.measured.beside is None
+        return size_line(self.planner, () if like_rloo else self.trained)
 
     @property
     def design(self) -> str:

@@ -51,7 +51,8 @@ def decision_lines(
             f"{verb} {shown_name(best.label)}: {_by(best, names)}, all {m} baselines looked at together, {n} prompts."
         )
         count, worse = len(decision.better), len(decision.worse)
-        more = f"{count} of {m} are shown to be better than {names}, {worse} to be worse{_open(decision)}."
+        more = f"{count} of {m} are shown to be better than {names}, {worse} to be worse, {m - count - worse} neither"
+        more += f"{_open(decision)}."
         how = f"Next: {_train_command(best.label, config, path)}; {FASTER}."
         return first, more, *against_rloo, how
     worse_ones = [one.label for one in decision.worse]
@@ -89,7 +90,7 @@ def _open(decision: Decision) -> str:
     if not looked:
         return ""
     along = not decision.signal and all(one.by == "efficiency" for one in looked)
-    return f"; {len(looked)} more stay open, since noise hides {'the true gradient' if along else 'them'}"
+    return f"; {len(looked)} more cannot be judged, since noise hides {'the true gradient' if along else 'them'}"
 
 
 def _trained_too(decision: Decision, trained: Sequence[Label]) -> str:
@@ -134,7 +135,9 @@ def _beside(decision: Decision, trained: Sequence[Label]) -> str:
     if best is None:
         return f"Against rloo: none of {m} is shown to be better."
     count = len(decision.better)
-    lead = f"{count} of {m} are shown to be better; the best is" if count > 1 else f"one of {m} is shown to be better,"
+    worse = f", {len(decision.worse)} to be worse" * bool(decision.worse)
+    lead = f"{count} of {m} are shown to be better{worse}; the best is"
+    lead = lead if count > 1 else f"one of {m} is shown to be better{worse},"
     assert best.together is not None
     what = "of its variance at equal progress" if best.by == "variance" else "times its efficiency"
     who = shown_name(best.label) + ", which trained" * (best.label in trained)

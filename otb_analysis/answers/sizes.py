@@ -29,7 +29,7 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
         if not less and (not more or len(more) < len(cells) - 1):
             continue
         n, cost = min((less or more).items(), key=lambda of: of[1].estimate)
-        noise = f"with {shown_name(label)} the same rollouts cost {interval_words(cost)} times as much noise"
+        noise = f"with {shown_name(label)} the same rollouts give {interval_words(cost)} times the noise"
         if label != own:
             return f"Keep groups of {size}: no difference shown for {shown_name(own)}; {noise} in groups of {n}."
         return (

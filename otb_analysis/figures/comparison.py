@@ -199,6 +199,15 @@ def _rank(row: Row, base: Label) -> tuple[int, float]:
     return 2, -efficiency.estimate if efficiency else np.inf
 
 
+def _together(row: Row) -> str:
+    """Return the interval that holds with all others, with a star where it leaves out 1, and digits that show so."""
+    if row.together is None:
+        return MISSING
+    cell = interval_cell(row.together, TWO)
+    cell = interval_cell(row.together, ".3f") if row.told and "1.00" in cell else cell
+    return f"{'SF' if row.decides == 'sf' else 'eff.'} {cell}{'*' * bool(row.told)}"
+
+
 def display_table(info: ComparisonInfo, beside: Decision | None = None, every: bool = True) -> pd.DataFrame:
     """Return the comparison as it is read at every door, intervals in brackets; a dash where noise hides a number.
 
@@ -214,8 +223,7 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
             "energy": row.key[1],
             f"SF ÷ {info.against}": interval_cell(sf, TWO),
             f"efficiency ÷ {info.against}": interval_cell(efficiency, TWO),
-            info.together: f"{'SF' if row.decides == 'sf' else 'eff.'} {interval_cell(row.together, TWO)}"
-            f"{'*' * bool(row.told)}" if row.together else MISSING,
+            info.together: _together(row),
         }  # fmt: skip
         if beside is not None:
             one = beside.of(row.key)

@@ -110,9 +110,7 @@ def planner_parts(planner: Planner) -> list[Part]:
 
 def dead_parts(planner: Planner) -> list[Part]:
     """Return what success rates alone say about group sizes; empty where there is no group."""
-    if not planner.dead:
-        return []
-    return [Grid(DEAD, dead_display(planner), "Budget planner: dead groups")]
+    return [Grid(DEAD, dead_display(planner), "Budget planner: dead groups")] if planner.dead else []
 
 
 def _shares(name: str, rows: tuple[Share, ...]) -> pd.DataFrame:

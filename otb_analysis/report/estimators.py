@@ -10,11 +10,12 @@ from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.statistics.moments.absolute import NOT_SHOWN
 
 EXPLAINED = """\
-SF: variance at equal progress, variance/c², below 1 is better. efficiency: share of an update along the true gradient
-∇J, above 1 is better. c: step length along ∇J; two with a proved c are compared by SF, others by efficiency. {looks}
-equiv.: rollouts {base} would need for the same. energy: what tokens are weighted by: exact ‖∇ log π‖², its free proxy,
-or none. –: noise hides it."""
-LOOKS = "One look: 95 % by itself; {together}: 95 % for all of them, which is what is claimed."
+SF: variance at equal progress, variance/c², a ratio below 1 is better. efficiency: share of an update along the true
+gradient ∇J, a ratio above 1 is better. c: step length along ∇J; two with a proved c are compared by SF, others by
+efficiency. {looks} equiv.: rollouts {base} would need for the same. energy: what tokens are weighted by: exact
+‖∇ log π‖², its free proxy, or none. –: noise hides it."""
+LOOKS = "÷: 95 % by itself, in one look; {together}: 95 % for all of them, which is what is claimed."
+LEFT = "otb compare --top 0 shows what is left."
 UNJUDGED = "Nothing is judged: {}. Intervals, where there are any, are 95 % of one look."
 
 
@@ -29,9 +30,9 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
         return []
     info = steps.comparison()
     if steps.alarm and top is None:
-        return ["No estimators are compared: another sampler drew the tokens. --top 0 shows what is left."]
+        return [f"No estimators are compared: another sampler drew the tokens. {LEFT}"]
     if not info.looked_at and info.n_prompts >= MIN_CLUSTERS and top is None:
-        return ["No ratio has an interval: noise hides the true gradient. --top 0 shows what is left.", *steps.notes]
+        return [f"No ratio has an interval: noise hides the true gradient. {LEFT}", *steps.notes]
     rows = [row for row in info.rows if not steps.repeats(row.key)]
     shown = rows[: top or None] if top is not None else [row for row in rows if row.key in steps.matter]
     some = f"; {len(shown)} of {len(rows)} rows, --top 0 shows all" if len(shown) < len(rows) else ""

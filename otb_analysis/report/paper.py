@@ -25,8 +25,8 @@ LATEX = {"÷": "/", "≈": r"$\approx$", "–": "--", "∞": r"$\infty$", "−":
 def comparison_text(steps: Mapping[str, MeasuredSteps], form: str) -> str:
     """Return every estimator over `rloo` with its intervals, a table per design; what is decided stands in comments.
 
-    CSV has numbers, all of them; the other forms what the terminal shows. The columns `alarm` and `told` say what may
-    be claimed.
+    CSV has numbers, all of them, and the columns `alarm` and `told` say what may be claimed; the other forms what the
+    terminal shows, no table where another sampler drew the tokens.
 
     Raises:
         InputError: Nothing was measured, or `rloo` was not.
@@ -46,7 +46,7 @@ def _shown(steps: MeasuredSteps) -> pd.DataFrame:
 
 def _markdown(steps: MeasuredSteps) -> str:
     lines = [f"> {line}" for line in steps.lines]
-    return "\n".join([*lines, "", grid_text(Grid(steps.name, _shown(steps)))])
+    return "\n".join(lines if steps.alarm else [*lines, "", grid_text(Grid(steps.name, _shown(steps)))])
 
 
 def _latex(steps: MeasuredSteps) -> str:
@@ -55,7 +55,8 @@ def _latex(steps: MeasuredSteps) -> str:
     )
     for sign, macro in LATEX.items():
         table = table.replace(sign, macro)
-    return "\n".join([*(f"% {line}" for line in (steps.name, *steps.lines)), table.strip()])
+    said = [f"% {line}" for line in (steps.name, *steps.lines)]
+    return "\n".join(said if steps.alarm else [*said, table.strip()])
 
 
 def write_figures(document: Document, folder: Path) -> list[Path]:

@@ -1,10 +1,11 @@
 """From runs to sections: the tables and figures of the dashboard and the terminal, from the same functions."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 import pandas as pd
 
-from otb_analysis.answers import RunAnswers
+from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.formulas import ALARM_FORMULAS, ATTRIBUTION_FORMULAS, FIDELITY_FORMULAS
 from otb_analysis.answers.holders import Attributed
 from otb_analysis.answers.learning import overview_table, provenance_table
@@ -34,6 +35,9 @@ Runs = Mapping[str, RunAnswers]
 WINDOW = 10
 """Steps of the running means."""
 
+LEARNED = "Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖, clipped: last 20 steps."
+DEGENERATE = "Degenerate input over all steps: allowed, but nothing can be learned from it."
+
 TOP = 12
 """Holders listed per level."""
 
@@ -44,12 +48,12 @@ def overview(runs: Runs) -> Section:
     differences = config_differences({name: run.config for name, run in runs.items()})
     parts: list[Part] = [
         *(f"{name}: {run.alarm}" for name, run in runs.items() if run.alarm),
-        Grid(
-            "Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖, clipped: last 20 steps.",
-            overview_table(runs),
-        ),
+        Grid(LEARNED, overview_table(runs)),
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), info),
     ]
+    alike = Counter(run.design for run in runs.values() if run.grams)
+    pooled = {name: of.lines for name, of in designs(runs).items() if alike[name] > 1}
+    parts += ["\n".join([f"{alike[name]} runs pooled ({name}):", *lines]) for name, lines in pooled.items()]
     if len(runs) > 1:
         same = f"The runs have the same configuration. {differences.note}".rstrip()
         caption = f"Where the configurations differ. {differences.note}".rstrip()
@@ -74,10 +78,7 @@ def collapse(runs: Runs) -> Section:
                 plot_collapse(info, marks=alarm_marks(findings, points)),
                 info,
             ),
-            Grid(
-                "Degenerate input over all steps: allowed, but nothing can be learned from it.",
-                degenerate_table(_steps(runs)),
-            ),
+            Grid(DEGENERATE, degenerate_table(_steps(runs))),
             Formulas(ALARM_FORMULAS),
         ),
     )
@@ -118,9 +119,8 @@ def attribution_section(run: RunAnswers) -> Section:
     title = f"Who holds the gradient of {run.name}"
     found = run.attribution(largest_attributed_step(run.store)) if attributed_steps(run.store) else None
     if not isinstance(found, Attributed):
-        return Section(
-            title, ("No step was attributed; --measure.attribution.every 1 of otb train, or of otb score, does.",)
-        )
+        without = "No step was attributed; --measure.attribution.every 1 of otb train, or of otb score, does."
+        return Section(title, (without,))
     picture = Picture(f"attribution-{run.name}", found.says, plot_attribution(attribution_info(found.shares)))
     return Section(title, (picture, *holder_grids(found, TOP), Formulas(ATTRIBUTION_FORMULAS)))
 
