@@ -116,7 +116,7 @@ def test_every_page_opens_the_committed_run_of_a_real_model(page, monkeypatch):
     assert sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file()) < 2e6
     app = open_page(REAL, monkeypatch, **({"part": "proxy"} if page == "proxy" else {}))
     if page == "compare":
-        assert "Gradient noise is not told apart" in texts(app)
+        assert "Gradient noise at equal progress is not told apart" in texts(app)
     else:
         app.switch_page(f"views/{'estimators' if page == 'proxy' else page}.py").run()
     assert not app.exception and not app.warning
