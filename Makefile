@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[train,tasks,models,report,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[train,tasks,models,report,figures,dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## train twice with every measurement, print the comparison, serve the dashboard (SERVE=0 stops before serving)
@@ -84,7 +84,7 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 # Ray beside what the store imports: no torch.
 .cache/ray/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .cache/ray
-	.cache/ray/bin/python -m pip install --quiet -c constraints.txt ray duckdb numpy pandas pyarrow ruptures scipy psutil pytest
+	.cache/ray/bin/python -m pip install --quiet -c constraints.txt ray duckdb numpy pandas pyarrow scipy psutil pytest
 	.cache/ray/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 

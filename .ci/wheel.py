@@ -97,7 +97,7 @@ def use(folder: Path) -> None:
         said = otb(words, code=2)
         assert said.startswith("otb: studies need a clone of the repository") and said.count("\n") == 1, said
     said = otb("train --lora.rank 2", code=2)
-    assert said.splitlines()[-1].endswith("pip install 'otb-analysis[train]'."), said
+    assert said.splitlines()[-1].endswith("pip install '.[train]' in a clone, 'FILE.whl[train]' from a wheel."), said
     shutil.rmtree(work / "runs")
     concluded = otb("demo --no-serve")
     assert "Next: " in concluded and "Estimators on the same rollouts" in concluded, concluded

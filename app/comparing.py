@@ -14,19 +14,15 @@ from listing import Run
 from plain_text import plain
 from widgets import chart, chosen_runs, errors_as_sentences
 
+from otb_analysis.answers.sentences import NOT_MEASURED
 from otb_analysis.figures.comparison import comparison_table, display_table, plot_comparison
-from otb_analysis.figures.conclusion import noise_scale_cell
-from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
-from otb_analysis.figures.measured_run import MAX_WINDOW, NO_CONCLUSION, first_of
+from otb_analysis.figures.gradient_table import MAX_WINDOW, MEASURES, NOISE_SCALE
 from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
 from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.types import Label
 
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
-NOT_MEASURED = """This run has no gradient measurements yet. They are made at scheduled steps:
-`otb train --measure.exact.every 10 --measure.exact.prompts 16` measures 16 whole groups exactly every 10 steps.
-For recorded rollouts `otb audit --model DIR --rollouts FILE` measures them."""
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
 
@@ -36,7 +32,7 @@ def comparison(run: Run) -> None:
     followed, run = run, data.measured(run)
     measured = data.measured_labels(run)
     if not measured:
-        st.info(NOT_MEASURED, icon=":material/inbox:")
+        st.info(plain(NOT_MEASURED), icon=":material/inbox:")
         return
     verdict = st.empty()  # its place; the figure is there sooner
     verdict.markdown("Comparing the estimators …")
@@ -45,17 +41,21 @@ def comparison(run: Run) -> None:
     words = {of: SOURCES[of] for of in sources}
     source = str(pick(left.segmented_control, "Weights from", "energy", words, "proxy", required=True))
     names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
-    against = selection.choose("against", "Compare with", names, first_of(names), within=middle, of=source)
-    step = pick(right.selectbox, "Measured steps", "at", [ALL, *map(str, data.grams(run))], ALL)
+    against = selection.choose(
+        "against", "Compare with", names, "rloo" if "rloo" in names else names[0], within=middle, of=source
+    )
+    step = pick(right.selectbox, "Measured steps", "at", [ALL, *map(str, data.answers(run).grams)], ALL)
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
     estimators = pick_many(st, "Estimators", "shown", names, usual, of=f"{run.name}-{source}", wrap=True)
     forest(run, source, str(against), str(step), estimators)
-    first, *rest = data.conclusion(run) or (NO_CONCLUSION,)
-    verdict.markdown(f"**{plain(first)}** {plain(' '.join(rest))}")
+    first, *rest = data.answers(run).lines
+    verdict.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
         elsewhere = [] if (root := listing.root()) == Path("runs").resolve() else ["--root", str(root)]
         command = shlex.join(["otb", "compare", *names, *elsewhere])
         st.caption(plain(f"This is {run.name} alone. All of them together: {command}"))
+    if data.answers(run).alarm:
+        return  # what follows plans and follows a training whose gradients these are not
     with errors_as_sentences():
         # It reads the rewards of all steps: while a run goes on, once for each measured step.
         planned(run if followed.status == "running" and measured else followed)
@@ -65,22 +65,15 @@ def comparison(run: Run) -> None:
 
 def forest(run: Run, source: str, against: str, step: str, estimators: list[str]) -> None:
     """Draw the forest plot, its table and the noise scale."""
-    grams = data.grams(run)
-    if not grams:
+    if (measured := data.answers(run).measured) is None:
         st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
         return
     info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
-    lacking = any(ratio is not None and ratio.low is None for row in info.rows for ratio in row.ratios)
-    st.caption(f"{info.order} {info.estimand}" + " Open marks have no interval." * lacking)
-    steps = "" if step == ALL else f"[{step}]"
-    python = scripts.COMPARISON.format(
-        path=run.path, steps=steps, against=against, source=source, estimators=estimators
-    )
+    st.caption(plain(info.words))
+    python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
     chart(plot_comparison(info), "comparison", comparison_table(info), python)
-    scale = data.noise_scale(run)
-    of_rloo = f"Noise scale of rloo: {plain(noise_scale_cell(scale, '.0f'))}"
-    meaning = "An update of as many prompts has as much noise as signal."
-    st.markdown(f"**{of_rloo}.**" if scale is None else f"**{of_rloo} prompts.** {meaning}")
+    if measured.noise_scale_line:
+        st.markdown(f"**{plain(measured.noise_scale_line)}**")
     with st.expander("Numbers, and what they are"):
         shown = display_table(info)
         columns: dict[str, Any] = dict.fromkeys(
@@ -95,11 +88,13 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
 
 def planned(run: Run) -> None:
     """Draw how efficient the same rollouts would be in groups of other sizes."""
+    planner = data.answers(run).planner
+    if not (planner.cells or planner.note):
+        return
     st.subheader("Budget planner", anchor=False)
-    planner = data.planner(run)
     if planner.cells:
         st.caption(planner_words(planner))
-        python = scripts.PLANNER.format(path=run.path, steps="")
+        python = scripts.PLANNER.format(path=run.path)
         chart(plot_planner(planner), "planner", planner_table(planner), python)
     st.markdown(plain(planner.note))
 
@@ -118,9 +113,7 @@ def over_steps(run: Run, labels: frozenset[Label]) -> None:
         return
     info = variance_info(table)
     python = (
-        scripts.VARIANCE.format(path=run.path, steps="", window=window, labels=sorted(labels))
-        if data.grams(run)
-        else ""
+        scripts.VARIANCE.format(path=run.path, window=window, labels=sorted(labels)) if data.answers(run).grams else ""
     )
     chart(plot_variance(info), "variance", table, python)
     st.caption(footnote(info, window))

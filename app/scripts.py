@@ -46,44 +46,36 @@ rollouts = run.rollouts_df([{step}], where='"group" = {group}')
 info = tokens_info(with_differences(tokens), rollouts, {column!r})
 plot_tokens(info).write_html("tokens.html")"""
 
-_GRAMS = """from otb_analysis.estimators import proved
+_ANSWERS = """from otb_analysis.answers import RunAnswers
 {imports}
 from otb_analysis.store import RunStore
 
-run = RunStore({{path!r}})
-grams = run.grams({{steps}})
-known = proved({{{{label for gram in grams.values() for label in gram.labels}}}}, run.info["config"])
+run = RunAnswers(RunStore({{path!r}}))
 {draw}"""
 
-COMPARISON = _GRAMS.format(
-    imports="from otb_analysis.figures.comparison import comparison_info, plot_comparison",
-    draw="""info = comparison_info(list(grams.values()), {against!r}, {source!r}, {estimators!r}, known)
+COMPARISON = _ANSWERS.format(
+    imports="from otb_analysis.figures.comparison import plot_comparison",
+    draw="""info = run.measured.comparison({against!r}, {source!r}, {estimators!r})
 plot_comparison(info).write_html("comparison.html")""",
 )
 
-VARIANCE = _GRAMS.format(
+VARIANCE = _ANSWERS.format(
     imports="""from otb_analysis.figures.gradient_table import statistics_table
 from otb_analysis.figures.variance import plot_variance, variance_info""",
-    draw="""table = statistics_table(grams, {window}, known, only={labels!r})
+    draw="""table = statistics_table(run.grams, {window}, run.known, only={labels!r})
 plot_variance(variance_info(table)).write_html("variance.html")""",
 )
 
-ESTIMATOR_PAIR = _GRAMS.format(
-    imports="""from otb_analysis.figures.pair_curves import plot_pair
-from otb_analysis.figures.pair_gradients import compare_estimators""",
-    draw="""panels, noise = compare_estimators(grams, {a!r}, {b!r}, known)
-plot_pair(panels, "A", "B").write_html("pair.html")""",
+ESTIMATOR_PAIR = _ANSWERS.format(
+    imports="""from otb_analysis.answers.pairs import estimator_pair
+from otb_analysis.figures.pair_curves import plot_pair""",
+    draw="""pair = estimator_pair(run.measured, run.estimator, {a!r}, {b!r})
+plot_pair(pair.panels, "A", "B").write_html("pair.html")""",
 )
 
-PLANNER = _GRAMS.format(
-    imports="""from otb_analysis.diagnostics.dead_groups import reward_groups
-from otb_analysis.diagnostics.planner import plan
-from otb_analysis.figures.conclusion import trained_labels
-from otb_analysis.figures.planner import plot_planner""",
-    draw="""trained = next(iter(trained_labels(run.info["config"], grams.values())), None)
-rewards = reward_groups(run.rollouts_df(columns=["step", "group", "reward", "prompt_id"]))
-planner = plan(grams, run.subgroup_grams(), trained, rewards, len(run.complete_steps()), known)
-plot_planner(planner).write_html("planner.html")""",
+PLANNER = _ANSWERS.format(
+    imports="from otb_analysis.figures.planner import plot_planner",
+    draw='plot_planner(run.planner).write_html("planner.html")',
 )
 
 RUN_PAIR = """from otb_analysis.figures.pair_curves import compare_curves, plot_pair

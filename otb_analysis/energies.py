@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.signal import lfilter
 
 from otb_analysis.arrays import masked
 from otb_analysis.errors import InputError
@@ -42,7 +41,10 @@ def decayed_energy(weight: Float, decay: float) -> Float:
     W_t = λ W_{t−1} + w_t = Σ_{j≤t} λ^{t−j} w_j: λ = 0 gives w, λ = 1 gives the realized energy. Columns are policy
     positions, so squeeze a weight with gaps first.
     """
-    return np.asarray(lfilter([1.0], [1.0, -decay], weight, axis=1))
+    summed = np.array(weight, np.float64)
+    for t in range(1, summed.shape[1]):
+        summed[:, t] += decay * summed[:, t - 1]
+    return summed
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,21 @@ from importlib.util import find_spec
 from otb_analysis.errors import InputError
 
 EXTRAS = {
-    "accelerate": ("accelerate", "otb-analysis[train]"),
-    "peft": ("peft", "otb-analysis[train]"),
-    "math_verify": ("math-verify", "otb-analysis[train]"),
-    "tensorboard": ("tensorboard", "otb-analysis[train]"),
-    "reasoning_gym": ("reasoning-gym", "otb-analysis[tasks]"),
-    "gguf": ("gguf", "otb-analysis[models]"),
-    "vllm": ("vllm", "otb-analysis[vllm]"),
-    "trl": ("trl", "otb-analysis[trl]"),
-    "playwright": ("playwright", "otb-analysis[dev]"),
-    "ray": ("ray", "otb-analysis[ray]"),
-    "wandb": ("wandb", "wandb"),
-    "trackio": ("trackio", "trackio"),
+    "accelerate": ("accelerate", "train"),
+    "peft": ("peft", "train"),
+    "math_verify": ("math-verify", "train"),
+    "tensorboard": ("tensorboard", "train"),
+    "reasoning_gym": ("reasoning-gym", "tasks"),
+    "gguf": ("gguf", "models"),
+    "vllm": ("vllm", "vllm"),
+    "trl": ("trl", "trl"),
+    "playwright": ("playwright", "dev"),
+    "kaleido": ("kaleido", "figures"),
+    "ray": ("ray", "ray"),
+    "wandb": ("wandb", ""),
+    "trackio": ("trackio", ""),
 }
-"""Module → its package, and what pip is told to install."""
+"""Module → its package, and the extra of this one that brings it, where there is one."""
 
 
 def require(module: str, purpose: str) -> None:
@@ -31,4 +32,5 @@ def require(module: str, purpose: str) -> None:
     loaded = module in sys.modules  # None there hides a package, as tests do
     if (sys.modules[module] if loaded else find_spec(module)) is None:
         package, extra = EXTRAS[module]
-        raise InputError(f"{package} is needed for {purpose}; pip install '{extra}'.")
+        how = f"'.[{extra}]' in a clone, 'FILE.whl[{extra}]' from a wheel" if extra else f"'{package}'"
+        raise InputError(f"{package} is needed for {purpose}; pip install {how}.")

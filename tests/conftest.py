@@ -1,5 +1,6 @@
 """What several folders need: a tiny model on disk, generators that say what they are told, trained tiny runs."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -227,3 +228,30 @@ def made(tiny_config):
 def trainer(made):
     """The state of a run before its first step."""
     return made()
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Write rows as a file of JSON lines and return its path."""
+
+    def write(rows, name="rollouts.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def simple():
+    """Rows with prompt, completion, reward and group: `prompts` groups of `size` rollouts."""
+
+    def rows(prompts=4, size=3, **more):
+        return [
+            {"prompt": f"{g}+{g}=", "completion": f"{g}{k}#{'1' * k}", "reward": float(k % 2), "group": g, **more}
+            for g in range(prompts)
+            for k in range(size)
+        ]
+
+    return rows

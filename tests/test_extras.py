@@ -18,27 +18,27 @@ from otb_analysis.training.loop import train
         (
             "peft",
             {"lora": LoraConfig(rank=2)},
-            "peft is needed for lora.rank above 0; pip install 'otb-analysis[train]'.",
+            "peft is needed for lora.rank above 0; pip install {}.",
         ),
         (
             "tensorboard",
             {"trackers": ("tensorboard",)},
-            "tensorboard is needed for the tracker 'tensorboard'; pip install 'otb-analysis[train]'.",
+            "tensorboard is needed for the tracker 'tensorboard'; pip install {}.",
         ),
         (
             "accelerate",
             {"trackers": ("tensorboard",)},
-            "accelerate is needed for the tracker 'tensorboard'; pip install 'otb-analysis[train]'.",
+            "accelerate is needed for the tracker 'tensorboard'; pip install {}.",
         ),
         (
             "math_verify",
             {"task": "math_jsonl"},
-            "math-verify is needed for grading the task 'math_jsonl'; pip install 'otb-analysis[train]'.",
+            "math-verify is needed for grading the task 'math_jsonl'; pip install {}.",
         ),
         (
             "vllm",
             {"sample": SampleConfig(engine="vllm")},
-            "vllm is needed for sample.engine 'vllm'; pip install 'otb-analysis[vllm]'.",
+            "vllm is needed for sample.engine 'vllm'; pip install '.[vllm]' in a clone, 'FILE.whl[vllm]' from a wheel.",
         ),
     ],
 )
@@ -50,14 +50,14 @@ def test_missing_package_is_asked_for_before_anything_is_written(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError) as caught:
         train(replace(tiny_config, run="bare", root=tmp_path / "runs", math_jsonl=sums, **changes))
-    assert str(caught.value) == sentence
+    assert str(caught.value) == sentence.format("'.[train]' in a clone, 'FILE.whl[train]' from a wheel")
     assert not (tmp_path / "runs").exists()
 
 
 def test_several_processes_without_accelerate_are_one_sentence(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(InputError, match=r"^accelerate is needed for a run of several processes; pip install 'otb-a"):
+    with pytest.raises(InputError, match=r"^accelerate is needed for a run of several .*; pip install '\.\[train\]'"):
         Processes.joined(False)
 
 

@@ -19,6 +19,8 @@ FLOORS = (
     {"estimators", "statistics"},
     {"diagnostics", "enumeration"},
     {"store", "figures"},
+    {"checks"},
+    {"answers"},
     {"logit_stats", "gradients", "tasks"},
     {"rollouts"},
     {"measurement"},
@@ -63,10 +65,10 @@ ALLOWED_PACKAGES = (
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
     | {"audit": {"torch", "transformers", "pyarrow"}}
     | {"integrations": {"torch", "transformers", "accelerate", "trl"}, "processes": {"torch", "accelerate"}}
-    | {"report": {"plotly", "pandas"}}
+    | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": set()}
     | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
 )
-APP_ROOMS = LEAVES | {"store", "figures", "statistics", "diagnostics", "estimators", "energies", "arrays"}
+APP_ROOMS = LEAVES | {"answers", "store", "figures", "statistics", "diagnostics", "estimators", "energies", "arrays"}
 
 
 def imported(path: Path) -> set[str]:

@@ -30,7 +30,7 @@ def test_example_runs_tiny_and_prints_what_was_learned(checkpoint, tmp_path, cap
     assert store.steps_df()["heldout_samples"].tolist() == [4, 4]
     assert store.steps_df()["tracker_gaps"].tolist() == [0, 0]
     printed = capsys.readouterr().out
-    assert "held-out reward" in printed and "pass@4" in printed
+    assert "what they learned" in printed and "pass@4" in printed
     assert f"{path} is complete" in printed.replace("\n", "")
 
 

@@ -12,10 +12,9 @@ import streamlit as st
 from plain_text import plain
 from widgets import chart, chosen_runs, download, one_run, page
 
-from otb_analysis.figures.gradient_table import labels
-from otb_analysis.figures.pair_curves import PairPanel, curves_rows, drift_note, plot_pair
-from otb_analysis.figures.pair_gradients import NoiseInfo, default_estimators, noise_display, noise_table
-from otb_analysis.figures.pair_verdict import estimators_verdict, runs_verdict
+from otb_analysis.answers.pairs import Pair, estimator_names
+from otb_analysis.figures.pair_curves import curves_rows, plot_pair
+from otb_analysis.figures.pair_gradients import default_estimators, noise_display, noise_table
 from otb_analysis.figures.pairing import (
     Configs,
     default_pairing,
@@ -83,11 +82,9 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
     if not pairing.pairs or pairing.a == pairing.b:
         st.info("A and B are the same, or no seed is in both. Choose another A or B.", icon=":material/inbox:")
         return
-    panels, noise = data.compared(tuple(runs), pairing)
-    st.markdown(f"**{plain(runs_verdict(panels, noise))}**")
-    st.caption(plain(" ".join(filter(None, [pairing.note, drift_note(panels)]))))
+    pair = data.compared(tuple(runs), pairing)
     python = scripts.RUN_PAIR.format(root=listing.root(), pairing=pairing)
-    drawn(panels, noise, (f"A: {pairing.a}", f"B: {pairing.b}"), SEEDS if pairing.by == "seed" else BLOCKS, python)
+    drawn(pair, SEEDS if pairing.by == "seed" else BLOCKS, python)
     st.subheader("Configuration differences", anchor=False)
     differences = config_differences({run: configs[run] for run in pairing.runs})
     if differences.table.empty:
@@ -101,8 +98,8 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
 def compare_estimators(run: listing.Run) -> None:
     """Compare two estimators on the rollouts of one run."""
     run = data.measured(run)
-    measured = dict.fromkeys(label for gram in data.grams(run).values() for label in gram.labels)
-    names = {name: label for label, name in labels(measured).items()}
+    measured = data.answers(run).measured
+    names = estimator_names(measured) if measured is not None else {}
     if len(names) < 2:
         st.info(NOT_MEASURED, icon=":material/inbox:")
         return
@@ -110,24 +107,24 @@ def compare_estimators(run: listing.Run) -> None:
     if a == b:
         st.info("A and B are the same estimator. Choose another A or B.", icon=":material/inbox:")
         return
-    panels, noise = data.compared_estimators(run, names[a], names[b])
-    st.markdown(f"**{plain(estimators_verdict(noise))}**")
-    python = scripts.ESTIMATOR_PAIR.format(path=run.path, steps="", a=names[a], b=names[b])
-    drawn(panels, noise, (f"A: {a}", f"B: {b}"), RATIOS, python)
+    pair = data.compared_estimators(run, a, b)
+    assert pair is not None  # both were measured
+    drawn(pair, RATIOS, scripts.ESTIMATOR_PAIR.format(path=run.path, a=a, b=b))
 
 
-def drawn(panels: tuple[PairPanel, ...], noise: NoiseInfo, names: tuple[str, str], caption: str, python: str) -> None:
-    """Draw the curves with their differences, then the ratios of gradient noise."""
-    if panels:
-        chart(plot_pair(panels, *names), "pair", curves_rows(panels), python)
+def drawn(pair: Pair, caption: str, python: str) -> None:
+    """Say what differs, then draw the curves with their differences, then the ratios of gradient noise."""
+    st.markdown(f"**{plain(pair.verdict)}**")
+    st.caption(plain(" ".join(pair.notes)))
+    if pair.panels:
+        figure = plot_pair(pair.panels, f"A: {pair.a}", f"B: {pair.b}")
+        chart(figure, "pair", curves_rows(pair.panels), python)
         st.caption(caption)
-    st.subheader("Gradient noise, B ÷ A", anchor=False)
-    shown: pd.DataFrame = noise_display(noise)
+    shown: pd.DataFrame = noise_display(pair.noise)
     if len(shown):
+        st.subheader("Gradient noise, B ÷ A", anchor=False)
         st.table(shown.map(plain), hide_index=True)
-        download(noise_table(noise), "compare-noise")
-    for note in noise.notes:
-        st.caption(note)
+        download(noise_table(pair.noise), "compare-noise")
 
 
 with page("Compare", "A against B: what differs, by how much, and is it more than chance?"):

@@ -12,20 +12,14 @@ from listing import Run
 from plain_text import plain
 from widgets import chart, download, errors_as_sentences, go_to, one_run, page
 
+from otb_analysis.answers.holders import NotAttributed
+from otb_analysis.answers.triage import UNFIRED, state_of
 from otb_analysis.diagnostics import LEVELS, Finding
 from otb_analysis.figures.alarms import alarms_table, fired_first
-from otb_analysis.figures.attribution import (
-    attribution_command,
-    attribution_info,
-    attribution_line,
-    attribution_table,
-    not_attributed,
-    plot_attribution,
-)
+from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.collapse import degenerate_table
 from otb_analysis.figures.detector_rates import false_alarms, foresight
 from otb_analysis.figures.timeline import first_look, plot_timeline, timeline_info
-from otb_analysis.figures.triage import UNFIRED, state_of, triage
 
 ROWS = 50
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
@@ -93,27 +87,23 @@ def cells(findings: list[Finding]) -> pd.DataFrame:
 def attribution(run: Run, step: int) -> None:
     """Show which tokens hold the gradient of the chosen step; a row leads to its tokens."""
     st.subheader(f"Who holds the gradient of step {step}", anchor=False)
-    steps = data.attributed(run)
-    if step not in steps:
-        missing, near = not_attributed(step, steps)
-        how, command = attribution_command(run.path, data.config(run), step)
-        st.info(f"{missing} {how}", icon=":material/inbox:")
-        if command:
-            st.code(command, language="bash", wrap_lines=True)
-        if near is not None and st.button(f"Go to step {near}"):
-            selection.remember("step", near)
+    found = data.attribution(run, step)
+    if isinstance(found, NotAttributed):
+        st.info(found.missing, icon=":material/inbox:")
+        if found.command:
+            st.code(found.command, language="bash", wrap_lines=True)
+        if found.nearest is not None and st.button(f"Go to step {found.nearest}"):
+            selection.remember("step", found.nearest)
             st.rerun()
         return
-    shares, texts = data.attribution(run, step)
-    st.caption(plain(attribution_line(shares)))
+    st.caption(plain(found.says))
     words = {name: HELD[name] for name in LEVELS}
     level = pick(st.segmented_control, "Break down by", "level", words, "token", required=True)
     python = scripts.ATTRIBUTION.format(path=run.path, step=step)
-    chart(plot_attribution(attribution_info(shares)), "attribution", python=python)
+    chart(plot_attribution(attribution_info(found.shares)), "attribution", python=python)
     st.caption(SHARES)
-    holders = shares.at(str(level))
-    table = attribution_table(shares, holders.head(ROWS), texts, data.rollouts(run, step))
-    st.caption(f"The {len(table)} of {len(holders):,} {HELD[str(level)]} with the largest share. Click one to see it.")
+    table, total = found.holders(str(level), ROWS), len(found.shares.at(str(level)))
+    st.caption(f"The {len(table)} of {total:,} {HELD[str(level)]} with the largest share. Click one to see it.")
     percent: Any = st.column_config.NumberColumn(format="percent")
     st.dataframe(
         table, hide_index=True, height=330, key="blamed", placeholder="–", selection_mode="single-cell",
@@ -121,7 +111,7 @@ def attribution(run: Run, step: int) -> None:
         column_config={"reward": st.column_config.NumberColumn(format="%.3g"), "share": percent, "signal": percent,
                        "noise": percent},
     )  # fmt: skip
-    download(attribution_table(shares, holders, texts, data.rollouts(run, step)), f"attribution-{level}s")
+    download(found.holders(str(level)), f"attribution-{level}s")
 
 
 def held(table: pd.DataFrame) -> None:
@@ -143,17 +133,19 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     run = one_run()
     steps: Any = data.steps([run])[run.name].sort_values("step")
     findings = data.findings([run])[run.name]
-    row = triage(run.name, run.estimator, run.status, steps, findings, reason=data.store(run).standing[1])
+    row = data.answers(run).triage
     facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, f"{len(steps)} step{'s' * (len(steps) != 1)}"]
     st.markdown(f"{' · '.join(filter(None, facts))}: {plain(row.sentence)}.")
+    if data.answers(run).alarm:
+        st.warning(plain(data.answers(run).alarm), icon=":material/warning:")
     step = timeline(run, steps, findings)
     alarms(run, findings)
     with errors_as_sentences():
         attribution(run, step)
-    st.subheader("Advice", anchor=False)
-    if switch(st, "Which estimator and group size do these rollouts advise?", "advise"):
+    st.subheader("Which baseline for the next run?", anchor=False)
+    if switch(st, "Compare all baselines on this run's own rollouts", "advise"):
         with errors_as_sentences():
-            st.markdown(plain(data.advice(run)))
+            st.markdown("  \n".join(map(plain, data.answers(data.measured(run)).lines)))
     st.subheader("Degenerate input", anchor=False)
     st.caption("Allowed, but nothing can be learned or measured from it. Counted over all steps.")
     st.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")

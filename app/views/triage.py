@@ -10,10 +10,10 @@ from kept import pick, whole
 from plain_text import plain
 from widgets import chart, chosen_runs, download, open_run, page, reasons
 
+from otb_analysis.answers.triage import Triage, triage_table, verdict, worst_first
 from otb_analysis.figures.curves import curves_table
 from otb_analysis.figures.learning import grouped_info, learning_info, plot_learning
 from otb_analysis.figures.runs import config_differences, grouped
-from otb_analysis.figures.triage import Triage, triage_table, verdict, worst_first
 
 SIGNS = {
     "collapsed": "■",

@@ -16,6 +16,7 @@ from otb_analysis.audit.sampling_tests import (
     temperature_tests,
     truncation_tests,
 )
+from otb_analysis.checks.sampling_sums import SUMS
 from otb_analysis.measurement.forward import PolicyLogits
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
@@ -29,7 +30,6 @@ FLOAT32, BFLOAT16 = 1e-3, 0.05
 """Log-probabilities of the same weights in another engine differ by less: in float32, and mostly in bfloat16."""
 BY_POSITION = ("temperature", "probability")
 """Score tests that are kept by position."""
-SUMS = ("n_tokens", "score", "variance", "observed", "gain", "residual_sq")
 Key = tuple[str, float | None, int | None]
 
 

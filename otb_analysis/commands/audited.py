@@ -52,11 +52,14 @@ def audit_command(words: Sequence[str]) -> None:
 def _finish(path: Path, config: AuditConfig, command: str) -> None:
     """Audit a run, write its files and print what they say."""
     with shown(), phase("auditing"):
-        from otb_analysis.audit.audited import audit_run
-        from otb_analysis.report.audit import audit_text, write_audit
+        from otb_analysis.answers import RunAnswers
+        from otb_analysis.answers.audit import audit_run
+        from otb_analysis.report.audit import audit_sections, write_audit
+        from otb_analysis.report.terminal import printed
         from otb_analysis.store import RunStore
 
-        report = audit_run(RunStore(path), config.aggregation, config.accumulate)
-        files = write_audit(report, path, command)
-    print_all(audit_text(report))
+        run = RunAnswers(RunStore(path))
+        report = audit_run(run, config.aggregation, config.accumulate)
+        files = write_audit(run, report, path, command)
+    print_all(printed(audit_sections(run, report)))
     print_all([f"Written: {', '.join(map(str, files))}. Look on: otb dashboard --root {path.parent}"])

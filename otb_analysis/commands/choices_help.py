@@ -1,4 +1,4 @@
-"""Help of fields whose values are the rows of a registry: rows that the text beside the field leaves out are added.
+"""What the help of a command shows: the options that people use, and every row of a registry that is a choice.
 
 Configurations stand below the registries and cannot read them. The command line can, and does so only when a help is
 printed: the import takes a second.
@@ -6,12 +6,38 @@ printed: the import takes a second.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Annotated, Any
 
+from tyro.conf import Suppress
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from otb_analysis.config import EstimatorConfig, ObjectiveConfig, SampleConfig, TrainConfig
+from otb_analysis.config import (
+    AttributionSchedule,
+    CheckpointConfig,
+    EstimatorConfig,
+    MeasureConfig,
+    ObjectiveConfig,
+    OptimizeConfig,
+    SampleConfig,
+    Schedule,
+    TrainConfig,
+)
+
+USED: dict[type, tuple[str, ...]] = {
+    TrainConfig: (
+        *("run", "root", "if_exists", "model", "task", "seed", "trackers"),
+        *("sample", "estimator", "optimize", "measure", "checkpoint"),
+    ),
+    SampleConfig: ("prompts", "group_size", "max_new_tokens", "temperature"),
+    EstimatorConfig: ("name", "energy", "options"),
+    OptimizeConfig: ("steps", "learning_rate"),
+    MeasureConfig: ("exact", "attribution"),
+    Schedule: ("every", "prompts"),
+    AttributionSchedule: ("every",),
+    CheckpointConfig: ("every",),
+}
+"""Fields and sections that `--help` shows of a command with very many options; `--help-all` shows all."""
 
 
 def complete_names(text: str, registry: Mapping[str, Any]) -> str:
@@ -71,24 +97,42 @@ CHOICES: dict[tuple[type, str], tuple[Complete, str]] = {
 """Fields whose help is completed: by which rule, and from which registry."""
 
 
-def registry_of_help() -> ConstructorRegistry:
-    """Return rules for tyro under which the help of `CHOICES` is complete."""
+def used_and_all(config: Any, used: bool = True) -> tuple[int, int]:
+    """Return how many options of a configuration the short help shows, and how many there are."""
+    counts = [
+        used_and_all(value, shown) if is_dataclass(value) else (int(shown), 1)
+        for field in fields(config)
+        for value, shown in [(getattr(config, field.name), used and field.name in USED.get(type(config), ()))]
+    ]
+    return sum(few for few, _ in counts), sum(whole for _, whole in counts)
+
+
+def registry_of_help(short: bool = False) -> ConstructorRegistry:
+    """Return rules for tyro under which the help of `CHOICES` is complete, and `short` hides what is not in `USED`."""
     registry, inside = ConstructorRegistry(), set[type]()
 
     @registry.struct_rule
     def completed(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if info.type in inside or info.type not in {kind for kind, _ in CHOICES}:
+        kind = info.type
+        if kind in inside or kind not in {*USED, *(owner for owner, _ in CHOICES)}:
             return None
-        inside.add(info.type)  # the call below asks this rule again; then tyro's own rule answers
+        inside.add(kind)  # the call below asks this rule again; then tyro's own rule answers
         try:
             spec = ConstructorRegistry.get_struct_spec(info)
         finally:
-            inside.discard(info.type)
+            inside.discard(kind)
         if not isinstance(spec, StructConstructorSpec):
             return None
-        return replace(spec, fields=tuple(_completed(info.type, field) for field in spec.fields))
+        shown = [_completed(kind, field) for field in spec.fields]
+        if short:
+            shown = [field if field.name in USED.get(kind, ()) else _hidden(field) for field in shown]
+        return replace(spec, fields=tuple(shown))
 
     return registry
+
+
+def _hidden(field: StructFieldSpec) -> StructFieldSpec:
+    return replace(field, type=Annotated[field.type, Suppress])
 
 
 def _completed(kind: type, field: StructFieldSpec) -> StructFieldSpec:

@@ -20,16 +20,16 @@ from otb_analysis.bench.config import BENCHMARKS, BenchConfig
 from otb_analysis.commands.audited import audit_command
 from otb_analysis.commands.diagnose import attribution_command, diagnose_command
 from otb_analysis.commands.inspect import (
-    TABLE_WIDTH,
     compare_command,
     parsed,
+    print_all,
     print_comparison,
     report_command,
 )
 from otb_analysis.commands.keeping import aggregate_command, compact_command
 from otb_analysis.commands.models import model_command
 from otb_analysis.commands.query import query_command, tokens_command
-from otb_analysis.commands.recorded import import_command, score_command
+from otb_analysis.commands.recorded import import_command, score_command, tell
 from otb_analysis.commands.sentinel import watch_command
 from otb_analysis.commands.serve import DashboardConfig, serve
 from otb_analysis.commands.study import study_command
@@ -60,7 +60,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb bench        what things cost and how exact estimates are, measured on this machine     (otb bench --help)
   otb study        repeat a study of studies/, or the cells of it that are missing
 
-`otb COMMAND --help` explains itself; `otb --version` names the version.
+`otb COMMAND --help` explains itself, `otb train --help-all` every field; `otb --version` names the version.
 """
 
 Config = TypeVar("Config")
@@ -109,14 +109,7 @@ def train_command(words: Sequence[str]) -> None:
         return
     with shown(), phase("otb train") as whole:
         path = _trained(config, whole)
-        with phase("reading the run"):
-            from otb_analysis.report.compare import learning_table
-            from otb_analysis.store import RunStore
-
-            table = learning_table([RunStore(path)])
-    console = Console()
-    Console(width=max(console.width, TABLE_WIDTH)).print(table)
-    console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)
+    tell(path)
 
 
 def _trained(config: TrainConfig, *bar: Any) -> Path:
@@ -137,12 +130,11 @@ def demo_command(words: Sequence[str]) -> None:
         from otb_analysis.commands.demo import run_demo
         from otb_analysis.rollouts.models import quiet_loading
     quiet_loading()
-    console = Console()
     print_comparison(run_demo(config))
     if config.serve:
         serve(DashboardConfig(config.root, config.port))
     else:
-        console.print(f"Dashboard: otb dashboard --root {config.root}")
+        Console().print(f"Dashboard: otb dashboard --root {config.root}")
 
 
 def bench_command(words: Sequence[str]) -> None:
@@ -157,7 +149,7 @@ def bench_command(words: Sequence[str]) -> None:
 
         quiet_loading()
         report = run_bench(config)
-    Console(width=TABLE_WIDTH).print(bench_table(report))
+    print_all([bench_table(report)])
     if config.out is not None:
         publish(config.out, report)
 

@@ -53,21 +53,23 @@ def diagnose_command(words: Sequence[str]) -> None:
     if not config.json and (config.step is not None or config.curves):
         raise InputError("--step and --curves go with --json; in the terminal otb attribution RUN shows a step.")
     with shown(), phase("diagnosing"):
-        from otb_analysis.report.diagnosis_record import diagnosis_record, triage_parts, triage_record, triaged
-        from otb_analysis.report.verdicts import diagnosis
+        from otb_analysis.answers import opened, triaged
+        from otb_analysis.report.diagnosis import diagnosis_parts, triage_parts
+        from otb_analysis.report.records import diagnosis_record, triage_record
+        from otb_analysis.report.terminal import printed_parts
 
         record: object = None
         diagnoses: list[list[Table | str]] = []
         if (folder := _folder(config)) is not None:
             rows = triaged(folder)
-            diagnoses, record = [triage_parts(rows)], triage_record(rows)
+            diagnoses, record = [printed_parts(triage_parts(rows))], triage_record(rows)
         else:
             paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
-            counted_paths = counted(paths, "run")
+            runs = counted(list(opened(paths).values()), "run")
             if config.json:
-                record = [diagnosis_record(path, config.step, config.top, config.curves) for path in counted_paths]
+                record = [diagnosis_record(run, config.step, config.top, config.curves) for run in runs]
             else:
-                diagnoses = [diagnosis(path) for path in counted_paths]
+                diagnoses = [printed_parts(diagnosis_parts(run)) for run in runs]
     if config.json:
         print_json(record)
         return
@@ -93,7 +95,11 @@ def attribution_command(words: Sequence[str]) -> None:
     if config.top < 1:
         raise InputError(f"--top is {config.top}; pass at least 1.")
     with shown(), phase("reading the attribution"):
-        from otb_analysis.report.verdicts import attribution
+        from otb_analysis.answers import RunAnswers
+        from otb_analysis.report.diagnosis import attribution_parts
+        from otb_analysis.report.terminal import printed_parts
+        from otb_analysis.store import RunStore
 
-        parts = attribution(run_path(config.root, config.run), config.step, config.top)
+        run = RunAnswers(RunStore(run_path(config.root, config.run)))
+        parts = printed_parts(attribution_parts(run, config.step, config.top))
     print_all(parts)

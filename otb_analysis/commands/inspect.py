@@ -4,23 +4,18 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from otb_analysis.commands.choices_help import registry_of_help
+from otb_analysis.commands.choices_help import USED, registry_of_help, used_and_all
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import phase
-
-TABLE_WIDTH = 136
-"""Characters of a line at least; a narrower terminal wraps the lines of a table rather than losing numbers."""
-UNBOUNDED = 1000
-"""Characters that no table needs: a width at which to measure how many it does."""
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -42,8 +37,10 @@ class CompareConfig(RunsConfig):
 
     top: int | None = None
     """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
+    format: Literal["text", "json", "csv", "latex", "markdown"] = "text"
+    """text for the terminal, json with all numbers, or the table of estimators alone for a paper."""
     json: bool = False
-    """Print one JSON object with all numbers instead, for scripts."""
+    """The same as --format json."""
     setting: str = ""
     """With --json: group the runs by this setting, and compare B with A seed by seed."""
     a: str = ""
@@ -64,11 +61,14 @@ class ReportConfig(RunsConfig):
 
     out: Path = Path("report.html")
     """File to write; its ending, .html or .md, decides the form."""
+    figures: Path | None = None
+    """Folder for every figure as PDF and SVG, at the widths of one column and of a page; needs Chrome or Chromium."""
 
 
 def compare_command(words: Sequence[str]) -> None:
     """Compare finished runs; of those that were not asked for by name, one that cannot be read is left out."""
     config = parsed(CompareConfig, "compare", words, CompareConfig())
+    config = replace(config, json=config.json or config.format == "json")
     if config.top is not None and config.top < 0:
         raise InputError(f"--top is {config.top}; pass a number of rows, or 0 for all.")
     if config.window < 1:
@@ -78,47 +78,59 @@ def compare_command(words: Sequence[str]) -> None:
     if not config.json and (config.setting or config.a or config.b or config.curves):
         raise InputError("--setting, --a, --b and --curves go with --json; the page Compare shows the same.")
     with shown(), phase("comparing runs"):
+        from otb_analysis.answers import designs, opened
+        from otb_analysis.answers.pairs import Sides
         from otb_analysis.report.compare import comparison
-        from otb_analysis.report.compare_record import comparison_record
-        from otb_analysis.report.pair import Sides
+        from otb_analysis.report.records import comparison_record
+        from otb_analysis.report.terminal import printed
 
         if config.json:
             sides = Sides(config.setting, config.a, config.b)
             if (config.a or config.b) and not config.setting and len(config.runs) != 1:
                 raise InputError("--a and --b are estimators of one run, or values of --setting; pass either.")
             curves = (config.curves, config.window, config.by)
-            record = _of_readable(config, lambda paths: comparison_record(paths, sides, *curves))
+            record = _of_readable(config, lambda paths: comparison_record(opened(paths), sides, *curves))
             print_json(record)
             return
-        tables = _of_readable(config, lambda paths: comparison(paths, config.top))
+        if config.format != "text":
+            from otb_analysis.report.paper import comparison_text
+
+            text = _of_readable(config, lambda paths: comparison_text(designs(opened(paths)), config.format))
+            sys.stdout.write(text)
+            return
+        tables = _of_readable(config, lambda paths: printed(comparison(opened(paths), config.top)))
     print_all(tables)
 
 
 def print_json(record: object) -> None:
-    """Print a record for scripts."""
-    sys.stdout.write(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Print a record for scripts; null for every number that is unknown, NaN or infinite."""
+    from otb_analysis.report.record import written
+
+    sys.stdout.write(json.dumps(written(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def print_comparison(paths: Sequence[Path]) -> None:
     """Print what `otb demo` says at its end: the tables of `otb compare`, the conclusion last."""
     with shown(), phase("comparing runs"):
+        from otb_analysis.answers import opened
         from otb_analysis.report.compare import comparison
+        from otb_analysis.report.terminal import printed
 
-        tables = comparison(paths, conclude_last=True)
+        tables = printed(comparison(opened(paths), conclude_last=True))
     print_all(tables)
 
 
-def _of_readable(config: CompareConfig, compared: Callable[[Sequence[Path]], Result]) -> Result:
+def _of_readable(config: CompareConfig, of: Callable[[Sequence[Path]], Result]) -> Result:
     """Compare the runs that were named, else all complete ones, of which one that cannot be read is left out."""
     if config.runs:
-        return compared(list(dict.fromkeys(run_path(config.root, name) for name in config.runs)))
+        return of(list(dict.fromkeys(run_path(config.root, name) for name in config.runs)))
     paths = [config.root / name for name in complete_runs(config.root)]
     try:
-        return compared(paths)
+        return of(paths)
     except StoreError:
         if not (readable := [path for path in paths if _can_be_read(path)]):
             raise
-        return compared(readable)
+        return of(readable)
 
 
 def report_command(words: Sequence[str]) -> None:
@@ -128,8 +140,8 @@ def report_command(words: Sequence[str]) -> None:
         from otb_analysis.report import write_report
 
         paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
-        files = write_report(paths, config.out, shlex.join(["otb", "report", *words]))
-    more = f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""
+        files = write_report(paths, config.out, shlex.join(["otb", "report", *words]), config.figures)
+    more = f" and {len(files) - 1} pictures" if len(files) > 1 else ""
     sys.stdout.write(f"{files[0]} is written ({files[0].stat().st_size / 1e6:.1f} MB){more}.\n")
 
 
@@ -142,14 +154,14 @@ def run_path(root: Path, name: str) -> Path:
 
 
 def print_all(parts: Sequence[object]) -> None:
-    """Print tables and sentences, each after an empty line."""
-    width = max(Console().width, TABLE_WIDTH)
+    """Print tables and sentences, each after an empty line, in lines that fit the terminal or the pipe."""
+    from otb_analysis.commands.fitting import fitted, line_width
+
+    console = Console(width=line_width())
     for part in parts:
-        folds = isinstance(part, Table) and any(column.overflow == "fold" for column in part.columns)
-        needed = width if folds or not isinstance(part, Table) else Console(width=UNBOUNDED).measure(part).maximum
-        console = Console(width=max(width, needed))
         console.print()
-        console.print(part, markup=False, highlight=False)
+        for piece in fitted(part, console.width) if isinstance(part, Table) else [part]:
+            console.print(piece, markup=False, highlight=False)
 
 
 def complete_runs(root: Path) -> list[str]:
@@ -178,10 +190,11 @@ def complete_runs(root: Path) -> list[str]:
 
 def _can_be_read(path: Path) -> bool:
     """Return whether a run can be compared; say on stderr why one cannot."""
+    from otb_analysis.answers import opened
     from otb_analysis.report.compare import comparison
 
     try:
-        comparison([path])
+        comparison(opened([path]))
     except StoreError as error:
         _left_out(path.name, str(error))
         return False
@@ -195,13 +208,16 @@ def _left_out(run: str, reason: str) -> None:
 def parsed(
     kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
 ) -> Config:
-    """Return a command's configuration from the command line."""
+    """Return a command's configuration from the command line; of many options `--help` shows those in `USED`."""
+    if short := kind in USED and "--help-all" not in words and not {"-h", "--help"}.isdisjoint(words):
+        few, whole = used_and_all(default)
+        description = f"{description}\n\nThese are the {few} options that people use; --help-all shows all {whole}."
     return tyro.cli(
         kind,
         prog=f"otb {command}",
-        args=list(words),
+        args=["--help"] if "--help-all" in words else list(words),
         default=default,
         config=(),
         description=description,
-        registry=registry_of_help(),
+        registry=registry_of_help(short),
     )

@@ -52,13 +52,16 @@ def query_command(words: Sequence[str]) -> int:
 
 def _answered(config: QueryConfig) -> tuple[Sequence[object], object]:
     """Return what the terminal shows, or the record for JSON."""
-    from otb_analysis.report.asked import answer, answer_parts, answer_record, columns_tables, rollouts_record
+    from otb_analysis.report.asked import answer_parts, answer_record, columns_parts, rollouts_record
+    from otb_analysis.report.terminal import printed_parts
     from otb_analysis.store import ASKED_MEMORY, RunStore
+    from otb_analysis.store.asked import asked_sql
 
     store = RunStore(run_path(config.root, config.run), memory_limit=ASKED_MEMORY)
+    table = asked_sql(store.path, config.sql) if config.sql else None
     if config.json:
-        return [], answer_record(store, config.sql) if config.sql else rollouts_record(store)
-    return answer_parts(answer(store, config.sql)) if config.sql else columns_tables(), None
+        return [], rollouts_record(store) if table is None else answer_record(store.path.name, table)
+    return printed_parts(columns_parts() if table is None else answer_parts(table)), None
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,15 @@ def tokens_command(words: Sequence[str]) -> None:
     if not config.run:
         raise InputError("otb tokens needs a run; pass its name, as in otb tokens demo-otb-s0.")
     with shown(), phase("reading the tokens"):
+        from otb_analysis.answers.prompt import prompt_view, token_record, tokens_record
         from otb_analysis.report.asked import answer_parts
-        from otb_analysis.report.tokens_record import prompt_view, token_record, tokens_record
+        from otb_analysis.report.terminal import printed_parts
         from otb_analysis.store import RunStore
 
         store = RunStore(run_path(config.root, config.run))
         view = prompt_view(store, config.step, config.prompt, config.estimator, config.against)
         record = tokens_record(view, config.rollout, config.t) if config.json else None
-        parts = [] if config.json else answer_parts(view.of(config.rollout))
+        parts = [] if config.json else printed_parts(answer_parts(view.of(config.rollout)))
         if config.t is not None and not config.json:
             said = token_record(view, config.rollout, config.t)
             lines = said["numbers"] | ((said["formula"] or {}).get("lines") or {"formula": said["not_known"]})

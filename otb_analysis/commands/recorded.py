@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from otb_analysis.commands.inspect import TABLE_WIDTH, parsed, print_all
+from otb_analysis.commands.inspect import parsed, print_all
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import ImportConfig, ScoreConfig
 from otb_analysis.phases import phase
@@ -43,9 +43,9 @@ def score_command(words: Sequence[str]) -> None:
         quiet_loading()
         path = score(config)
     if first:
-        _tell(path)
-        from otb_analysis.audit.sampling_report import sampling_report
-        from otb_analysis.audit.sampling_text import sampling_lines
+        tell(path)
+        from otb_analysis.checks.sampling_report import sampling_report
+        from otb_analysis.checks.sampling_text import sampling_lines
         from otb_analysis.store import RunStore
 
         for line in sampling_lines(sampling_report(RunStore(path).frame("sampling"))):
@@ -61,19 +61,24 @@ def import_command(words: Sequence[str]) -> None:
             from otb_analysis.rollouts.models import quiet_loading
         quiet_loading()
         path = import_rollouts(command.rollouts, command)
-    _tell(path)
-    from otb_analysis.audit.audited import plan_from_rewards
-    from otb_analysis.report.audit import rates_text
+    tell(path)
+    from otb_analysis.answers import RunAnswers
+    from otb_analysis.report.audit import dead_parts
+    from otb_analysis.report.terminal import printed_parts
     from otb_analysis.store import RunStore
 
-    print_all(rates_text(plan_from_rewards(RunStore(path))))
+    planner = RunAnswers(RunStore(path)).planner
+    print_all(printed_parts([*dead_parts(planner), planner.note]) if planner.dead else [])
 
 
-def _tell(path: Path) -> None:
+def tell(path: Path) -> None:
     """Print what the run holds, and where to look on."""
-    from otb_analysis.report.compare import learning_table
-    from otb_analysis.store import RunStore
+    with shown(), phase("reading the run"):
+        from otb_analysis.answers import opened
+        from otb_analysis.report.compare import learning_grid
+        from otb_analysis.report.terminal import grid_table
 
-    console = Console()
-    Console(width=max(console.width, TABLE_WIDTH)).print(learning_table([RunStore(path)]))
-    console.print(f"{path} is complete; look at it with: otb compare {path.name} --root {path.parent}", soft_wrap=True)
+        table = grid_table(learning_grid(opened([path])))
+    print_all([table])
+    look = f"look at it with: otb compare {path.name} --root {path.parent}"
+    Console().print(f"{path} is complete; {look}", soft_wrap=True)

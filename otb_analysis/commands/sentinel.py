@@ -139,7 +139,7 @@ def _watched(store: "RunStore", config: WatchConfig) -> Ending:
 
 def _alarmed(name: str, findings: "list[Finding]", level: Literal["alarm", "watch"]) -> Ending | None:
     """Return the ending where a detector reached the level: that of the first one, all of them named in the record."""
-    from otb_analysis.report.verdicts import finding_record
+    from otb_analysis.answers.triage import finding_record
 
     steps = {f.detector: f.alarm_step if level == "alarm" else f.watch_step for f in findings}
     fired = sorted((f for f in findings if steps[f.detector] is not None), key=lambda f: int(steps[f.detector] or 0))

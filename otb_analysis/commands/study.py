@@ -8,9 +8,9 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from otb_analysis.commands.inspect import print_json
+from otb_analysis.commands.inspect import parsed, print_json
 from otb_analysis.commands.watching import shown
-from otb_analysis.errors import InputError, Interrupted
+from otb_analysis.errors import InputError, Interrupted, StoreError
 from otb_analysis.phases import phase
 
 
@@ -37,7 +37,7 @@ class StudyConfig:
 
 def study_command(words: Sequence[str]) -> None:
     """Run a study."""
-    config: StudyConfig = tyro.cli(StudyConfig, prog="otb study", args=list(words), config=())
+    config = parsed(StudyConfig, "study", words, StudyConfig())
     if config.json:
         print_json(_committed(config))
         return
@@ -62,8 +62,7 @@ def study_command(words: Sequence[str]) -> None:
 
 def _committed(config: StudyConfig) -> object:
     """Return what the page Studies shows of one study, or of all."""
-    from otb_analysis.report.study_record import studies_record, study_record
-    from otb_analysis.store import committed_studies
+    from otb_analysis.store import committed_studies, study_table, study_tables
     from otb_analysis.study.record import find_studies_folder, find_study
 
     if config != StudyConfig(config.name, json=True):
@@ -71,6 +70,12 @@ def _committed(config: StudyConfig) -> object:
     root = find_studies_folder()
     studies = committed_studies(root)
     if not config.name:
-        return studies_record(studies)
+        return studies
     folder = find_study(config.name, root)
-    return study_record(next(study for study in studies if study.folder == folder))
+    tables: dict[str, object] = {}
+    for name in study_tables(folder):
+        try:
+            tables[name] = study_table(folder, name)
+        except StoreError as error:
+            tables[name] = {"not_read": str(error)}
+    return vars(next(study for study in studies if study.folder == folder)) | {"tables": tables}

@@ -10,6 +10,7 @@ class EstimatorConfig:
 
     name: str = "otb"
     """One of these; docs/catalogue.md gives their formulas.
+    otb train has otb by default, which most come to look at; docs/findings.md says what we would train with.
     No baseline: none.
     Means of the batch: batch_mean, batch_mean_loo.
     Means of the group: group_mean, grpo, rloo, opo, opo_loo.

@@ -1,14 +1,14 @@
-"""Diagnosis of a run: detectors of collapse, change points, attribution of a step's gradient, advice.
+"""Diagnosis of a run: detectors of collapse, change points, attribution of a step's gradient, group sizes.
 
 NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
 """
 
-from otb_analysis.diagnostics.advice import advise, trained_label, update_rollouts
 from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
 from otb_analysis.diagnostics.change_points import ChangePoint, change_points
 from otb_analysis.diagnostics.decline import fall
 from otb_analysis.diagnostics.findings import Finding, StepSeries
 from otb_analysis.diagnostics.registry import DETECTORS, diagnose
+from otb_analysis.diagnostics.trained import trained_label, trained_labels
 
 __all__ = [
     "DETECTORS",
@@ -19,11 +19,10 @@ __all__ = [
     "Holders",
     "StepAttribution",
     "StepSeries",
-    "advise",
     "attribute_step",
     "change_points",
     "diagnose",
     "fall",
     "trained_label",
-    "update_rollouts",
+    "trained_labels",
 ]

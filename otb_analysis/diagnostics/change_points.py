@@ -5,10 +5,8 @@ Unlike a detector's first firing this looks at all steps, later ones too: it dat
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import ruptures
 
 from otb_analysis.diagnostics.findings import StepSeries
 from otb_analysis.diagnostics.windows import MIN_SPREAD, NORMAL
@@ -47,7 +45,7 @@ class ChangePoint:
 
 
 def change_points(series: StepSeries, columns: tuple[str, ...] = COLUMNS) -> list[ChangePoint]:
-    """Find the lasting changes of some quantities by PELT with a squared-error cost on block medians.
+    """Find the lasting changes of some quantities: the best cut of their block medians into segments.
 
     Minimises Σ over segments of the squared deviations + penalty · number of changes, penalty = 8·σ²·log n, σ from the
     differences of neighbouring points, robustly. Positive quantities are taken by their logarithm.
@@ -66,8 +64,7 @@ def _of_one(series: StepSeries, name: str) -> list[ChangePoint]:
     # Medians of blocks: a single spike is no change of level.
     points = np.median(value[: n * BLOCK].reshape(n, BLOCK), axis=1)
     sigma = _noise(points, MIN_SPREAD if log else 1e-9)
-    search = ruptures.KernelCPD(kernel="linear", min_size=2).fit(points[:, None])
-    ends: Any = search.predict(pen=PENALTY * sigma**2 * np.log(n))
+    ends = best_cut(points, PENALTY * sigma**2 * np.log(n))
     edges = [0, *ends]
     # The cost is of means, but the levels reported are medians, which an outlier does not move.
     levels = [float(np.median(points[a:b])) for a, b in pairwise(edges)]
@@ -77,6 +74,26 @@ def _of_one(series: StepSeries, name: str) -> list[ChangePoint]:
         for at, (before, after) in zip(ends, pairwise(levels), strict=False)
         if abs(after - before) >= least
     ]
+
+
+def best_cut(points: Float, penalty: float) -> list[int]:
+    """Return where segments of two points or more end that minimise Σ (x − segment mean)² + penalty · segments.
+
+    Optimal partitioning (Jackson et al. 2005): F(t) = min_s F(s) + cost(s, t) + penalty, in n steps of up to n numbers.
+    """
+    x = points - points.mean()
+    one, two = (np.concatenate([[0.0], np.cumsum(x**k)]) for k in (1, 2))
+    least, start = np.full(x.size + 1, np.inf), np.zeros(x.size + 1, int)
+    least[0] = 0.0
+    for t in range(2, x.size + 1):
+        s = np.arange(t - 1)
+        total = least[s] + (two[t] - two[s]) - (one[t] - one[s]) ** 2 / (t - s) + penalty
+        start[t] = int(total.argmin())
+        least[t] = total[start[t]]
+    ends = [x.size]
+    while start[ends[0]]:
+        ends.insert(0, int(start[ends[0]]))
+    return ends
 
 
 def _noise(points: Float, least: float) -> float:

@@ -10,16 +10,26 @@ from itertools import pairwise
 
 import numpy as np
 
-from otb_analysis.diagnostics.advice import RISK, Choice, judge
 from otb_analysis.diagnostics.dead_groups import DeadGroups, dead_groups, rates_line
-from otb_analysis.statistics import NOTHING, REFERENCE, Interval, deleted_moments, efficiency, jackknife_interval
-from otb_analysis.statistics.moments.absolute import may_be_shown
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    NOTHING,
+    REFERENCE,
+    Interval,
+    deleted_moments,
+    efficiency,
+    jackknife_interval,
+    told,
+)
+from otb_analysis.statistics.moments.absolute import has_signal, may_be_shown
 from otb_analysis.statistics.moments.gram import Truth, truth_of
 from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
 from otb_analysis.statistics.moments.measures import batch_variance, quotient, with_projection
 from otb_analysis.types import Float, Gram, Label, Proved
 
 NONE: Label = ("none", "none")
+RISK = 0.05
+"""Chance that any interval misses, all comparisons of sizes together."""
 LARGER = (2, 4)
 """Multiples of the recorded size that the formula is asked for."""
 BY_FORMULA = (
@@ -27,6 +37,7 @@ BY_FORMULA = (
 )
 NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into halves and quarters."
 BY_GRADIENTS = " Measuring it needs the model: otb audit --model DIR --rollouts FILE --go."
+ALL_DEAD = "Every group has equal rewards, so nothing is said about group sizes; take prompts of another difficulty."
 NOT_HALVED = "Other group sizes cannot be known: recorded groups must be of one size that can be halved into 2 or more."
 
 
@@ -38,11 +49,10 @@ class Cell:
     energy_source: str
     size: int
     efficiency: float | None  # None where it must not be shown by itself, as above
-    ratio: Interval | None  # Over the trainer's estimator at the recorded size; all intervals together 95 %
     best: bool  # Intervals show that both neighbours on its curve are worse
     cut: bool  # Recorded groups were cut to this size; else it follows by formula
-    # Against its own recorded size, None there; all together 95 %. For `none` and `rloo` variance over variance, for
-    # others efficiency there over efficiency here: below 1 is better.
+    # Against its own recorded size, None there and where noise hides it; all together 95 %. Variance over variance
+    # where the projection is proved at every size, else efficiency here over efficiency there: below 1 is better.
     cost: Interval | None
 
 
@@ -71,7 +81,6 @@ class _Curve:
 def plan(
     grams: Mapping[int, Gram],
     subgroups: Mapping[int, Mapping[int, Gram]],
-    trained: Label | None,
     groups: Sequence[tuple[object, Sequence[float]]],
     steps: int,
     known: Proved = NOTHING,
@@ -80,7 +89,6 @@ def plan(
 
     Args:
         grams: Gram matrix of each measured step; `subgroups` those of smaller groups, by size and step.
-        trained: The trainer's estimator, None where it was not measured.
         groups: Prompt and rewards of each recorded group; `steps` complete steps they are from.
         known: What is proved of the estimators in groups of the recorded size.
     """
@@ -94,13 +102,15 @@ def plan(
     notes = []
     cells: tuple[Cell, ...] = ()
     best_size = None
+    if dead and dead[-1].share.estimate == 1:
+        return Planner(rollouts, size, (), dead, ALL_DEAD)
     if size is not None and by_size and common:
         by_size[size] = [grams[step] for step in common]
         rollouts = round(np.mean([gram.n_rollouts for gram in by_size[size]]))
         curves = _curves(by_size, rollouts, known)
         # All comparisons of sizes hold together with 95 %.
         level = 1 - RISK / max(sum(len(curve.cost) - 1 for curve in curves.values()), 1)
-        cells = _cells(curves, (size, rollouts), _against(curves, size, trained, rollouts), level)
+        cells = _cells(curves, (size, rollouts), level)
         best_size = _best_size(curves, level)
         by_formula = any(not cell.cut for cell in cells)
         notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size))
@@ -122,6 +132,7 @@ def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved)
     truth = {size: truth_of(grams, REFERENCE, known) for size, grams in by_size.items()}
     whole = max(by_size)
     truth_sq = deleted_moments(by_size[whole], REFERENCE, truth[whole]).truth_sq
+    signal = has_signal(deleted_moments(by_size[whole], REFERENCE, truth[whole]))
     # A projection of 1 is proved at every size; others depend on it.
     proved = {label for label, c in known.projection.items() if c == 1}
     curves = {}
@@ -137,10 +148,20 @@ def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved)
             at = {size: with_projection(one, 1.0) for size, one in at.items()}
         curves[label] = _Curve(
             {size: efficiency(one, rollouts / size) for size, one in at.items()},
-            # ‖∇J‖² is the same at every size and cancels.
-            {s: quotient(one.mean_sq + batch_variance(one, rollouts / s), one.along**2) for s, one in at.items()},
+            {
+                s: batch_variance(one, rollouts / s)
+                if label in proved  # one rule for all comparisons: proved ones by variance alone
+                # ‖∇J‖² is the same at every size and cancels.
+                else quotient(one.mean_sq + batch_variance(one, rollouts / s), np.where(signal, one.along**2, np.nan))
+                for s, one in at.items()
+            },
             frozenset(by_size),
         )
+    if not signal and truth_sq.size > MIN_CLUSTERS:  # what is measured along ∇J is not known
+        hidden = np.full_like(truth_sq, np.nan)
+        curves = {
+            one: replace(curve, efficiency=dict.fromkeys(curve.efficiency, hidden)) for one, curve in curves.items()
+        }
     return curves
 
 
@@ -179,20 +200,9 @@ def _positive(power: Float, mean_sq: Float, by_formula: bool) -> Float:
     return np.where(power[0] > mean_sq[0], power, np.nan) if by_formula else power
 
 
-def _against(
-    curves: Mapping[Label, _Curve], size: int, trained: Label | None, rollouts: int
-) -> dict[Choice, Interval | None]:
-    """Return every efficiency over that of the trainer's estimator at the recorded size."""
-    if trained is None or trained not in curves:
-        return {}
-    values = {Choice(*label, n): value for label, curve in curves.items() for n, value in curve.efficiency.items()}
-    return {one.choice: one.ratio for one in judge(values, Choice(*trained, size), rollouts).candidates}
-
-
 def _cells(
     curves: Mapping[Label, _Curve],
     recorded: tuple[int, int],
-    against: Mapping[Choice, Interval | None],
     level: float,
 ) -> tuple[Cell, ...]:
     cells, (size, rollouts) = [], recorded
@@ -205,10 +215,9 @@ def _cells(
                     *label,
                     n,
                     value if may_be_shown(value, rollouts / n, curve.efficiency[n].size - 1) else None,
-                    against.get(Choice(*label, n)),
                     n == best,
                     n in curve.cut,
-                    None if n == size else _ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}"),
+                    None if n == size else _told(_ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")),
                 )
             )
     return tuple(cells)
@@ -244,6 +253,10 @@ def _best_size(curves: Mapping[Label, _Curve], level: float) -> Interval | None:
         return None
     low, estimate, high = (max(1 + x, 2.0) for x in (above.low, above.estimate, above.high))
     return replace(above, estimate=estimate, low=low, high=high, p_value=None)
+
+
+def _told(cost: Interval | None) -> Interval | None:
+    return cost if told(cost) or (cost is not None and cost.n_clusters < MIN_CLUSTERS) else None
 
 
 def _ratio(above: Float, below: Float, level: float, what: str) -> Interval | None:

@@ -1,9 +1,6 @@
 """Shares of ‖ḡ‖² at a step: prompts as bars of signal and noise, tokens as a curve of what the largest hold."""
 
-import shlex
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +8,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import Holders, StepAttribution
-from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
 from otb_analysis.figures.theme import RULE, panels, place
 from otb_analysis.figures.tokens import visible
@@ -19,9 +15,6 @@ from otb_analysis.types import Float32
 
 MOST_PROMPTS = 24
 """Prompts drawn; the others are one bar."""
-
-RECORDED = ("model", "rollouts", "format", "prompts", "group_size", "text", "ended", "temperature")
-"""Settings of `otb score` that say which rollouts are measured, and how they were sampled."""
 
 TEXT = 60
 """Characters of a prompt's text in a table."""
@@ -123,49 +116,3 @@ def attribution_table(
     prompts = dict(zip(first["group"], first["prompt"].fillna("").astype(str), strict=True))
     table["text"] = [" ".join(prompts.get(g, "").split())[:TEXT] for g in holders.group]
     return table
-
-
-def not_attributed(step: int, attributed: Sequence[int]) -> tuple[str, int | None]:
-    """Return that a step has no attribution, and the nearest step that has, None where none has."""
-    if not attributed:
-        return "No step of this run says which tokens held its gradient.", None
-    near = min(attributed, key=lambda other: abs(other - step))
-    return f"Step {step} has no attribution; the nearest step that has is {near}.", near
-
-
-def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple[str, str]:
-    """Return how a step's attribution is measured for a run that lacks it: a sentence, and the command if it is known.
-
-    A past step's weights are gone, so a trained run is trained again from its configuration and seed.
-    """
-    path = Path(run)
-    if "optimize" in config:
-        command = ["train", "--config", str(path / "run.json"), "--run", f"{path.name}-attributed"]
-        command += ["--measure.attribution.first", str(step), "--measure.attribution.every", "1"]
-        return f"This trains the run again, from the same seed, and measures it from step {step} on:", _otb(command)
-    if config.get("model") and config.get("rollouts"):
-        same = [w for name in RECORDED if name in config for w in (f"--{name.replace('_', '-')}", str(config[name]))]
-        command = ["score", *same, "--root", str(path.parent), "--run", f"{path.name}-attributed"]
-        return "This scores the same rollouts again and measures it:", _otb(
-            [*command, "--measure.attribution.every", "1"]
-        )
-    return "`otb train --measure.attribution.every 1` measures every step, `otb audit` those of recorded rollouts.", ""
-
-
-def _otb(words: Sequence[str]) -> str:
-    return shlex.join(["otb", *words])
-
-
-def attribution_line(attribution: StepAttribution) -> str:
-    """Return the step's attribution in two sentences."""
-    tokens, total = attribution.tokens, len(attribution.tokens)
-    text = (
-        f"At step {attribution.step} ‖ḡ‖² = {number(attribution.norm_sq)}; {tokens.holding():,} of {total:,} tokens "
-        f"({tokens.holding() / total:.1%}) hold half of all |shares|"
-    )
-    if attribution.signal_total is None or attribution.noise_total is None:
-        return f"{text}; signal and noise were not told apart (--measure.attribution.split)."
-    return (
-        f"{text}. Signal, what prompts have in common, is {number(attribution.signal_total)}; "
-        f"noise, each prompt's own part, is {number(attribution.noise_total)}."
-    )

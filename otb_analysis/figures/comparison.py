@@ -1,57 +1,61 @@
-"""Side by side: every estimator's variance, SF and efficiency as ratios to another's, with paired intervals."""
+"""Side by side: every estimator over another one, by itself and with all that were looked at, on the same rollouts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.conclusion import noise_scale_cell
-from otb_analysis.figures.gradient_table import against_truth, hidden_columns, is_defined, labels, trace_style
-from otb_analysis.figures.numbers import interval_cell, number, span
+from otb_analysis.figures.gradient_table import labels, trace_style
+from otb_analysis.figures.numbers import MISSING, interval_cell, noise_scale_cell, number, shown_name, span
 from otb_analysis.figures.scales import log_axis
-from otb_analysis.figures.styles import Style
-from otb_analysis.figures.theme import RULE, TITLE, TOP, note_in_panel, panels, place
+from otb_analysis.figures.styles import GREY, Style
+from otb_analysis.figures.theme import RULE, TOP, note_in_panel, panels, place
 from otb_analysis.figures.variance import UNDEFINED
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
-    GradientStatistics,
+    Decision,
     Interval,
+    PairedRatios,
+    decide,
     paired_ratios,
     pooled_statistics,
+    told,
 )
 from otb_analysis.types import Gram, Label, Proved
 
 RATIOS = (
-    ("efficiency", "Efficiency ratio", "right of 1 is better"),
-    ("sf", "SF ratio", "left of 1 is better"),
+    ("sf", "SF ratio", "noise at equal progress; left is better"),
+    ("efficiency", "Efficiency ratio", "right is better"),
     ("variance", "Variance ratio", "smaller for shorter steps, too"),
 )
+DECIDES = {"variance": "sf", "efficiency": "efficiency"}
+"""Which ratio decides, by how a pair is compared."""
 VALUES = ("efficiency", "sf", "variance", "projection", "relative_bias", "rollout_equivalents")
+TWO = ".2f"
+"""Digits of ratios and shares."""
 OWN = ("efficiency", "relative_bias", "rollout_equivalents")
 """Values of an estimator itself that are shown with their intervals."""
-ORDERED = "Most efficient first."
-NOT_DISTINGUISHABLE = (
-    "Not distinguishable: no interval leaves out 1, so nothing is told from {}. The order says nothing."
-)
-_ONE = Interval(1.0, None, None, 0, "the estimator over itself")
+_ONE = Interval(1.0, 1.0, 1.0, 0, "the same update, up to the length of its step")
 
 
 @dataclass(frozen=True)
 class Row:
     """One estimator of the comparison."""
 
+    key: Label
     label: str
     style: Style
-    # Interval of each ratio in the order of `RATIOS`; None where the ratio is undefined.
-    ratios: tuple[Interval | None, ...]
-    # Its own `VALUES`; None where undefined or not to be shown.
-    values: dict[str, float | None]
-    # Intervals of `OWN` and of the noise scale; None where undefined or not to be shown.
-    intervals: dict[str, Interval | None]
+    ratios: tuple[Interval | None, ...]  # 95 % each by itself, in the order of `RATIOS`; None where noise hides it
+    decides: str  # Which of them is judged; empty for the estimator that all are compared with, and for multiples
+    together: Interval | None  # Of that one, 95 % with all that were looked at; None without an interval
+    told: str  # better, worse, or empty where that interval holds 1
+    values: dict[str, float | None]  # Its own `VALUES`; None where undefined or not to be shown
+    intervals: dict[str, Interval | None]  # Of `OWN` and of the noise scale; likewise
     c_known: bool  # True where its projection is proved, so that its SF is a variance
     n_prompts: int  # Independent prompts it was measured on
 
@@ -60,163 +64,245 @@ class Row:
 class ComparisonInfo:
     """The numbers behind the forest plot."""
 
-    # Best efficiency first, or best SF where that is lost in the noise, undefined ones last; as measured where nothing
-    # is told apart, since a ranking would be of noise.
+    # The estimator that all are compared with first; then those with a proved projection, the least noisy first, then
+    # the others, the most efficient first. As measured where nothing is told apart: a ranking would be of noise.
     rows: tuple[Row, ...]
     against: str
     n_steps: int
     n_prompts: int
-    estimand: str  # What points and intervals are, in words
+    looked_at: int  # Comparisons that share the risk of an error
+    sampled: bool  # False where another sampler drew the tokens, so that nothing is judged
 
     @property
-    def order(self) -> str:
-        """What the order of the rows says."""
-        return ORDERED if any(_differs(row) for row in self.rows) else NOT_DISTINGUISHABLE.format(self.against)
+    def together(self) -> str:
+        """What the corrected intervals are called."""
+        return f"all {self.looked_at} together"
+
+    @property
+    def words(self) -> str:
+        """What points, intervals and their order are, in words."""
+        where = "one measured step" if self.n_steps == 1 else f"{self.n_steps} measured steps"
+        prompts = f"{self.n_prompts} prompt{'s' * (self.n_prompts != 1)}"
+        start = f"Ratios to {self.against} on the same rollouts, {prompts} of {where}."
+        if self.n_prompts < MIN_CLUSTERS:
+            return f"{start} Below {MIN_CLUSTERS} prompts these are points without intervals."
+        if not self.sampled:
+            return f"{start} Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
+        if not self.looked_at:
+            return f"{start} What is judged has no interval here, so nothing is told from {self.against}."
+        order = "Proved step lengths first." if any(row.told for row in self.rows) else (
+            f"No interval of {self.together} leaves out 1, so nothing is told from {self.against} and the order says "
+            "nothing."
+        )  # fmt: skip
+        return f"{start} 95 % intervals over prompts: thick, one look; thin, {self.together}. {order}"
 
 
 def comparison_info(
     grams: Sequence[Gram],
-    against: str = "rloo",
+    against: str | Label = "rloo",
     energy_source: str = "both",
     estimators: Iterable[str] | None = None,
     known: Proved = NOTHING,
+    sampled: bool = True,
 ) -> ComparisonInfo:
     """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
 
     ratio = measure(estimator)/measure(against), sums over steps before anything is divided; the interval deletes one
-    prompt at a time (paired, on the logarithm), from 16 prompts up.
+    prompt at a time (paired, on the logarithm), from 16 prompts up. What is claimed of a row follows from `decide`,
+    which counts all estimators that were measured, whichever rows are shown.
 
-    `against` is compared with its first energy source. `energy_source` limits the rows to estimators that read no
-    energy or this kind; `both` shows all.
+    Args:
+        against: A name, which is compared with its first energy source, or a label.
+        energy_source: Limits the rows to estimators that read no energy or this kind; `both` shows all.
+        estimators: Limits them to these names.
+        sampled: False where another sampler drew the tokens, see `decide`.
 
     Raises:
         InputError: The estimator was not measured in any of the steps.
     """
-    measured = dict.fromkeys(label for gram in grams for label in gram.labels)
-    shown = [label for label in measured if energy_source == "both" or label[1] in ("none", energy_source)]
-    if estimators is not None:
-        shown = [label for label in shown if label[0] in {against, *estimators}]
-    base = next((label for label in shown if label[0] == against), None)
-    if base is None:
-        raise InputError(f"against is {against!r}, which was not measured; {nearest(against, [m for m, _ in shown])}")
-    rows, name = compared(grams, base, shown, known), labels(shown)[base]
-    if any(_differs(row) for row in rows):
-        rows.sort(key=_rank)
-    n_prompts = next(row.n_prompts for row in rows if row.label == name)
-    return ComparisonInfo(tuple(rows), name, len(grams), n_prompts, _estimand(len(grams), n_prompts))
+    measured = list(dict.fromkeys(label for gram in grams for label in gram.labels))
+    base = against if isinstance(against, tuple) else next((one for one in measured if one[0] == against), None)
+    if base not in measured or base is None:
+        name = against if isinstance(against, str) else against[0]
+        raise InputError(f"against is {name!r}, which was not measured; {nearest(name, [m for m, _ in measured])}")
+    kept = None if estimators is None else {base[0], *estimators}
+    shown = [
+        label
+        for label in measured
+        if label == base or (((energy_source == "both" or label[1] in ("none", energy_source)))
+        and (kept is None or label[0] in kept))
+    ]  # fmt: skip
+    decision = decide(grams, base, known, sampled=sampled)
+    rows = compared(grams, decision, shown, known)
+    if any(row.told for row in rows):
+        rows.sort(key=lambda row: _rank(row, base))
+    name = labels(shown)[base]
+    return ComparisonInfo(tuple(rows), name, len(grams), decision.n_prompts, decision.looked_at, sampled)
 
 
-def compared(grams: Sequence[Gram], base: Label, shown: Sequence[Label], known: Proved) -> list[Row]:
-    """Return a row for each of `shown`, all of which were measured, as ratios to `base`."""
+def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], known: Proved) -> list[Row]:
+    """Return a row for each of `shown`, all of which were measured, as ratios to what the decision compares with."""
+    base = decision.against
     by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known, only=shown)}
     pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known, only=shown)}
-    rows, names = [], labels(shown)
+    names, rows = labels(shown), []
     for label in shown:
-        pair, statistics = pairs.get(label), by_label[label]
-        lost = {name for one in (statistics, by_label[base]) if not is_defined(one) for name in against_truth(one)}
+        one, statistics = decision.of(label), by_label[label]
+        pair = pairs.get(label)
+        proved = pair is not None and pair.c_known
+        # What is measured along ∇J is known where ∇J is: both efficiencies then, and the SF of estimated step lengths.
+        sampled = decision.cause != "another sampler"
+        along = sampled and statistics.signal and by_label[base].signal
+        own = {of: statistics.shown(of) if sampled or of == "variance" else None for of in (*VALUES, "noise_scale")}
+        known_ratios = {"variance": True, "sf": proved or along, "efficiency": along}
+        same = decision.alike[label].of == base  # the same update, up to the length of its step
         ratios = tuple(
-            None if name in lost else _ONE if label == base else told(getattr(pair, name, None)) for name, *_ in RATIOS
+            _ONE
+            if label == base or (same and name != "variance")
+            else _shown(pair, name)
+            if known_ratios[name]
+            else None
+            for name, *_ in RATIOS
         )
-        rows.append(_row(names[label], statistics, ratios))
+        told_to_be = "" if one is None or label == base else "better" if one.better else "worse" if one.worse else ""
+        rows.append(
+            Row(
+                key=label,
+                label=names[label],
+                style=trace_style(*label),
+                ratios=ratios,
+                decides=DECIDES[one.by] if one is not None and label != base else "",
+                together=one.together if one is not None and label != base else None,
+                told=told_to_be,
+                values={of: getattr(statistics, of) if own[of] else None for of in VALUES},
+                intervals={of: own[of] for of in (*OWN, "noise_scale")},
+                c_known=statistics.c_known,
+                n_prompts=statistics.n_clusters,
+            )
+        )
     return rows
 
 
-def told(ratio: Interval | None) -> Interval | None:
+def _shown(pair: PairedRatios | None, name: str) -> Interval | None:
     """Return a ratio but where prompts suffice for an interval and noise leaves none: a point would be chance."""
-    return None if ratio is None or (ratio.low is None and ratio.n_clusters >= MIN_CLUSTERS) else ratio
+    ratio: Interval | None = getattr(pair, name, None)
+    return ratio if told(ratio) or (ratio is not None and ratio.n_clusters < MIN_CLUSTERS) else None
 
 
-def _row(name: str, statistics: GradientStatistics, ratios: tuple[Interval | None, ...]) -> Row:
-    hidden = hidden_columns(statistics)
-    hidden += ("rollout_equivalents",) if "sf" in hidden else ()
-    values = {of: None if of in hidden else getattr(statistics, of) for of in VALUES}
-    intervals = {of: None if of in hidden else statistics.intervals[of] for of in (*OWN, "noise_scale")}
-    style = trace_style(statistics.estimator, statistics.energy_source)
-    return Row(name, style, ratios, values, intervals, statistics.c_known, statistics.n_clusters)
+def _rank(row: Row, base: Label) -> tuple[int, float]:
+    """The estimator compared with first, then proved ones by SF, then the others by efficiency, undefined ones last."""
+    sf, efficiency, _ = row.ratios
+    if sf is _ONE:
+        return 0, float(row.key != base)
+    if row.decides == "sf":
+        return 1, sf.estimate if sf else np.inf
+    return 2, -efficiency.estimate if efficiency else np.inf
 
 
-def _differs(row: Row) -> bool:
-    """Tell whether an interval of the efficiency ratio, or where there is none of the SF ratio, leaves out 1."""
-    ratio = row.ratios[0] or row.ratios[1]
-    return ratio is not None and ratio.low is not None and ratio.high is not None and not ratio.low <= 1 <= ratio.high
+def _together(row: Row) -> str:
+    """Return the interval that holds with all others, with a star where it leaves out 1, and digits that show so."""
+    if row.together is None:
+        return MISSING
+    cell = interval_cell(row.together, TWO)
+    cell = interval_cell(row.together, ".3f") if row.told and "1.00" in cell else cell
+    return f"{'SF' if row.decides == 'sf' else 'eff.'} {cell}{'*' * bool(row.told)}"
 
 
-def _rank(row: Row) -> tuple[bool, float]:
-    """Best efficiency first; where that is lost in the noise for some, best SF, and undefined ones last."""
-    efficiency, sf, _ = row.ratios
-    if efficiency is not None:
-        return False, 1 / efficiency.estimate if efficiency.estimate > 0 else np.inf
-    return sf is None, sf.estimate if sf else np.inf
+def display_table(info: ComparisonInfo, beside: Decision | None = None, every: bool = True) -> pd.DataFrame:
+    """Return the comparison as it is read at every door, intervals in brackets; a dash where noise hides a number.
 
-
-def display_table(info: ComparisonInfo) -> pd.DataFrame:
-    """Return the comparison as it is read: three significant digits, intervals in brackets behind their ratio."""
+    Args:
+        beside: A decision against another estimator, whose intervals of all together stand in a column of their own.
+        every: Add what compares with other batches only: bias, efficiency and noise scale by themselves, variances.
+    """
     records = []
     for row in info.rows:
-        record: dict[str, object] = {"estimator": row.label}
-        own = row.values | {name: interval_cell(row.intervals[name]) for name in OWN}
-        record |= {_TITLES.get(name, name): value for name, value in own.items()}
-        record["projection is"] = "proved" if row.c_known else "estimated"
-        record["noise scale"] = noise_scale_cell(row.intervals["noise_scale"])
-        for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
-            record[f"{_TITLES[name]} ÷ {info.against}"] = interval_cell(ratio)
+        (sf, efficiency, variance), scale, c = row.ratios, row.intervals["noise_scale"], row.values["projection"]
+        record = {
+            "estimator": row.key[0],
+            "energy": row.key[1],
+            f"SF ÷ {info.against}": interval_cell(sf, TWO),
+            f"efficiency ÷ {info.against}": interval_cell(efficiency, TWO),
+            info.together: _together(row),
+        }  # fmt: skip
+        if beside is not None:
+            one = beside.of(row.key)
+            name = f"efficiency ÷ {shown_name(beside.against)}, all {beside.looked_at}"
+            record[name] = interval_cell(one.together if one else None, TWO)
+        record["equiv."] = interval_cell(row.intervals["rollout_equivalents"], ".0f")
+        record["c"] = MISSING if c is None else f"{c:.4g} proved" if row.c_known else f"≈{c:.2f}"
+        if every:
+            record |= {
+                "bias": interval_cell(row.intervals["relative_bias"], ".2g"),
+                "efficiency": interval_cell(row.intervals["efficiency"], TWO),
+                "noise scale": MISSING if scale is None else noise_scale_cell(scale),
+                f"variance ÷ {info.against}": interval_cell(variance, TWO),
+                "variance": number(row.values["variance"]),
+            }
         records.append(record)
-    return pd.DataFrame(records)
-
-
-_TITLES = {
-    "efficiency": "efficiency", "sf": "SF", "variance": "variance", "relative_bias": "bias",
-    "rollout_equivalents": "rollout equivalents",
-}  # fmt: skip
-
-
-def _estimand(n_steps: int, n_prompts: int) -> str:
-    where = "one measured step" if n_steps == 1 else f"{n_steps} measured steps"
-    prompts = f"{n_prompts} prompt{'s' * (n_prompts != 1)}"
-    start = f"Ratio of the two expectations over {prompts} of {where}, on the same rollouts"
-    if n_prompts < MIN_CLUSTERS:
-        return f"{start}; below {MIN_CLUSTERS} prompts these are points without intervals."
-    return f"{start}, with 95 % intervals clustered by prompt (paired jackknife on the log-ratio)."
+    table: Any = pd.DataFrame(records)
+    # The reference over itself, and multiples of it, are 1 in a column of dashes, too.
+    empty = {
+        f"{title} ÷ {info.against}"
+        for k, title in enumerate(("SF", "efficiency", "variance"))
+        if all(row.ratios[k] in (None, _ONE) for row in info.rows)
+    }
+    return table[[name for name in table if name not in empty and set(table[name]) != {MISSING}]]
 
 
 def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
-    """Return the comparison as a table, one row per estimator: its own values, then each ratio with its interval."""
+    """Return the comparison as a table, one row per estimator: each ratio with its intervals, then its own values."""
     records = []
     for row in info.rows:
-        record: dict[str, object] = {"estimator": row.label, **row.values, "c_known": row.c_known}
+        record: dict[str, object] = {
+            "estimator": row.key[0], "energy_source": row.key[1], "c_known": row.c_known, "decides": row.decides,
+            "told": row.told,
+        }  # fmt: skip
         intervals = {f"{name}_ratio": ratio for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True)}
-        for name, interval in {**row.intervals, **intervals}.items():
+        for name, interval in {**intervals, "together": row.together, **row.intervals}.items():
             ends = (None, None, None) if interval is None else (interval.estimate, interval.low, interval.high)
             record |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
-        records.append(record)
+        records.append(record | {name: value for name, value in row.values.items() if name not in OWN})
     table = pd.DataFrame(records)
-    return table.astype({name: float for name in table if name not in ("estimator", "c_known")})
+    words = ("estimator", "energy_source", "c_known", "decides", "told")
+    return table.astype({name: float for name in table if name not in words})
 
 
 def plot_comparison(info: ComparisonInfo) -> go.Figure:
     """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1.
 
-    Open marks have no interval. An arrow at the edge says that an interval goes on beyond it.
+    A thick bar is the interval of one look; a thin one, of the ratio that is judged, holds with all others. Open marks
+    have no interval. An arrow at the edge says that an interval goes on beyond it.
     """
     count = len(info.rows)
-    height = 27 * count + 130
+    height = 27 * count + 160
     figure = panels([(title, line) for _, title, line in RATIOS], 3, height=height - TOP, shared_x=False)
     heights = {row.label: count - 1 - k for k, row in enumerate(info.rows)}
     for index, (name, *_) in enumerate(RATIOS):
         where = place(index, 3)
         drawn = [(row, ratio) for row in info.rows if (ratio := row.ratios[index]) is not None and ratio.estimate > 0]
-        ends = [end for _, ratio in drawn for end in (ratio.low, ratio.high) if end is not None]
+        wide = {row.label: row.together for row, _ in drawn if row.decides == name and row.together is not None}
+        every = [*(ratio for _, ratio in drawn), *wide.values()]
+        ends = [end for ratio in every for end in (ratio.low, ratio.high) if end is not None]
         axis = log_axis([1.0, *(ratio.estimate for _, ratio in drawn)], ends, most=4)
         for row, ratio in drawn:
             marker = {"color": row.style.color, "line": {"color": row.style.color, "width": 1.6}}
             symbol = row.style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
-            said = "<br>no interval" if ratio.low is None else f"<br>95 % interval {span(ratio.low, ratio.high)}"
+            said = "<br>no interval" if ratio.low is None else f"<br>one look {span(ratio.low, ratio.high)}"
+            together = wide.get(row.label)
+            said += "" if together is None else f"<br>{info.together} {span(together.low, together.high)}"
+            if together is not None:
+                figure.add_scatter(
+                    x=np.array([together.estimate], np.float32), y=[heights[row.label]], mode="markers",
+                    showlegend=False, hoverinfo="skip", error_x=_bar(together, 1), **where,
+                    marker={"color": row.style.color, "size": 1},
+                )  # fmt: skip
             figure.add_scatter(
                 x=np.array([ratio.estimate], np.float32), y=[heights[row.label]], mode="markers", showlegend=False,
-                marker=marker | {"symbol": symbol, "size": 9}, error_x=_bar(ratio), **where,
+                marker=marker | {"symbol": symbol, "size": 9}, error_x=_bar(ratio, 4), **where,
                 hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{said}<extra></extra>",
             )  # fmt: skip
-            for end, symbol in _beyond(ratio, axis["range"]):
+            for end, symbol in _beyond(together or ratio, axis["range"]):
                 figure.add_scatter(
                     x=[10**end], y=[heights[row.label]], mode="markers", showlegend=False, hoverinfo="skip",
                     marker=marker | {"symbol": symbol, "size": 8}, cliponaxis=False, **where,
@@ -229,7 +315,10 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         # Numbers, not categories: a browser leaves out the name of a row without a point.
         names = {"tickvals": list(heights.values()), "ticktext": list(heights), "range": [-0.6, count - 0.4]}
         figure.update_yaxes(**names, showticklabels=index == 0, zeroline=False, **where)
-    return figure.update_layout(margin={"l": 150, "t": TITLE + 6}, height=height)
+    for thickness, words in ((4, "one look"), (1, info.together)) if info.looked_at else ():
+        line = {"color": GREY, "width": thickness}
+        figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=words, showlegend=True, row=1, col=1)
+    return figure.update_layout(margin={"l": 150, "t": TOP}, height=height)
 
 
 def _beyond(ratio: Interval, shown: Sequence[float]) -> list[tuple[float, str]]:
@@ -241,8 +330,8 @@ def _beyond(ratio: Interval, shown: Sequence[float]) -> list[tuple[float, str]]:
     return left + ([(high, "triangle-right")] if np.log10(ratio.high) > high else [])
 
 
-def _bar(ratio: Interval) -> dict[str, object]:
+def _bar(ratio: Interval, thickness: float) -> dict[str, object]:
     if ratio.low is None or ratio.high is None:
         return {"type": "data", "array": [0], "visible": False}
     ends = {"array": [ratio.high - ratio.estimate], "arrayminus": [ratio.estimate - ratio.low]}
-    return {"type": "data", "symmetric": False, "thickness": 1.5, "width": 0, **ends}
+    return {"type": "data", "symmetric": False, "thickness": thickness, "width": 0, **ends}

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from otb_analysis.figures import svg
 from otb_analysis.figures.numbers import bracketed
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style, run_styles
@@ -186,3 +187,26 @@ def _step_titles(figure: go.Figure, count: int, columns: int) -> None:
 def plain_name(text: str) -> str:
     """Keep Plotly from reading markup or a template in a run's name."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")
+
+
+def curves_svg(info: CurvesInfo) -> str:
+    """Return the curves as an SVG file, three panels in a row; panels without a curve are left out."""
+    styles = run_styles(info.estimators)
+    drawn = tuple(
+        svg.Panel(
+            quantity.title,
+            quantity.line,
+            "step",
+            [
+                svg.Curve(
+                    c.step.tolist(), c.smooth.tolist(), c.run,
+                    color=styles[c.run].color, dashed=styles[c.run].dash != "solid",
+                )
+                for c in curves
+            ],
+            y_range=(0.0, 1.0) if quantity.share else None,
+        )
+        for quantity, curves in zip(info.quantities, info.curves, strict=True)
+        if curves
+    )  # fmt: skip
+    return svg.svg(drawn, columns=3)

@@ -1,5 +1,6 @@
 """Proxy against exact energies: where they agree, and whether they agree where the baseline looks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.numbers import number, span
+from otb_analysis.figures.numbers import formatted, number, span
 from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.styles import ORANGE
 from otb_analysis.figures.theme import RAMP, TEMPLATE, panels, place
@@ -244,3 +245,18 @@ def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
     if lost.n_clusters < MIN_CLUSTERS:
         return number(None), f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
     return number(None), f"no interval on these {lost.n_clusters} prompts"
+
+
+def agreement_display(measured: Iterable[tuple[str, str, Fidelity]]) -> pd.DataFrame:
+    """Return correlations as they are read, pooled and within (prompt, t): one row per run and kind of energy."""
+    return pd.DataFrame(
+        {
+            "run": run,
+            "of": name,
+            "tokens": f"{fidelity.pooled.n:,}",
+            **{title: formatted(getattr(fidelity.pooled, key), ".2f") for key, title in COEFFICIENTS},
+            "Pearson within": formatted(fidelity.within.pearson if fidelity.within else None, ".2f"),
+            "Spearman within": formatted(fidelity.within.spearman if fidelity.within else None, ".2f"),
+        }
+        for run, name, fidelity in measured
+    )

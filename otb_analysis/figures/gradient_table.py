@@ -7,8 +7,11 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.figures.styles import Style, estimator_style
-from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, GradientStatistics, Interval, pooled_statistics
+from otb_analysis.statistics import NOTHING, pooled_statistics
 from otb_analysis.types import Gram, Label, Proved
+
+MAX_WINDOW = 10
+"""Most measured steps that one point pools."""
 
 MAX_POINTS = 40
 """Most measured steps at which estimators are drawn over time."""
@@ -69,31 +72,6 @@ def trace_style(estimator: str, energy_source: str) -> Style:
     return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
 
 
-def against_truth(statistics: GradientStatistics) -> tuple[str, ...]:
-    """Return the columns that are measured against ∇J; where c is proved only the efficiency is."""
-    return ("efficiency",) if statistics.c_known else ("relative_bias", "projection", "sf", "efficiency")
-
-
-def hidden_columns(statistics: GradientStatistics) -> tuple[str, ...]:
-    """Return the columns of which an estimator's own value is not shown, since noise hides what it is measured by."""
-    if not statistics.c_known and not is_defined(statistics):
-        return against_truth(statistics)
-    return ("efficiency",) if statistics.shown_efficiency is None else ()
-
-
-def is_defined(statistics: GradientStatistics) -> bool:
-    """Tell whether the estimate of ‖∇J‖² is far enough from 0 for anything to be measured against it.
-
-    It is an average over pairs of different prompts and can come out near 0 or below. It is not when the projection is
-    undefined, when there are prompts enough for an interval and leaving out one of them makes it undefined, or when the
-    efficiency, a share, comes out above 1.
-    """
-    if statistics.projection is None or statistics.efficiency is None or statistics.efficiency > 1:
-        return False
-    interval = statistics.intervals["projection"]
-    return statistics.n_clusters < MIN_CLUSTERS or (interval is not None and interval.low is not None)
-
-
 def evenly(steps: Sequence[int], most: int = MAX_POINTS) -> list[int]:
     """Return at most so many of the steps, evenly spread, the first and the last among them."""
     places = np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int)
@@ -123,19 +101,27 @@ def statistics_table(
     for last in (i for i, step in enumerate(steps) if at is None or step in at):
         pooled = [grams[s] for s in steps[max(0, last + 1 - window) : last + 1]]
         for statistics in pooled_statistics(pooled, known=known, only=only):
-            blank = hidden_columns(statistics)
+            shown = {name: statistics.shown(name) for name in (*(m.column for m in MEASURES), "relative_bias")}
             record: dict[str, object] = {
                 "step": steps[last],
                 **statistics.as_row(),
                 "n_clusters": statistics.n_clusters,
             }
-            record |= dict.fromkeys(blank)
+            record |= {name: None for name, interval in shown.items() if interval is None}
             for measure in MEASURES:
-                hidden = measure.column in blank
-                interval: Interval | None = None if hidden else statistics.intervals[measure.column]
+                interval = shown[measure.column]
                 record[f"{measure.column}_low"] = None if interval is None else interval.low
                 record[f"{measure.column}_high"] = None if interval is None else interval.high
             records.append(record)
     table = pd.DataFrame(records)
     numeric = [f"{m.column}{end}" for m in MEASURES for end in ("", "_low", "_high")]
     return table.astype(dict.fromkeys(numeric, float)) if len(table) else table
+
+
+def default_window(grams: Mapping[int, Gram], known: Proved) -> int:
+    """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`."""
+    for window in (1, 2, 3, 5):
+        table = statistics_table(grams, window, known, at=evenly(list(grams), 4))
+        if table.empty or table["efficiency"].notna().to_numpy().mean() > 2 / 3:
+            return window
+    return MAX_WINDOW

@@ -5,7 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.statistics import Interval
+from otb_analysis.statistics import Interval, told
+from otb_analysis.types import Label
 
 MISSING = "–"
 """Stands where there is no value."""
@@ -52,12 +53,30 @@ def bracketed(value: float | None, low: float | None, high: float | None, form: 
     point = formatted(value, form)
     if value is None or low is None or high is None or math.isnan(low):
         return point
+    if math.isclose(low, high, rel_tol=1e-9):  # what is known needs no ends
+        return point
     return f"{point} [{formatted(low, form)}, {formatted(high, form)}]"
 
 
 def interval_cell(interval: Interval | None, form: str = "") -> str:
     """Return an estimate with its interval as `bracketed` writes it; a dash where there is none."""
     return MISSING if interval is None else bracketed(interval.estimate, interval.low, interval.high, form)
+
+
+def noise_scale_cell(scale: Interval | None) -> str:
+    """Return a noise scale as it is read: `116 [50, 254]`, or what it is above where its upper end is not known."""
+    if scale is None:
+        return "not known, since noise hides the signal"
+    if scale.low is not None and not told(scale):
+        return f"above {number(scale.low)}"
+    return interval_cell(scale)
+
+
+def shown_name(label: Label) -> str:
+    """Return how an estimator is called in a sentence."""
+    name, source = label
+    name = "no baseline (none)" if name == "none" else name
+    return {"exact": f"{name} with exact norms", "calibrated": f"{name} with calibrated energies"}.get(source, name)
 
 
 def cell(value: Any) -> str:

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.figures.collapse import QUANTITIES, derived
 from otb_analysis.figures.curves import Quantity, finite, plain_name
-from otb_analysis.figures.numbers import bracketed
+from otb_analysis.figures.numbers import bracketed, interval_cell, number
 from otb_analysis.figures.pairing import By, Pairing
 from otb_analysis.figures.scales import linear_range, log_axis
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
@@ -129,6 +129,20 @@ def pair_table(panels_: Sequence[PairPanel]) -> pd.DataFrame:
         rows.append(row | _ends(panel.whole) | {"differs": panel.differs})
     columns = ["quantity", "steps", "pairs", "A", "B", "is", "B to A", "low", "high", "differs"]
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("A", "B", "B to A", "low", "high"), float))
+
+
+def pair_display(panels_: Sequence[PairPanel]) -> pd.DataFrame:
+    """Return the same as it is read."""
+    return pd.DataFrame(
+        {
+            "quantity": panel.quantity.title,
+            "A": number(float(panel.a.mean())),
+            "B": number(float(panel.b.mean())),
+            "B ÷ A" if panel.ratio else "B − A": interval_cell(panel.whole),
+            "steps": str(len(panel.step)),
+        }
+        for panel in panels_
+    )
 
 
 def block_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:

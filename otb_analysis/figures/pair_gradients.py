@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from otb_analysis.diagnostics import trained_labels
 from otb_analysis.estimators import proved_in_all
-from otb_analysis.figures.comparison import RATIOS, Row, compared, told
-from otb_analysis.figures.conclusion import shown_name, trained_labels
+from otb_analysis.figures.comparison import RATIOS, Row, compared
 from otb_analysis.figures.curves import Quantity
 from otb_analysis.figures.gradient_table import MEASURES
-from otb_analysis.figures.numbers import interval_cell
+from otb_analysis.figures.numbers import interval_cell, shown_name
 from otb_analysis.figures.pair_curves import BLOCKS, PairPanel, differs
 from otb_analysis.figures.pairing import Pairing
-from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, REFERENCE, Interval, Update, update_ratios
-from otb_analysis.statistics.moments.gram import prompts_of, truth_of, typical
+from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, REFERENCE, Interval, Update, decide, told, update_ratios
+from otb_analysis.statistics.moments.absolute import has_signal
+from otb_analysis.statistics.moments.gram import deleted_moments, prompts_of, truth_of, typical
 from otb_analysis.types import Gram, Label, Proved
 
 NOT_MEASURED = (
@@ -54,10 +55,16 @@ class NoiseRow:
     n_steps: int
     n_prompts: int
 
+    decides: str  # Which of them is judged: `sf` where both step lengths are proved, else `efficiency`
+    together: Interval | None = None  # What is judged, where A was compared with more than B: it holds with all others
+    looked_at: int = 1  # How many A was compared with
+
     @property
-    def sf(self) -> Interval | None:
-        """Ratio of variances at equal progress, below 1 is less noise."""
-        return self.ratios[1]
+    def judged(self) -> Interval | None:
+        """The ratio that says which of the two is less noisy."""
+        if self.looked_at > 1:
+            return self.together
+        return self.ratios[[name for name, *_ in RATIOS].index(self.decides)]
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,13 @@ def _own(a: tuple[Sequence[Gram], Label], b: tuple[Sequence[Gram], Label], known
     if not named or prompts_of(a[0]) != prompts_of(b[0]):
         return None
     above, below = (Update(grams, label, typical([g.n_prompts for g in grams])) for grams, label in (b, a))
-    pair = update_ratios(above, below, truth_of([*a[0], *b[0]], REFERENCE, known), known)
-    ratios = tuple(told(getattr(pair, name)) for name, *_ in RATIOS)
-    return NoiseRow("updates as trained, each run on its own rollouts", ratios, len(a[0]), len(prompts_of(a[0])))
+    truth = truth_of([*a[0], *b[0]], REFERENCE, known)
+    pair = update_ratios(above, below, truth, known)
+    along = all(has_signal(deleted_moments(grams, label, truth)) for grams, label in (a, b))
+    may = {"variance": True, "sf": pair.c_known or along, "efficiency": along}
+    ratios = tuple(one if told(one := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
+    what, decides = "updates as trained, each run on its own rollouts", "sf" if pair.c_known else "efficiency"
+    return NoiseRow(what, ratios, len(a[0]), len(prompts_of(a[0])), decides)
 
 
 def _same(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> NoiseRow | None:
@@ -116,11 +127,15 @@ def _same(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> NoiseRow 
         return None
     row = _row(both, a, b, known)
     what = f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts"
-    return NoiseRow(what, row.ratios, len(both), row.n_prompts)
+    return NoiseRow(what, row.ratios, len(both), row.n_prompts, row.decides or "sf")  # a multiple is judged by nothing
+
+
+def _rows(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> list[Row]:
+    return compared(grams, decide(grams, a, known, only=[b]), [a, b], known)
 
 
 def _row(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> Row:
-    return compared(grams, a, [a, b], known)[1]
+    return _rows(grams, a, b, known)[1]
 
 
 def default_estimators(names: Mapping[str, Label], trained: str) -> tuple[str, str]:
@@ -144,14 +159,15 @@ def compare_estimators(
     count = min(BLOCKS, len(steps), max(prompts // MIN_CLUSTERS, FEWEST))
     blocks = [[grams[steps[k]] for k in part] for part in np.array_split(np.arange(len(steps)), count)]
     at = np.array([float(np.mean(part)) for part in np.array_split(steps, count)])
-    rows = [compared(block, a, [a, b], known) for block in blocks]
+    rows = [_rows(block, a, b, known) for block in blocks]
     whole = _row([grams[step] for step in steps], a, b, known)
     panels = [
         panel
         for index, (name, *_) in enumerate(RATIOS)
         if (panel := _panel(name, at, rows, (index, whole))) is not None
     ]
-    row = NoiseRow(f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts", whole.ratios, len(steps), whole.n_prompts)
+    what = f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts"
+    row = NoiseRow(what, whole.ratios, len(steps), whole.n_prompts, whole.decides or "sf")
     return tuple(panels), NoiseInfo((row,))
 
 

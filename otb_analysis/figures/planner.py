@@ -5,6 +5,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.diagnostics.planner import Cell, Planner
 from otb_analysis.figures.gradient_table import labels, trace_style
+from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.figures.theme import TEMPLATE
 
 
@@ -59,4 +60,35 @@ def planner_table(planner: Planner) -> pd.DataFrame:
             "cost_high": None if cell.cost is None else cell.cost.high,
         }
         for cell in planner.cells
+    )
+
+
+def sizes_display(planner: Planner) -> pd.DataFrame:
+    """Return efficiency and cost as they are read, by estimator and size; * best of its curve, † by formula."""
+    return pd.DataFrame(
+        {
+            "estimator": cell.estimator + ("" if cell.energy_source == "none" else f"/{cell.energy_source}"),
+            "group size": f"{cell.size}{_marks(cell)}",
+            "efficiency": formatted(cell.efficiency, ".2f"),
+            "cost": "1" if cell.size == planner.recorded_size else interval_cell(cell.cost, ".2f"),
+        }
+        for cell in planner.cells
+        if cell.efficiency is not None or cell.cost is not None
+    )
+
+
+def _marks(cell: Cell) -> str:
+    return ("*" if cell.best else "") + ("" if cell.cut else "†")
+
+
+def dead_display(planner: Planner) -> pd.DataFrame:
+    """Return what success rates say of groups of each size, as it is read."""
+    return pd.DataFrame(
+        {
+            "group size": str(row.size),
+            "dead": interval_cell(row.share, ".1%"),
+            "informative": interval_cell(row.informative, ".1f"),
+            "groups": str(row.n_groups),
+        }
+        for row in planner.dead
     )

@@ -33,6 +33,6 @@ def refuse_version(installed: str) -> None:
     if numbers is None or not FIRST <= (int(numbers[1]), int(numbers[2])) < BEYOND:
         raise InputError(
             f"trl {installed} is installed, but OTBGRPOTrainer overrides methods that change between versions and is "
-            "tested with trl>=1.16,<1.17 only; pip install 'otb-analysis[trl]', or use RolloutRecorder, which takes "
+            "tested with trl>=1.16,<1.17 only; pip install 'trl>=1.16,<1.17', or use RolloutRecorder, which takes "
             "others."
         )

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 
+from otb_analysis.answers import reportable
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.phases import counted
+from otb_analysis.phases import counted, plural
 from otb_analysis.report.document import Document
 from otb_analysis.report.html import to_html
 from otb_analysis.report.markdown import to_markdown
-from otb_analysis.report.runs import open_runs
+from otb_analysis.report.paper import write_figures
 from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview, provenance
 
 __all__ = ["report", "write_report"]
@@ -23,23 +24,24 @@ def report(paths: Sequence[Path], command: str) -> Document:
         InputError: A run does not exist or has no step, or the runs disagree in scope or schema.
         StoreError: A run cannot be read.
     """
-    runs = open_runs(paths)
-    parts = [(make, run) for make in (estimators, fidelity, attribution_section) for run in runs]
+    runs = reportable(paths)
+    parts = [(make, run) for make in (estimators, fidelity, attribution_section) for run in runs.values()]
     each = [make(run) for make, run in counted(parts, "section")]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Document(
-        title=" · ".join(run.name for run in runs),
+        title=" · ".join(runs),
         command=command,
-        note=f"Made {made} by otb-analysis {version('otb-analysis')} from {len(runs)} run{'s' * (len(runs) != 1)}.",
+        note=f"Made {made} by otb-analysis {metadata.version('otb-analysis')} from {plural(len(runs), 'run')}.",
         sections=(overview(runs), collapse(runs), *each, provenance(runs)),
     )
 
 
-def write_report(paths: Sequence[Path], out: Path, command: str) -> list[Path]:
+def write_report(paths: Sequence[Path], out: Path, command: str, figures: Path | None = None) -> list[Path]:
     """Write a report and return the files it is made of, the page first.
 
     Args:
         out: A file ending in .html or .md; pictures of the latter lie in a folder beside it.
+        figures: Folder for every figure as PDF and SVG at the widths of a paper; None writes none.
 
     Raises:
         InputError: The ending is another, or as `report`.
@@ -62,4 +64,5 @@ def write_report(paths: Sequence[Path], out: Path, command: str) -> list[Path]:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise StoreError(f"cannot write the report to {out} ({error.strerror}); pass another --out.") from error
-    return [out, *(folder / name for name in pictures)]
+    drawn = [] if figures is None else write_figures(document, figures)
+    return [out, *(folder / name for name in pictures), *drawn]

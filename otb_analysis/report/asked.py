@@ -4,12 +4,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.table import Table
-from rich.text import Text
 
 from otb_analysis.figures.numbers import cell
+from otb_analysis.report.document import Grid, Part
 from otb_analysis.report.record import infinite_cells, written
-from otb_analysis.report.terminal import terminal_table
 from otb_analysis.schema import TABLES
 from otb_analysis.store import (
     ASKED_ROWS,
@@ -19,46 +17,29 @@ from otb_analysis.store import (
     find_rollouts,
     reward_histogram,
 )
-from otb_analysis.store.asked import asked_sql
 
 SHOWN, WIDEST = 50, 120
 """Rows of an answer that a terminal shows, and characters of a cell."""
-
 MOST = 500
 """Rollouts that are listed, as on the page Rollouts."""
 
 
-def answer(store: RunStore, query: str) -> pd.DataFrame:
-    """Return the answer to one SELECT, within the bounds of the page Rollouts.
-
-    Raises:
-        InputError: The query is not one SELECT, cannot be run, or takes too long.
-        StoreError: A part is broken, or the answer needs too much memory.
-    """
-    return asked_sql(store.path, query)
-
-
-def answer_record(store: RunStore, query: str) -> dict[str, Any]:
+def answer_record(run: str, table: pd.DataFrame) -> dict[str, Any]:
     """Return the answer for JSON; `cut` says that there may be more rows, `infinite` which cells of `rows` were.
 
     A missing number and NaN are null alike: frames do not tell them apart. The column `not_finite` of `steps` does.
     """
-    table = answer(store, query)
     columns = [str(name) for name in table]
     rows = {"columns": columns, "rows": written(table), "n": len(table), "cut": len(table) == ASKED_ROWS}
-    return {"run": store.path.name, **rows, "infinite": infinite_cells(table)}
+    return {"run": run, **rows, "infinite": infinite_cells(table)}
 
 
-def answer_parts(table: pd.DataFrame) -> list[Table | str]:
+def answer_parts(table: pd.DataFrame) -> list[Part]:
     """Return the first rows of an answer for the terminal; text is shown as text, whatever it holds."""
-    numeric = table.select_dtypes("number").columns
     cut = f"The first {SHOWN} of {len(table):,} rows; --json has all." if len(table) > SHOWN else f"{len(table):,} rows"
-    shown = terminal_table("", "", (), ())
-    for name in table:
-        shown.add_column(Text(_cell(str(name))), justify="right" if name in numeric else "left")
-    for row in table.head(SHOWN).itertuples(index=False):
-        shown.add_row(*(Text(_cell(value)) for value in row))
-    return [shown, cut]
+    texts = tuple(_cell(str(name)) for name in table.select_dtypes(exclude="number"))
+    columns = {_cell(str(name)): [_cell(value) for value in table[name].head(SHOWN)] for name in table}
+    return [Grid("", pd.DataFrame(columns), texts=texts), cut]
 
 
 def _cell(value: Any) -> str:
@@ -76,28 +57,21 @@ def rollouts_record(store: RunStore, asked: RolloutFilter | None = None) -> dict
     """
     asked = asked or RolloutFilter()
     rollouts, total = find_rollouts(store, asked, MOST)
+    columns = {
+        name: [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in of] for name, of in TABLES.items()
+    }
     return {
         "run": store.path.name, "ends": facts_of_rollouts(store), "n_rollouts": total,
-        "rewards_by_step": written(reward_histogram(store, asked)), "rollouts": written(rollouts),
-        "columns": columns_record(),
+        "rewards_by_step": written(reward_histogram(store, asked)), "rollouts": written(rollouts), "columns": columns,
     }  # fmt: skip
 
 
-def columns_record() -> dict[str, list[dict[str, str]]]:
+def columns_parts() -> list[Part]:
     """Return the columns of every table of a run with their units and meanings."""
-    return {
-        table: [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in columns]
-        for table, columns in TABLES.items()
-    }
-
-
-def columns_tables() -> list[Table]:
-    """Return the same for the terminal."""
-    tables = []
-    for name, columns in columns_record().items():
-        table = terminal_table(f"Table {name}", "", ("column", "unit"), ())
-        table.add_column("meaning", overflow="fold")
-        for one in columns:
-            table.add_row(one["column"], one["unit"], Text(one["meaning"]))
-        tables.append(table)
-    return tables
+    return [
+        Grid(
+            "", pd.DataFrame({"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in of), f"Table {name}",
+            texts=("unit",), folds=("meaning",),
+        )
+        for name, of in TABLES.items()
+    ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""What a report is made of: sections of sentences, tables, pictures and formulas; two writers turn it into a file."""
+"""What a report is made of: sections of sentences, tables, pictures and formulas; writers make text or a file of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -14,6 +14,9 @@ class Grid:
 
     caption: str
     frame: pd.DataFrame
+    title: str = ""
+    texts: tuple[str, ...] = field(default=())  # Columns of words, on the left; the first one always is
+    folds: tuple[str, ...] = ()  # Columns of long sentences
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 import re
 
-from otb_analysis.figures.curves import CurvesInfo
+from otb_analysis.figures.curves import curves_svg
 from otb_analysis.figures.numbers import cell
-from otb_analysis.figures.styles import run_styles
-from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
 
 
@@ -21,7 +19,7 @@ def to_markdown(document: Document, folder: str) -> tuple[str, dict[str, str]]:
 
 def _part(part: Part, folder: str, pictures: dict[str, str]) -> str:
     if isinstance(part, Grid):
-        return _table(part)
+        return grid_text(part)
     if isinstance(part, Formulas):
         return "\n".join(f"- **{_text(name)}**: {_text(formula)}" for name, formula in part.rows)
     if isinstance(part, Picture):
@@ -33,33 +31,12 @@ def _picture(part: Picture, folder: str, pictures: dict[str, str]) -> str:
     if part.curves is None:
         return f"*{_text(part.caption)} The figure is in the HTML form of this report and on the dashboard.*"
     name = re.sub(r"[^\w-]", "-", part.name) + ".svg"
-    pictures[name] = svg(_panels(part.curves), columns=3)
+    pictures[name] = curves_svg(part.curves)
     return f"![{_text(part.name)}]({folder}/{name})\n\n*{_text(part.caption)}*"
 
 
-def _panels(info: CurvesInfo) -> tuple[Panel, ...]:
-    """The curves as `svg` draws them; panels without a curve are left out."""
-    styles = run_styles(info.estimators)
-    return tuple(
-        Panel(
-            quantity.title,
-            quantity.line,
-            "step",
-            [
-                Curve(
-                    c.step.tolist(), c.smooth.tolist(), c.run,
-                    color=styles[c.run].color, dashed=styles[c.run].dash != "solid",
-                )
-                for c in curves
-            ],
-            y_range=(0.0, 1.0) if quantity.share else None,
-        )
-        for quantity, curves in zip(info.quantities, info.curves, strict=True)
-        if curves
-    )  # fmt: skip
-
-
-def _table(part: Grid) -> str:
+def grid_text(part: Grid) -> str:
+    """Return a table as Markdown, its caption above it."""
     names = [_text(str(name)) for name in part.frame]
     rows = ["| " + " | ".join(_text(cell(x)) for x in row) + " |" for row in part.frame.itertuples(index=False)]
     return "\n".join([_text(part.caption), "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names), *rows])

@@ -4,8 +4,7 @@ NumPy in, plain numbers out; a quantity that is undefined on the given data is N
 """
 
 from otb_analysis.statistics.comparisons.alike import alike
-from otb_analysis.statistics.comparisons.conclusions import conclude
-from otb_analysis.statistics.comparisons.verdicts import Conclusion, Verdict
+from otb_analysis.statistics.comparisons.decisions import DIFFERENCE, Comparison, Decision, decide
 from otb_analysis.statistics.energies.cells import position_cells
 from otb_analysis.statistics.energies.designs import inclusion_probabilities, systematic_sample
 from otb_analysis.statistics.energies.fidelity import (
@@ -24,6 +23,7 @@ from otb_analysis.statistics.inference.intervals import (
     jackknife_interval,
     log_ratio_t,
     seed_mean,
+    told,
 )
 from otb_analysis.statistics.inference.passing import pass_at_k, passing
 from otb_analysis.statistics.moments.gradients import (
@@ -59,11 +59,13 @@ from otb_analysis.statistics.moments.totals import Totals, difference_total, hor
 from otb_analysis.types import Gram, Proved
 
 __all__ = [
+    "DIFFERENCE",
     "MIN_CLUSTERS",
     "NOTHING",
     "REFERENCE",
     "Association",
-    "Conclusion",
+    "Comparison",
+    "Decision",
     "Fidelity",
     "GradientStatistics",
     "Gram",
@@ -75,12 +77,11 @@ __all__ = [
     "Proved",
     "Totals",
     "Update",
-    "Verdict",
     "alike",
     "best_weights",
     "cluster_jackknife",
-    "conclude",
     "cut_groups",
+    "decide",
     "deleted_moments",
     "difference_total",
     "efficiency",
@@ -112,6 +113,7 @@ __all__ = [
     "sketch_noise",
     "smaller_sizes",
     "systematic_sample",
+    "told",
     "top_share",
     "update_ratios",
     "weight_statistics",

@@ -1,9 +1,10 @@
 """The Gram matrix of group gradients as a long table, each unordered pair once, and back."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from pandas.api.types import union_categoricals
 
 from otb_analysis.schema import TABLES
 from otb_analysis.store.merged import Part
-from otb_analysis.store.views import opened, read_opened, read_part, written_columns
+from otb_analysis.store.views import Opened, opened, read_opened, read_part, written_columns
 from otb_analysis.types import Float, Gram, Int, Label, ReducedGram
 
 PRODUCT_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
@@ -97,26 +98,34 @@ def read_gram(
     """
     one = opened(parts[0], PRODUCT_TEXTS) if len(parts) == 1 else None
     keys = None if one is None else written_columns(one, _KEYS)
-    order = None if keys is None else _ORDERS.get(keys)  # once: another thread may clear them
-    if one is not None and order is not None:
-        products = read_opened("grams", one, only=(_VALUE,))[_VALUE].to_numpy()
-        place = _places(len(order.labels), len(order.groups))
-        if references is None:
-            return _gram(products[place].astype(np.float64), order, prompt_of)
-        of_same = products[np.einsum("mnpp->mnp", place)].astype(np.float64)
-        blocks = (lambda m, other: products[place[m, other]].astype(np.float64), np.einsum("mnp->mn", of_same))
-        return ReducedGram.of(*_heading(order, prompt_of), references, *blocks)
-    rows = product_rows("grams", parts) if one is None else read_opened("grams", one).to_pandas()
-    if rows.empty:
-        return None
-    written = _as_written(rows)
-    inner, order = written or _by_keys(rows)
-    if keys is not None and written is not None:
+    if one is None or keys is None or (order := _order_of(one, keys)) is None:
+        rows = product_rows("grams", parts) if one is None else read_opened("grams", one).to_pandas()
+        if rows.empty:
+            return None
+        gram = rebuild_gram(rows, prompt_of)
+        return gram if references is None else gram.reduced(references)
+    products = read_opened("grams", one, only=(_VALUE,))[_VALUE].to_numpy()
+    place = _places(len(order.labels), len(order.groups))
+    if references is None:
+        return _gram(products[place].astype(np.float64), order, prompt_of)
+    of_same = products[np.einsum("mnpp->mnp", place)].astype(np.float64)
+    blocks = (lambda m, other: products[place[m, other]].astype(np.float64), np.einsum("mnp->mn", of_same))
+    return ReducedGram.of(*_heading(order, prompt_of), references, *blocks)
+
+
+def _order_of(one: Opened, keys: bytes) -> _Order | None:
+    """Return what the rows of a part pair, in the order of `gram_rows`; None for any other order.
+
+    Read one column after the other: all of a step's rows at once are a hundred MB.
+    """
+    order = _ORDERS.get(keys)  # once: another thread may clear them
+    if order is None:
+        order = _as_written(lambda name: read_opened("grams", one, only=(name,))[name].to_pandas())
         if len(_ORDERS) > 64:
             _ORDERS.clear()
-        _ORDERS[keys] = order
-    gram = _gram(inner, order, prompt_of)
-    return gram if references is None else gram.reduced(references)
+        if order is not None:
+            _ORDERS[keys] = order
+    return order
 
 
 def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
@@ -125,7 +134,11 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
     measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
     """
-    return _gram(*(_as_written(rows) or _by_keys(rows)), prompt_of)
+    order = _as_written(rows.__getitem__)
+    if order is None:
+        return _gram(*_by_keys(rows), prompt_of)
+    place = _places(len(order.labels), len(order.groups))
+    return _gram(rows[_VALUE].to_numpy(np.float64)[place], order, prompt_of)
 
 
 def _gram(inner: Float, order: _Order, prompt_of: Mapping[int, object]) -> Gram:
@@ -140,10 +153,10 @@ def _heading(
     return order.labels, order.n_rollouts, names, order.groups, order.sketch_dim
 
 
-def _order(labels: tuple[Label, ...], groups: Int, rows: pd.DataFrame) -> _Order:
-    dim = rows["sketch_dim"].iloc[0]
+def _order(labels: tuple[Label, ...], groups: Int, column: Callable[[str], Any]) -> _Order:
+    dim, n_rollouts = (column(name).iloc[0] for name in ("sketch_dim", "n_rollouts"))
     groups = np.asarray(groups, dtype=np.int64)
-    return _Order(labels, groups, int(rows["n_rollouts"].iloc[0]), None if pd.isna(dim) else int(dim))
+    return _Order(labels, groups, int(n_rollouts), None if pd.isna(dim) else int(dim))
 
 
 def _by_keys(rows: pd.DataFrame) -> tuple[Float, _Order]:
@@ -157,22 +170,23 @@ def _by_keys(rows: pd.DataFrame) -> tuple[Float, _Order]:
     inner = np.full((len(labels),) * 2 + (len(groups),) * 2, np.nan)
     inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
     named = tuple((names[code // len(sources)], sources[code % len(sources)]) for code in labels)
-    return inner, _order(named, np.asarray(groups), rows)
+    return inner, _order(named, np.asarray(groups), rows.__getitem__)
 
 
-def _as_written(rows: pd.DataFrame) -> tuple[Float, _Order] | None:
-    """Return the same of rows in the order of `gram_rows`, a quarter of the work; None for any other order."""
-    size = (math.isqrt(8 * len(rows) + 1) - 1) // 2
-    if size * (size + 1) // 2 != len(rows):
+def _as_written(column: Callable[[str], Any]) -> _Order | None:
+    """Return what rows in the order of `gram_rows` are of, from their columns; None for any other order."""
+    count = len(column("group"))
+    size = (math.isqrt(8 * count + 1) - 1) // 2
+    if not count or size * (size + 1) // 2 != count:
         return None
     upper, other = _upper(size)
     keys = []  # of each group gradient, read from the products of the first one with all
-    for column in ("estimator", "energy_source", "group"):
-        first, second = rows[column], rows[f"other_{column}"]
+    for name in ("estimator", "energy_source", "group"):
+        first, second = column(name), column(f"other_{name}")
         keys.append(second.iloc[:size].astype(first.dtype))
         for values, place in ((first, upper), (second, other)):
             of_one = second.iloc[:size].astype(values.dtype)
-            codes = [v.cat.codes if column != "group" else v for v in (values, of_one)]
+            codes = [v.cat.codes if name != "group" else v for v in (values, of_one)]
             if (codes[0].to_numpy() != codes[1].to_numpy()[place]).any():
                 return None
     written = list(zip(*(key.tolist() for key in keys), strict=True))
@@ -180,8 +194,7 @@ def _as_written(rows: pd.DataFrame) -> tuple[Float, _Order] | None:
     groups = list(dict.fromkeys(group for *_, group in written))
     if written != [(*label, group) for label in labels for group in groups]:
         return None
-    products = rows[_VALUE].to_numpy(np.float64)[_places(len(labels), len(groups))]
-    return products, _order(labels, np.array(groups), rows)
+    return _order(labels, np.array(groups), column)
 
 
 @lru_cache(maxsize=4)
@@ -190,13 +203,15 @@ def _places(labels: int, groups: int) -> NDArray[np.int32]:
     size = labels * groups
     upper, other = _upper(size)
     place = np.empty((size, size), dtype=np.int32)
-    place[upper, other] = place[other, upper] = np.arange(len(upper))
+    place[upper, other] = place[other, upper] = np.arange(len(upper), dtype=np.int32)
     return np.ascontiguousarray(place.reshape(labels, groups, labels, groups).transpose(0, 2, 1, 3))
 
 
 @lru_cache(maxsize=4)
-def _upper(size: int) -> tuple[Int, Int]:
-    return np.triu_indices(size)
+def _upper(size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return `np.triu_indices` in a third of its memory."""
+    every = np.arange(size, dtype=np.int32)
+    return np.repeat(every, size - every), np.concatenate([every[first:] for first in range(size)] or [every])
 
 
 def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, list[str]]:

@@ -65,11 +65,13 @@ def find_run(path: Path) -> Path:
     """Return the path if it is a run.
 
     Raises:
-        InputError: There is no such run; the sentence names the nearest one beside it.
+        InputError: There is no such run, of which the sentence names the nearest one beside it; or it holds runs.
         StoreError: The directory is there but has no run.json.
     """
     if (path / RUN_FILE).is_file():
         return path
+    if path.is_dir() and list_runs(path):
+        raise InputError(f"{path} holds runs and is none itself; pass it as --root.")
     if path.is_dir():
         raise StoreError(f"{path} has no {RUN_FILE}, so it cannot be read as a run; write the run again or delete it.")
     names = [p.name for p in list_runs(path.parent)]

@@ -9,7 +9,7 @@ from otb_analysis.estimators import standing_for_truth
 from otb_analysis.statistics import REFERENCE
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.token_arrays import EXACT_ROWS
-from otb_analysis.types import Gram, Label
+from otb_analysis.types import Gram
 
 MAX_TOKENS = 1_000_000
 """Most measured tokens that are loaded at once; beyond it a seeded choice of whole prompts is taken."""
@@ -21,23 +21,17 @@ def stored_config(store: RunStore) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def stored_labels(store: RunStore) -> list[Label]:
-    """Return (estimator, energy source) of every row of `gradients`, each once."""
-    rows = store.gradients_df(columns=["estimator", "energy_source"]).drop_duplicates()
-    return [(str(name), str(source)) for name, source in rows.itertuples(index=False, name=None)]
-
-
-def measured_grams(store: RunStore, labels: Sequence[Label] | None = None) -> dict[int, Gram]:
+def measured_grams(store: RunStore, config: Mapping[str, Any] | None = None) -> dict[int, Gram]:
     """Return of every measured step what compares its estimators; a second call reads only new steps.
 
     Args:
-        labels: Those of `stored_labels`, where they are known.
+        config: What may be believed of the run's configuration; by default all of it.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    labels = stored_labels(store) if labels is None else labels
-    return store.reduced_grams((REFERENCE, standing_for_truth(labels, stored_config(store))))
+    config = stored_config(store) if config is None else config
+    return store.reduced_grams((REFERENCE, standing_for_truth(store.stored_labels(), config)))
 
 
 def exact_groups(store: RunStore, columns: Sequence[str]) -> tuple[pd.DataFrame, int]:

@@ -35,6 +35,9 @@ _ASKED_WRONG = (
 )
 """The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
 
+FEW = 16
+"""Gram matrices that are read one after the other: two at a time take 40 MB more, and pay for themselves only then."""
+
 WHOLE = "all"
 """The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
@@ -61,6 +64,7 @@ class RunStore:
         read_run_file(self.path)
         self._memory_limit = checked_limit(memory_limit)
         self._reduced: dict[tuple[object, ...], Gram] = {}
+        self._labels: dict[int, dict[Label, None]] = {}
 
     @cached_property
     def _connection(self) -> duckdb.DuckDBPyConnection:
@@ -213,6 +217,24 @@ class RunStore:
         return self._read_grams(self._parts_by_step("grams", steps))
 
     @again_if_changed
+    def stored_labels(self) -> list[Label]:
+        """Return (estimator, energy source) of every row of `gradients`, each once; a second call reads new steps only.
+
+        Raises:
+            StoreError: A part is broken or lacks a key column.
+        """
+        known, steps = self._labels, self.steps_with("gradients", "estimator")
+        if not known.keys() <= set(steps):  # it went back some steps
+            known = {}
+        found = dict(known)
+        if new := [step for step in steps if step not in known]:
+            rows = self.gradients_df(new, ["step", "estimator", "energy_source"])
+            for step, name, source in rows.itertuples(index=False, name=None):
+                found.setdefault(int(step), {})[str(name), str(source)] = None
+        self._labels = found
+        return list({label: None for step in sorted(found) for label in found[step]})
+
+    @again_if_changed
     def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
         """Return of each measured step what comparing its estimators with these references needs.
 
@@ -270,10 +292,14 @@ class RunStore:
         self, parts: Mapping[int, Sequence[Part]], references: Sequence[Truth] | None = None
     ) -> dict[int, Gram]:
         """Return the Gram matrices of steps that have one, or what references need of them; two are read at a time."""
-        prompts = self._prompts(list(parts))
-        with ThreadPoolExecutor(2) as pool:  # most of the work is Arrow's and NumPy's
-            read = pool.map(lambda step: read_gram(parts[step], prompts[step], references), parts)
-            return {step: gram for step, gram in zip(parts, read, strict=True) if gram is not None}
+        if not parts:
+            return {}
+        prompts, (first, *others) = self._prompts(list(parts)), parts
+        # The first step tells the order of all: the others read their products alone, a tenth of the memory.
+        read = [read_gram(parts[first], prompts[first], references)]
+        with ThreadPoolExecutor(1 + (len(others) > FEW)) as pool:  # most of the work is Arrow's and NumPy's
+            read += pool.map(lambda step: read_gram(parts[step], prompts[step], references), others)
+        return {step: gram for step, gram in zip(parts, read, strict=True) if gram is not None}
 
     def _prompts(self, steps: Sequence[int]) -> dict[int, dict[int, object]]:
         """Return the name of each group's prompt, by step."""

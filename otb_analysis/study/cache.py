@@ -5,7 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from otb_analysis import __version__
@@ -27,6 +27,8 @@ class Finished:
     peak_mib: int | None  # The most memory that the process held meanwhile; None where the system does not tell
     machine: str  # In words
     processor_minutes: float  # Of this process, all its threads together
+    # Default options of estimators meanwhile, by name; empty in cells that were kept before they were recorded
+    defaults: Mapping[str, str] = field(default_factory=dict)
 
     def cost(self, cell: str) -> dict[str, Value]:
         """Return the row of the cost table."""

@@ -12,6 +12,7 @@ from otb_analysis.store import CommittedStudy, committed_studies
 from otb_analysis.store.studies import NOT_RUN
 from otb_analysis.study import formats
 from otb_analysis.study.cache import COST, minutes_words
+from otb_analysis.study.defaults import DEFAULTS, aged
 from otb_analysis.study.record import Rows, Study, load_study
 from otb_analysis.study.results import distinct, read_tables, select
 
@@ -35,6 +36,7 @@ def study_page(
         raise InputError(f"{folder} has no {TEMPLATE}; write the page of the study there.")
     figures = study.figures(tables)
     facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
+    facts["aged"] = aged(tables.get(DEFAULTS, ()))
     seen = dict(study.names) | facts | dict(tables) | dict(study.numbers(tables))
     page = _environment(folder).get_template(TEMPLATE).render(seen)
     return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n", figures

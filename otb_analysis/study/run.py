@@ -19,6 +19,7 @@ from otb_analysis.study.cache import (
     machine_words,
     peak_memory_mib,
 )
+from otb_analysis.study.defaults import DEFAULTS, default_options, recorded
 from otb_analysis.study.record import Cell, Study, load_study
 from otb_analysis.study.report import index_page, study_page
 from otb_analysis.study.results import read_tables, write_tables
@@ -56,7 +57,8 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
         if len(results) < len(cells):
             return None
         cost = [one.cost(cell.name) for cell, one in zip(cells, results, strict=True)]
-        write_tables(target / "results", joined(results) | {COST: cost})
+        known = recorded(cells, results)
+        write_tables(target / "results", joined(results) | {COST: cost} | ({DEFAULTS: known} if known else {}))
     _write_pages(folder, study, target, setting.quick)
     if target == folder:
         _write(folder.parent / "README.md", index_page(folder.parent))
@@ -106,7 +108,7 @@ def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:
     clock, processor = perf_counter(), process_time()
     tables = study.measure(cell, work, bar)
     minutes, processor_minutes = (perf_counter() - clock) / 60, (process_time() - processor) / 60
-    return Finished(tables, minutes, peak_memory_mib(), machine_words(), processor_minutes)
+    return Finished(tables, minutes, peak_memory_mib(), machine_words(), processor_minutes, default_options())
 
 
 def _target(folder: Path, setting: Setting) -> Path:

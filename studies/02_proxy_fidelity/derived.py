@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from otb_analysis.config import SampleConfig
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.study import Row, Rows, distinct, select
@@ -24,7 +25,14 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     excluded = sorted(1 - row["to_exact_low"] for row in select(tested, source="proxy"))
     apart = _pooled(tables.get("disagreement", ()))
     proxy = [row for row in select(apart, estimator="otb", source="proxy") if row["disagreement_high"] is not None]
+    middle = float(np.median(excluded)) if excluded else None
+    raw = [row for row in select(apart, estimator="otb", source="proxy") if row["variance_low"] is not None]
     return {
+        "LIMIT": SampleConfig().max_new_tokens,
+        "gpt2": select(tested, source="proxy", model="gpt2-m"),
+        "half": sum(share <= (middle or 0) for share in excluded),
+        "raw_tested": raw,
+        "raw_above": [row for row in raw if above(row, 1, "variance")],
         "apart": apart,
         "proxy_apart": proxy,
         "proxy_within": [row for row in proxy if below(row, MARGIN, "disagreement")],
@@ -35,7 +43,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "exact_over_rloo": exact,
         "exact_told": [row for row in exact if above(row, 1, "to_rloo") or below(row, 1, "to_rloo")],
         "excluded": excluded,
-        "middle_excluded": float(np.median(excluded)) if excluded else None,
+        "middle_excluded": middle,
     }
 
 

@@ -14,13 +14,15 @@ from otb_analysis.study.formats import above, below, interval
 from .compare import AGAINST, AHEAD, BEST, FULL, HEAD, KINDS, MARGIN, REGIME_SIZE, REGIMES
 from .entries import ASKED_SIZES, HALF, OFFSET, UPDATES
 from .pool import FULL as DRAWN_SIZE
-from .pool import LESSON
+from .pool import LENGTHS, LESSON
 
 SHOWN = (
     *("none", "group_mean", "grpo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal"),
     *("value", "james_stein", "energy_across_loo", BEST, HALF),
 )
 """Entries of the tables by size and of the figure; `estimators.csv` has all."""
+UNBIASED = ("rloo", "none", "value")
+"""Those of `AGAINST` that are proved unbiased, as `BEST` is."""
 DRAWN = ("none", "value", "sequence_optimal", "otb", "energy_across_loo", BEST)
 COLORS = {"energy_across_loo": BLUE}
 """Where two entries of the figure have one colour."""
@@ -28,6 +30,7 @@ CONSTANTS = {
     "AGAINST": AGAINST, "AHEAD": AHEAD, "BEST": BEST, "HEAD": HEAD, "KINDS": KINDS, "MARGIN": MARGIN, "OFFSET": OFFSET,
     "REGIMES": REGIMES, "REGIME_SIZE": REGIME_SIZE, "SHOWN": SHOWN, "UPDATES": UPDATES, "cuts": FULL.shuffles,
     "pilot": DRAWN_SIZE.pilot, "lessons": DRAWN_SIZE.lessons, "buckets": DRAWN_SIZE.buckets, "lesson": LESSON,
+    "LENGTHS": LENGTHS, "UNBIASED": UNBIASED,
 }  # fmt: skip
 """Settings that the page names."""
 
@@ -37,15 +40,14 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     rows = plain(tables["estimators"])
     asked = [row for row in tables["pairs"] if row["estimator"] == BEST and row["size"] in ASKED_SIZES]
     asked = [row for row in asked if row["pool"] == "wide" and row["rewards"] == "0/1"]
-    every = [(row, p) for row in asked if not row["mixed"] for p in UPDATES]
+    every = select(asked, mixed=False)
     marked = {id(row) for same in families(rows) for row in differing(same)}
     return CONSTANTS | {
         "plain": rows,
         "asked": asked,
-        "standings": {word: [pair for pair in every if standing(*pair) == word] for word in ("ahead", "behind")},
-        "every": every,
-        "count": lambda against, word: sum(standing(r, p) == word for r, p in every if r["against"] == against),
-        "standing": standing,
+        "cells": len(every) // len(AGAINST),
+        "count": lambda against, word: sum(decided(row) == word for row in select(every, against=against)),
+        "small": {word: sum(standing(row, UPDATES[0]) == word for row in every) for word in ("ahead", "behind")},
         "gain": gain,
         "differs": lambda row: id(row) in marked,
         "entry_name": name_of,
@@ -82,6 +84,17 @@ def standing(row: Row, update: int) -> str:
         return "behind"
     inside = above(row, 1 - MARGIN, f"gain{update}") and below(row, 1 + MARGIN, f"gain{update}")
     return "equal" if inside else "open"
+
+
+def decided(row: Row) -> str:
+    """Return the one answer for a policy and a group size, at updates of `HEAD` prompts.
+
+    Where both are unbiased the variance decides: with the same variances the ratio of efficiencies is above 1 at every
+    number of prompts if it is at one, so that further numbers are no further tests.
+    """
+    if row["against"] not in UNBIASED:
+        return standing(row, HEAD)
+    return "ahead" if below(row, 1, "variance") else "behind" if above(row, 1, "variance") else "open"
 
 
 def gain(row: Row | None, update: int) -> str:

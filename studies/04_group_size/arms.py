@@ -62,9 +62,13 @@ many updates as the first four, and so eight times the rollouts.
 
 The advantages of `rloo` in groups of 32 are 32/31 times the group mean's, which AdamW takes out again: the two arms
 differ by what clipping and the sampling of other answers make of that. So `rloo` has few seeds, to show it.
-`energy_regression` keeps its ridge of .1 and remembers nothing: on 16 prompts a batch study 08 finds it no worse than
-any other ridge (table `regressions`), and prompts of earlier updates have another policy's returns.
+`energy_regression` has the ridge that follows from 16 prompts and remembers nothing: prompts of earlier updates have
+another policy's returns.
 """
+RIDGE = 1.0
+"""Ridge of `energy_regression` at 16 prompts, by the defaults with which the arms ran (results/defaults.csv)."""
+RIVALS = ("none", "energy_across_loo", "james_stein_corrected", "value", "batch_mean_loo")
+"""Unbiased baselines that do not subtract the group's mean, or not all of it, and were not trained."""
 MARGIN = 0.03
 """Non-inferiority: success that small groups may lose against large ones, and still count as no worse."""
 CLIPPING = 8.0

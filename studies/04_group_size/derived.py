@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from otb_analysis.config import SampleConfig
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.study import Rows, column, distinct, select
 from otb_analysis.study.formats import above, ends, interval_curve, mean_curve
 from otb_analysis.study.seeds import later_success, paired_difference
 
-from .arms import ARMS, MARGIN, UPDATES
+from .arms import ARMS, MARGIN, RIDGE, RIVALS, UPDATES
 from .study import chosen_rate
 
 WORDS = {name: arm.words.replace(",", "") for name, arm in ARMS.items()}
@@ -47,6 +48,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         if arm in arms and base in arms
     }
     return {
+        "RIDGE": RIDGE,
+        "RIVALS": RIVALS,
+        "LIMIT": SampleConfig().max_new_tokens,
         "shared": shared,
         "means": {name: _mean(later_success(_of(shared, name)).values()) for name in arms},
         "finals": {name: _mean(column(select(curves, arm=name, step=last[name]), "success")) for name in arms},

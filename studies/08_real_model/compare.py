@@ -118,7 +118,8 @@ def estimator_rows(grams: Mapping[int, Gram], known: Proved, buckets: int) -> li
         row |= ratio_columns(pair, {"variance": "variance", "sf": "sf"})
         row |= ratio_columns(bare.get(label), {"variance_bare": "variance", "sf_bare": "sf"})
         for p in UPDATES:
-            row |= {f"efficiency{p}": rounded(statistics[p][label].shown_efficiency)}
+            of = statistics[p][label]
+            row |= {f"efficiency{p}": None if of.shown("efficiency") is None else rounded(of.efficiency)}
             row |= ratio_columns(ratios[p].get(label), {f"gain{p}": "efficiency"})
         rows.append(row | {"sketch_noise": rounded(float(noise[m]))})
     return rows

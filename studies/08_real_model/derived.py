@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from otb_analysis.estimators.spec import RegressionOptions
 from otb_analysis.figures.styles import BLUE, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
@@ -15,7 +16,8 @@ from otb_analysis.study.results import read_tables
 from otb_analysis.study.seeds import paired_difference
 
 from .compare import SIZES
-from .training import ARMS
+from .pool import FULL as POOL
+from .training import ARMS, FULL, MEMORY
 
 SHOWN = ("none", "value", "otb_loo", "sequence_optimal_loo", "energy_across_loo", "energy_regression")
 """Unbiased estimators of the figure, with the proxy: their variance needs no correction by c."""
@@ -42,6 +44,12 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     rewards = sorted(column(select(tables["sweep"], arm="energy_regression"), "reward"))
     return {
         "listed": listed,
+        "memory": MEMORY["energy_regression"]["memory"],
+        "ridges": today_ridges(),
+        "at_eight": {
+            r["ridge"]: r["variance"] for r in select(tables["regressions"], policy="sums", batch=FULL.prompts)
+        },
+        "longest": POOL.tokens,
         "regression": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf"),
         "regression_bare": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf_bare"),
         "none_rows": whole(select(rows, estimator="none", size=4)),
@@ -59,6 +67,15 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "swept": sorted(distinct(tables["sweep"], "rate")),
         "seeds": len(distinct(tables["training"], "seed")),
     }
+
+
+def today_ridges() -> list[float]:
+    """Return today's default ridge in training: without memory; with the memory of the arm first, and later."""
+    own = RegressionOptions(memory=MEMORY["energy_regression"]["memory"])
+    return [
+        RegressionOptions().ridge_for(FULL.prompts),
+        *(own.ridge_for(FULL.prompts, later) for later in (False, True)),
+    ]
 
 
 def whole(rows: Rows) -> Rows:

@@ -1,16 +1,22 @@
 """What the page of Progress needs beyond its tables: its correlations by name, batches wanted, and the scatter."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from scipy import stats
 
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.study import Rows, column, select
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.study import Rows, column, distinct, select
 
 from .points import BEST, STEPS
 from .setup import OPTIMIZE
 
 COLORS: dict[str, str] = dict(zip((*BEST, *STEPS), (BLUE, SKY, ORANGE, AMBER, GREEN, GREY), strict=True))
+WITHIN: Mapping[str, Sequence[str]] = {"best length": BEST} | {name: (name,) for name in (*BEST, *STEPS)}
+"""Optimisers over which the rank correlation of a checkpoint is averaged; the two steps of AdamW are kept apart."""
 CUT = (-1.0, 5.0)
 """Ratios at which the figure cuts points and intervals."""
 PANELS = {
@@ -27,6 +33,39 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "wanted": sorted(column(tables["pilot"], "wanted")),
         "overlong": overlong(tables),
         "ess": min(column(tables["checks"], "ess")),
+        "within": {name: within(tables["points"], which) for name, which in WITHIN.items()},
+        "foremost": foremost(tables["points"]),
+    }
+
+
+def within(points: Rows, optimisers: Sequence[str]) -> tuple[Interval | None, list[float]]:
+    """Return the rank correlation over the arms of one checkpoint, averaged over optimisers: its mean, and each.
+
+    Arms are chosen within a checkpoint. Ranks over all checkpoints also compare points of different ones, whose
+    predictions were never about each other.
+    """
+    rows = select(points, kind="model")
+    each = [
+        float(np.mean([_rank_correlation(select(rows, policy=policy, optimiser=name)) for name in optimisers]))
+        for policy in distinct(rows, "policy")
+    ]
+    return seed_mean(each, "rank correlation within a checkpoint"), each
+
+
+def _rank_correlation(rows: Rows) -> float:
+    ranks = [stats.rankdata(column(rows, name)) for name in ("predicted", "realised")]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def foremost(points: Rows) -> dict[str, Rows]:
+    """Return of every optimiser the point of each checkpoint's arm with the highest predicted efficiency."""
+    rows = select(points, kind="model")
+    return {
+        name: [
+            max(select(rows, policy=policy, optimiser=name), key=lambda row: row["predicted"])
+            for policy in distinct(rows, "policy")
+        ]
+        for name in (*BEST, *STEPS)
     }
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from otb_analysis.figures.conclusion import NO_GRAMS
+from otb_analysis.answers import RunAnswers
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from tests.app.test_pages import open_page, run_query, texts
@@ -107,18 +107,17 @@ def test_the_glossary_explains_every_column_that_a_run_has(rollouts, store_root)
         assert part is None or set(pq.read_schema(part).names) <= set(rows["column"]), name
 
 
-def test_advice_is_asked_for_by_a_toggle_and_names_an_estimator(store_root, monkeypatch):
-    app = open_page(store_root, "run", monkeypatch, run=RUN)
-    assert "No difference shown" not in texts(app)
+def test_which_baseline_is_asked_for_by_a_toggle_and_answered_in_the_sentences_of_every_door(store_root, monkeypatch):
+    app, lines = open_page(store_root, "run", monkeypatch, run=RUN), RunAnswers(RunStore(store_root / RUN)).lines
+    assert lines[0] not in texts(app)
     app.toggle(key="advise").set_value(True).run()
-    said = texts(app)
-    assert "No difference shown: nothing was more efficient than otb (proxy energies) in groups of 8" in said
-    assert "10 comparisons over 80 prompts" in said and "Group sizes were not compared" in said
+    assert "  \n".join(lines) in texts(app)
+    assert "  \n".join(lines) in texts(open_page(store_root, "estimators", monkeypatch, run=RUN)).replace("**", "")
 
 
-def test_advice_of_a_run_without_measurements_says_what_makes_them(tmp_path, monkeypatch):
+def test_a_run_without_measurements_says_what_makes_them(tmp_path, monkeypatch):
     RunWriter.create(tmp_path, "plain", {}).write_step(0, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0}))
-    assert NO_GRAMS.replace("`", "") in texts(open_page(tmp_path, "run", monkeypatch, advise="true")).replace("`", "")
+    assert "--measure.exact.every 10" in texts(open_page(tmp_path, "run", monkeypatch, advise="true"))
 
 
 def test_triage_paints_a_collapsed_run_red_and_a_calm_one_not_at_all(store_root, tmp_path, monkeypatch):

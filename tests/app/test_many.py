@@ -41,7 +41,7 @@ SAID = {
     "rollouts": ("long", "32,000 rollouts. The first 500 are shown"),
     "tokens": ("long", "Click a cell to choose its token."),
     "estimators": ("long", "80 prompts of 20 measured steps"),
-    "compare": (NAMES[:2], "over 16 shared steps"),
+    "compare": (NAMES[:2], "Training reward: B − A is"),
 }
 """What is asked for, and words that only the content has."""
 

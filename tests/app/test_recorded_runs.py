@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from otb_analysis.audit.audited import audit_run
+from otb_analysis.answers import RunAnswers
+from otb_analysis.answers.audit import audit_run
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.audit.score import score
 from otb_analysis.config import AuditConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig
@@ -33,8 +34,8 @@ def recorded_root(tmp_path_factory, checkpoint):
     common = {"rollouts": folder / "texts.jsonl", "model": str(checkpoint), "root": folder / "runs", "prompts": 4}
     score(ScoreConfig(**common, run="texts-scored"))
     score(ScoreConfig(**common, run="texts-measured", measure=MeasureConfig(exact=Schedule(every=1))))
-    audited = RunStore(score(AuditConfig(**common, run="texts-audited")))
-    write_audit(audit_run(audited), audited.path, "otb audit")
+    audited = RunAnswers(RunStore(score(AuditConfig(**common, run="texts-audited"))))
+    write_audit(audited, audit_run(audited), audited.store.path, "otb audit")
     return folder / "runs"
 
 
@@ -64,8 +65,8 @@ def test_every_page_opens_a_run_of_recorded_rollouts(page, run, recorded_root, m
 
 MISSING = {
     "estimators": (
-        "This run has no gradient measurements yet.",
-        "`otb audit --model DIR --rollouts FILE` measures them",
+        "Nothing is known of its baselines: no step measured every estimator's gradient.",
+        "otb audit --model DIR --rollouts FILE",
     ),
     "run": ("No step of this run says which tokens held its gradient.", "`otb audit` those of recorded rollouts"),
     "tokens": ("no step whose tokens and rollouts are both stored", "`otb score --model DIR --rollouts FILE` stores"),

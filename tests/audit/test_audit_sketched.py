@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.audit.audited import audit_run
+from otb_analysis.answers import RunAnswers
+from otb_analysis.answers.audit import audit_run
 from otb_analysis.audit.score import score
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, AuditConfig, MeasureConfig, Schedule, SmallModelConfig
 from otb_analysis.measurement import gram_method as methods
 from otb_analysis.measurement.gram_method import DIM, gram_method
-from otb_analysis.report.audit import audit_text
+from otb_analysis.report.audit import audit_sections
 from otb_analysis.rollouts.models import small_model
 from otb_analysis.rollouts.sampling import Draft, collate
 from otb_analysis.store import RunStore
@@ -54,7 +55,7 @@ def audited(rollouts, model, gram):
         measure=MeasureConfig(exact=Schedule(every=1), attribution=AttributionSchedule(every=0), gram=gram),
     )  # fmt: skip
     store = RunStore(score(config))
-    return store, audit_run(store)
+    return store, audit_run(RunAnswers(store))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def exact(rollouts, larger):
 
 def ratios(report):
     """Batch variances of all estimators over that of rloo."""
-    variance = {(row.estimator, row.energy_source): row.variance for row in report.estimators}
+    variance = {row.key: row.values["variance"] for row in report.estimators.rows}
     return {label: value / variance["rloo", "none"] for label, value in variance.items()}
 
 
@@ -81,10 +82,8 @@ def test_sketched_variance_ratios_are_those_of_the_exact_matrix(rollouts, larger
     assert (store.gradients_df()["sketch_dim"] == DIM).all()
     assert {gram.sketch_dim for gram in store.grams().values()} == {DIM}
     assert all(gram.sketch_dim == DIM for size in store.subgroup_grams().values() for gram in size.values())
-    assert all(row.sketched for row in report.estimators)
-    table = next(part for part in audit_text(report) if not isinstance(part, str) and "Estimators" in str(part.title))
-    assert all(str(name).endswith(" ~") for name in table.columns[0].cells)
-    assert "65,536 buckets" in str(table.caption) and "1 of 1 steps" in str(table.caption)
+    (section,) = (one for one in audit_sections(RunAnswers(store), report) if one.title == "Estimators")
+    assert any("at 1 step " in str(part) and "65,536 buckets" in str(part) for part in section.parts)
 
 
 def test_too_few_buckets_are_noticed(rollouts, larger, exact, monkeypatch):
@@ -95,7 +94,7 @@ def test_too_few_buckets_are_noticed(rollouts, larger, exact, monkeypatch):
 
 def test_exact_rows_are_not_marked(exact):
     store, report = exact
-    assert report.sketches is None and not any(row.sketched for row in report.estimators)
+    assert report.sketches is None
     assert store.gradients_df()["sketch_dim"].isna().all() and store.grams()[0].sketch_dim is None
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from otb_analysis.answers import RunAnswers, opened
 from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.commands.cli import main
 from otb_analysis.config import ImportConfig
@@ -12,7 +13,7 @@ from otb_analysis.diagnostics.changes import length_drift
 from otb_analysis.errors import InputError
 from otb_analysis.phases import NOTES
 from otb_analysis.report.compare import comparison
-from otb_analysis.report.verdicts import diagnosis
+from otb_analysis.report.diagnosis import diagnosis_parts
 from otb_analysis.store import RunStore, step_series
 
 
@@ -46,7 +47,8 @@ def test_prompt_completion_and_reward_alone_give_a_run(config, jsonl, simple, no
     assert rollouts["completion"].tolist() == [row["completion"] for row in rows]
     assert store.info["config"]["source"]["made_by"] == "otb import"
     assert any("otb score --model DIR --rollouts" in note for note in notes)
-    assert comparison([path]) and diagnosis(path)
+    sections = comparison(opened([path]))
+    assert sections[0].parts[0].startswith("Nothing is known of its baselines") and diagnosis_parts(RunAnswers(store))
 
 
 def test_length_drift_is_seen_in_characters(config, jsonl):

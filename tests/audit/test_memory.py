@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.audit import shares
+from otb_analysis.answers import shares
 from otb_analysis.audit.records import RecordedRollout
 from otb_analysis.audit.score import Scorer, score
 from otb_analysis.config import AttributionSchedule, AuditConfig, MeasureConfig, Schedule

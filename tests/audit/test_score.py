@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from otb_analysis.answers import opened
 from otb_analysis.audit import score as module
 from otb_analysis.audit.logprobs import BEFORE, BEHIND, fault_of, refuse_wrong_logprobs
 from otb_analysis.audit.records import RecordedRollout
@@ -95,8 +96,7 @@ def test_every_level_measures_and_the_run_compares_like_any_other(config):
     tokens = store.tokens_df()
     assert tokens["grad_norm_sq"].notna().all() and tokens["attribution"].notna().all()
     assert store.steps_df()["n_measured_prompts"].tolist() == [4, 4]
-    titles = [str(getattr(part, "title", part)) for part in comparison([store.path])]
-    assert any("rollouts.jsonl, groups of 3" in " ".join(title.split()) for title in titles)
+    assert any("rollouts.jsonl, groups of 3" in section.title for section in comparison(opened([store.path])))
 
 
 def test_scores_do_not_depend_on_the_passes(config):

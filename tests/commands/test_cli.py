@@ -16,7 +16,6 @@ import pytest
 import otb_analysis
 from otb_analysis.commands import cli, serve
 from otb_analysis.commands.cli import from_toml, main
-from otb_analysis.commands.inspect import print_all
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import Interrupted
 from otb_analysis.estimators import ESTIMATORS
@@ -25,7 +24,6 @@ from otb_analysis.objectives.aggregation import AGGREGATIONS
 from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
-from otb_analysis.report.terminal import terminal_table
 from otb_analysis.tasks import TASKS
 
 
@@ -68,11 +66,40 @@ def test_help_of_a_command_explains_its_fields(command, capsys):
     assert "--root" in shown or command in ("bench", "study", "model")
 
 
-def explained(capsys, option):
-    """The words of one option's help in `otb train --help`, without what follows the next option."""
+def printed_help(capsys, flag):
+    with pytest.raises(SystemExit) as left:
+        main(["train", flag])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def options(text):
+    """The options of a help, one a line at most."""
+    return re.findall(r"^. (--\w[\w.-]*)", text, re.MULTILINE)
+
+
+def test_help_of_train_shows_the_options_that_people_use_and_says_how_many_there_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # so that panels stand one below the other
+    short, whole = printed_help(capsys, "--help"), printed_help(capsys, "--help-all")
+    assert f"These are the {len(options(short))} options that people use" in short
+    assert f"--help-all shows all {len(options(whole))}." in short and "--help-all" not in whole
+    assert len(options(short)) == 20 and set(options(short)) < set(options(whole))
+    assert short == printed_help(capsys, "-h")
+
+
+def test_an_option_that_the_short_help_leaves_out_is_taken(monkeypatch, otb_run):
+    assert trained_with(monkeypatch, ["--optimize.betas", ".8", ".9"], otb_run).optimize.betas == (0.8, 0.9)
+
+
+def test_whole_help_of_a_command_with_few_options_is_its_help(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+        main(["compare", "--help-all"])
+    assert "--top" in capsys.readouterr().out
+
+
+def explained(capsys, option):
+    """The words of one option's help in `otb train --help-all`, without what follows the next option."""
+    lines = [line.strip("│ ") for line in printed_help(capsys, "--help-all").splitlines()]
     start = next(i for i, line in enumerate(lines) if line.split()[:1] == [f"--{option}"])
     text = itertools.takewhile(lambda line: not line.startswith(("--", "╰")), lines[start + 1 :])
     return set(re.findall(r"[\w-]+", " ".join(text)))
@@ -134,9 +161,7 @@ def test_help_leaves_out_an_estimator_that_cannot_train(capsys):
 
 
 def test_help_names_no_object_of_the_source(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = capsys.readouterr().out
+    shown = printed_help(capsys, "--help-all")
     assert [name for name in ("ESTIMATORS", "RATIOS", "AGGREGATIONS", "SHAPINGS", "TASKS") if name in shown] == []
 
 
@@ -246,7 +271,7 @@ def test_command_line_overrides_the_file_and_the_file_the_defaults(form, tmp_pat
     assert config.measure.exact.every == 5
     out = capsys.readouterr().out
     assert "otb compare otb" in out
-    assert "held-out reward" in out  # the learning of the run that was just made
+    assert "what they learned" in out  # the learning of the run that was just made
 
 
 def test_every_default_can_be_written_in_toml_and_comes_back(tmp_path):
@@ -313,7 +338,7 @@ def test_compare_with_a_name_that_is_no_run_is_one_sentence(tmp_path, capsys):
 def test_run_is_found_by_its_path_as_by_its_name(otb_run, capsys, monkeypatch):
     monkeypatch.chdir(otb_run.parent.parent)
     printed = []
-    for words in ([otb_run.name, "--root", str(otb_run.parent)], [f"{otb_run.parent.name}/{otb_run.name}"]):
+    for words in ([otb_run.name, "--root", otb_run.parent.name], [f"{otb_run.parent.name}/{otb_run.name}"]):
         assert main(["compare", *words]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and otb_run.name in printed[0]
@@ -323,7 +348,7 @@ def test_run_is_found_by_its_path_as_by_its_name(otb_run, capsys, monkeypatch):
 
 def test_compare_with_top_prints_that_many_estimators(otb_run, capsys):
     assert main(["compare", otb_run.name, "--root", str(otb_run.parent), "--top", "3"]) == 0
-    assert "; 3 of" in capsys.readouterr().out
+    assert "3 of" in capsys.readouterr().out
     words = ["compare", otb_run.name, "--root", str(otb_run.parent), "--top", "-1"]
     assert sentence(capsys, words) == "otb: --top is -1; pass a number of rows, or 0 for all."
 
@@ -448,6 +473,7 @@ def test_help_of_a_benchmark_explains_its_fields(what, capsys):
 
 def test_benchmark_prints_its_table_and_writes_its_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("otb_analysis.bench.logits.in_fresh_process", lambda call, *args: None)
+    monkeypatch.setenv("COLUMNS", "160")
     sizes = ["--vocabularies", "500", "900", "--rows", "12", "--width", "8", "--threads", "1", "--repeats", "1"]
     assert main(["bench", "logits", *sizes, "--out", str(tmp_path)]) == 0
     assert "logit_stats, from hidden states" in capsys.readouterr().out
@@ -458,11 +484,3 @@ def test_benchmark_prints_its_table_and_writes_its_files(tmp_path, monkeypatch, 
 
 def test_benchmark_with_a_size_of_zero_is_one_sentence(capsys):
     assert "--rows is 0; pass at least 1." in sentence(capsys, ["bench", "estimators", "--rows", "0"])
-
-
-def test_a_table_wider_than_the_terminal_keeps_its_numbers(capsys):
-    table = terminal_table("", "", ("estimator",), ("SF",))
-    table.add_row("x" * 120, "0.79 [0.73, 0.87]" * 5)
-    print_all([table])
-    printed = capsys.readouterr().out
-    assert "0.79 [0.73, 0.87]" * 5 in printed and "…" not in printed

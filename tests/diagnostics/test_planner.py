@@ -6,11 +6,10 @@ from math import comb
 import numpy as np
 import pytest
 
-from otb_analysis.audit.verdict import size_sentence
 from otb_analysis.diagnostics.dead_groups import dead_groups, dead_share, limit_ratio, rates_line
 from otb_analysis.diagnostics.planner import plan
-from otb_analysis.statistics import mean_over_subgroups
-from otb_analysis.types import Gram
+from otb_analysis.statistics import NOTHING, mean_over_subgroups
+from otb_analysis.types import Gram, Proved
 
 LABELS = (("none", "none"), ("rloo", "none"), ("grpo", "none"))
 
@@ -63,7 +62,7 @@ def test_success_rates_say_what_they_cannot():
     line = rates_line(dead_groups([("a", [1.0, 0.0] * 4)]))
     assert "groups above 8 save at most 12%, and groups of 4 cost 17%" in line  # 1 − 7/8, and (4/3)/(8/7)
     assert line.endswith("Prompts with different gradients favour smaller groups.")
-    without = plan({}, {}, None, [("a", [1.0, 0.0] * 4)], 1)
+    without = plan({}, {}, [("a", [1.0, 0.0] * 4)], 1)
     assert without.note == f"{line} Measuring it needs the model: otb audit --model DIR --rollouts FILE --go."
 
 
@@ -98,9 +97,9 @@ def power(score, reward):
     return (g**2).sum(axis=1).mean()
 
 
-def planned(score, reward, **more):
+def planned(score, reward, known=NOTHING):
     groups = [(p, row.tolist()) for p, row in enumerate(reward)]
-    return plan(*grams(score, reward), more.get("trained", ("grpo", "none")), groups, 1)
+    return plan(*grams(score, reward), groups, 1, known)
 
 
 def test_larger_groups_follow_by_formula_and_have_the_truth_in_their_intervals():
@@ -137,21 +136,30 @@ def test_what_cannot_be_known_is_said():
     score, reward = simulated(20, 8, 1.0)
     whole, _ = grams(score, reward)
     groups = [(p, row.tolist()) for p, row in enumerate(reward)]
-    alone = plan(whole, {}, ("grpo", "none"), groups, 1)
+    alone = plan(whole, {}, groups, 1)
     assert alone.cells == () and alone.note.startswith("Other group sizes cannot be known")
     assert "otb audit" not in alone.note  # it was measured already
-    assert plan({}, {}, None, [("a", [1.0])], 1).note == ""
-    uneven = plan({}, {}, None, [("a", [1.0, 0.0]), ("b", [1.0, 0.0, 0.0])], 1)
+    assert plan({}, {}, [("a", [1.0])], 1).note == ""
+    uneven = plan({}, {}, [("a", [1.0, 0.0]), ("b", [1.0, 0.0, 0.0])], 1)
     assert uneven.recorded_size is None and uneven.n_rollouts == 5
 
 
-def test_the_verdict_names_the_size_that_is_shown_to_be_better():
-    score, reward = simulated(200, 8, 3.0)
-    whole, smaller = grams(score, reward)
-    report = plan(whole, smaller, ("none", "none"), [(p, row.tolist()) for p, row in enumerate(reward)], 1)
-    sentences = {label[0]: size_sentence(report, label) for label in LABELS}
-    assert sentences["none"].startswith("Use groups of 2, not 8: no baseline (none) has 0.")
-    assert sentences["none"].endswith("of the variance at the same rollouts.")
-    assert all(len(sentence.split()) <= 20 for sentence in sentences.values())
-    few = plan(*grams(*simulated(10, 8, 3.0)), ("grpo", "none"), [(p, row.tolist()) for p, row in enumerate(reward)], 1)
-    assert size_sentence(few, ("grpo", "none")) == "Keep groups of 8: no difference shown from 2 to 32."
+def test_a_proved_estimator_costs_by_variance_and_an_estimated_length_takes_a_signal():
+    score, reward = simulated(200, 8, 3.0)  # no direction is preferred: ∇J is 0
+    grpo = ("grpo", "none")
+    known = Proved({grpo: 1.0}, frozenset((grpo,)))
+    found = {c.size: c for c in planned(score, reward, known).cells if c.estimator == "grpo"}
+    whole, small = grams(score, reward)
+    inner = {8: whole[0].blocks(grpo, grpo)[0], 4: small[4][0].blocks(grpo, grpo)[0]}
+    signal = (inner[8].sum() - np.trace(inner[8])) / (200 * 199)
+    noise = {size: np.trace(of) / 200 - signal for size, of in inner.items()}
+    # Groups of 4 are twice as many of the same rollouts.
+    assert found[4].cost.estimate == pytest.approx(noise[4] / 2 / noise[8])
+    assert found[4].cost.low < found[4].cost.estimate < found[4].cost.high
+    assert all(c.cost is None for c in planned(score, reward).cells if c.estimator == "grpo")
+
+
+def test_nothing_is_said_of_sizes_where_every_group_is_dead():
+    score, reward = simulated(20, 8, 1.0)
+    found = planned(score, np.ones_like(reward))
+    assert (found.cells, found.best_size) == ((), None) and "Every group has equal rewards" in found.note

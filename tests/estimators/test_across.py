@@ -370,3 +370,19 @@ def test_features_are_read_from_text():
     options = options_from_dict("energy_regression", {"features": "1, m,m*f", "memory": "0.9", "T_max": "64"})
     assert options == RegressionOptions(("1", "m", "m·f"), memory=0.9, T_max=64)
     assert options_from_dict("energy_regression", {"features": ["1", "m"]}).features == ("1", "m")
+
+
+def test_where_prompts_differ_and_energies_tell_nothing_james_stein_is_calmer_and_the_regression_is_not():
+    prompts, size, tokens, batches = 8, 4, 4, 200
+    random = np.random.default_rng(0)
+    spread = {name: np.zeros(batches) for name in ("rloo", "james_stein", "energy_regression")}
+    for k in range(batches):
+        success = 1 / (1 + np.exp(1 - 2 * random.standard_normal((prompts, 1))))  # from hardly ever to nearly always
+        reward, shape = (random.random((prompts, size)) < success).ravel(), (prompts * size, tokens)
+        group = np.repeat(np.arange(prompts), size)
+        inputs = batch(reward, random.lognormal(size=shape), group, random.random(shape))
+        for name, of in spread.items():  # of scores that are independent of the rewards and of each other
+            of[k] = (estimate(name, inputs).advantage ** 2 * inputs.energy).sum()
+    over = {name: of - spread["rloo"] for name, of in spread.items()}
+    errors = {name: of.mean() / (of.std(ddof=1) / batches**0.5) for name, of in over.items() if name != "rloo"}
+    assert errors["james_stein"] < -3 and errors["energy_regression"] > 3

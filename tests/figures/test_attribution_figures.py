@@ -5,9 +5,7 @@ import pytest
 from otb_analysis.diagnostics import AttributedTokens, attribute_step
 from otb_analysis.figures.attribution import (
     MOST_PROMPTS,
-    attribution_command,
     attribution_info,
-    attribution_line,
     attribution_table,
     plot_attribution,
 )
@@ -51,24 +49,3 @@ def test_tables_name_what_holds_the_gradient_with_its_text():
     tokens = attribution_table(FOUND, FOUND.tokens.head(3), TOKENS, ROLLOUTS)
     assert tokens["token"].tolist() == ["<b>", "%{y}", "∅"] and tokens["reward"].tolist() == [1.0, 0.5, 0.5]
     assert attribution_table(FOUND, FOUND.rollouts, TOKENS, ROLLOUTS)["tokens"].tolist() == [2, 1, 2]
-
-
-def test_the_line_says_who_holds_half_and_what_is_missing():
-    assert "2 of 5 tokens (40.0%) hold half" in attribution_line(FOUND) and "noise" in attribution_line(FOUND)
-    bare = attribute_step(7, AttributedTokens(*KEYS, SIGNAL))
-    assert "--measure.attribution.split" in attribution_line(bare)
-
-
-def test_a_trained_run_is_trained_again_and_a_scored_one_scored_again():
-    how, command = attribution_command("/r/mine", {"optimize": {}, "model": ""}, 21)
-    assert how.endswith("measures it from step 21 on:")
-    assert command == (
-        "otb train --config /r/mine/run.json --run mine-attributed --measure.attribution.first 21 "
-        "--measure.attribution.every 1"
-    )
-    scored = {"model": "m", "rollouts": "a b.jsonl", "group_size": 8, "temperature": 1.0}
-    assert attribution_command("/r/mine", scored, 0)[1] == (
-        "otb score --model m --rollouts 'a b.jsonl' --group-size 8 --temperature 1.0 --root /r --run mine-attributed "
-        "--measure.attribution.every 1"
-    )
-    assert attribution_command("/r/mine", {}, 0)[1] == ""

@@ -1,15 +1,15 @@
 """The picture of the budget planner: its points are the planner's cells, and its table their numbers."""
 
 from otb_analysis.diagnostics.planner import Cell, Planner
-from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
+from otb_analysis.figures.planner import planner_table, planner_words, plot_planner, sizes_display
 from otb_analysis.statistics import Interval
 
 COST = Interval(0.8, 0.7, 0.9, 16, "")
 CELLS = (
-    Cell("rloo", "none", 4, 0.25, None, False, True, COST),
-    Cell("rloo", "none", 8, 0.5, None, True, True, None),
-    Cell("rloo", "none", 16, 0.375, None, False, False, None),
-    Cell("otb", "proxy", 8, None, None, False, True, None),
+    Cell("rloo", "none", 4, 0.25, False, True, COST),
+    Cell("rloo", "none", 8, 0.5, True, True, None),
+    Cell("rloo", "none", 16, 0.375, False, False, None),
+    Cell("otb", "proxy", 8, None, False, True, None),
 )
 PLANNER = Planner(128, 8, CELLS, (), "")
 
@@ -38,3 +38,9 @@ def test_the_table_has_a_row_for_each_point_with_its_cost_against_the_recorded_s
 
 def test_the_words_say_for_how_many_rollouts():
     assert planner_words(PLANNER).startswith("Efficiency of 128 rollouts in groups of N.")
+
+
+def test_what_is_read_has_a_star_at_the_best_and_a_dagger_by_formula_and_leaves_out_rows_without_a_number():
+    shown = sizes_display(PLANNER)
+    assert shown["group size"].tolist() == ["4", "8*", "16†"] and shown["estimator"].tolist() == ["rloo"] * 3
+    assert shown["cost"].tolist() == ["0.80 [0.70, 0.90]", "1", "–"]

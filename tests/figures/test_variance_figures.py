@@ -7,7 +7,9 @@ from otb_analysis.figures.comparison import comparison_info, comparison_table, d
 from otb_analysis.figures.gradient_table import MEASURES, evenly, labels, statistics_table
 from otb_analysis.figures.variance import plot_variance, variance_info
 from otb_analysis.statistics import gradient_noise_scale, pooled_statistics
-from otb_analysis.types import Gram
+from otb_analysis.types import Gram, Proved
+
+RLOO = ("rloo", "none")
 
 
 def test_variance_never_stands_alone(grams):
@@ -62,7 +64,7 @@ def test_below_sixteen_prompts_there_are_points_and_no_intervals(vectors, grams)
     info = variance_info(statistics_table(few))
     assert not info.has_intervals
     assert info.n_prompts == (15, 15)
-    assert "without intervals" in comparison_info(list(few.values())).estimand
+    assert "without intervals" in comparison_info(list(few.values())).words
 
 
 def test_pooling_steps_gives_intervals_where_single_steps_have_none(grams):
@@ -93,12 +95,27 @@ def test_energy_source_is_named_only_where_several_meet():
     assert both["rloo", "none"] == "rloo"
 
 
-def test_comparison_puts_the_best_efficiency_first_and_the_reference_at_one(grams):
-    info = comparison_info(list(grams.values()))
-    assert info.rows[0].label == "otb · exact"
-    reference = next(row for row in info.rows if row.label == "rloo")
-    assert [ratio.estimate for ratio in reference.ratios] == [1, 1, 1]
-    assert info.n_prompts == 48
+def test_comparison_has_the_reference_at_one_first_then_proved_ones_and_each_row_says_what_it_is_judged_by(grams):
+    exact = ("otb", "exact")
+    info = comparison_info(list(grams.values()), known=Proved({RLOO: 1.0, exact: 1.0}, frozenset((RLOO, exact))))
+    assert [row.label for row in info.rows] == ["rloo", "group_mean", "otb · exact", "otb · proxy"]
+    assert [row.decides for row in info.rows] == ["", "", "sf", "efficiency"]  # group_mean is a multiple of rloo
+    assert [ratio.estimate for ratio in info.rows[0].ratios] == [1, 1, 1]
+    assert [row.told for row in info.rows] == ["", "", "better", "better"]
+    assert (info.n_prompts, info.looked_at, info.together) == (48, 2, "all 2 together")
+    for row in info.rows[2:]:
+        ratio = row.ratios[0 if row.decides == "sf" else 1]
+        assert row.together.low < ratio.low < ratio.high < row.together.high
+
+
+def test_nothing_is_ranked_where_nothing_is_told_apart(vectors):
+    # Noises of one size, independent of each other.
+    random = np.random.default_rng(0)
+    g = np.eye(12)[0] + 0.3 * random.normal(size=(4, 32, 12))
+    labels = (RLOO, ("a", "none"), ("b", "none"), ("c", "none"))
+    info = comparison_info([Gram(np.einsum("mpd,nqd->mnpq", g, g), labels, 256)])
+    assert [row.key for row in info.rows] == list(labels) and "the order says nothing" in info.words
+    assert "all 3 together" in display_table(info)
 
 
 def test_comparison_of_one_energy_source(grams):
@@ -114,9 +131,12 @@ def test_comparison_with_an_estimator_that_was_not_measured_names_the_nearest(gr
 def test_tables_hold_one_row_per_estimator(grams):
     info = comparison_info(list(grams.values()))
     table = comparison_table(info)
-    assert table["estimator"].tolist() == [row.label for row in info.rows]
-    assert table.loc[0, "sf_ratio_low"] < table.loc[0, "sf_ratio"] < table.loc[0, "sf_ratio_high"]
-    assert " [" in display_table(info)["SF ÷ rloo"].iloc[0]
+    assert table["estimator"].tolist() == [row.key[0] for row in info.rows]
+    assert table.loc[2, "sf_ratio_low"] < table.loc[2, "sf_ratio"] < table.loc[2, "sf_ratio_high"]
+    assert table.loc[2, "together_low"] < table.loc[2, "efficiency_ratio_low"] and table.loc[2, "told"] == "better"
+    shown = display_table(info)
+    assert shown["SF ÷ rloo"].tolist()[:2] == ["1.00", "1.00"] and " [" in shown["SF ÷ rloo"].iloc[2]
+    assert shown["all 2 together"].iloc[2].startswith("eff. ") and shown["all 2 together"].iloc[2].endswith("]*")
 
 
 def test_noise_scale_stands_beside_each_estimator_with_its_interval(grams):
@@ -124,17 +144,21 @@ def test_noise_scale_stands_beside_each_estimator_with_its_interval(grams):
     scale = gradient_noise_scale(list(grams.values()), ("otb", "exact"))
     (row,) = (row for row in info.rows if row.label == "otb · exact")
     assert row.intervals["noise_scale"] == scale and scale.low < scale.estimate < scale.high
-    shown = display_table(info).set_index("estimator")["noise scale"]
-    assert shown["otb · exact"] == f"{scale.estimate:.3g} [{scale.low:.3g}, {scale.high:.3g}]"
-    table = comparison_table(info).set_index("estimator")
-    assert table.loc["otb · exact", "noise_scale_high"] == scale.high
+    shown = display_table(info).set_index(["estimator", "energy"])["noise scale"]
+    assert shown["otb", "exact"] == f"{scale.estimate:.3f} [{scale.low:.3f}, {scale.high:.3f}]"
+    table = comparison_table(info).set_index(["estimator", "energy_source"])
+    assert table.loc[("otb", "exact"), "noise_scale_high"] == scale.high
     # Half the noise of rloo is a quarter of its noise scale.
-    assert scale.estimate < 0.5 * table.loc["rloo", "noise_scale"]
+    assert scale.estimate < 0.5 * table.loc[("rloo", "none"), "noise_scale"]
 
 
-def test_forest_draws_one_point_per_estimator_and_ratio(grams):
-    info = comparison_info(list(grams.values()))
-    assert len(plot_comparison(info).data) == 3 * len(info.rows)
+def test_forest_draws_a_point_per_estimator_and_ratio_a_thin_bar_where_it_is_judged_and_a_legend(grams):
+    data = plot_comparison(comparison_info(list(grams.values()))).data
+    points = [trace for trace in data if trace.hovertemplate]
+    thin = [trace for trace in data if trace.error_x.thickness == 1]
+    assert len(points) == 3 * 4 and len(thin) == 2  # both of otb, by efficiency
+    assert {trace.xaxis for trace in thin} == {"x2"}
+    assert [trace.name for trace in data if trace.showlegend] == ["one look", "all 2 together"]
 
 
 def test_estimators_are_set_apart_but_hover_says_the_true_step(grams):
@@ -154,8 +178,7 @@ def test_measures_are_undefined_and_said_to_be_where_the_gradient_is_lost_in_the
     notes = [note.text for note in plot_variance(info).layout.annotations]
     assert sum("too few prompts" in note for note in notes) == 3
     compared = comparison_info([Gram(inner, gram.labels, 32)])
-    assert compared.rows[0].ratios[0] is None
-    assert sum("too few prompts" in n.text for n in plot_comparison(compared).layout.annotations) == 2
+    assert [row.ratios[1].estimate for row in compared.rows] == [1.0] * 4  # four times the same update
 
 
 def test_comparison_shows_the_chosen_estimators_and_the_one_they_are_compared_with(grams):

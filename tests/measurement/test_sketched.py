@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from otb_analysis.answers.proxy import fidelity_of
 from otb_analysis.config import (
     EstimatorConfig,
     EvaluateConfig,
@@ -18,7 +19,6 @@ from otb_analysis.errors import InputError
 from otb_analysis.figures.fidelity import fidelity_info
 from otb_analysis.gradients import token_score_norms
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.report.compare import fidelity_rows
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
@@ -110,7 +110,7 @@ def test_no_reader_takes_an_estimate_for_an_exact_norm(mixed_run):
     only = tokens[tokens["measured_by"] == "exact"]
     for kind in ("token", "realized"):
         assert fidelity_info(tokens, kind).overall == fidelity_info(only, kind).overall
-    assert [row[2].pooled.n for row in fidelity_rows(store, "run")] == [len(only)] * 2
+    assert [found.pooled.n for _, found in fidelity_of(store)] == [len(only)] * 2
     arrays = store.token_arrays(0)
     assert set(arrays.measured_groups().group) == {0, 1}
     with pytest.raises(InputError, match="policy tokens have no exact energy"):

@@ -3,21 +3,19 @@
 import io
 import itertools
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 from rich.console import Console
 
+from otb_analysis.answers import designs, opened, reportable
+from otb_analysis.answers.learning import learning_notes
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.figures.fidelity import fidelity_info
-from otb_analysis.report.compare import comparison, fidelity_rows, no_signal
-from otb_analysis.report.designs import designs
-from otb_analysis.report.runs import open_runs
-from otb_analysis.store import RunStore, RunWriter, StepTables
+from otb_analysis.report.compare import comparison
+from otb_analysis.report.terminal import printed as parts
+from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
 from otb_analysis.types import Gram
 
 UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": EvaluateConfig(every=0)}
@@ -25,7 +23,7 @@ UNMEASURED = {"measure": MeasureConfig(exact=Schedule(0, 0)), "evaluate": Evalua
 
 def printed(paths, top=None, **how):
     console = Console(file=io.StringIO(), width=200)
-    for part in comparison(paths, top, **how):
+    for part in parts(comparison(opened(paths), top, **how)):
         console.print(part, markup=False)
     return console.file.getvalue()
 
@@ -50,10 +48,9 @@ def test_every_measured_estimator_has_a_row_or_is_named_as_identical_and_the_gro
 def test_top_keeps_the_first_rows_of_the_table_and_every_line_below_it(otb_run):
     (whole, rows), (cut, kept) = map(estimator_rows, (printed([otb_run], top=0), printed([otb_run], top=2)))
     assert len(rows) > 8 and kept == rows[:2]
-    assert f"(half, groups of 3; 2 of {len(rows)} rows, --top 0 shows all):" in cut
-    assert "shows all" not in whole
-    below = "SF: variance at equal progress"
-    assert cut[cut.index(below) : cut.index("Not shown")] == whole[whole.index(below) : whole.index("Not shown")]
+    assert f"2 of {len(rows)} rows, --top 0 shows all" in cut and "shows all" not in whole
+    below, end = "SF: variance at equal progress", "Runs: what they learned"
+    assert cut[cut.index(below) : cut.index(end)] == whole[whole.index(below) : whole.index(end)]
 
 
 def test_eight_rows_are_shown_with_the_reference_and_what_trained_among_them(otb_run):
@@ -63,32 +60,21 @@ def test_eight_rows_are_shown_with_the_reference_and_what_trained_among_them(otb
         assert usual in rows
 
 
-def test_sentences_stand_first_or_last_with_the_table_of_estimators_behind_them(otb_run):
-    first, last = printed([otb_run]), printed([otb_run], conclude_last=True)
-    assert first.splitlines()[0].startswith("Nothing can be told apart yet: 12 prompts were measured")
-    assert [line.split(":")[0] for line in first.splitlines()[2:3]] == ["Next"]
-    assert last.index("Proxy against exact norms") < last.index("Nothing can be told") < last.index("Estimators on the")
+def test_the_sentences_of_the_run_stand_first_or_last_with_the_table_of_estimators_behind_them(otb_run):
+    lines = opened([otb_run])["otb"].lines
+    first, last = ("".join(printed([otb_run], conclude_last=how).split()) for how in (False, True))
+    said = "".join("".join(lines).split())
+    assert "12 prompts" in lines[0] and first.startswith(said)
+    assert last.index("Proxyagainstexactnorms") < last.index(said) < last.index("Estimatorsonthesame")
 
 
-def test_noise_scale_of_the_reference_and_of_what_trained_is_one_line_below_the_table(otb_run):
+def test_too_few_prompts_leave_no_column_of_dashes_and_no_claim(otb_run):
     text = printed([otb_run])
-    assert text.count("Noise scale, the number of prompts at which noise equals signal: rloo") == 1
-
-
-def test_too_few_prompts_are_named_as_the_reason_and_leave_no_column_of_dashes(otb_run):
-    text = printed([otb_run])
-    assert "an interval takes 16" in text
-    assert "Next: measure at least 16 prompts, by adding --measure.exact.prompts 0 --measure.exact.every" in text
     head = next(line for line in text.splitlines() if line.split()[:2] == ["estimator", "energy"])
-    left_out = text[text.index("Not shown, since an interval takes 16 prompts:") :].splitlines()[0]
-    assert "efficiency ×rloo." in left_out and re.search(r"\befficiency {2,}", head) is None
-
-
-def test_conclusions_of_stored_runs_count_what_was_told_apart(otb_run):
-    (design,) = designs([RunStore(otb_run)]).values()
-    found = design.conclusion
-    assert (found.n_prompts, found.different, found.within) == (12, (), ())
-    assert found.alike["otb_turn", "proxy"].of == ("otb", "proxy")
+    assert re.search(r"\bSF ÷ rloo\b", head) and "together" not in head
+    assert "better than rloo:" not in text and "worse than rloo:" not in text
+    (design,) = designs(opened([otb_run])).values()
+    assert (design.decision.n_prompts, design.decision.tested, design.decision.cause) == (12, (), "few prompts")
 
 
 def estimator_rows(text):
@@ -109,27 +95,21 @@ def test_learning_row_holds_what_the_steps_table_holds(otb_run):
     assert f"{steps['n_tokens'].sum():,}" in row
 
 
-def test_fidelity_is_of_single_tokens_and_of_what_otb_weights_by(otb_run):
-    rows = fidelity_rows(RunStore(otb_run), otb_run.name)
-    assert [name for _, name, _ in rows] == ["token energy w_t", "realized energy W_t"]
-    tokens = RunStore(otb_run).tokens_df(where="grad_norm_sq is not null")
-    expected = np.corrcoef(tokens["energy_proxy"], tokens["grad_norm_sq"])[0, 1]
-    assert rows[0][2].pooled.n == len(tokens)
-    assert rows[0][2].pooled.pearson == pytest.approx(expected, abs=1e-6)
-    text = printed([otb_run])
-    assert "token energy w_t" in text
-    assert "realized energy W_t" in text
-
-
-def test_terminal_and_dashboard_say_the_same_about_the_proxy(otb_run):
+def test_fidelity_is_of_single_tokens_and_of_what_otb_weights_by_as_on_the_page(otb_run):
+    rows = dict(opened([otb_run])["otb"].fidelity)
     tokens = RunStore(otb_run).tokens_df()
-    shown = [fidelity_info(tokens, kind).overall for kind in ("token", "realized")]
-    assert [row[2] for row in fidelity_rows(RunStore(otb_run), otb_run.name)] == shown
+    assert list(rows.values()) == [fidelity_info(tokens, kind).overall for kind in ("token", "realized")]
+    measured = tokens[tokens["grad_norm_sq"].notna()]
+    expected = np.corrcoef(measured["energy_proxy"], measured["grad_norm_sq"])[0, 1]
+    assert rows["token energy w_t"].pooled.n == len(measured)
+    assert rows["token energy w_t"].pooled.pearson == pytest.approx(expected, abs=1e-6)
+    text = printed([otb_run])
+    assert all(title in text for title in rows)
 
 
-def test_run_without_measurement_has_only_a_learning_row(trained):
+def test_run_without_measurement_has_a_learning_row_and_says_what_measures_it(trained):
     text = printed([trained("quiet", **UNMEASURED)])
-    assert "quiet" in text
+    assert "quiet" in text and "--measure.exact.every 10" in text
     assert "Estimators on the same" not in text
     assert "Proxy" not in text
 
@@ -141,33 +121,44 @@ def test_runs_with_unlike_estimators_stand_side_by_side(otb_run, trained):
     assert cells(text, "value", "none")
     assert text.count("token energy w_t") == 2
     assert text.count("Estimators on the same rollouts") == 1
-    assert "only their ×rloo compares with the others: value/none (" in text
+    assert "only ratios compare: value/none (" in text
 
 
-def measured(name, config, size=4):
-    """What `designs` reads of a run with one measured step."""
-    return SimpleNamespace(info={"config": config}, path=Path(name), grams=lambda: {0: gram_of_groups(size)})
+def measured(root, name, config, size=4):
+    """A run with one measured step."""
+    writer = RunWriter.create(root, name, config)
+    gram = Gram(np.ones((1, 1, 3, 3)), (("rloo", "none"),), 3 * size, groups=np.arange(3))
+    writer.write_step(0, StepTables(steps={"reward_mean": 0.5}, grams=gram_rows(0, gram)))
+    writer.finish()
+    return writer.path
 
 
-def test_steps_of_another_task_or_group_size_are_not_averaged():
-    runs = (({"task": "a"}, 4), ({"task": "a"}, 4), ({"task": "b"}, 4), ({"task": "a"}, 8), ({}, 8))
-    stores = [measured(f"run-{index}", *run) for index, run in enumerate(runs)]
-    found = {name: len(design.grams) for name, design in designs(stores).items()}
-    assert found == {"a, groups of 4": 2, "b, groups of 4": 1, "a, groups of 8": 1, "task not stored, groups of 8": 1}
+DIFFERING = {
+    "task": (
+        [{"task": "a"}, {"task": "a"}, {"task": "b"}, {}],
+        {"a, groups of 4": 2, "b, groups of 4": 1, "task not stored, groups of 4": 1},
+    ),
+    "soft tokens": (
+        [{"task": "a"}, {"task": "a", "sample": {"soft": 0}}, {"task": "a", "sample": {"soft": 8}}],
+        {"a, groups of 4": 2, "a, groups of 4, 8 soft tokens": 1},
+    ),
+    "scope": (
+        [{"task": "a"} | scope for scope in ({}, {"measure": {"scope": "all"}}, {"measure": {"scope": "lm_head"}})],
+        {"a, groups of 4": 2, "a, groups of 4, scope 'lm_head'": 1},
+    ),
+}
 
 
-def test_steps_with_soft_tokens_are_not_averaged_with_others():
-    configs = [{"task": "a"}, {"task": "a", "sample": {"soft": 0}}, {"task": "a", "sample": {"soft": 8}}]
-    stores = [measured(f"run-{index}", config) for index, config in enumerate(configs)]
-    found = {name: len(design.grams) for name, design in designs(stores).items()}
-    assert found == {"a, groups of 4": 2, "a, groups of 4, 8 soft tokens": 1}
+@pytest.mark.parametrize("what", DIFFERING)
+def test_steps_of_runs_that_differ_in_what_makes_a_gradient_are_not_averaged(what, tmp_path):
+    configs, expected = DIFFERING[what]
+    runs = opened([measured(tmp_path, f"run-{index}", config) for index, config in enumerate(configs)])
+    assert {name: len(design.grams) for name, design in designs(runs).items()} == expected
 
 
-def test_steps_of_another_scope_are_not_averaged():
-    scopes = ({}, {"measure": {"scope": "all"}}, {"measure": {}}, {"measure": {"scope": "lm_head"}})
-    stores = [measured(f"run-{index}", {"task": "a"} | scope) for index, scope in enumerate(scopes)]
-    found = {name: len(design.grams) for name, design in designs(stores).items()}
-    assert found == {"a, groups of 4": 3, "a, groups of 4, scope 'lm_head'": 1}
+def test_steps_of_another_group_size_are_not_averaged(tmp_path):
+    runs = opened([measured(tmp_path, f"run-{size}", {"task": "a"}, size) for size in (4, 8)])
+    assert list(designs(runs)) == ["a, groups of 4", "a, groups of 8"]
 
 
 @pytest.mark.parametrize(
@@ -177,16 +168,19 @@ def test_steps_of_another_scope_are_not_averaged():
         ([8, 7], "or choose an easier task"),
     ],
 )
-def test_answers_that_are_all_cut_off_are_not_called_a_hard_task(truncated, sentence):
-    store = SimpleNamespace(info={"config": {"sample": {"max_new_tokens": 12}}})
-    steps = pd.DataFrame({"n_truncated": truncated, "n_rollouts": [8, 8]})
-    assert re.search(sentence, no_signal(store, steps))
+def test_answers_that_are_all_cut_off_are_not_called_a_hard_task(truncated, sentence, tmp_path):
+    writer = RunWriter.create(tmp_path, "deaf", {"sample": {"max_new_tokens": 12}})
+    for step, n in enumerate(truncated):
+        scalars = {"n_truncated": n, "n_rollouts": 8, "n_prompts": 2, "n_zero_variance_groups": 2}
+        writer.write_step(step, StepTables(steps=scalars))
+    writer.finish()
+    assert re.search(sentence, learning_notes(opened([writer.path])["deaf"])[-1])
 
 
 def test_runs_of_another_scope_are_named_in_the_sentence_that_a_report_refuses_them_with(otb_run, trained):
     head = trained("head", measure=MeasureConfig(exact=Schedule(every=2), scope="lm_head"))
     with pytest.raises(InputError) as refused:
-        open_runs([otb_run, head])
+        reportable([otb_run, head])
     sentence, _, _ = str(refused.value).partition(";")
     text = " ".join(printed([otb_run, head]).split())
     assert f"{sentence}: each has a table of estimators of its own." in text
@@ -196,16 +190,11 @@ def test_runs_of_another_scope_are_named_in_the_sentence_that_a_report_refuses_t
     assert "which do not compare" not in printed([otb_run, unmeasured])
 
 
-def gram_of_groups(size):
-    return Gram(np.ones((1, 1, 3, 3)), (("rloo", "none"),), 3 * size)
-
-
-def test_single_measured_prompt_is_shown_without_variance(trained):
+def test_measured_groups_of_equal_rewards_are_said_to_teach_nothing(trained):
+    # The only measured group of steps 0 and 2 has equal rewards, others of those steps have not.
     text = printed([trained("one_prompt", measure=MeasureConfig(exact=Schedule(every=2, prompts=1)))])
-    assert [line.split() for line in text.splitlines() if line.split()[:1] == ["rloo"]] == [
-        ["rloo", "none", "1", "proved", "0"]
-    ]
-    assert re.search(r"Not shown, since .*: SF ×rloo, efficiency ×rloo, .*variance ×rloo\.", text)
+    assert text.startswith("Nothing can be compared") and "all rewards were equal" in text
+    assert "Estimators on" not in text and "noise scale" not in text.lower()
 
 
 def test_run_written_by_someone_else_with_few_columns_is_shown(tmp_path):
@@ -235,8 +224,7 @@ def test_rollout_counts_up_to_its_first_token_without_an_exact_norm(tmp_path):
         norms = np.ma.array([1.0, 2.0, 3.0, 4.0], mask=~np.array(known))
         writer.write_step(step, StepTables(tokens=base | {"grad_norm_sq": norms}, steps={"reward_mean": 0.5}))
     writer.finish()
-    rows = fidelity_rows(RunStore(writer.path), "run")
-    assert [row[2].pooled.n for row in rows] == [3 + 2, 3]
+    assert [found.pooled.n for _, found in opened([writer.path])["partly"].fidelity] == [3 + 2, 3]
     assert "partly" in printed([writer.path])
 
 
@@ -255,4 +243,4 @@ def test_run_whose_groups_never_differ_in_reward_is_said_to_have_no_signal(tmp_p
 def test_run_without_a_complete_step_is_one_sentence(tmp_path):
     writer = RunWriter.create(tmp_path, "begun", {})
     with pytest.raises(InputError, match="run begun has no complete step yet"):
-        comparison([writer.path])
+        opened([writer.path])

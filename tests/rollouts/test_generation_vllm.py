@@ -197,6 +197,6 @@ def test_policy_that_came_from_no_directory_is_refused(vllm, tiny_model, tokeniz
 def test_missing_vllm_is_one_sentence_with_the_command_that_installs_it(policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(
-        InputError, match=r"^vllm is needed for sample.engine 'vllm'; pip install 'otb-analysis\[vllm\]'"
+        InputError, match=r"^vllm is needed for sample.engine 'vllm'; pip install '\.\[vllm\]' in a clone"
     ):
         VllmGenerator(*policy)

@@ -175,6 +175,6 @@ def test_gguf_file_that_cannot_be_read_is_one_sentence(model_file, tmp_path, kin
 def test_missing_gguf_reader_is_one_sentence_with_the_extra(model_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        InputError, match=r"^gguf is needed for reading tiny\.gguf; pip install 'otb-analysis\[models\]'"
+        InputError, match=r"^gguf is needed for reading tiny\.gguf; pip install '\.\[models\]' in a clone"
     ):
         load_policy(model_file)

@@ -5,7 +5,7 @@ import pandas as pd
 
 from otb_analysis.figures.comparison import comparison_info, comparison_table
 from otb_analysis.figures.gradient_table import statistics_table
-from otb_analysis.statistics import REFERENCE, conclude, gain_lost
+from otb_analysis.statistics import REFERENCE, decide, gain_lost
 from otb_analysis.statistics.moments import gram as moments
 from otb_analysis.types import Gram, Proved
 
@@ -24,13 +24,15 @@ def grams():
     return every
 
 
-def test_statistics_conclusion_and_gain_lost_are_the_same():
+def test_statistics_decision_and_gain_lost_are_the_same():
     whole = grams()
     reduced = {step: gram.reduced((REFERENCE, KNOWN.truth)) for step, gram in whole.items()}
     for window in (1, 3):
         first, second = (statistics_table(some, window, KNOWN) for some in (whole, reduced))
         assert first.equals(second) and len(first) > 20
-    assert conclude(list(whole.values()), KNOWN) == conclude(list(reduced.values()), KNOWN)
+    for against in (REFERENCE, LABELS[1]):
+        first, second = (decide(list(some.values()), against, KNOWN) for some in (whole, reduced))
+        assert first == second and first.comparisons
     lost = [gain_lost(list(some.values()), ("otb", "proxy"), ("otb", "exact")) for some in (whole, reduced)]
     assert lost[0] == lost[1] is not None
 

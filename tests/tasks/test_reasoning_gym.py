@@ -192,7 +192,7 @@ def test_a_task_that_depends_on_the_hash_seed_asks_for_one(name, monkeypatch):
 
 def test_missing_package_is_one_sentence_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(InputError, match=r"^reasoning-gym is needed for .*; pip install 'otb-analysis\[tasks\]'"):
+    with pytest.raises(InputError, match=r"^reasoning-gym is needed for .*; pip install '\.\[tasks\]' in a clone"):
         make_task(TrainConfig(task="reasoning_gym", reasoning_gym=LETTERS))
 
 

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 import torch
 
+from otb_analysis.answers import RunAnswers
+from otb_analysis.answers.learning import learning_notes
 from otb_analysis.config import EvaluateConfig, MeasureConfig, OptimizeConfig, Schedule
-from otb_analysis.report.compare import heldout_line
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunStore
 from otb_analysis.training import evaluation
@@ -79,12 +80,12 @@ def test_several_answers_are_stored_and_change_nothing_in_training(trained):
 
 
 def test_comparison_says_the_last_evaluation_with_its_intervals(trained):
-    steps = RunStore(trained("four", evaluate=EvaluateConfig(every=2, prompts=16, samples=4), **QUIET)).steps_df()
-    last, line = steps.iloc[-1], heldout_line(steps)
+    run = RunAnswers(RunStore(trained("four", evaluate=EvaluateConfig(every=2, prompts=16, samples=4), **QUIET)))
+    last, (line,) = run.steps.iloc[-1], learning_notes(run)
     assert line.startswith(f"held-out prompts at step 2: reward {last['heldout_reward']:.3f} [")
     assert f"avg@4 {last['heldout_success']:.3f} [{last['heldout_success_low']:.3f}, " in line
     assert f"pass@4 {last['heldout_pass_at_k']:.3f} [" in line
 
 
 def test_comparison_says_nothing_without_an_interval(otb_run):
-    assert heldout_line(RunStore(otb_run).steps_df()) == ""
+    assert learning_notes(RunAnswers(RunStore(otb_run))) == []

@@ -1,4 +1,4 @@
-"""Gradients of smaller groups at an exact step: as if only those rollouts had been sampled, on disk and in advice."""
+"""Gradients of smaller groups at an exact step: as if only those rollouts had been sampled, on disk and in answers."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from otb_analysis.answers import RunAnswers
 from otb_analysis.config import MeasureConfig, SampleConfig, Schedule
-from otb_analysis.diagnostics import advise
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import group_gradient_gram
@@ -75,25 +75,26 @@ def test_only_named_estimators_the_reference_and_the_trained_one_are_measured(st
     assert {name for name, _ in found.labels} == {"rloo", "group_mean", "otb_loo"}
 
 
-def test_smaller_groups_come_back_from_disk_and_advice_compares_them(trained):
+def test_smaller_groups_come_back_from_disk_and_the_planner_compares_them(trained):
     run = trained("fours", sample=FOURS)
     store = RunStore(run)
     by_size = store.subgroup_grams()
     assert list(by_size) == [2] and list(by_size[2]) == [0, 1, 2]
     whole, small = store.grams()[0], by_size[2][0]
     assert (small.groups.tolist(), small.prompt) == (whole.groups.tolist(), whole.prompt)
-    found = advise(store.grams(), by_size, ("otb", "proxy"))
-    assert "Groups of 2 and 4 were compared at the same 12 rollouts" in found.sizes_line
+    planner = RunAnswers(store).planner
+    assert planner.n_rollouts == 12
+    assert {cell.size for cell in planner.cells if cell.estimator == "otb"} == {2, 4}
     assert (run / "subgroups").is_dir()
 
 
-def test_run_without_smaller_groups_reads_as_such_and_names_what_measures_them(trained):
+def test_run_without_smaller_groups_reads_as_such_and_says_why(trained):
     # Groups of 3 cannot be halved.
     store = RunStore(trained("otb"))
     assert store.subgroup_grams() == {}
     assert store.sql("select * from subgroups").empty
-    found = advise(store.grams(), store.subgroup_grams(), ("otb", "proxy"))
-    assert "groups of 3 cannot be cut" in found.sizes_line
+    planner = RunAnswers(store).planner
+    assert planner.cells == () and "one size that can be halved" in planner.note
 
 
 def test_turned_off_nothing_is_measured(step):

@@ -100,6 +100,12 @@ def test_task_of_ones_own_is_trained_by_its_name_as_documented(config, monkeypat
     assert main(words.split()) == 0
     info = RunStore(Path("runs") / "own").info
     assert (info["status"], info["config"]["task"]) == ("complete", "my_tasks:Reverse")
+    namespace = {}
+    exec(code, namespace)
+    task = namespace["Reverse"](TrainConfig())
+    texts = {split: {task.prompt(split, k).text for k in range(400)} for split in ("train", "heldout")}
+    assert not texts["train"] & texts["heldout"] and min(map(len, texts.values())) > 100
+    assert {text[0] for text in texts["train"]} == {text[0] for text in texts["heldout"]} == set("abcd")
 
 
 def test_task_that_raises_in_a_step_ends_the_run_with_its_name_and_keeps_what_was_complete(config, monkeypatch):

@@ -1,8 +1,8 @@
 """Deviations and ranks within cells, such as the rollouts of one prompt at one position."""
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy import stats
 
 from otb_analysis.types import Float, Int
 
@@ -29,6 +29,6 @@ def cell_ranks(x: Float, cells: Int) -> Float:
     if x.size == 0:
         return x
     # Ranking (cell, value) pairs at once: shifting a whole cell by more than any rank keeps cells apart and ties tied.
-    ranks = stats.rankdata(stats.rankdata(x) + cells * (2.0 * x.size))
+    ranks = scipy.stats.rankdata(scipy.stats.rankdata(x) + cells * (2.0 * x.size))
     count = np.bincount(cells)
     return (ranks - (np.cumsum(count) - count)[cells]) / (count + 1)[cells]

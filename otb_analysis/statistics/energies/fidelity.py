@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics.energies.cells import cell_ranks, deviation, position_cells
@@ -135,7 +135,7 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
 def _pooled(x: Float, y: Float) -> Association:
     positive = (x > 0) & (y > 0)
     logs = _correlation(np.log(x[positive]), np.log(y[positive]))
-    return Association(x.size, _correlation(x, y), logs, _correlation(stats.rankdata(x), stats.rankdata(y)))
+    return Association(x.size, _correlation(x, y), logs, _correlation(scipy.stats.rankdata(x), scipy.stats.rankdata(y)))
 
 
 def _between(x: Float, y: Float, cells: Int, ends: Sequence[tuple[int, int]]) -> list[Fidelity]:

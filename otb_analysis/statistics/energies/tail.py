@@ -1,8 +1,8 @@
 """How heavy the upper tail of a positive quantity is."""
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy import optimize
 
 from otb_analysis.types import Float
 
@@ -49,7 +49,7 @@ def _pareto_shape(x: Float) -> float:
         shape = (1 + 1 / k) * np.log1p(k * x / scale).sum() if k else x.sum() / scale
         return float(len(x) * np.log(scale) + shape)
 
-    return float(optimize.fmin(loss, (1.0, 1.0), disp=False)[0])
+    return float(scipy.optimize.fmin(loss, (1.0, 1.0), disp=False)[0])
 
 
 def top_share(values: ArrayLike) -> float | None:

@@ -43,6 +43,17 @@ class Interval:
     p_value: float | None = None
 
 
+WIDE = 100.0
+"""An interval of a positive quantity whose ends differ by this factor says that noise hides it, and is not shown."""
+
+
+def told(interval: Interval | None) -> bool:
+    """Tell whether an interval of a positive quantity or ratio says something: it has ends, not too far apart."""
+    if interval is None or interval.low is None or interval.high is None:
+        return False
+    return interval.low > 0 and interval.high < WIDE * interval.low
+
+
 def jackknife_interval(
     estimate: float, replicates: ArrayLike, estimand: str, scale: str = "log", level: float = LEVEL
 ) -> Interval | None:

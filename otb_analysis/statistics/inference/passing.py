@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import stats
+from scipy import special
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics.inference.intervals import LEVEL, MIN_CLUSTERS, Interval, cluster_jackknife
@@ -78,8 +78,8 @@ def share_interval(values: ArrayLike, estimand: str) -> Interval:
     # Too near 0 or 1 for the logit: leaving out one prompt, or none, reaches the end of the scale.
     # A value in [0, 1] varies at most as much as a success, so counting it as a part of one is on the safe side.
     total, rest, tail = x.sum(), (1.0 - x).sum(), (1 - LEVEL) / 2
-    low = float(stats.beta.ppf(tail, total, rest + 1)) if total > 0 else 0.0
-    high = float(stats.beta.isf(tail, total + 1, rest)) if rest > 0 else 1.0
+    low = float(special.betaincinv(total, rest + 1, tail)) if total > 0 else 0.0
+    high = float(special.betainccinv(total + 1, rest, tail)) if rest > 0 else 1.0
     return Interval(float(x.mean()), low, high, x.size, estimand)
 
 

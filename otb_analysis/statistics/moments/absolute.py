@@ -29,6 +29,12 @@ NOT_SHOWN = (
 """Why an efficiency is missing, in one sentence."""
 
 
+def has_signal(moments: Moments) -> bool:
+    """Tell whether ∇J is told from noise: the 95 % interval of ‖∇J‖², over at least 16 prompts, leaves out 0."""
+    found = jackknife_interval(moments.truth_sq[0], moments.truth_sq[1:], "‖∇J‖²", "linear")
+    return found is not None and found.low is not None and found.low > 0
+
+
 def noise_scale(moments: Moments) -> Interval | None:
     """Return V/‖m‖² in prompts, with the interval of its inverse turned over.
 

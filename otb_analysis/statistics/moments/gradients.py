@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from otb_analysis import schema
-from otb_analysis.statistics.inference.intervals import Interval, jackknife_interval
+from otb_analysis.statistics.inference.intervals import MIN_CLUSTERS, Interval, jackknife_interval, told
 from otb_analysis.statistics.moments import absolute, measures
 from otb_analysis.statistics.moments.gram import (
     REFERENCE,
@@ -32,6 +32,10 @@ from otb_analysis.statistics.moments.gram import (
 from otb_analysis.statistics.moments.measures import Moments, known_number
 from otb_analysis.statistics.moments.paired import MEANING, NOTHING, four_measures, measure_interval
 from otb_analysis.types import Float, Gram, Label, Proved
+
+OF_TRUTH = ("relative_bias", "projection", "sf", "rollout_equivalents")
+"""What is measured along ∇J where the projection is not proved; the efficiency has a rule of its own (`absolute`)."""
+POSITIVE = ("variance", "sf", "rollout_equivalents")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class GradientStatistics:
     # labels.
     reference: str | None
     c_known: bool  # True where c is proved, so that bias, projection and SF are not estimated
+    # True where ∇J is told from noise: the 95 % interval of ‖∇J‖² leaves out 0. Below 16 prompts: where it came out
+    # large enough for every measure.
+    signal: bool
     sketch_dim: int | None  # Fewest buckets of the sketches behind any step's matrix; None where all are exact
     rollout_equivalents: float | None  # Rollouts that the reference needs for the same efficiency; ∞ where none suffice
     n_clusters: int
@@ -69,10 +76,18 @@ class GradientStatistics:
         """Batch variance times rollouts: comparable between group sizes and numbers of prompts."""
         return None if self.variance is None else self.variance * self.n_rollouts
 
-    @property
-    def shown_efficiency(self) -> float | None:
-        """The efficiency where it may be shown by itself; ratios are `paired_ratios`."""
-        return None if self.intervals["efficiency"] is None else self.efficiency
+    def shown(self, name: str) -> Interval | None:
+        """Return one of `intervals` where it may be shown by itself, None where noise hides it.
+
+        What rests on an estimated c takes a ∇J that is told from noise. From 16 prompts on, the ends of a positive
+        quantity's interval must be less than a factor of 100 apart.
+        """
+        one = self.intervals[name]
+        if one is None or (not self.c_known and not self.signal and name in OF_TRUTH):
+            return None
+        if name in POSITIVE and self.n_clusters >= MIN_CLUSTERS and not told(one):
+            return Interval(one.estimate, None, None, one.n_clusters, one.estimand) if name == "variance" else None
+        return one
 
     def as_row(self) -> dict[str, object]:
         """Return the columns of `schema.GRADIENTS` besides `step`, by name."""
@@ -181,11 +196,19 @@ def _one(
         efficiency=known_number(values["efficiency"][0]),
         reference=_reference_name(grams, reference, truth),
         c_known=c is not None,
+        signal=_has_signal(moments, values),
         rollout_equivalents=None if np.isnan(equivalents[0]) else float(equivalents[0]),
         n_clusters=moments.power.size - 1,
         sketch_dim=min((gram.sketch_dim for gram in grams if gram.sketch_dim), default=None),
         intervals=intervals,
     )
+
+
+def _has_signal(moments: Moments, values: Mapping[str, Float]) -> bool:
+    if moments.power.size > MIN_CLUSTERS:
+        return absolute.has_signal(moments)
+    # An efficiency is a share: above 1 it is lost in the noise.
+    return bool(np.isfinite(values["projection"][0]) and 0 <= values["efficiency"][0] <= 1)
 
 
 def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth) -> Moments:
@@ -194,8 +217,9 @@ def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth
         return moments
     if not all(reference in gram.labels for gram in grams):
         return replace(moments, reference_power=np.full_like(moments.power, np.nan))
-    # Its own spread, and the pooled ‖∇J‖²: its own estimate of ‖∇J‖² is the noisier one.
     of_reference = deleted_moments(grams, reference, truth)
+    if isinstance(truth, frozenset) and reference in truth:  # its mean is ∇J, as in its ratios to others
+        return replace(moments, reference_power=of_reference.power)
     return replace(moments, reference_power=of_reference.power - of_reference.mean_sq + moments.truth_sq)
 
 
@@ -204,7 +228,7 @@ def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -
         return measures.rollout_equivalents(moments, batch, rollouts)
     # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
     spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
-    variance = measures.batch_variance(moments, 1) / c**2
+    variance = measures.batch_variance(measures.with_projection(moments, c), 1) / c**2
     return measures.quotient(rollouts * spread, variance)
 
 

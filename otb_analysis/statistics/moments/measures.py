@@ -98,13 +98,13 @@ def rollout_equivalents(moments: Moments, n_prompts: float, n_rollouts: float) -
 def with_projection(moments: Moments, c: float | None) -> Moments:
     """Use a proved projection instead of an estimate: m = c·∇J, so ‖m‖² = c²‖∇J‖² and ⟨m, ∇J⟩ = c‖∇J‖².
 
-    V = E‖g_p‖² − ‖m‖² stays as it was estimated, so the batch variance does not change.
+    E‖g_p‖² stays as it was measured, so V = E‖g_p‖² − c²‖∇J‖². Two proved estimators on the same prompts have the same
+    ‖∇J‖², so that E‖g_p‖²/c² alone says which of them has less variance at equal progress.
     """
     if c is None:
         return moments
     # m is known to be c·∇J, so estimating its length and direction a second time would only add noise.
-    mean_sq, spread = c**2 * moments.truth_sq, np.maximum(moments.power - moments.mean_sq, 0)
-    return replace(moments, power=spread + mean_sq, mean_sq=mean_sq, along=c * moments.truth_sq)
+    return replace(moments, mean_sq=c**2 * moments.truth_sq, along=c * moments.truth_sq)
 
 
 def crossing(moments: Moments) -> Float:

@@ -10,9 +10,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from otb_analysis.errors import InputError
-from otb_analysis.statistics.inference.intervals import LEVEL, Interval, jackknife_interval, ratio_of_differences
+from otb_analysis.statistics.inference.intervals import (
+    LEVEL,
+    MIN_CLUSTERS,
+    Interval,
+    jackknife_interval,
+    ratio_of_differences,
+)
 from otb_analysis.statistics.moments import measures
-from otb_analysis.statistics.moments.absolute import noise_scale
+from otb_analysis.statistics.moments.absolute import has_signal, noise_scale
 from otb_analysis.statistics.moments.gram import (
     REFERENCE,
     Truth,
@@ -130,16 +136,32 @@ def moment_ratios(
         below: The same of the denominator, without the same prompts in turn.
         words: The estimand of each name.
     """
-    values, base = four_measures(*above), four_measures(*below)
-    intervals: dict[str, Interval | None] = {}
-    for name in ("variance", "sf", "efficiency"):
+    intervals: dict[str, Interval | None] = {
         # The ratio is taken for every left-out prompt, so what the two updates share cancels in the interval.
-        ratio = measures.quotient(values[name], base[name])
-        intervals[name] = jackknife_interval(ratio[0], ratio[1:], words(name), "log", level)
+        name: jackknife_interval(ratio[0], ratio[1:], words(name), "log", level)
+        for name, ratio in ratio_replicates(above, below).items()
+    }
     proved = None not in (above[2], below[2])
     if proved and (scale := noise_scale(measures.with_projection(below[0], below[2]))) and scale.high == np.inf:
         intervals["efficiency"] = _with_less_signal(intervals["efficiency"], intervals["sf"])
     return intervals
+
+
+def ratio_replicates(
+    above: tuple[Moments, int, float | None], below: tuple[Moments, int, float | None]
+) -> dict[str, Float]:
+    """Return the ratios of variance, sf and efficiency by name [1 + K], from all prompts and without each of them.
+
+    Where both projections are proved, both variances are E‖g_p‖² − c²‖∇J‖² with the ‖∇J‖² of all proved estimators:
+    the paired difference of ‖g‖²/c² alone says which SF is smaller. Else each has its own ‖m‖².
+
+    Args:
+        above: As `moment_ratios`; `below` likewise.
+    """
+    if None not in (above[2], below[2]):
+        above, below = ((measures.with_projection(one, c), p, c) for one, p, c in (above, below))
+    values, base = four_measures(*above), four_measures(*below)
+    return {name: measures.quotient(values[name], base[name]) for name in ("variance", "sf", "efficiency")}
 
 
 def _with_less_signal(efficiency: Interval | None, sf: Interval | None) -> Interval | None:
@@ -171,7 +193,7 @@ def gain_lost(
             largest, and the share best determined, where P is of the order of the noise scale.
 
     Returns:
-        None where an efficiency is undefined or the exact form gains nothing over `rloo`.
+        None where an efficiency is undefined, ∇J is not told from noise, or the exact form gains nothing over `rloo`.
     """
     labels = (exact, proxy, REFERENCE)
     having = [gram for gram in grams if all(label in gram.labels for label in labels)]
@@ -179,6 +201,9 @@ def gain_lost(
         return None
     batch = n_prompts or max(typical([gram.n_prompts for gram in having]), 1)
     truth = truth_of(having, REFERENCE, known)
+    base = deleted_moments(having, REFERENCE, truth)
+    if base.power.size > MIN_CLUSTERS and not has_signal(base):
+        return None
     with_exact, with_proxy, plain = (
         four_measures(deleted_moments(having, label, truth), batch, known.projection.get(label))["efficiency"]
         for label in labels

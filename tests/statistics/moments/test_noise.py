@@ -42,8 +42,9 @@ def test_a_proved_projection_takes_the_signal_from_the_unbiased_ones(gram_of, no
     row = {r.estimator: r for r in pooled_statistics([gram], known=known)}["otb"]
     pairs = (g[0].sum(axis=0) ** 2).sum() - (g[0] ** 2).sum()
     found = gradient_noise_scale([gram], OTB, known)
-    assert found is not None and row.variance is not None
-    assert found.estimate == pytest.approx(20 * row.variance / (0.25**2 * pairs / (20 * 19)))
+    signal = 0.25**2 * pairs / (20 * 19)
+    assert found is not None and row.total_power is not None
+    assert found.estimate == pytest.approx((row.total_power - signal) / signal)
 
 
 def test_a_projection_without_an_unbiased_estimator_is_not_used(gram_of, noisy_prompts):

@@ -1,0 +1,195 @@
+"""B against A: two runs, two groups of runs whose seeds are paired, or two estimators of one run; the answer first."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from otb_analysis.answers.measured import MeasuredSteps
+from otb_analysis.answers.run import RunAnswers, grams_against, joint
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.figures.gradient_table import labels
+from otb_analysis.figures.numbers import number, span
+from otb_analysis.figures.pair_curves import PairPanel, compare_curves, differs, drift_note
+from otb_analysis.figures.pair_gradients import (
+    NoiseInfo,
+    RunGrams,
+    compare_estimators,
+    compare_noise,
+    default_estimators,
+)
+from otb_analysis.figures.pairing import (
+    Configs,
+    Pairing,
+    default_values,
+    first_groups,
+    group_keys,
+    pair_groups,
+    pair_runs,
+)
+from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.store.reader import scope_of
+from otb_analysis.types import Label
+
+NOT_SAMPLED = "No gradient noise is compared: another sampler drew the tokens."
+ENDS = ("heldout_reward", "heldout_reward_low", "heldout_reward_high")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sides with what differs."""
+
+    a: str
+    b: str
+    verdict: str  # What differs, in a sentence or two of at most 40 words
+    note: str  # How the two are paired
+    panels: tuple[PairPanel, ...]
+    noise: NoiseInfo
+
+    @property
+    def notes(self) -> list[str]:
+        """What the intervals do not say."""
+        return [*filter(None, [self.note, drift_note(self.panels)]), *self.noise.notes]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What to compare where it is not what the page begins with; empty for that."""
+
+    setting: str = ""  # A setting by which the runs are grouped
+    a: str = ""  # Its value of A; of one run the estimator A, in the page's words
+    b: str = ""
+
+
+def pairing_of(runs: Mapping[str, RunAnswers], sides: Sides | None = None) -> Pairing | None:
+    """Return groups whose seeds are paired, else the second of two runs against the first; None of other runs.
+
+    Raises:
+        InputError: No seed is in both groups that `sides` asks for, or there is no such setting or value.
+    """
+    configs = {name: run.config for name, run in runs.items()}
+    if sides is not None and sides.setting:
+        return _grouped(configs, sides)
+    return pair_runs(*runs) if len(runs) == 2 else first_groups(configs)
+
+
+def pair_of(runs: Mapping[str, RunAnswers], pairing: Pairing) -> Pair:
+    """Compare two runs, or two groups of them: held-out reward first, then gradient noise."""
+    chosen = {name: runs[name] for name in pairing.runs}
+    steps = {name: run.steps for name, run in chosen.items()}
+    known = joint(list(chosen.values()))
+    of_runs = {
+        name: RunGrams(run.config, grams_against(run, known), scope_of(run.store)) for name, run in chosen.items()
+    }
+    alarms = [f"{name}: {run.alarm}" for name, run in chosen.items() if run.alarm]
+    panels = compare_curves(steps, pairing)
+    noise = NoiseInfo((), (NOT_SAMPLED,)) if alarms else compare_noise(pairing, of_runs, known)
+    verdict = " ".join([*alarms, *_reward(panels, chosen, pairing), *_noise(noise)])
+    nothing = "A and B share no step, so nothing can be compared."
+    return Pair(pairing.a, pairing.b, verdict or nothing, pairing.note, panels, noise)
+
+
+def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = "") -> Pair | None:
+    """Compare two estimators of one run on the same rollouts; None where fewer than two were measured.
+
+    Args:
+        trained: Name of the estimator that trained, to begin with.
+        a: In the page's words, as `rloo` or `otb · exact`; empty for what the page begins with. `b` likewise.
+
+    Raises:
+        InputError: An estimator was not measured, or both are the same.
+    """
+    names = estimator_names(measured)
+    if len(names) < 2:
+        return None
+    chosen = [one or first for one, first in zip((a, b), default_estimators(names, trained), strict=True)]
+    for name in chosen:
+        if name not in names:
+            raise InputError(f"estimator {name!r} was not measured; {nearest(name, names)}")
+    if chosen[0] == chosen[1]:
+        raise InputError(f"A and B are both {chosen[0]}; choose another A or B.")
+    if measured.alarm:
+        return Pair(chosen[0], chosen[1], measured.alarm, "", (), NoiseInfo((), (NOT_SAMPLED,)))
+    grams = dict(enumerate(measured.grams))
+    panels, noise = compare_estimators(grams, names[chosen[0]], names[chosen[1]], measured.known)
+    # Any pair may be asked for, so one is judged as all baselines are: together.
+    decision = measured.decided(names[chosen[0]])
+    if (one := decision.of(names[chosen[1]])) is not None:
+        looks = {"together": one.together, "looked_at": decision.looked_at}
+        noise = replace(noise, rows=tuple(replace(row, **looks) for row in noise.rows))
+    verdict = " ".join(_noise(noise) or noise.notes)
+    return Pair(chosen[0], chosen[1], verdict, "", panels, noise)
+
+
+def estimator_names(measured: MeasuredSteps) -> dict[str, Label]:
+    """Return every measured estimator by what it is called in figures."""
+    every = dict.fromkeys(label for gram in measured.grams for label in gram.labels)
+    return {name: label for label, name in labels(every).items()}
+
+
+def _grouped(configs: Configs, sides: Sides) -> Pairing:
+    keys = group_keys(configs)
+    key = sides.setting
+    if key not in keys:
+        raise InputError(f"--setting is {key!r}, by which these runs form no groups; {nearest(key, keys)}")
+    for value in filter(None, (sides.a, sides.b)):
+        if value not in keys[key]:
+            raise InputError(f"{key} is never {value!r} in these runs; {nearest(value, keys[key])}")
+    first, second = default_values(configs, key, keys[key])
+    pairing = pair_groups(configs, key, sides.a or first, sides.b or second)
+    if not pairing.pairs or pairing.a == pairing.b:
+        raise InputError(f"{pairing.a} and {pairing.b} share no seed or are the same; pass another --a or --b.")
+    return pairing
+
+
+def _reward(panels: Sequence[PairPanel], runs: Mapping[str, RunAnswers], pairing: Pairing) -> list[str]:
+    """Say by how much held-out rewards differ at the last shared evaluation; without any, training rewards."""
+    by_name = {panel.quantity.column: panel for panel in panels}
+    found, over, what = None, "held-out prompts", ""
+    if (panel := by_name.get("heldout_reward")) is not None:
+        found, what = _heldout(panel, runs, pairing), f"Held-out reward at step {panel.step[-1]}"
+    if (found is None or found.low is None) and (panel := by_name.get("reward_mean")) is not None:
+        found, over, what = panel.whole, "blocks of steps", "Training reward"
+    if found is None:
+        return []
+    if found.low is None or found.high is None:
+        return [f"{what}: B − A is {_signed(found.estimate)}, without an interval."]
+    told = "" if differs(found, 0.0) else ", not told from 0"
+    over = f"{len(pairing.pairs)} seeds" if pairing.by == "seed" else f"{over}; other seeds may differ"
+    ends = f"({_signed(found.low)} to {_signed(found.high)})"
+    return [f"{what}: B − A is {_signed(found.estimate)} {ends}{told}, over {over}."]
+
+
+def _heldout(panel: PairPanel, runs: Mapping[str, RunAnswers], pairing: Pairing) -> Interval | None:
+    """Return the difference at the last shared evaluation: Student's over seeds; of one pair, over held-out prompts.
+
+    Both runs of a pair answer the same prompts, whose answers are stored as their mean alone, so that the interval of
+    one pair takes the two errors as independent: it is too wide rather than too short.
+    """
+    difference, words = panel.b[:, -1] - panel.a[:, -1], "held-out reward of B − A"
+    if pairing.by == "seed":
+        return seed_mean(difference, words)
+    ends = [
+        runs[name].steps.set_index("step").reindex(columns=list(ENDS)).loc[panel.step[-1]] for name in pairing.pairs[0]
+    ]
+    at = np.array([row.to_numpy(np.float64, na_value=np.nan) for row in ends])
+    value, (down, up) = float(difference[0]), np.abs(at[:, 1:] - at[:, :1]).T  # of A, of B
+    low, high = value - np.hypot(down[1], up[0]), value + np.hypot(up[1], down[0])
+    known = bool(np.isfinite([low, high]).all())
+    return Interval(value, float(low) if known else None, float(high) if known else None, 1, words)
+
+
+def _noise(noise: NoiseInfo) -> list[str]:
+    """Say which of the two is less noisy: by variance where both step lengths are proved, else by efficiency."""
+    known = [(row, one) for row in noise.rows if (one := row.judged) is not None and one.low is not None]
+    if not known:
+        return ["Gradient noise at equal progress is not told apart: no interval is known."] if noise.rows else []
+    row, ratio = known[0]
+    what = "variance at equal progress" if row.decides == "sf" else "efficiency"
+    told = "" if differs(ratio, 1.0) else ", not told from 1"
+    told = f", all {row.looked_at} baselines looked at together" * (row.looked_at > 1) + told
+    return [f"Gradient noise: B has {number(ratio.estimate)} ({span(ratio.low, ratio.high)}) times A's {what}{told}."]
+
+
+def _signed(value: float) -> str:
+    return f"+{number(value)}" if value > 0 else number(value)

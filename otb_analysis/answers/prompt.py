@@ -1,0 +1,146 @@
+"""The numbers of the page Tokens: one prompt's tokens under an estimator, and a token's formula."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from otb_analysis.answers.run import RunAnswers
+from otb_analysis.errors import STOPS, InputError, nearest
+from otb_analysis.figures.prompts import ends_elsewhere
+from otb_analysis.figures.token_columns import described, measured, with_differences
+from otb_analysis.figures.token_details import details_beside
+from otb_analysis.figures.token_formula import TokenFormula, token_formula
+from otb_analysis.figures.tokens import prompt_head
+from otb_analysis.store import RunStore, StoredPrompt
+from otb_analysis.store.measured import exact_steps, first_step, token_steps
+from otb_analysis.store.prompt import in_words
+from otb_analysis.types import Label
+
+KEYS = ("rollout", "turn", "t", "token", "mask")
+FACTS = ("rollout", "reward", "length", "finish_reason", "completion")
+
+
+@dataclass(frozen=True)
+class PromptView:
+    """One prompt at one step of a run, under an estimator or the difference of two."""
+
+    store: RunStore
+    step: int
+    group: int
+    rollouts: pd.DataFrame  # The prompt's rows of `rollouts`
+    prompt: StoredPrompt
+    labels: list[Label]
+    label: Label | None  # None where no estimator's advantages are known
+    against: Label | None
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """The tokens with the estimator's baseline and advantage, and all differences."""
+        other: Any = None if self.against is None else self.prompt.under(self.against)["advantage"]
+        tokens = self.prompt.tokens if self.label is None else self.prompt.under(self.label)
+        return with_differences(tokens, other)
+
+    def of(self, rollout: int | None) -> pd.DataFrame:
+        """Return the tokens of a rollout, or of all, with the columns that were measured."""
+        rows: Any = self.table if rollout is None else self.table[self.table["rollout"] == rollout]
+        return rows.sort_values(["rollout", "t"])[[*KEYS, *measured(self.table)]]
+
+    def formula(self, rollout: int, t: int) -> TokenFormula | None:
+        """Return the estimator's baseline at a token, written out."""
+        if self.label is None:
+            return None
+        inputs, rollouts = self.prompt.inputs(self.label)
+        return token_formula(self.label[0], inputs, rollouts, rollout, t, self.prompt.options(self.label))
+
+
+def prompt_view(store: RunStore, step: int | None, group: int | None, estimator: str, against: str) -> PromptView:
+    """Open one prompt; where something is not named, with what the page begins with.
+
+    Args:
+        estimator: In the page's words, as `rloo` or `otb (exact)`; empty for the one that trained.
+        against: Another one, whose advantage is taken off; empty for none.
+
+    Raises:
+        InputError: There is no such step, prompt or estimator; the sentence names those there are.
+        StoreError: The run cannot be read.
+    """
+    steps = token_steps(store)
+    if not steps:
+        raise InputError(f"{store.path.name} has no step whose tokens and rollouts are stored; name another run.")
+    step = first_step(steps, exact_steps(store)) if step is None else step
+    if step not in steps:
+        raise InputError(f"step {step} of {store.path.name} has no tokens; steps {steps[0]} to {steps[-1]} have.")
+    rollouts: Any = store.rollouts_df([step])
+    groups = sorted({int(one) for one in rollouts["group"]})
+    group = groups[0] if group is None else group
+    if group not in groups:
+        raise InputError(f"step {step} has no prompt {group}; it has prompts {groups[0]} to {groups[-1]}.")
+    run, tokens = RunAnswers(store), store.tokens_df([step], where='"group" = ?', params=[group])
+    prompt = StoredPrompt(run.estimator, run.config, group, tokens, lambda of: store.token_arrays(step, of))
+    labels = prompt.labels()
+    first = next((label for label in [prompt.trained, *labels] if label in labels), None)
+    return PromptView(
+        store, step, group, rollouts[rollouts["group"] == group], prompt, labels,
+        _named(labels, estimator) if estimator else first, _named(labels, against) if against else None,
+    )  # fmt: skip
+
+
+def _named(labels: list[Label], words: str) -> Label:
+    """Return the label that is called so on the page, or the first one with that name: `otb` is `otb (proxy)`."""
+    known = {in_words(label): label for label in labels}
+    found = known.get(words, next((label for label in labels if label[0] == words), None))
+    if found is None:
+        raise InputError(f"estimator {words!r} cannot be computed for this prompt; {nearest(words, known)}")
+    return found
+
+
+def tokens_record(view: PromptView, rollout: int | None = None, t: int | None = None) -> dict[str, Any]:
+    """Return a prompt's head, rollouts and tokens for JSON, and one token's formula where `t` is given.
+
+    Raises:
+        InputError: There is no such rollout or token.
+    """
+    words = [in_words(label) if label else "" for label in (view.label, view.against)]
+    rows = view.of(rollout)
+    if rollout is not None and rollout not in set(view.rollouts["rollout"]):
+        raise InputError(f"prompt {view.group} has no rollout {rollout}; see them without --rollout.")
+    head = prompt_head(view.rollouts, view.prompt.tokens, view.prompt.estimator)
+    facts: Any = view.rollouts[[name for name in FACTS if name in view.rollouts]]
+    answers = [ends_elsewhere(head.answer, text) for text in facts["completion"]]
+    record: dict[str, Any] = {
+        "run": view.store.path.name, "step": view.step, "prompt": view.group, "head": asdict(head),
+        "estimator": words[0] or None, "against": words[1] or None, "estimators": [in_words(x) for x in view.labels],
+        "rollouts": facts.assign(ends_with=answers), "tokens": rows,
+        "columns": {name: asdict(described(view.table, name, *words)) for name in measured(view.table)},
+    }  # fmt: skip
+    return record | ({} if t is None else {"token": token_record(view, rollout, t)})
+
+
+def token_record(view: PromptView, rollout: int | None, t: int) -> dict[str, Any]:
+    """Return what a click on a token shows: its numbers, and the estimator's formula with them.
+
+    Raises:
+        InputError: There is no such token.
+    """
+    if rollout is None:
+        raise InputError("--t needs the rollout of the token; pass --rollout, too.")
+    found, refused = None, None
+    try:
+        found = view.formula(rollout, t)
+    except STOPS as error:
+        refused = str(error)
+    of_trained = found if view.label == view.prompt.trained else None
+    details = details_beside(of_trained, view.prompt.tokens, rollout, t, view.prompt.estimator)
+    if details is None:
+        raise InputError(f"rollout {rollout} has no token {t} at step {view.step}; its tokens start at 0.")
+    return {
+        "rollout": rollout, "t": t, "numbers": dict(details.formulas), "not_known": refused,
+        "formula": None if found is None else {"lines": dict(found.lines), "is_sum": found.is_sum, **_fields(found)},
+    }  # fmt: skip
+
+
+def _fields(found: TokenFormula) -> dict[str, Any]:
+    names = ("estimator", "formula", "to_go", "baseline", "advantage", "fallback", "others", "terms", "by_position")
+    return {name: getattr(found, name) for name in names}

@@ -1,0 +1,84 @@
+"""Whether the free proxy can stand for exact norms: correlations where baselines compare, and what it costs `otb`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from otb_analysis.answers.sentences import interval_words
+from otb_analysis.figures.fidelity import KINDS, agreement, comparable, energies, fidelity_columns
+from otb_analysis.statistics import DIFFERENCE, Fidelity, Interval, decide, gain_lost, told
+from otb_analysis.statistics.energies.correlation import log_correlation
+from otb_analysis.store import EXACT_ROWS, RunStore
+from otb_analysis.types import Gram, Label, Proved
+
+PROXY: Label = ("otb", "proxy")
+EXACT: Label = ("otb", "exact")
+MEASURED_GROUPS = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {EXACT_ROWS})'
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """The proxy against exact norms over all measured tokens of a run."""
+
+    n_tokens: int
+    pooled: Interval | None  # Correlation of log w, over all tokens
+    within: Interval | None  # The same within (prompt, position), where baselines compare
+    kept: Interval | None  # Efficiency of otb with the proxy over that with exact norms; None where ∇J is not known
+    gain_lost: Interval | None  # Share of otb's gain over rloo that the proxy loses
+
+
+def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | None:
+    """Return what a run says of the proxy; None where no token has an exact norm.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where="grad_norm_sq IS NOT NULL"))
+    table = energies(tokens, "token")
+    if table.empty:
+        return None
+    proxy, exact = table["proxy"].to_numpy(float), table["exact"].to_numpy(float)
+    cell = table["cell"].to_numpy(np.int64)
+    # A prompt that comes back at a later step is one cluster; `energies` keeps the rows' index.
+    named = store.rollouts_df(columns=["step", "group", "prompt_id"]).drop_duplicates(["step", "group"])
+    keys = tokens.loc[table.index, ["step", "group"]].merge(named, "left", ["step", "group"])
+    by = ["prompt_id"] if keys["prompt_id"].notna().all() else ["step", "group"]
+    prompt = keys.groupby(by).ngroup().to_numpy(np.int64)
+    both = any(EXACT in gram.labels for gram in grams)
+    pair = decide(grams, EXACT, known, only=[PROXY]).of(PROXY) if both else None
+    return Proxy(
+        n_tokens=len(table),
+        pooled=log_correlation(proxy, exact, prompt),
+        within=log_correlation(proxy, exact, prompt, cell),
+        kept=None if pair is None else pair.one_look,
+        gain_lost=gain_lost(grams, PROXY, EXACT, known=known) if both else None,
+    )
+
+
+def fidelity_of(store: RunStore) -> list[tuple[str, Fidelity]]:
+    """Return how well the proxy follows exact norms, for single tokens and for what OTB weights by; empty without any.
+
+    The numbers are those of the dashboard's page: every policy token with both energies, each rollout's running sums up
+    to its first token without an exact norm.
+    """
+    if not store.steps_with("tokens", "grad_norm_sq"):
+        return []
+    tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS))
+    tables = {title: energies(tokens, kind) for kind, title in KINDS.items()}
+    return [(title, agreement(table)) for title, table in tables.items() if len(table)]
+
+
+def proxy_line(proxy: Proxy) -> str:
+    """Return what the proxy costs, in one sentence."""
+    kept, within = proxy.kept, proxy.within
+    if kept is None or not told(kept):
+        if within is None or within.low is None:
+            return "Proxy: what it costs otb is not known."
+        return f"Proxy: log correlation with exact norms {interval_words(within)}; what it costs otb is not known."
+    keeps = f"otb keeps {interval_words(kept)} of its efficiency"
+    if kept.low is not None and kept.low > 1 - DIFFERENCE:
+        return f"Use the proxy: {keeps}."
+    if kept.high is not None and kept.high < 1:
+        return f"The proxy costs: {keeps}."
+    return f"The proxy is not shown to cost: {keeps}."

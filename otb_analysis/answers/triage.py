@@ -1,0 +1,223 @@
+"""The run list as one looks at it when something went wrong: the worst run first, each with one sentence."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from otb_analysis.diagnostics import Finding, fall
+from otb_analysis.errors import STOPS
+from otb_analysis.figures.alarms import TITLES
+from otb_analysis.figures.numbers import number
+from otb_analysis.types import Float32
+
+STATES = ("collapsed", "failed", "alarm", "watch", "calm", "too short", "not judged", "broken")
+"""Worst first; a failed run ended with an error, a broken one cannot be read, so it says nothing about training.
+
+Too short is a run that more steps would let a detector judge; in one not judged nothing was recorded that any needs."""
+
+IN_TROUBLE = STATES[:4]
+
+UNFIRED = {"too short": "too few steps to judge", "not judged": "no detector could judge this run"}
+"""What is said of a run in which nothing fired, by its state; of a calm one that nothing did."""
+
+POINTS = 40
+"""Most points of a sparkline."""
+
+NOW = {"reward_fall", "vanished_gradient", "not_finite"}
+"""Detectors whose alarm at the last step means that the run is over."""
+
+AT_ONCE = {"sampling_certificate", "tail_index", "not_finite"}
+"""Detectors that need one step: what they say is right does not make a run of two steps a calm one."""
+
+
+@dataclass(frozen=True)
+class Triage:
+    """One run in a row."""
+
+    run: str
+    estimator: str
+    status: str  # As in `runs_df`: running, complete, stopped, failed, broken
+    state: str  # One of `STATES`
+    sentence: str  # What happened, in its order
+    first_warning: int | None  # Step at which any detector first fired
+    steps: int
+    reward: Float32  # [≤ `POINTS`] `reward_mean`, thinned by means of neighbouring steps
+    reward_first: float | None  # Mean over the first tenth of the steps
+    reward_last: float | None
+    heldout: float | None  # The last evaluation
+    age: float | None  # Seconds since the last step was written
+
+
+def triage(
+    run: str,
+    estimator: str,
+    status: str,
+    steps: pd.DataFrame,
+    findings: Sequence[Finding],
+    age: float | None = None,
+    reason: str = "",
+) -> Triage:
+    """Sum up one run from its steps table and from what the detectors say about it."""
+    table: Any = steps.sort_values("step") if len(steps) else steps.reindex(columns=["step"])
+    reward = table.reindex(columns=["reward_mean"])["reward_mean"].dropna().to_numpy(np.float64)
+    heldout = table.reindex(columns=["heldout_reward"])["heldout_reward"].dropna()
+    tenth = max(1, len(reward) // 10)
+    state = "broken" if status == "broken" else state_of(findings, status)
+    first = min((f.watch_step for f in findings if f.watch_step is not None), default=None)
+    return Triage(
+        run, estimator, status, state,
+        reason if state == "broken" else sentence(findings, state, reason if status == "failed" else ""),
+        first, len(table), thinned(reward, POINTS),
+        float(reward[:tenth].mean()) if reward.size else None, float(reward[-tenth:].mean()) if reward.size else None,
+        float(heldout.iloc[-1]) if len(heldout) else None, age,
+    )  # fmt: skip
+
+
+def triage_row(
+    row: Any,
+    estimator: str,
+    judge: Callable[[], tuple[pd.DataFrame, Sequence[Finding]]] | None,
+) -> Triage:
+    """Sum up one row of `runs_df`.
+
+    `judge` reads the steps and what the detectors say of them; it is None where a run cannot be opened, and one of
+    `errors.STOPS` that it raises makes the run a broken one.
+    """
+    age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
+    run, status, reason = str(row["run"]), str(row["status"]), str(row["reason"] or "")
+    if judge is None:
+        return triage(run, "", status, pd.DataFrame(), [], age, reason)
+    try:
+        return triage(run, estimator, status, *judge(), age, reason)
+    except STOPS as error:
+        return triage(run, estimator, "broken", pd.DataFrame(), [], age, str(error))
+
+
+def state_of(findings: Sequence[Finding], status: str = "") -> str:
+    """Return which of `STATES` a run is in, from what the detectors say, and from its status where that is known."""
+    levels = {finding.level for finding in findings}
+    if any(_over(finding) for finding in findings):
+        return "collapsed"
+    if status == "failed":
+        return "failed"
+    for level in ("alarm", "watch"):
+        if level in levels:
+            return level
+    if any(finding.level == "ok" and finding.detector not in AT_ONCE for finding in findings):
+        return "calm"
+    return "too short" if "too short" in levels or not findings else "not judged"
+
+
+def _over(finding: Finding) -> bool:
+    """True where a detector of `NOW` still raises an alarm at the last step."""
+    if finding.detector not in NOW or not finding.evidence:
+        return False
+    one = finding.evidence[0]
+    return bool(one.score.size and one.score[-1] >= one.alarm)
+
+
+def sentence(findings: Sequence[Finding], state: str, error: str = "") -> str:
+    """Say in one line what happened to a run, the error it ended with, and when trouble could first be seen."""
+    named = {finding.detector: finding for finding in findings}
+    parts = [error.rstrip(".")] if error else []
+    dropped, gone = named.get("reward_fall"), named.get("vanished_gradient")
+    if dropped is not None and dropped.fired:
+        step, before, after = fall(dropped)
+        parts.append(f"reward {number(before)} → {number(after)} at step {step}")
+    if gone is not None and _over(gone):
+        norm = gone.evidence[0].value
+        live = np.flatnonzero(norm > 0)
+        since = gone.evidence[0].step[live[-1] + 1 if live.size else 0]
+        parts.append(f"no gradient since step {since}")
+    lost = named.get("not_finite")
+    if lost is not None and lost.fired:
+        parts.append(lost.reason.partition(".")[0])
+    fired = sorted((f for f in findings if f.fired), key=lambda f: int(f.watch_step or 0))
+    if fired:
+        parts.append(f"first warning at step {fired[0].watch_step} ({TITLES[fired[0].detector].lower()})")
+    if parts:
+        return "; ".join(parts)
+    if state == "failed":
+        return "it ended with an error that it did not name"
+    return UNFIRED.get(state, "nothing fired")
+
+
+def worst_first(rows: Sequence[Triage]) -> list[Triage]:
+    """Return the rows with the worst state first; running runs before others, the youngest first among equals."""
+
+    def rank(row: Triage) -> tuple[int, bool, float]:
+        return STATES.index(row.state), row.status != "running", np.inf if row.age is None else row.age
+
+    return sorted(rows, key=rank)
+
+
+def verdict(rows: Sequence[Triage]) -> str:
+    """Return what stands above the list: the worst run, or that nothing is wrong, and what could not be judged."""
+    if not rows:
+        return "There are no runs."
+    worst = worst_first(rows)[0]
+    short, unjudged, unread = (
+        sum(row.state == state for row in rows) for state in ("too short", "not judged", "broken")
+    )
+    broken = f" {unread} of {len(rows)} runs cannot be read." if unread else ""
+    if worst.state in IN_TROUBLE:
+        counts = {state: sum(row.state == state for row in rows) for state in IN_TROUBLE}
+        others = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+        tail = f" ({others} of {len(rows)} runs)" if len(rows) > 1 else ""
+        return f"{worst.run}: {worst.sentence}{tail}.{broken}"
+    if worst.state == "broken":
+        return "No run can be read."
+    if worst.state != "calm":
+        return ("No detector could judge a run." if unjudged else "No run has enough steps to judge.") + broken
+    parts = ["No alarm."]
+    if short:
+        parts.append(f"{short} of {len(rows)} runs {'is' if short == 1 else 'are'} too short to judge.")
+    if unjudged:
+        parts.append(f"No detector could judge {unjudged} of {len(rows)} runs.")
+    return " ".join(parts) + broken
+
+
+def thinned(values: np.ndarray, most: int) -> Float32:
+    """Return at most so many means of neighbouring values, in order; few values as they are."""
+    parts = np.array_split(np.asarray(values, np.float32), min(most, max(1, len(values))))
+    return np.array([part.mean() for part in parts if part.size], np.float32)
+
+
+def triage_table(rows: Sequence[Triage], changed: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """Return the rows as a table, the worst first; `changed` names each run's configuration differences."""
+    return pd.DataFrame(
+        [
+            {
+                "run": row.run, "state": row.state, "status": row.status, "estimator": row.estimator,
+                "what happened": row.sentence, "first warning": row.first_warning, "steps": row.steps,
+                "reward": row.reward.tolist(), "first": row.reward_first, "last": row.reward_last,
+                "held-out": row.heldout, "age": duration_words(row.age),
+                **({} if changed is None else {"differs in": changed.get(row.run, "")}),
+            }
+            for row in worst_first(rows)
+        ]
+    )  # fmt: skip
+
+
+def duration_words(seconds: float | None) -> str:
+    """Return a time as one reads it in a list: 12 s, 5 min, 3 h, 2 days; a dash for none."""
+    if seconds is None or not np.isfinite(seconds):
+        return "–"
+    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 1.5 * size or (unit != "days" and seconds >= size):
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def finding_record(finding: Finding) -> dict[str, object]:
+    """Return a finding as JSON has it."""
+    return {
+        "detector": finding.detector,
+        "level": finding.level,
+        "first_watch": finding.watch_step,
+        "first_alarm": finding.alarm_step,
+        "why": finding.reason,
+    }

@@ -1,0 +1,215 @@
+"""Does the trainer's bookkeeping agree with ours: sums of loss weights, gradient norms, advantages, in sentences."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from otb_analysis.checks.recorded_advantages import AdvantageCheck, check_advantages
+from otb_analysis.checks.trainer_loss import WHOLE, TrainerLoss
+from otb_analysis.errors import InputError
+from otb_analysis.objectives.aggregation import AggregationInputs, ConstantOptions, aggregation_weights
+from otb_analysis.store import RunStore
+from otb_analysis.types import Float, Int
+
+UNIFORM = ("sequence_sum", "token_mean", "constant")
+"""Aggregations that weigh every token alike: their gradient is that of `sequence_sum` times a number."""
+
+
+@dataclass(frozen=True)
+class WeightCheck:
+    """The sum of loss weights Σ_{i,t} a_{i,t} of one update, as it is and as it should be."""
+
+    nominal: float  # Of the aggregation over the whole batch
+    effective: float  # With gradient accumulation
+    lowest: float  # Least ratio of a token's weight to its nominal one
+    highest: float  # Largest
+
+    @property
+    def factor(self) -> float:
+        """What accumulation multiplies the gradient by, lengths aside: effective over nominal."""
+        return self.effective / self.nominal
+
+
+def check_weights(
+    length: Int,
+    group: Int,
+    aggregation: str,
+    micro_batch: int,
+    accumulation: Literal["mean", "sum"] = "mean",
+    constant: int = 1024,
+) -> WeightCheck:
+    """Return what accumulating over micro-batches of so many rollouts makes of an aggregation's weights.
+
+    The trainer aggregates every micro-batch alone and takes the mean of their losses, or their sum where it forgets to
+    divide. `length` and `group` are policy tokens and prompt of every rollout in the order of training [N].
+
+    Raises:
+        InputError: The aggregation is unknown or reads advantages, or no rollout has a token.
+    """
+    if aggregation == "balanced" or not length.any() or micro_batch < 1:
+        raise InputError(
+            f"the weights of {aggregation!r} over {len(length)} rollouts in micro-batches of {micro_batch} cannot be "
+            "summed; pass an aggregation without advantages, rollouts with tokens, and at least 1."
+        )
+    options = ConstantOptions(constant) if aggregation == "constant" else None
+    mask = np.arange(int(length.max())) < length[:, None]
+
+    def weights(rows: slice) -> Float:
+        return aggregation_weights(aggregation, AggregationInputs(mask[rows], group[rows]), options)
+
+    parts = [slice(start, start + micro_batch) for start in range(0, len(length), micro_batch)]
+    divide = len(parts) if accumulation == "mean" else 1
+    nominal = weights(slice(None))
+    effective = np.concatenate([weights(rows) for rows in parts]) / divide
+    ratio = effective[mask] / nominal[mask]
+    return WeightCheck(float(nominal.sum()), float(effective.sum()), float(ratio.min()), float(ratio.max()))
+
+
+@dataclass(frozen=True)
+class NormCheck:
+    """The gradient norm of one step as logged and as rebuilt."""
+
+    step: int
+    logged: float
+    rebuilt: float  # ‖Σ_{i,t} a A s‖ from ‖ḡ‖² of the stored gradients
+
+    @property
+    def factor(self) -> float:
+        """Logged over rebuilt; 1 where the trainer did what it says."""
+        return self.logged / self.rebuilt
+
+
+def check_norms(
+    store: RunStore, estimator: str, aggregation: str = "sequence_sum", constant: int = 1024, energy: str = "proxy"
+) -> list[NormCheck]:
+    """Rebuild the logged gradient norm of every step of one update that was measured whole; empty where there is none.
+
+    ‖ḡ‖ of `gradients` belongs to weights 1/N. Aggregations with one weight a for all tokens have a·N times it: N/ΣL for
+    `token_mean`, 1/C for `constant`. Groups must have equal sizes, since ḡ is the mean over prompts.
+
+    Raises:
+        InputError: The aggregation weighs rollouts unlike, which the Gram matrix of groups cannot tell.
+    """
+    if aggregation not in UNIFORM:
+        raise InputError(
+            f"aggregation is {aggregation!r}, which weighs rollouts by their lengths, so group gradients do not give "
+            f"its norm; pass one of {', '.join(UNIFORM)}."
+        )
+    gradients, steps, checks = store.gradients_df(), store.steps_df(), []
+    here = gradients[(gradients["estimator"] == estimator) & gradients["energy_source"].isin(["none", energy])]
+    power = dict(zip(here["step"].tolist(), zip(here["mean_norm_sq"], here["n_prompts"], strict=True), strict=True))
+    for row in steps.to_dict("records"):
+        step, logged, updates = int(row["step"]), row.get("grad_norm"), row.get("n_updates")
+        if step not in power or logged is None or np.isnan(float(logged)):
+            continue
+        if updates is not None and float(updates) > 1:
+            continue  # the logged norm may be that of a part of the rollouts
+        left_out = row.get("n_left_out")
+        if left_out is not None and float(left_out) > 0:
+            continue  # rollouts without a reward, which the trainer counted and the store has not
+        mean_norm_sq, measured = power[step]
+        sizes = np.unique(store.rollouts_df([step], ["group"])["group"].to_numpy(), return_counts=True)[1]
+        if measured != len(sizes) or len(set(sizes.tolist())) > 1:
+            continue
+        n = float(sizes.sum())
+        scale = {"sequence_sum": 1.0, "token_mean": n / float(row["n_tokens"]), "constant": 1.0 / constant}[aggregation]
+        if mean_norm_sq > 0:  # groups of equal rewards have no gradient to compare
+            checks.append(NormCheck(step, float(logged), float(mean_norm_sq) ** 0.5 * scale))
+    return checks
+
+
+@dataclass(frozen=True)
+class Bookkeeping:
+    """What a run's bookkeeping says; made by `check_bookkeeping`."""
+
+    advantages: AdvantageCheck | None  # None where none were recorded
+    loss: TrainerLoss  # What is known of the trainer's loss
+    weights: WeightCheck | None  # Of the first step, in micro-batches of one rollout where their size is not known
+    norms: tuple[NormCheck, ...]
+    missing: tuple[str, ...]  # Checks that were left out, why, and what adds them
+
+
+def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Bookkeeping:
+    """Return every check that a run and what is known of its trainer allow."""
+    advantages, missing = check_advantages(store), list[str]()
+    if advantages is None:
+        config: Any = store.info.get("config") or {}
+        own = "this run's own estimator made them, so there is nothing to check them against."
+        missing.append(
+            f"Advantages: {'none were recorded, so none can be recomputed.' if config.get('source') else own}"
+        )
+    weights, norms = None, tuple[NormCheck, ...]()
+    first = store.rollouts_df(store.complete_steps()[:1])
+    if "source_record" in first:  # the order in which the trainer saw them: its groups need not be in one piece
+        first = first.sort_values("source_record")
+    logged = store.steps_df(columns=["grad_norm"])["grad_norm"].notna().to_numpy().any()
+    if not loss.aggregation:
+        missing.append("Loss weights and gradient norm: pass --aggregation, how the trainer's loss weighs tokens.")
+        return Bookkeeping(advantages, loss, None, (), tuple(missing))
+    if first["length"].isna().to_numpy().any():
+        missing.append("Loss weights: the run has no token counts; record token ids, or audit with --model.")
+    else:
+        length, group = (first[name].to_numpy(np.int64) for name in ("length", "group"))
+        try:
+            weights = check_weights(length, group, loss.aggregation, loss.micro_batch or 1)
+        except InputError as error:
+            missing.append(f"Loss weights: {error}")
+    if not logged:
+        missing.append("Gradient norm: the trainer's was not recorded (grad_norm of plain records).")
+        return Bookkeeping(advantages, loss, weights, (), tuple(missing))
+    try:
+        norms = tuple(check_norms(store, estimator, loss.aggregation, loss.constant))
+        if not norms:
+            missing.append(
+                "Gradient norm: no step with a logged one has a single update, groups of equal size and the gradients "
+                "of all of them."
+            )
+    except InputError as error:
+        missing.append(f"Gradient norm: {error}")
+    return Bookkeeping(advantages, loss, weights, norms, tuple(missing))
+
+
+def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
+    """Return the checks of a run in sentences."""
+    lines, advantages, norms = list[str](), checked.advantages, checked.norms
+    if advantages is None:
+        pass
+    elif names := advantages.exact:
+        lines.append(
+            f"The recorded advantages of {advantages.n_rollouts:,} rollouts are those of {' or '.join(names)}."
+        )
+    elif scaled := advantages.scaled:
+        named = " or ".join(f"{match.factor:.4g} × {match.convention}" for match in scaled)
+        lines.append(f"The recorded advantages of {advantages.n_rollouts:,} rollouts are {named}.")
+    else:
+        best = advantages.matches[0]
+        lines.append(
+            f"No convention reproduces the recorded advantages. The nearest is {best.convention}: "
+            f"{best.n_differ:,} of {advantages.n_rollouts:,} rollouts differ, by up to {best.largest:.3g}; the first "
+            f"is {best.first}."
+        )
+    if norms:
+        factor = np.array([check.factor for check in norms])
+        lines.append(
+            f"Logged over rebuilt gradient norm: median {np.median(factor):.4g}, from {factor.min():.4g} to "
+            f"{factor.max():.4g} over {len(norms):,} steps; 1 where the trainer does what it says."
+        )
+    if checked.weights is not None:
+        lines.append(_weights_line(checked.weights, checked.loss))
+    return [*lines, *checked.missing]
+
+
+def _weights_line(weights: WeightCheck, loss: TrainerLoss) -> str:
+    """Say what micro-batches make of the weights, or could make of them where their size is not known."""
+    alike = np.allclose([weights.factor, weights.lowest, weights.highest], 1.0, rtol=1e-9)
+    what = (
+        "add up to the nominal sum, and so does every token's"
+        if alike
+        else f"add up to {weights.factor:.4g} times the nominal sum; single tokens weigh {weights.lowest:.3g} to "
+        f"{weights.highest:.3g} times what they should"
+    )
+    if loss.micro_batch is None:
+        return f"Loss weights ({loss.aggregation}) in micro-batches of one rollout would {what} (--accumulate: yours)."
+    size = "the whole batch at once" if loss.micro_batch == WHOLE else f"micro-batches of {loss.micro_batch}"
+    return f"Loss weights ({loss.aggregation}, {size}) {what}."

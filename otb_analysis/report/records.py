@@ -1,0 +1,137 @@
+"""Answers for JSON: the same records that tables are made of; null where a number is unknown or infinite."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
+from otb_analysis.answers.holders import NotAttributed
+from otb_analysis.answers.pairs import Pair, Sides, estimator_pair, pair_of, pairing_of
+from otb_analysis.answers.triage import Triage, finding_record, verdict
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.figures.alarms import fired_first
+from otb_analysis.figures.collapse import degenerate_table
+from otb_analysis.figures.comparison import comparison_table
+from otb_analysis.figures.curves import curves_table
+from otb_analysis.figures.detector_rates import RATES, foresight
+from otb_analysis.figures.learning import grouped_info, learning_info
+from otb_analysis.figures.pair_curves import block_rows, curves_rows, pair_table
+from otb_analysis.figures.pair_gradients import noise_table
+from otb_analysis.figures.planner import planner_table
+from otb_analysis.figures.runs import config_differences, grouped, headline_info
+from otb_analysis.figures.timeline import first_look, timeline_info
+
+
+def comparison_record(
+    runs: Mapping[str, RunAnswers], sides: Sides | None = None, curves: bool = False, window: int = 10, by: str = ""
+) -> dict[str, object]:
+    """Return what each run learned and says, what each design of them decides, B against A, settings that differ.
+
+    Args:
+        sides: What `pair` compares; of one run, which estimators.
+        curves: Add learning curves with running means over `window` steps, and the curves behind `pair`.
+        by: A setting in which the runs differ: the curves are means over the runs of each of its values.
+
+    Raises:
+        InputError: A setting, side or estimator does not exist.
+        StoreError: A run cannot be read.
+    """
+    sides = sides or Sides()
+    steps = {name: run.steps for name, run in runs.items()}
+    pairing, (only, *others) = pairing_of(runs, sides if sides.setting else None), runs.values()
+    pair = None if pairing is None else pair_of(runs, pairing)
+    if not others and only.measured is not None:
+        pair = estimator_pair(only.measured, only.estimator, sides.a, sides.b)
+    differences = config_differences({name: run.config for name, run in runs.items()})
+    record: dict[str, object] = {
+        "runs": [_said(name, run) for name, run in runs.items()],
+        "estimators": [decision_record(of) for of in designs(runs).values()],
+        "settings": differences.table,
+        "pair": _pair(pair),
+    }
+    if curves:
+        names = {name: run.estimator for name, run in runs.items()}
+        settings = list(differences.table["setting"])
+        if by and by not in settings:
+            raise InputError(f"--by is {by!r}, in which these runs do not differ; {nearest(by, settings)}")
+        info = grouped_info(steps, grouped(differences, by), window) if by else learning_info(steps, names, window)
+        record["learning"] = curves_table(info)
+        record["pair_curves"] = None if pair is None else curves_rows(pair.panels)
+    return record
+
+
+def decision_record(steps: MeasuredSteps) -> dict[str, object]:
+    """Return a decision with its sentences and every estimator over `rloo`."""
+    decision, beside = steps.decision, steps.beside
+    info = None if steps.over_rloo.cause == "no reference" else steps.comparison()
+    return {
+        "design": steps.name, "steps": len(steps.grams), "prompts": decision.n_prompts, "conclusion": steps.lines,
+        "alarm": steps.alarm, "recommended": decision.best, "compared_with": decision.against,
+        "looked_at": decision.looked_at, "n_needed": decision.n_needed, "comparisons": decision.comparisons,
+        "beside_rloo": None if beside is None else {"recommended": beside.best, "comparisons": beside.comparisons},
+        "against": steps.over_rloo.against[0], "words": info and info.words, "noise_scale": steps.noise_scale(),
+        "rows": [] if info is None else comparison_table(info),
+    }  # fmt: skip
+
+
+def _said(name: str, run: RunAnswers) -> dict[str, object]:
+    status, reason = run.store.standing
+    return {
+        "status": status, "reason": reason, **asdict(headline_info(name, run.estimator, run.steps)),
+        "alarm": run.alarm, "conclusion": run.lines, "proxy": run.proxy, "proxy_words": run.proxy_line,
+        "planner": asdict(run.planner) | {"cells": planner_table(run.planner)},
+        "fidelity": [{"of": title} | asdict(fidelity) for title, fidelity in run.fidelity],
+    }  # fmt: skip
+
+
+def _pair(pair: Pair | None) -> dict[str, object] | None:
+    return None if pair is None else {
+        "a": pair.a, "b": pair.b, "verdict": pair.verdict, "quantities": pair_table(pair.panels),
+        "blocks": block_rows(pair.panels), "gradient_noise": noise_table(pair.noise), "notes": pair.notes,
+    }  # fmt: skip
+
+
+def triage_record(rows: list[Triage]) -> dict[str, object]:
+    """Return the sentence and the list of the page Triage."""
+    named = {"sentence": "what_happened", "reward": "reward_thinned", "age": "age_seconds"}
+    listed = [{named.get(name, name): value for name, value in vars(row).items()} for row in rows]
+    return {"verdict": verdict(rows), "runs": listed}
+
+
+def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, curves: bool = False) -> dict[str, Any]:
+    """Return the numbers of the page Run, and the run's line of Triage; null where nothing fired.
+
+    Args:
+        step: A step whose attribution to add; None adds none.
+        top: Prompts, rollouts and tokens of that attribution.
+        curves: Add the curves of all panels.
+
+    Raises:
+        InputError: The run has no complete step, or not this one.
+        StoreError: It cannot be read.
+    """
+    row, steps = run.triage, [int(s) for s in run.series.step]
+    fired, others = fired_first(run.findings)
+    info = timeline_info(run.steps, run.findings, run.changes, more=True)
+    record: dict[str, Any] = {
+        "run": row.run, "estimator": row.estimator, "status": row.status, "state": row.state,
+        "what_happened": row.sentence, "first_warning": row.first_warning,
+        "steps": {"count": row.steps, "first": steps[0], "last": steps[-1]},
+        "look_first_at": first_look(steps, run.findings),
+        "detectors": [
+            finding_record(f) | {"false_alarms": RATES[f.detector].false_alarms, "study_05": foresight(f.detector)}
+            for f in [*fired, *others]
+        ],
+        "events": info.events, "change_points": run.changes,
+        "degenerate": degenerate_table({row.run: run.steps}).drop(columns="run").iloc[0].to_dict(),
+        "alarm": run.alarm, "conclusion": run.lines,
+    }  # fmt: skip
+    if step is not None:
+        found = run.attribution(step)
+        record["attribution"] = found if isinstance(found, NotAttributed) else found.record(top)
+    if curves:
+        record["panels"] = [
+            {"column": s.quantity.column, "title": s.quantity.title, "step": s.step, "value": s.value, "mean": s.mean}
+            for s in info.series
+        ]
+    return record

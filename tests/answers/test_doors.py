@@ -1,0 +1,258 @@
+"""Every door says the same of a run: terminal, JSON, CSV, LaTeX, Markdown, HTML, the audit and the pages."""
+
+import html
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from otb_analysis.answers import RunAnswers, compare
+from otb_analysis.commands.cli import main
+from otb_analysis.config import EstimatorConfig, MeasureConfig, SampleConfig, TrainConfig
+from otb_analysis.statistics import gradient_statistics
+from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
+from otb_analysis.training.resume import plain_config
+from otb_analysis.types import Gram
+
+LABELS = (
+    ("rloo", "none"), ("otb", "proxy"), ("none", "none"), ("energy_regression", "proxy"), ("sequence_optimal", "proxy"),
+    ("grpo", "none"), ("trloo", "none"), ("group_mean", "none"), ("energy_regression", "exact"),
+)  # fmt: skip
+LENGTH = {"otb": 0.85, "sequence_optimal": 0.8, "grpo": 1.7, "group_mean": 0.75}
+NOISE = {"otb": 0.62, "none": 0.9, "energy_regression": 0.75, "sequence_optimal": 0.75, "grpo": 1.9, "group_mean": 0.75}
+SIZE = 4
+SOURCE = {"made_by": "otb audit", "path": "rollouts.jsonl", "format": "plain", "about": "plain records"}
+
+
+def planted_gram(random, n_prompts, first):
+    """Group gradients with a shared direction and mostly shared noise, of known lengths."""
+    noise, own = random.normal(size=(n_prompts, 30)), random.normal(size=(len(LABELS), n_prompts, 30))
+    truth = 1.5 * np.eye(30)[0]
+    made = []
+    for row, (name, source) in enumerate(LABELS):
+        spread = NOISE.get(name, 1.0) * (noise + 0.15 * own[row] * (name in NOISE) * (name != "group_mean"))
+        made.append(LENGTH.get(name, 1.0) * truth + (spread if source != "exact" else 1.02 * spread))
+    g = np.stack(made)
+    prompt = tuple(f"p{first + k}" for k in range(n_prompts))
+    return Gram(np.einsum("mpd,nqd->mnpq", g, g), LABELS, n_prompts * SIZE, prompt, np.arange(n_prompts))
+
+
+def sampling_rows():
+    """The sampling check of 128 rollouts drawn at temperature 1 and audited as .5: a step of a real audit."""
+    frame = pd.read_csv(Path(__file__).with_name("sampling.csv"))
+    return {name: np.ma.array(frame[name], mask=frame[name].isna()) for name in frame}
+
+
+def write(root, name, config, *, prompts=16, steps=6, alarm=False):
+    writer = RunWriter.create(root, name, config)
+    random = np.random.default_rng(3)
+    for step in range(steps):
+        gram = planted_gram(random, prompts, step * prompts)
+        rows = [found.as_row() for found in gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)]
+        n = prompts * SIZE
+        rewards = random.integers(0, 2, n).astype(float)
+        rollouts = {
+            "group": np.repeat(np.arange(prompts), SIZE), "rollout": np.arange(n), "reward": rewards,
+            "prompt_id": np.repeat(gram.prompt, SIZE), "prompt": ["1+1="] * n, "completion": ["2"] * n,
+            "length": [3] * n, "finish_reason": ["stop"] * n,
+        }  # fmt: skip
+        scalars = {
+            "reward_mean": rewards.mean(), "grad_norm": 1.0, "clipped": False, "n_prompts": prompts, "n_rollouts": n,
+            "n_tokens": 3 * n, "n_zero_variance_groups": 0, "n_truncated": 0, "n_measured_prompts": prompts,
+            "heldout_reward": 0.5, "heldout_reward_low": 0.4, "heldout_reward_high": 0.6, "n_updates": 1,
+        }  # fmt: skip
+        gradients = {column: [row[column] for row in rows] for column in rows[0]}
+        sampling = sampling_rows() if alarm else None
+        writer.write_step(
+            step,
+            StepTables(
+                rollouts=rollouts, steps=scalars, gradients=gradients, grams=gram_rows(step, gram), sampling=sampling
+            ),
+        )
+    writer.finish()
+    return root / name
+
+
+@pytest.fixture(scope="session")
+def three_runs(tmp_path_factory):
+    """The runs by name: demo, alarm, few."""
+    root = tmp_path_factory.mktemp("doors")
+    trained = TrainConfig(
+        model="demo", estimator=EstimatorConfig(name="otb"), sample=SampleConfig(prompts=16, group_size=SIZE),
+        measure=MeasureConfig(),
+    )  # fmt: skip
+    config = plain_config(trained)
+    recorded = {name: config[name] for name in ("estimator", "model", "task")} | {
+        "source": SOURCE,
+        "plain_sampling": True,
+    }
+    return {
+        "demo": write(root, "demo", config),
+        "alarm": write(root, "alarm", recorded | {"rollouts": "rollouts.jsonl"}, alarm=True),
+        "few": write(root, "few", config, prompts=5, steps=2),
+    }
+
+
+APP = Path(__file__).parents[2] / "app"
+RUNS = ("demo", "alarm", "few")
+
+
+def otb(capsys, *words):
+    """What a command prints."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) in (0, None)
+    return capsys.readouterr().out
+
+
+def plain(text):
+    """Text without markup, line breaks and what a table of LaTeX or Markdown escapes."""
+    text = re.sub(r"<(script|style).*?</\1>", " ", text, flags=re.S)
+    text = html.unescape(re.sub(r"<[^>]+>", " ", text)).replace("\\", "")
+    return " ".join(re.sub(r"[*>%•]", " ", text).split())
+
+
+def has(text, line):
+    return plain(line) in plain(text)
+
+
+@pytest.fixture
+def answers(three_runs):
+    return {name: RunAnswers(RunStore(path)) for name, path in three_runs.items()}
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """Open a page of the dashboard on one run."""
+    from streamlit.testing.v1 import AppTest
+
+    def opened(path, name, **query):
+        monkeypatch.setenv("OTB_RUNS", str(path.parent))
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        monkeypatch.setattr(sys, "path", [str(APP), *sys.path])
+        app = AppTest.from_file(str(APP / "streamlit_app.py"), default_timeout=60)
+        for key, value in {"run": path.name, **query}.items():
+            app.query_params[key] = value
+        app.run()
+        app.switch_page(f"views/{name}.py").run()
+        assert not app.exception
+        return app
+
+    return opened
+
+
+def doors(capsys, path, tmp_path):
+    """What every command prints or writes about a run, by the name of the door."""
+    root = path.parent
+    texts = {
+        "compare": otb(capsys, "compare", path.name, "--root", root),
+        "latex": otb(capsys, "compare", path.name, "--root", root, "--format", "latex"),
+        "markdown": otb(capsys, "compare", path.name, "--root", root, "--format", "markdown"),
+        "diagnose": otb(capsys, "diagnose", path.name, "--root", root),
+        "audit": otb(capsys, "audit", "--run", path.name, "--root", root),
+    }
+    for ending in ("html", "md"):
+        otb(capsys, "report", path.name, "--root", root, "--out", tmp_path / f"r.{ending}")
+        texts[f"report.{ending}"] = (tmp_path / f"r.{ending}").read_text()
+    texts["audit.html"] = (path / "audit.html").read_text()
+    return texts
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_command_says_what_the_run_says_in_the_same_sentences(name, three_runs, answers, capsys, tmp_path):
+    lines = answers[name].lines
+    for door, text in doors(capsys, three_runs[name], tmp_path).items():
+        assert [line for line in lines if not has(text, line)] == [], door
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_json_has_the_same_recommendation_and_reservations(name, three_runs, answers, capsys):
+    path, measured = three_runs[name], answers[name].measured
+    (design,) = json.loads(otb(capsys, "compare", name, "--root", path.parent, "--json"))["estimators"]
+    (diagnosis,) = json.loads(otb(capsys, "diagnose", name, "--root", path.parent, "--json"))
+    otb(capsys, "audit", "--run", name, "--root", path.parent)
+    audit = json.loads((path / "audit.json").read_text())
+    assert design["conclusion"] == list(measured.lines)
+    assert design["alarm"] == diagnosis["alarm"] == answers[name].alarm
+    assert diagnosis["conclusion"] == list(answers[name].lines) == audit["verdict"][: len(answers[name].lines)]
+    best = None if measured.decision.best is None else list(measured.decision.best.label)
+    assert (design["recommended"] and design["recommended"]["label"]) == best
+    rows = {(row["estimator"], row["energy_source"]): row for row in design["rows"]}
+    assert {(row["estimator"], row["energy_source"]): row for row in audit["estimators"]} == rows
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_numbers_of_csv_python_and_the_page_are_those_of_json(name, three_runs, capsys, page):
+    path = three_runs[name]
+    (design,) = json.loads(otb(capsys, "compare", name, "--root", path.parent, "--json"))["estimators"]
+    frame = pd.DataFrame(design["rows"]).set_index(["estimator", "energy_source"])
+    csv = pd.read_csv(
+        io.StringIO(otb(capsys, "compare", name, "--root", path.parent, "--format", "csv")),
+        keep_default_na=False,
+        na_values=[""],
+    )
+    python = compare(path).to_dataframe()
+    numbers = [column for column in frame if column not in ("decides", "told", "c_known")]
+    for other in (csv, python):
+        other = other.set_index(["estimator", "energy_source"]).loc[frame.index]
+        pd.testing.assert_frame_equal(
+            other[numbers].astype(float), frame[numbers].astype(float), rtol=1e-9, check_names=False
+        )
+
+
+@pytest.mark.parametrize("name", ["demo", "few"])
+def test_the_table_on_the_page_has_the_cells_of_the_terminal(name, three_runs, capsys, page):
+    path, rows = three_runs[name], {}
+    for line in otb(capsys, "compare", name, "--root", path.parent, "--top", 0, "--format", "markdown").splitlines():
+        cells = [cell.strip().replace("\\", "") for cell in line.strip("| ").split("|")]
+        if line.startswith("| estimator"):
+            titles = cells
+        elif line.startswith("|") and not set(line) <= set("|-: "):
+            rows[tuple(cells[:2])] = dict(zip(titles, cells, strict=True))
+    shown = next(frame.value for frame in page(path, "estimators").dataframe if "estimator" in frame.value)
+    both = [title for title in titles[2:] if title in shown]
+    assert len(both) >= (1 if name == "few" else 2), titles
+    for _, row in shown.iterrows():
+        assert {of: str(row[of]) for of in both} == {of: rows[row["estimator"], row["energy"]][of] for of in both}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_pages_say_the_same_sentences(name, three_runs, answers, page):
+    path, lines = three_runs[name], answers[name].lines
+    for view in ("estimators", "run"):
+        app = page(path, view)
+        if view == "run":
+            app.toggle(key="advise").set_value(True).run()
+        said = " ".join(element.value for kind in ("markdown", "warning", "caption") for element in app.get(kind))
+        assert [line for line in lines if not has(said, line)] == [], view
+
+
+def test_an_alarm_stands_in_the_first_lines_of_every_door_and_nothing_is_proved(three_runs, answers, capsys, tmp_path):
+    alarm = answers["alarm"].alarm
+    assert "were not drawn by the stated sampler" in alarm
+    assert not answers["alarm"].known.projection and answers["alarm"].measured.decision.best is None
+    for door, text in doors(capsys, three_runs["alarm"], tmp_path).items():
+        body = plain(text)
+        assert body.index(plain(alarm)) < 800, door
+        assert "1 proved" not in body, door
+        if door in ("latex", "markdown"):
+            assert "rloo" not in body, door
+    frame = compare(three_runs["alarm"]).to_dataframe()
+    assert not frame["c_known"].any() and (frame["told"] == "").all()
+
+
+def test_a_demo_keeps_what_trained_and_names_the_best_against_rloo(answers):
+    measured = answers["demo"].measured
+    assert measured.against == ("otb", "proxy") and measured.beside.best.label == ("energy_regression", "proxy")
+    assert measured.beside.best.by == "variance" and {one.by for one in measured.decision.comparisons} == {"efficiency"}
+    assert measured.lines[0].startswith("Keep otb") and measured.decision.best is None
+
+
+def test_too_few_prompts_get_no_recommendation_but_the_command(answers):
+    measured = answers["few"].measured
+    assert measured.decision.cause == "few prompts" and measured.decision.best is None
+    assert "otb train --config" in " ".join(measured.lines)

@@ -1,0 +1,54 @@
+"""B against A: held-out reward first, then gradient noise, and never more than the intervals say."""
+
+import numpy as np
+import pytest
+
+from otb_analysis.answers.pairs import estimator_pair, pair_of, pairing_of
+from otb_analysis.errors import InputError
+
+
+def noisy(seed, gain=0.0, steps=40):
+    return 0.5 + gain + 0.05 * np.random.default_rng(seed).normal(size=steps)
+
+
+def compared(*runs):
+    named = dict(zip("ab", runs, strict=True))
+    return pair_of(named, pairing_of(named))
+
+
+def test_a_planted_difference_of_rewards_is_said_with_its_interval_and_none_is_not_told_from_0(run_of):
+    found = compared(run_of(name="a", reward=noisy(1)), run_of(name="b", reward=noisy(2, 0.1)))
+    assert found.verdict.startswith("Training reward: B − A is +0.1") and "not told" not in found.verdict
+    less = compared(run_of(name="a", reward=noisy(1, 0.1)), run_of(name="b", reward=noisy(2)))
+    assert "B − A is −0.1" in less.verdict
+    same = compared(run_of(name="a", reward=noisy(1)), run_of(name="b", reward=noisy(3)))
+    assert "not told from 0" in same.verdict and "other seeds may differ" in same.verdict
+    assert all(len(one.verdict.split()) <= 40 for one in (found, less, same))
+    late = run_of(name="b", reward=noisy(2))
+    late.__dict__["steps"] = late.steps.assign(step=late.steps["step"] + 40)
+    assert "share no step" in compared(run_of(name="a", reward=noisy(1)), late).verdict
+
+
+def test_gradient_noise_is_judged_by_variance_where_lengths_are_proved_else_by_efficiency(gram, run_of):
+    a, b = run_of([gram([1, 0.7])]), run_of([gram([0.6, 0.5])], "b")
+    assert "times A's variance at equal progress" in compared(a, b).verdict
+    late = [
+        run_of([gram(sizes)], name, objective={"staleness": 4}) for name, sizes in (("a", [1, 0.7]), ("b", [0.6, 0.5]))
+    ]
+    assert "times A's efficiency" in compared(*late).verdict
+    alarmed = compared(a, run_of([gram([0.6, 0.5])], "b", "Another sampler."))
+    assert alarmed.verdict.startswith("b: Another sampler.") and not alarmed.noise.rows
+
+
+def test_two_estimators_of_a_run_are_compared_on_its_rollouts(gram, run_of):
+    run = run_of([gram([1, 0.7, 0.8])])
+    found = estimator_pair(run.measured, "rloo")
+    assert (found.a, found.b) == ("rloo", "sequence_optimal_loo · proxy")
+    assert "times A's variance" in found.verdict and "not told" not in found.verdict
+    alarmed = estimator_pair(run_of([gram([1, 0.7])], alarm="Another sampler.").measured, "rloo")
+    assert alarmed.verdict.startswith("Another sampler.") and not alarmed.noise.rows
+    assert estimator_pair(run_of([gram([1])]).measured, "rloo") is None
+    with pytest.raises(InputError, match="'rlo' was not measured"):
+        estimator_pair(run.measured, "rloo", a="rlo")
+    with pytest.raises(InputError, match="both rloo"):
+        estimator_pair(run.measured, "rloo", a="rloo", b="rloo")

@@ -1,0 +1,55 @@
+"""`otb diagnose` and `otb attribution`: what they print, and what they answer where something was not measured."""
+
+import pytest
+
+from otb_analysis.answers import opened
+from otb_analysis.commands.cli import main
+from otb_analysis.config import AttributionSchedule, MeasureConfig, Schedule
+
+
+@pytest.fixture(scope="module")
+def attributed(trained):
+    measure = MeasureConfig(exact=Schedule(every=1, prompts=0), attribution=AttributionSchedule(every=2))
+    return trained("attributed_too", measure=measure)
+
+
+def said(capsys, *words):
+    assert main(list(words)) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_diagnosis_has_every_detector_and_the_lines_of_the_run(attributed, capsys):
+    text = said(capsys, "diagnose", attributed.name, "--root", str(attributed.parent))
+    assert "gradient_surge" in text and "grad_norm was recorded at 3 steps, 25 are needed" in text
+    assert "sampling_certificate" in text and "Change points: none" in text
+    lines = opened([attributed])[attributed.name].lines
+    assert "".join("".join(lines).split()) in "".join(text.split())
+
+
+def test_a_run_without_measured_steps_is_told_what_measures_them_and_what_it_costs(trained, capsys):
+    bare = trained("bare", measure=MeasureConfig(exact=Schedule(every=0)))
+    text = said(capsys, "diagnose", "bare", "--root", str(bare.parent))
+    assert "--measure.exact.every 10" in text and "a quarter of the run's time" in text
+
+
+def test_attribution_prints_three_tables_and_that_the_shares_add_up(attributed, capsys):
+    text = said(capsys, "attribution", attributed.name, "--root", str(attributed.parent), "--top", "3")
+    assert "The 3 prompts with the largest |share| of 4" in text and "The 3 tokens" in text
+    assert "hold half of all |shares|" in text and "The shares add up to ‖ḡ‖²" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--step", "1"], "Step 1 has no attribution; the nearest step that has is 0."),
+        (["--top", "0"], "--top is 0; pass at least 1."),
+    ],
+)
+def test_what_cannot_be_shown_is_one_sentence(attributed, words, answer, capsys):
+    assert main(["attribution", attributed.name, "--root", str(attributed.parent), *words]) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_attribution_without_a_run_asks_for_one(capsys):
+    assert main(["attribution"]) == 2
+    assert "needs a run" in capsys.readouterr().err
