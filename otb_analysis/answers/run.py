@@ -147,11 +147,7 @@ class RunAnswers:
     def _reserved(self) -> tuple[str, ...]:
         if self.alarm:
             return ()
-        who = (
-            f"Its own estimator, {self.estimator},"
-            if self.estimator
-            else "Which estimator trained is not stored, or it"
-        )
+        who = f"Its own estimator, {self.estimator}," if self.estimator else "What trained is not stored, or"
         name_it = "; name it as --estimator.name" if "source" in self.config else ""
         without = f"{who} was not measured, so all are compared with {REFERENCE[0]}{name_it}."
         reserved = [] if self.trained else [without]

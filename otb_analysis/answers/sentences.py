@@ -136,8 +136,7 @@ def _beside(decision: Decision, trained: Sequence[Label]) -> str:
         return f"Against rloo: none of {m} is shown to be better."
     count = len(decision.better)
     worse = f", {len(decision.worse)} to be worse" * bool(decision.worse)
-    lead = f"{count} of {m} are shown to be better{worse}; the best is"
-    lead = lead if count > 1 else f"one of {m} is shown to be better{worse},"
+    lead = f"{count} of {m} {'are' if count > 1 else 'is'} shown to be better{worse}; the best is"
     assert best.together is not None
     what = "of its variance at equal progress" if best.by == "variance" else "times its efficiency"
     who = shown_name(best.label) + ", which trained" * (best.label in trained)

@@ -76,11 +76,7 @@ def triage(
     )  # fmt: skip
 
 
-def triage_row(
-    row: Any,
-    estimator: str,
-    judge: Callable[[], tuple[pd.DataFrame, Sequence[Finding]]] | None,
-) -> Triage:
+def triage_row(row: Any, estimator: str, judge: Callable[[], tuple[pd.DataFrame, Sequence[Finding]]] | None) -> Triage:
     """Sum up one row of `runs_df`.
 
     `judge` reads the steps and what the detectors say of them; it is None where a run cannot be opened, and one of

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.diagnostics import trained_labels
-from otb_analysis.estimators import proved_in_all
 from otb_analysis.figures.comparison import RATIOS, Row, compared
 from otb_analysis.figures.curves import Quantity
 from otb_analysis.figures.gradient_table import MEASURES
@@ -73,13 +72,6 @@ class NoiseInfo:
 
     rows: tuple[NoiseRow, ...]
     notes: tuple[str, ...] = ()
-
-
-def joint_proofs(runs: Sequence[RunGrams]) -> Proved:
-    """Return what is proved of the estimators in all of some runs."""
-    return proved_in_all(
-        [({label for gram in one.grams.values() for label in gram.labels}, one.config) for one in runs]
-    )
 
 
 def compare_noise(pairing: Pairing, runs: Mapping[str, RunGrams], known: Proved) -> NoiseInfo:

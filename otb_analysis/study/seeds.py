@@ -54,8 +54,3 @@ def later_success(rows: Rows) -> dict[int, float]:
 def paired_difference(arm: dict[int, float], base: dict[int, float], quantity: str) -> Interval | None:
     """Return the mean over an arm's seeds of arm − base with Student's interval; None without a seed."""
     return seed_mean([arm[seed] - base[seed] for seed in arm], quantity)
-
-
-def held_projection(projection: float | None) -> float:
-    """Return a projection c held in [.1, 1], and 1 where the pools are too small to tell, as a factor on a rate."""
-    return 1.0 if projection is None else float(np.clip(projection, 0.1, 1.0))
