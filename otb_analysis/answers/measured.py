@@ -58,8 +58,7 @@ class MeasuredSteps:
     def decided(self, against: Label) -> Decision:
         """Return the comparisons of all estimators with one of them."""
         if against not in self._decided:
-            found = decide(self.grams, against, self.known, self.trained, sampled=not self.alarm)
-            self._decided[against] = found
+            self._decided[against] = decide(self.grams, against, self.known, self.trained, sampled=not self.alarm)
         return self._decided[against]
 
     @property

@@ -200,11 +200,7 @@ def _positive(power: Float, mean_sq: Float, by_formula: bool) -> Float:
     return np.where(power[0] > mean_sq[0], power, np.nan) if by_formula else power
 
 
-def _cells(
-    curves: Mapping[Label, _Curve],
-    recorded: tuple[int, int],
-    level: float,
-) -> tuple[Cell, ...]:
+def _cells(curves: Mapping[Label, _Curve], recorded: tuple[int, int], level: float) -> tuple[Cell, ...]:
     cells, (size, rollouts) = [], recorded
     for label, curve in curves.items():
         best = _best(curve, level)

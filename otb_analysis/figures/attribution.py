@@ -61,10 +61,7 @@ def _bars(values: np.ndarray, whole: float) -> Float32:
 
 def plot_attribution(info: AttributionInfo) -> go.Figure:
     """Draw prompts on the left, tokens on the right."""
-    titles = [
-        ("Prompts", "share of ‖ḡ‖², largest first"),
-        ("Tokens", "share of ‖ḡ‖² in the n tokens with most"),
-    ]
+    titles = [("Prompts", "share of ‖ḡ‖², largest first"), ("Tokens", "share of ‖ḡ‖² in the n tokens with most")]
     figure = panels(titles, 2, height=330, shared_x=False)
     named = "signal: along other prompts" if info.noise is not None else "share"
     bars = [(named, info.signal, BLUE)]

@@ -110,10 +110,7 @@ def _axes(panel: Panel) -> tuple[_Axis, _Axis]:
     x = [value for curve in panel.curves for value in curve.x]
     y = [v for c in panel.curves for values in (c.y, c.low or (), c.high or ()) for v in values if math.isfinite(v)]
     low, high = panel.y_range or _widened(min(y), max(y), 0.05)
-    return (
-        _Axis(*_widened(min(x), max(x), 0.0), LEFT, WIDTH - RIGHT),
-        _Axis(low, high, HEIGHT - BOTTOM, TOP),
-    )
+    return (_Axis(*_widened(min(x), max(x), 0.0), LEFT, WIDTH - RIGHT), _Axis(low, high, HEIGHT - BOTTOM, TOP))
 
 
 def _widened(low: float, high: float, share: float) -> tuple[float, float]:

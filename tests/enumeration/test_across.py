@@ -4,16 +4,14 @@ The catalogue names the first test.
 """
 
 from dataclasses import replace
-from itertools import product
-from math import prod
 
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.groups import multisets
+from otb_analysis.enumeration.groups import batch_means
 from otb_analysis.enumeration.trees import TreeSpec, random_tree
+from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, RegressionOptions, estimate
-from otb_analysis.types import EstimatorInputs
 
 SPEC = TreeSpec(vocabulary=2, horizon=2, shared=3, end_token=True)
 ALL = RegressionOptions(T_max=2)
@@ -23,27 +21,6 @@ NAMES = {"energy_across_loo": None, "energy_regression": ALL}
 def policies(seed, spec=SPEC, count=3):
     rng = np.random.default_rng([seed, 8])
     return [random_tree(spec, rng) for _ in range(count)]
-
-
-def batch_means(name, trees, n, options=None, state=None):
-    """E ḡ_p [D] of every prompt p in batches of one group of n per tree, with exact energies: every batch enumerated.
-
-    What looks across prompts is only then seen whole. Trees have one horizon.
-    """
-    groups = [multisets(tree, n) for tree in trees]
-    label = np.repeat(np.arange(len(trees)), n)
-    means = [np.zeros(tree.score.shape[2]) for tree in trees]
-    for chosen in product(*(range(len(members)) for members, _ in groups)):
-        rows = [members[k] for (members, _), k in zip(groups, chosen, strict=True)]
-        prob = prod(float(p[k]) for (_, p), k in zip(groups, chosen, strict=True))
-        parts = [vars(tree.inputs(one, label[:n])) for tree, one in zip(trees, rows, strict=True)]
-        columns = {key: np.concatenate([part[key] for part in parts]) for key, x in parts[0].items() if x is not None}
-        inputs = EstimatorInputs(**columns | {"group": label, "state": state})
-        advantage = estimate(name, inputs, options).advantage
-        for p, (tree, one) in enumerate(zip(trees, rows, strict=True)):
-            coefficient = advantage[p * n : (p + 1) * n] * tree.ratio[one]
-            means[p] += prob / n * np.einsum("nt,ntd->d", coefficient, tree.score[one])
-    return means
 
 
 def largest_bias(name, trees, n, options=None, state=None):
@@ -89,14 +66,14 @@ def test_memory_of_earlier_steps_leaves_it_unbiased():
 
 def test_remembering_the_rollouts_themselves_would_bias_it():
     # the same sums with the own prompt's rollouts in them: each batch is given its own state
-    trees, options, plain = policies(2), replace(ALL, memory=1.0), estimate
+    trees, options = policies(2), replace(ALL, memory=1.0)
 
     def selfish(name, inputs, _):
-        state = plain(name, inputs, options).state
-        return plain(name, replace(inputs, state=state), options)
+        state = estimate(name, inputs, options).state
+        return estimate(name, replace(inputs, state=state), options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "estimate", selfish)
+        patch.setattr("otb_analysis.enumeration.groups.estimate", selfish)
         assert largest_bias("energy_regression", trees, 2) > 0.01
 
 
@@ -106,3 +83,8 @@ def test_unclipped_ratios_leave_the_mean_where_no_baseline_has_it():
     for name, options in NAMES.items():
         for got, expected in zip(batch_means(name, trees, 2, options), plain, strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-13)
+
+
+def test_batches_too_many_to_enumerate_are_refused():
+    with pytest.raises(InputError, match=r"there are \d+ batches but at most 200000 are enumerated"):
+        batch_means("rloo", policies(0, replace(SPEC, horizon=4)), 5)

@@ -18,13 +18,7 @@ from scipy import special
 from otb_analysis.statistics.comparisons.alike import Alike, alike
 from otb_analysis.statistics.inference.intervals import LEVEL, MIN_CLUSTERS, Interval, jackknife_interval, told
 from otb_analysis.statistics.moments.absolute import has_signal
-from otb_analysis.statistics.moments.gram import (
-    REFERENCE,
-    against_reference,
-    deleted_moments,
-    truth_of,
-    typical,
-)
+from otb_analysis.statistics.moments.gram import REFERENCE, against_reference, deleted_moments, truth_of, typical
 from otb_analysis.statistics.moments.measures import Moments
 from otb_analysis.statistics.moments.paired import NOTHING, ratio_replicates
 from otb_analysis.types import Float, Gram, Label, Proved
