@@ -14,7 +14,7 @@ from widgets import choose_runs, follow, page
 from otb_analysis.errors import STOPS
 from otb_analysis.store import one_look
 
-EMPTY = """Make some in about three minutes with `make demo`, train with `otb train`, or point the dashboard at another
+EMPTY = """Make some in minutes with `make demo`, train with `otb train`, or point the dashboard at another
 folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
 STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
