@@ -53,8 +53,7 @@ def decision_lines(
         count, worse = len(decision.better), len(decision.worse)
         more = f"{count} of {m} are shown to be better than {names}, {worse} to be worse, {m - count - worse} neither"
         more += f"{_open(decision)}."
-        how = f"Next: {_train_command(best.label, config, path)}; {FASTER}."
-        return first, more, *against_rloo, how
+        return first, more, *against_rloo, f"Next: {_train_command(best.label, config, path)}; {FASTER}."
     worse_ones = [one.label for one in decision.worse]
     kept = dict.fromkeys(shown_name(label) for label in trained if label not in worse_ones)
     keep = f"Keep {' and '.join(kept)}: " if kept else ""  # where it is not known what trained, nothing is kept
@@ -65,19 +64,21 @@ def decision_lines(
         wide = "The ends of every interval differ by a factor of 100 or more."
         first = f"{keep}nothing is told from {names} on {n} prompts. {wide if decision.signal else hidden}"
         return _capital(first), *against_rloo, more
-    behind = f"; {len(decision.worse)} shown to be worse" if decision.worse else ""
-    behind += _open(decision)
+    behind = f"; {len(decision.worse)} shown to be worse" * bool(decision.worse) + _open(decision)
     first = f"{keep}none of {m} baselines is shown to be better than {names} on {n} prompts{behind}."
     open_ones, lead = [one for one in decision.tested if not one.worse], decision.nearest
-    if lead is None:
+    whole = len(decision.tested) == m  # one with an interval by itself may have none that holds with all others
+    if whole and lead is None:
         return _capital(f"{keep}all {m} baselines are shown to be worse than {names} on {n} prompts."), *against_rloo
-    if all(_within(one.together) for one in open_ones):
+    if whole and all(_within(one.together) for one in open_ones):
         what = f"no difference from {names} is larger than {PER_CENT}" if not behind else (
             f"none of {m} baselines is better than {names} by more than {PER_CENT}"
         )  # fmt: skip
         return _capital(f"{keep}{what} on {n} prompts, all {m} together{behind}."), *against_rloo
-    nearest = f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together."
-    return _capital(first), nearest, *against_rloo, more
+    nearest = (
+        f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together." if lead else ""
+    )
+    return _capital(first), *filter(None, [nearest]), *against_rloo, more
 
 
 def _capital(sentence: str) -> str:

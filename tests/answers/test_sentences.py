@@ -122,6 +122,14 @@ def test_of_several_that_trained_each_is_said_to_be_better_worse_or_open(cases):
     assert not any("Of what trained" in line for line in said(cases["better"], [LOO]))
 
 
+def test_nothing_is_said_of_all_where_one_has_no_interval_that_holds_with_the_others(cases):
+    for name, claim in (("worse", "shown to be worse than"), ("within", "no difference from")):
+        first, *rest = cases[name].comparisons
+        case = replace(cases[name], comparisons=(replace(first, together=None), *rest))
+        assert claim in said(cases[name])[0] and claim not in " ".join(said(case)), name
+        assert said(case)[0].startswith("Keep rloo: none of 3 baselines is shown to be better"), name
+
+
 def test_without_a_configuration_no_command_repeats_the_run(cases):
     assert command(said(cases["none better"], config={})[-1])[:3] == ["otb", "train", "--measure.exact.prompts"]
 
