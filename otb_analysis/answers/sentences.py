@@ -43,8 +43,7 @@ def decision_lines(
         return _untested(decision, config, path)
     best, names = decision.best, shown_name(decision.against)
     m, n = decision.looked_at, decision.n_prompts
-    against_rloo = () if beside is None else (_beside(beside, trained),)
-    against_rloo += tuple(filter(None, [_trained_too(decision, trained)]))
+    against_rloo = [*filter(None, [beside and _beside(beside, trained), _trained_too(decision, trained)])]
     if best is not None:
         verb = "Keep" if best.label in trained else "Train with"
         first = (
@@ -75,10 +74,8 @@ def decision_lines(
             f"none of {m} baselines is better than {names} by more than {PER_CENT}"
         )  # fmt: skip
         return _capital(f"{keep}{what} on {n} prompts, all {m} together{behind}."), *against_rloo
-    nearest = (
-        f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together." if lead else ""
-    )
-    return _capital(first), *filter(None, [nearest]), *against_rloo, more
+    near = lead and f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together."
+    return _capital(first), *filter(None, [near]), *against_rloo, more
 
 
 def _capital(sentence: str) -> str:
