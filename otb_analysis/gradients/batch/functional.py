@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError, NonFiniteError, nearest
 from otb_analysis.gradients.batch.forward import sampled_logprobs, sharp_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, microbatches
+from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.packing import layout_of
 from otb_analysis.types import Float
@@ -22,8 +22,6 @@ from otb_analysis.types import Float
 Direction = Mapping[str, Tensor]
 """One tensor per parameter name; parameters in scope that are left out do not move."""
 Forward = Callable[[ScoreBatch, tuple[Rollout, ...]], Tensor]
-PLAIN_ATTENTION = ("sdpa", "eager")
-"""Kernels that take float32 and, with the math backend, differentiate in forward mode; others are replaced."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Functional:
             scope = replace(scope, parameters=tuple(parameters))
         call = _Call(replace(self.batch, scope=scope), forward)
         named = {f"model.{name}": tensor for name, tensor in swapped.items()}
-        with _plain_attention(self.batch.model), _padding_rows_held(self.batch.model):
+        with plain_kernels(self.batch.model), _padding_rows_held(self.batch.model):
             # Tied names must move together, though only one of them is in `named`.
             return functional_call(call, named, (rollouts,), tie_weights=True)
 
@@ -175,19 +173,3 @@ def _padding_rows_held(model: nn.Module) -> Iterator[None]:
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 handles.enter_context(held(module, module.padding_idx))
         yield
-
-
-@contextmanager
-def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """Put PyTorch's own attention in place of a kernel that would not take float32 or forward-mode derivatives."""
-    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    kernel = getattr(inner.config, "_attn_implementation", None) if inner is not None else None
-    if inner is None or kernel is None or kernel in PLAIN_ATTENTION:
-        yield
-        return
-    # Of the two kernels eager is defined for every model.
-    inner.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        inner.set_attn_implementation(kernel)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from torch.func import vmap
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.kernels import Experts, InnerMatrix, SummedExperts, layers_of, plain_kernels
 from otb_analysis.gradients.exact.attention import many_signals
-from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.exact.layers import UnfitError, rule_for
 
 
 @dataclass
@@ -44,28 +46,31 @@ def traced(
 ) -> Trace:
     """Run rollouts up to their last sampled tokens while watching some modules, or handing what they see to `tap`.
 
-    A single one runs with attention whose backward pass takes many signals at once. With `cut` the pass stops at the
-    input of that layer, so there are no log-probabilities.
+    They run by plain kernels, a single one with attention whose backward pass takes many signals at once. With `cut` the
+    pass stops at the input of that layer, so there are no log-probabilities.
 
     Raises:
         UnfitError: A layer does not work on one row per rollout.
     """
-    modules = dict(batch.model.named_modules())
-    trace = Trace()
+    modules, trace = layers_of(batch.model), Trace()
+    shape = len(rollouts), max(r.length for r in rollouts)
     inner = replace(batch, scope=replace(batch.scope, head=None))
 
-    def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        trace.inputs[str(cut)] = args[0]
+    def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        trace.inputs[str(cut)] = args[0].unflatten(0, shape) if _flattened(module, args[0], shape) else args[0]
         raise ReachedCut
 
     with ExitStack() as context:
         context.enter_context(suppress(ReachedCut))
+        context.enter_context(plain_kernels(batch.model))
         if cut is not None:
             context.enter_context(modules[cut].register_forward_pre_hook(stop))
         # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
         context.enter_context(batch.scope.active())
         for name in dict.fromkeys(names):
-            context.enter_context(modules[name].register_forward_hook(_watch(name, len(rollouts), trace, tap)))
+            before, after = _watch(name, shape, trace, tap)
+            context.enter_context(modules[name].register_forward_pre_hook(before))
+            context.enter_context(modules[name].register_forward_hook(after, with_kwargs=True))
         if len(rollouts) == 1:
             # The fused attention kernels have no rule for many signals at once.
             context.enter_context(many_signals(rollouts[0].length))
@@ -74,11 +79,23 @@ def traced(
 
 
 def _watch(
-    name: str, rows: int, trace: Trace, tap: Tap | None
-) -> Callable[[nn.Module, tuple[object, ...], object], object]:
-    """A hook that remembers a layer's input and output, with one row per rollout, or hands them to `tap`."""
+    name: str, shape: tuple[int, int], trace: Trace, tap: Tap | None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks that remember a layer's input and output, with one row per rollout, or hand them to `tap`.
 
-    def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> object:
+    `shape` is that of the pass, rollouts and positions. A layer on flattened positions is given them unflattened.
+    """
+    rows, flattened = shape[0], list[bool]()
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        flattened.append(bool(args) and _flattened(module, args[0], shape))
+        return (args[0].unflatten(0, shape), *args[1:]) if flattened[-1] else None
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        seen = observed(module, args, kwargs, output)
+        return seen.flatten(0, 1) if flattened.pop() else seen
+
+    def observed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # A layer that runs twice has two signals; which of them a rule saw would be chance.
         if name in trace.outputs:
             trace.repeated.add(name)
@@ -90,6 +107,11 @@ def _watch(
                 f"layer {name} works on shape {tuple(inputs.shape)} where {rows} rollouts were expected; "
                 'pass engine="reference".'
             )
+        if type(module).__name__ == "DoraLinearLayer":
+            # Its output is m∘u − base, so ∂output/∂m is u = (output + base)/m.
+            bias = kwargs["base_layer"].bias
+            base = kwargs["base_result"] if bias is None else kwargs["base_result"] - bias
+            inputs = (output + base) / module.get_parameter("weight")
         # A layer that runs once for all rows, such as a table of positions, is spread over them: through the shared
         # output the signals of all rows would add up.
         if inputs.shape[:1] == (1,) and rows > 1:
@@ -99,7 +121,15 @@ def _watch(
         trace.inputs[name], trace.outputs[name] = inputs, output
         return output
 
-    return hook
+    return before, after
+
+
+def _flattened(module: nn.Module, x: object, shape: tuple[int, int]) -> bool:
+    """Whether a layer that works on any number of leading axes is given rollouts and positions as one."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or len(x) != shape[0] * shape[1]:
+        return False
+    known = isinstance(module, InnerMatrix | Experts) or any(rule_for(module, leaf) for leaf in module._parameters)
+    return known and (x.ndim == 2 or isinstance(module, SummedExperts))
 
 
 def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ gradient is never formed.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from otb_analysis.errors import InputError
+from otb_analysis.gradients.batch.kernels import Experts, InnerMatrix, InnerVector, SummedExperts
 
 
 class UnfitError(InputError):
@@ -26,10 +28,10 @@ class Rule:
     """How one parameter of one layer type is differentiated."""
 
     # (module, input [1, T, ...]) → what is kept of the inputs of a whole rollout
-    prepare: Callable[[nn.Module, Tensor], Tensor]
+    prepare: Callable[[nn.Module, Tensor], Any]
     # (kept, δ [C, b, ...]) → coordinates [C, ...] of C gradients for a prefix of b ≤ T positions; along the first
     # coordinate axis they are nested in the prefix
-    coordinates: Callable[[Tensor, Tensor], Tensor]
+    coordinates: Callable[[Any, Tensor], Tensor]
     # (module, inputs [K, ...], δ [K, ...]) → (left [K, a], right [K, b]) of K tokens that signal at one position each
     outer: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -39,15 +41,20 @@ def rule_for(module: nn.Module, leaf: str) -> Rule | None:
 
     A subclass counts as its parent only where it computes the same function.
     """
-    forward = type(module).forward
-    if forward in (nn.Linear.forward, Conv1D.forward):
+    forward, name = type(module).forward, type(module).__name__
+    if isinstance(module, Experts | InnerVector):
+        return INNER_VECTOR if isinstance(module, InnerVector) else {"weight": EXPERTS, "bias": EXPERTS_BIAS}[leaf]
+    if forward in (nn.Linear.forward, Conv1D.forward, InnerMatrix.forward) or name == "FalconLinear":
         return {"weight": MATRIX, "bias": BIAS}.get(leaf)
-    scaled = type(module).__name__.endswith("ScaledWordEmbedding") and isinstance(_scale_of(module), Tensor)
+    scaled = name.endswith("ScaledWordEmbedding") and isinstance(_scale_of(module), Tensor)
     if isinstance(module, nn.Embedding) and (forward is nn.Embedding.forward or scaled):
         return None if leaf != "weight" or module.max_norm or module.scale_grad_by_freq else EMBEDDING
-    if forward is nn.LayerNorm.forward or type(module).__name__.endswith("RMSNorm"):
-        parameter = getattr(module, leaf)
-        return {"weight": SCALE, "bias": BIAS}.get(leaf) if parameter.ndim == 1 else None
+    if name.endswith("LearnedPositionalEmbedding"):
+        return POSITIONS
+    if name == "DoraLinearLayer":
+        return MAGNITUDE
+    if forward is nn.LayerNorm.forward or name.endswith(("RMSNorm", "LayerNorm", "LayerNorm1P")):
+        return {(1, "weight"): SCALE, (1, "bias"): BIAS, (2, "weight"): HEADS_SCALE}.get((getattr(module, leaf).ndim, leaf))
     return None
 
 
@@ -110,8 +117,49 @@ def _embedding_coordinates(rows: Tensor, signal: Tensor) -> Tensor:
     return out.index_add_(1, index.long(), wide(signal) * factors.to(out)[:, None])
 
 
-def _embedding_outer(module: nn.Module, _ids: Tensor, _signal: Tensor) -> tuple[Tensor, Tensor]:
+def _no_outer(module: nn.Module, _inputs: Tensor, _signal: Tensor) -> tuple[Tensor, Tensor]:
     raise UnfitError(f'a {type(module).__name__} behind the last attention has no rule; pass engine="reference".')
+
+
+def _expert_rule(bias: bool) -> Rule:
+    """Of each expert's matrix the gradient is Aᵀδ over the tokens given to it; a bias is a weight on an input of 1."""
+
+    def unpacked(module: Experts, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        x, factor, ids = module.unpacked(inputs)
+        return wide(factor if bias else x), ids
+
+    def prepare(module: Experts, inputs: Tensor) -> tuple[int, list[tuple[Tensor, ...]], Tensor]:
+        x, ids = unpacked(module, inputs[0])
+        rows, flat, choices = x.flatten(0, 1), ids.flatten(), ids.shape[-1]
+        slots = [(flat == expert).nonzero()[:, 0] for expert in flat.unique()]
+        triangles = [torch.linalg.qr(rows[at // (choices // x.shape[1])].T, mode="r").R for at in slots]
+        # A coordinate lies where the token does that brought it, so that those of a prefix come first.
+        places = torch.cat([at[: len(r)] for at, r in zip(slots, triangles, strict=True)]).sort().values
+        at_signal = [at // choices if isinstance(module, SummedExperts) else at for at in slots]
+        kept = zip(slots, at_signal, triangles, (torch.searchsorted(places, at) for at in slots), strict=True)
+        return choices, list(kept), places
+
+    def coordinates(kept: tuple[int, list[tuple[Tensor, ...]], Tensor], signal: Tensor) -> Tensor:
+        choices, experts, places = kept
+        end, flat = signal.shape[1] * choices, wide(signal).flatten(1, -2)
+        out = flat.new_zeros(len(flat), int((places < end).sum()), flat.shape[-1])
+        for slots, at, triangle, place in experts:
+            if seen := int((slots < end).sum()):
+                rows = min(seen, len(triangle))
+                out[:, place[:rows]] = triangle[:rows, :seen] @ flat[:, at[:seen]]
+        return out
+
+    def outer(module: Experts, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+        x, ids = unpacked(module, inputs)
+        index = ids.unique(return_inverse=True)[1]
+        summed = isinstance(module, SummedExperts)
+        # What differs between a token's experts stands at the place of each: its inputs, or its signals.
+        own = x if summed else wide(signal)
+        spread = own.new_zeros(len(own), int(index.max()) + 1, own.shape[-1])
+        spread = spread.scatter(1, index[..., None].expand_as(own), own).flatten(1)
+        return (spread, wide(signal)) if summed else (x[:, 0], spread)
+
+    return Rule(prepare, coordinates, outer)
 
 
 # R [min(d_in, T), T] of Aᵀ = QR stands for A: for every prefix ‖A_{:b}ᵀδ‖ = ‖R_{:b,:b} δ‖, which is b·d_out numbers
@@ -136,4 +184,30 @@ HEADED_SCALE = Rule(
 )
 """A scale on inputs with heads before positions, [1, heads, T, ...]: Gemma 3's norms of query and key."""
 SCALES = (SCALE, HEADED_SCALE)
-EMBEDDING = Rule(_rows, _embedding_coordinates, _embedding_outer)
+HEADED_MATRIX = Rule(
+    prepare=lambda module, inputs: MATRIX.prepare(module, inputs[:, 0]),
+    coordinates=lambda triangle, signal: MATRIX.coordinates(triangle, signal[:, 0]),
+    outer=MATRIX.outer,
+)
+"""A matrix on inputs with the axis of a single head before positions, [1, 1, T, d]: DeepSeek's compressed keys."""
+HEADS_SCALE = Rule(
+    prepare=lambda module, inputs: _normalised(module, inputs)[0].flatten(-2),
+    coordinates=lambda normalised, signal: _scale_coordinates(normalised, signal.flatten(-2)),
+    outer=lambda module, inputs, signal: _bias_outer(module, inputs, (_normalised(module, inputs) * signal).flatten(-2)),
+)
+"""A scale that differs between heads [h, d], on inputs [1, T, h, d]: Cohere's norms of query and key."""
+MAGNITUDE = Rule(
+    prepare=lambda _module, slope: slope[0],
+    coordinates=_scale_coordinates,
+    outer=lambda module, slope, signal: _bias_outer(module, slope, wide(slope) * signal),
+)
+"""DoRA's lengths of a matrix' rows; what stands for the layer's inputs is ∂output/∂length, see `hooks.seen`."""
+EMBEDDING = Rule(_rows, _embedding_coordinates, _no_outer)
+POSITIONS = Rule(lambda _module, _inputs: None, lambda _kept, signal: wide(signal), _no_outer)
+"""A table with a row for each position: a signal is the row's gradient."""
+INNER_VECTOR = Rule(lambda _module, _inputs: None, lambda _kept, signal: wide(signal)[:, None], _no_outer)
+"""A short vector, whose gradient is formed: attention sinks."""
+EXPERTS, EXPERTS_BIAS = _expert_rule(bias=False), _expert_rule(bias=True)
+"""Matrices of routed experts, and their biases."""
+BELOW_ONLY = (EMBEDDING, POSITIONS, INNER_VECTOR, HEADED_SCALE, HEADED_MATRIX)
+"""Rules without an outer product, and one with its positions on another axis."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.kernels import layers_of
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
 from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX
 from otb_analysis.gradients.exact.plan import ParameterUse, Plan
@@ -41,7 +42,7 @@ class DecomposedRollout:
         self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}
         # By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
         self.shared: dict[str, tuple[Tensor, Tensor]] = {}
-        modules = dict(batch.model.named_modules())
+        modules = layers_of(batch.model)
         names = list(dict.fromkeys(u.module for u in plan.above))
         signals = self._signals([self.trace.outputs[n] for n in names])
         for use in plan.above:
@@ -53,7 +54,7 @@ class DecomposedRollout:
     @cached_property
     def kept(self) -> dict[ParameterUse, Tensor]:
         """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
-        modules = dict(self.batch.model.named_modules())
+        modules = layers_of(self.batch.model)
         # Query, key and value read one tensor; what is kept of it is made once.
         made: dict[tuple[object, ...], Tensor] = {}
         kept = {}

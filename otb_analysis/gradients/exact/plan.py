@@ -12,8 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.kernels import inner_layers
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
-from otb_analysis.gradients.exact.layers import EMBEDDING, HEADED_SCALE, MATRIX, SCALE, Rule, UnfitError, rule_for
+from otb_analysis.gradients.exact.layers import (
+    BELOW_ONLY,
+    EMBEDDING,
+    HEADED_MATRIX,
+    HEADED_SCALE,
+    INNER_VECTOR,
+    MATRIX,
+    SCALE,
+    Rule,
+    UnfitError,
+    rule_for,
+)
 from otb_analysis.gradients.exact.verdicts import probe
 
 ELSEWHERE = 'pass engine="reference" or leave it out of scope.'
@@ -56,7 +68,6 @@ def find_plan(batch: ScoreBatch) -> Plan:
     Raises:
         UnfitError: A parameter in scope has no rule, or the engine has no rule for something in the model.
     """
-    _refuse_unsupported(batch.model)
     uses = _uses(batch)
     rollout = probe(batch)
     leaves = [name for name, module in batch.model.named_modules() if not any(module.children())]
@@ -69,31 +80,19 @@ def find_plan(batch: ScoreBatch) -> Plan:
     return _split(tuple(_placed(use, trace, rollout) for use in uses), trace, rollout)
 
 
-def _refuse_unsupported(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if attention not in (None, "eager", "sdpa"):
-            raise UnfitError(
-                f"the model's attention is {attention!r}, which cannot carry many backward signals at once; "
-                'call model.set_attn_implementation("sdpa") or pass engine="reference".'
-            )
-        if module.training and getattr(module, "gradient_checkpointing", False):
-            raise UnfitError(
-                f"gradient checkpointing is on in {name or 'the model'}, which runs layers twice; "
-                'call model.gradient_checkpointing_disable() or pass engine="reference".'
-            )
-
-
 def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
     """The use with the rule for its layout: positions on the second axis, or behind the heads on the third.
 
-    Positions are on neither in a router on flattened tokens, say, which has no rule.
+    A layer that has them on neither has no rule.
     """
     inputs, output = trace.inputs[use.module], trace.outputs[use.module]
-    if use.rule is SCALE and inputs.ndim == 4 and inputs.shape == output.shape and inputs.shape[0] == 1:
+    if use.rule is INNER_VECTOR:
+        return use
+    headed = inputs.ndim == 4 and inputs.shape[0] == 1 and inputs.shape[:3] == output.shape[:3]
+    if headed and (use.rule is SCALE or (use.rule is MATRIX and inputs.shape[1] == 1)):
         on_second, on_third = (size == rollout.length for size in inputs.shape[1:3])
         if on_third and not on_second:
-            return replace(use, rule=HEADED_SCALE)
+            return replace(use, rule=HEADED_SCALE if use.rule is SCALE else HEADED_MATRIX)
         if on_third:
             raise UnfitError(
                 f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
@@ -129,6 +128,10 @@ def _uses(batch: ScoreBatch) -> tuple[ParameterUse, ...]:
 
 
 def _use(parameter: str, module_name: str, module: nn.Module, leaf: str) -> ParameterUse:
+    # What hides inside of a module is applied by a layer that is called after its matrix.
+    inner, matrix = inner_layers(module), leaf.removesuffix("_bias").replace("bias", "weight")
+    if matrix in inner:
+        module_name, module, leaf = f"{module_name}.{matrix}", inner[matrix], "bias" if "bias" in leaf else "weight"
     rule = rule_for(module, leaf)
     if rule is None:
         raise UnfitError(
@@ -147,8 +150,7 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     signals = pull_back(trace.logprob, [*outputs, *inputs.values()], seeds)
     at_output = dict(zip(modules, signals, strict=False))
     at_input = dict(zip(inputs, signals[len(modules) :], strict=True))
-    # An embedding has no outer product, and a norm of heads has its positions on another axis.
-    above = {u for u in uses if u.rule not in (EMBEDDING, HEADED_SCALE) and _stays(at_output[u.module], rollout)}
+    above = {u for u in uses if u.rule not in BELOW_ONLY and _stays(at_output[u.module], rollout)}
     below = tuple(u for u in uses if u not in above)
     if not below:
         return Plan(uses, (), None, 0)

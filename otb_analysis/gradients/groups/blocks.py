@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.inputs import ScoreBatch
+from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.exact.hooks import ReachedCut
 from otb_analysis.gradients.exact.layers import UnfitError
@@ -20,7 +21,8 @@ HIDDEN = object()
 class Call:
     """How one block was called: its input, until that is dropped to save memory, and its other arguments."""
 
-    def __init__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model = model
         self.hidden: Tensor | None = hidden
         self.args = [HIDDEN if x is hidden else x for x in args]
         self.kwargs = {name: HIDDEN if x is hidden else x for name, x in kwargs.items()}
@@ -28,7 +30,8 @@ class Call:
     def again(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Run the block on an input and return its output."""
         args = [hidden if x is HIDDEN else x for x in self.args]
-        return _first(block(*args, **{name: hidden if x is HIDDEN else x for name, x in self.kwargs.items()}))
+        with plain_kernels(self.model):
+            return _first(block(*args, **{name: hidden if x is HIDDEN else x for name, x in self.kwargs.items()}))
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Below:
 class BlockStructure:
     """A model in blocks, for one scope."""
 
+    model: nn.Module
     blocks: tuple[nn.Module, ...]  # The blocks in the order in which they run, each fed by the one before
     inside: tuple[tuple[str, ...], ...]  # By block, the names of its parameters in scope
     embedding: nn.Embedding | None  # The input embedding, if its weight is in scope
@@ -99,7 +103,7 @@ class BlockStructure:
             next_one = at < len(self.blocks) and module is self.blocks[at]
             # By identity: a block whose input was changed on the way would be fed something else when run again.
             if next_one and hidden is not None and (not fed or hidden is fed[-1]):
-                seen.calls.append(Call(hidden, args, kwargs))
+                seen.calls.append(Call(self.model, hidden, args, kwargs))
 
         def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
             fed.append(_first(output))
@@ -114,6 +118,7 @@ class BlockStructure:
             seen.into_head.append(args[0])
 
         with ExitStack() as handles:
+            handles.enter_context(plain_kernels(self.model))
             for block in self.blocks:
                 handles.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
                 handles.enter_context(block.register_forward_hook(after))
@@ -135,6 +140,7 @@ class BlockStructure:
             raise ReachedCut
 
         with ExitStack() as handles, suppress(ReachedCut):
+            handles.enter_context(plain_kernels(self.model))
             handles.enter_context(self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True))
             if self.embedding is not None:
                 handles.enter_context(self.embedding.register_forward_hook(after))
@@ -168,7 +174,7 @@ def structure_of(batch: ScoreBatch) -> BlockStructure:
     if len({*members, *ends}) < len(members) + len(set(ends)):
         raise UnfitError("its blocks share parameters")
     outside = tuple(name for name in batch.scope.names if name not in {*members, *ends})
-    return BlockStructure(blocks, inside, embedding, head, ends, outside)
+    return BlockStructure(model, blocks, inside, embedding, head, ends, outside)
 
 
 def _layer(model: nn.Module, which: str, kind: type, names: dict[int, str]) -> Any:

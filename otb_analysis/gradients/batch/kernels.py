@@ -1,0 +1,220 @@
+"""Kernels that carry many backward signals and derivatives, put in place of a model's own for one pass.
+
+A fused or compiled kernel has an ordinary backward pass at best. Its plain form computes the same function by operations
+that PyTorch can batch and differentiate in both modes. What hides inside of a module (a router's matrix, those of routed
+experts, attention sinks) is then applied by a layer of its own, so that hooks see what goes in and comes out.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+PLAIN_ATTENTION = ("sdpa", "eager")
+"""Kernels that take float32 and, by PyTorch's math backend, many signals and derivatives; others are replaced."""
+KERNEL_PACKAGES = ("liger_kernel", "kernels")
+"""Packages that put a fused `forward` on a module; for the pass it gets back the one of its class."""
+ABSENT = object()
+
+
+@contextmanager
+def plain_kernels(model: nn.Module) -> Iterator[None]:
+    """Run passes in the block by plain attention, experts and activations, uncompiled and without checkpointing.
+
+    Log-probabilities stay what they are up to rounding, and the model is left as it was found.
+    """
+    with ExitStack() as undo:
+
+        def put(place: dict[str, Any], name: str, value: object) -> None:
+            undo.callback(_restore, place, name, place.get(name, ABSENT))
+            place[name] = value
+
+        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        attention = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
+        for module in model.modules():
+            own = vars(module)
+            config = own.get("config")
+            if getattr(config, "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
+                put(vars(config), "_attn_implementation_internal", attention)
+            if own.get("gradient_checkpointing"):
+                put(own, "gradient_checkpointing", False)
+            if own.get("_compiled_call_impl") is not None:
+                put(own, "_compiled_call_impl", None)
+            if "_orig_mod" in module._modules:
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            if (plain := _plain_forward(module)) is not None:
+                put(own, "forward", plain)
+            if type(module).__name__ == "DoraLinearLayer":
+                # Its own way sends a unit matrix through both adapters, as if that were a text.
+                put(own, "get_lora_weight", lambda lora_A, lora_B, adapter_name: lora_B.weight @ lora_A.weight)
+        yield
+
+
+def _restore(place: dict[str, Any], name: str, value: object) -> None:
+    if value is ABSENT:
+        del place[name]
+    else:
+        place[name] = value
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of `torch.compile` and of data parallelism, which share its parameters."""
+    while True:
+        if "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def _plain_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """What runs in place of a module's `forward`; None where that is plain, or was replaced by somebody else."""
+    replaced, kind = vars(module).get("forward"), type(module)
+    if replaced is not None and getattr(replaced, "func", None) not in (_experts, _router, _sinks):
+        package = str(getattr(replaced, "__module__", "")).partition(".")[0]
+        return partial(kind.forward, module) if package in KERNEL_PACKAGES else None
+    if kind.__name__ == "BloomGelu":  # a function with a backward pass of its own and no derivative forward
+        return partial(nn.functional.gelu, approximate="tanh")
+    inner = inner_layers(module)
+    return next((partial(_PLAIN[type(layer)], module) for layer in inner.values() if type(layer) in _PLAIN), None)
+
+
+class InnerMatrix(nn.Module):
+    """A matrix that its module applies by `linear`: [..., d] → [..., o]."""
+
+    def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Run the layer."""
+        return nn.functional.linear(inputs, weight, bias)
+
+
+class InnerVector(nn.Module):
+    """A vector that its module reads as a whole: [h] → [1, h]."""
+
+    def forward(self, vector: Tensor) -> Tensor:
+        """Run the layer."""
+        return vector[None]
+
+
+class Experts(nn.Module):
+    """One matrix of each of E experts, weight [E, o, d]: every token is given to k of them, and each has an output.
+
+    Inputs [..., d + k] are a token's row and the experts that it goes to; outputs are [..., k, o].
+    """
+
+    choices = 1  # k, as of the last pass
+
+    def unpacked(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [..., 1 or k, d], what each expert's bias is multiplied by [..., 1 or k, 1], and the experts [..., k]."""
+        x, ids = inputs[..., None, : -self.choices], inputs[..., -self.choices :].long()
+        return x, torch.ones_like(x[..., :1]), ids
+
+    def gathered(self, outputs: Tensor) -> Tensor:
+        """What becomes of the outputs of a token's experts."""
+        return outputs
+
+    def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        """Apply to each row the matrix of its expert and add its bias, times a factor; transposed weights [E, d, o]."""
+        x, factor, ids = self.unpacked(inputs)
+        repeats, flat = ids.shape[-1] // x.shape[-2], ids.flatten()
+        order, counts = flat.argsort(stable=True), flat.bincount(minlength=len(weight)).tolist()
+        rows = x.flatten(0, -2).to(weight.dtype).index_select(0, order // repeats).split(counts)
+        # Not by index: the backward pass of `unbind` writes each expert's gradient once.
+        matrices = weight.unbind() if transposed else weight.mT.unbind()
+        out = torch.cat([part @ matrix for part, matrix in zip(rows, matrices, strict=True) if len(part)])
+        out = out.index_select(0, order.argsort()).view(*ids.shape, -1)
+        if bias is not None:
+            out = out + factor.to(bias.dtype) * bias.index_select(0, flat).view_as(out)
+        return self.gathered(out)
+
+
+class SummedExperts(Experts):
+    """The same where the outputs of a token's experts are added up [..., o]; each has a row of its own.
+
+    Inputs are [..., k, d + 2]: an expert's row, the factor of its bias, and which it is.
+    """
+
+    def unpacked(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return inputs[..., :-2], inputs[..., -2:-1], inputs[..., -1].long()
+
+    def gathered(self, outputs: Tensor) -> Tensor:
+        return outputs.sum(-2)
+
+
+_INNER: WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = WeakKeyDictionary()
+
+
+def inner_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """By parameter name, the layers that apply what hides inside of a module."""
+    if module not in _INNER:
+        _INNER[module] = _found_inside(module)
+    return _INNER[module]
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of a model by name, and by a parameter's name the layer inside of a module that applies it."""
+    named = dict(model.named_modules())
+    inner = {f"{name}.{leaf}": layer for name, m in named.items() for leaf, layer in inner_layers(m).items()}
+    return named | inner
+
+
+def _found_inside(module: nn.Module) -> dict[str, nn.Module]:
+    kind, parameters = type(module), module._parameters
+    if "is_transposed" in vars(module) and hasattr(kind, "_apply_gate"):  # as `use_experts_implementation` marks them
+        if vars(module).get("has_post_expert_norm") or vars(module).get("_is_expert_parallel"):
+            return {}
+        return {"gate_up_proj" if module.has_gate else "up_proj": Experts(), "down_proj": SummedExperts()}
+    if kind.__name__.endswith(("Router", "Gate")) and kind.forward is not nn.Linear.forward:
+        weight = parameters.get("weight")
+        return {"weight": InnerMatrix()} if weight is not None and weight.ndim == 2 else {}
+    sinks = parameters.get("sinks")
+    return {"sinks": InnerVector()} if sinks is not None and sinks.ndim == 1 else {}
+
+
+class _InnerLinear(TorchFunctionMode):
+    """Lets a layer answer `linear`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return (self._layer if func is nn.functional.linear else func)(*args, **(kwargs or {}))
+
+
+def _router(module: Any, *args: Any, **kwargs: Any) -> Any:
+    with _InnerLinear(inner_layers(module)["weight"]):
+        return type(module).forward(module, *args, **kwargs)
+
+
+def _sinks(module: Any, *args: Any, **kwargs: Any) -> Any:
+    own = module._parameters["sinks"]
+    module._parameters["sinks"] = inner_layers(module)["sinks"](own)[0]
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module._parameters["sinks"] = own
+
+
+def _experts(module: Any, hidden: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+    """Σ_j score_j · W_down act(W_up x) over the experts j of each token: hidden [T, d], index and scores [T, k]."""
+    (up, first), (down, last) = inner_layers(module).items()
+    ids, first.choices = index.to(torch.float32), index.shape[-1]  # half precision does not hold every index
+
+    def apply(layer: nn.Module, leaf: str, rows: Tensor) -> Tensor:
+        return layer(rows, getattr(module, leaf), getattr(module, leaf + "_bias", None), module.is_transposed)
+
+    outputs = apply(first, up, torch.cat([hidden, ids], -1))
+    inside = module._apply_gate(outputs) if module.has_gate else module.act_fn(outputs)
+    scores = scores.to(inside.dtype)[..., None]
+    # The scores go in, so that one signal per token comes back instead of one per expert.
+    return apply(last, down, torch.cat([inside * scores, scores, ids[..., None]], -1)).to(hidden.dtype)
+
+
+_PLAIN = {Experts: _experts, InnerMatrix: _router, InnerVector: _sinks}
