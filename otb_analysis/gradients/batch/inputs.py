@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, NonFiniteError
+from otb_analysis.gradients.batch.kernels import unwrapped
 from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_length_dependence, refuse_parameters
 from otb_analysis.gradients.batch.scope import Scope, select_scope
 from otb_analysis.gradients.batch.soft import SoftTokens, check_soft
@@ -71,7 +72,7 @@ def prepare(
     sharded: bool = False,
     soft: SoftTokens | None = None,
 ) -> ScoreBatch:
-    """Check a batch against a model and strip its padding; `sharded` allows parameters that other processes share.
+    """Check a batch against a model and strip padding and wrappers; `sharded` allows parameters that processes share.
 
     Raises:
         InputError: Parameters are shards or were made in inference mode, shapes disagree, a sampled token is padding or
@@ -80,6 +81,7 @@ def prepare(
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
+    model = unwrapped(model)
     refuse_parameters(model, sharded=sharded)
     refuse_dropout(model)
     ids, mask, real = _aligned(batch)

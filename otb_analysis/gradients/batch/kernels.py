@@ -29,38 +29,52 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
 
     Log-probabilities stay what they are up to rounding, and the model is left as it was found.
     """
+    modules = list(model.modules())
+    inner = next((m for m in modules if isinstance(m, PreTrainedModel)), None)
+    attention = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
     with ExitStack() as undo:
-
-        def put(place: dict[str, Any], name: str, value: object) -> None:
-            undo.callback(_restore, place, name, place.get(name, ABSENT))
-            place[name] = value
-
-        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        attention = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
-        for module in model.modules():
+        undo.enter_context(uncheckpointed(model))
+        for module in modules:
             own = vars(module)
-            config = own.get("config")
-            if getattr(config, "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
-                put(vars(config), "_attn_implementation_internal", attention)
-            if own.get("gradient_checkpointing"):
-                put(own, "gradient_checkpointing", False)
+            if "config" in own and getattr(own["config"], "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
+                undo.enter_context(_put(vars(own["config"]), "_attn_implementation_internal", attention))
             if own.get("_compiled_call_impl") is not None:
-                put(own, "_compiled_call_impl", None)
-            if "_orig_mod" in module._modules:
+                undo.enter_context(_put(own, "_compiled_call_impl", None))
+            if "_orig_mod" in own["_modules"]:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             if (plain := _plain_forward(module)) is not None:
-                put(own, "forward", plain)
+                undo.enter_context(_put(own, "forward", plain))
             if type(module).__name__ == "DoraLinearLayer":
                 # Its own way sends a unit matrix through both adapters, as if that were a text.
-                put(own, "get_lora_weight", lambda lora_A, lora_B, adapter_name: lora_B.weight @ lora_A.weight)
+                undo.enter_context(_put(own, "get_lora_weight", _lora_weight))
         yield
 
 
-def _restore(place: dict[str, Any], name: str, value: object) -> None:
-    if value is ABSENT:
-        del place[name]
-    else:
-        place[name] = value
+@contextmanager
+def uncheckpointed(model: nn.Module) -> Iterator[None]:
+    """Keep every layer's graph: a gradient of some inputs, or many signals, cannot go through a layer that runs twice."""
+    with ExitStack() as undo:
+        for module in model.modules() if model.training else ():
+            if vars(module).get("gradient_checkpointing"):
+                undo.enter_context(_put(vars(module), "gradient_checkpointing", False))
+        yield
+
+
+@contextmanager
+def _put(place: dict[str, Any], name: str, value: object) -> Iterator[None]:
+    before = place.get(name, ABSENT)
+    place[name] = value
+    try:
+        yield
+    finally:
+        if before is ABSENT:
+            del place[name]
+        else:
+            place[name] = before
+
+
+def _lora_weight(lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> Tensor:
+    return lora_B.get_parameter("weight") @ lora_A.get_parameter("weight")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

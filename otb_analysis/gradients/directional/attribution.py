@@ -3,6 +3,7 @@
 All of it is s_{n,t}·d for some direction d of the parameters, for every token at once.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.gradients.batch.functional import Direction, Functional, check_direction, functional
 from otb_analysis.gradients.batch.inputs import Batch, Rollout, Weights, check_group, check_weight_row, prepare
-from otb_analysis.gradients.directional.directional import METHODS, Method, Slopes
+from otb_analysis.gradients.directional.directional import METHODS, Method, Slopes, jvp
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import norm_sq_of
 from otb_analysis.phases import counted
-from otb_analysis.types import Attribution, SignalNoise
+from otb_analysis.types import Attribution, Float, SignalNoise
+
+SUM_ERROR = 1e-3
+"""How far the sum of shares may be from ‖ḡ‖²: differences are good to 3e-4."""
+_log = logging.getLogger(__name__)
 
 
 @torch.inference_mode(False)
@@ -42,7 +47,8 @@ def gradient_attribution(
     Scores are gradients of the log-probability over the parameters in `scope`: no sign change, no 1/N and no advantage
     factor beyond `weights`. Costs one ordinary backward pass for ḡ (none with a direction) and one forward-mode pass,
     or two forward passes by differences, beside a trial of a few tokens. Σ share meets ‖ḡ‖² to 1e-6 by forward mode in
-    float32, to about 1e-4 by differences: `sum_error` says how far it is. The model is evaluated at other weights but
+    float32, to about 1e-4 by differences: `sum_error` says how far it is. Beyond 1e-3 (DoRA holds a norm constant whose
+    change differences see) forward mode takes the place of differences. The model is evaluated at other weights but
     never written to; half-precision models on float32 copies of their weights.
 
     `share` and `alignment` = s·direction are [N, L], float64, zero outside the mask; `norm_sq` is ‖direction‖². With an
@@ -66,9 +72,14 @@ def gradient_attribution(
     row = check_weight_row(weights, batch.mask)
     function = functional(batch)
     along = function.gradient(row, batch.rollouts) if direction is None else check_direction(direction, function)
-    slopes = run(function, batch.rollouts, along)
+    slopes, norm_sq = run(function, batch.rollouts, along), norm_sq_of(along)
+    if method == "difference" and direction is None and _misses(row * slopes.value, norm_sq, norm_sq):
+        _log.warning("Differences miss the gradient's squared norm by more than %.1g: forward mode is used.", SUM_ERROR)
+        method, slopes = "jvp", jvp(function, batch.rollouts, along)
     ran = engine if engine == "reference" else method
-    share, norm_sq = row * slopes.value, norm_sq_of(along)
+    share = row * slopes.value
+    if direction is None:
+        _refuse_sum(share, norm_sq)
     sum_error = float(share.sum() / norm_sq - 1) if direction is None and norm_sq > 0 else None
     return Attribution(share, slopes.value, norm_sq, ran, slopes.step, slopes.step_error, sum_error)
 
@@ -120,8 +131,9 @@ def signal_noise(
         for into, part in zip(total, gradient, strict=True):
             into.add_(part)
     gradient = part = None  # as large as the weights, and no part of the pass below
-    share = row * run(function, tuple(weighted), total).value
-    return SignalNoise(share - noise, noise, norm_sq_of(total), np.array(power))
+    share, norm_sq = row * run(function, tuple(weighted), total).value, norm_sq_of(total)
+    _refuse_sum(share, norm_sq)
+    return SignalNoise(share - noise, noise, norm_sq, np.array(power))
 
 
 @torch.inference_mode(False)
@@ -150,6 +162,20 @@ def batch_gradient(
     batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
     gradient = functional(batch).gradient(check_weight_row(weights, batch.mask), batch.rollouts)
     return dict(zip(batch.scope.names, gradient, strict=True))
+
+
+def _misses(share: Float, norm_sq: float, scale: float) -> bool:
+    return abs(share.sum() - norm_sq) > SUM_ERROR * scale
+
+
+def _refuse_sum(share: Float, norm_sq: float) -> None:
+    """Raise where shares that sum to ‖ḡ‖² by definition do not: the model's gradient is no derivative of its output."""
+    # Shares that nearly cancel leave their rounding, so it is their own size that a sum is held against.
+    if _misses(share, norm_sq, max(norm_sq, float(np.abs(share).sum()))):
+        raise InputError(
+            f"shares sum to {share.sum():.6g} where the squared norm of the gradient is {norm_sq:.6g}, so some operation "
+            'of the model has a gradient that is not its derivative; pass method="jvp", or engine="reference".'
+        )
 
 
 def _method(method: str, engine: str) -> Method:

@@ -13,6 +13,7 @@ import torch.autograd.forward_ad as fwd
 from torch import Tensor
 
 from otb_analysis.gradients.exact.attention import AttentionCall, ReplacedAttention, block_scores, query_blocks
+from otb_analysis.gradients.exact.layers import UnfitError
 
 
 @torch.no_grad()  # around forward mode this only drops the reverse graph
@@ -22,12 +23,24 @@ def derivative(
     """Derivative of a function of several tensors along one direction, by forward mode; zeros where nothing moves it.
 
     d/dε f(x + εẋ) at ε = 0, x = `primals` and ẋ = `tangents`, exact up to rounding; one pass, no graph.
+
+    Raises:
+        UnfitError: An operation has no such derivative.
     """
     with fwd.dual_level(), ReplacedAttention(_attend), warnings.catch_warnings():
         # PyTorch scripts formulas of its own when forward mode first runs, and warns of that.
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
         duals = [fwd.make_dual(x.detach(), t.to(x)) for x, t in zip(primals, tangents, strict=True)]
-        value, moved = fwd.unpack_dual(function(duals))
+        try:
+            value, moved = fwd.unpack_dual(function(duals))
+        except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
+            raise
+        except RuntimeError as error:
+            why = str(error).split(". ")[0].splitlines()[0]
+            raise UnfitError(
+                f"the model has an operation without a forward-mode derivative ({why}); pass engine=\"reference\", or "
+                'for an attribution method="difference".'
+            ) from error
         return torch.zeros_like(value) if moved is None else moved.clone()
 
 

@@ -70,7 +70,7 @@ def find_plan(batch: ScoreBatch) -> Plan:
     """
     uses = _uses(batch)
     rollout = probe(batch)
-    leaves = [name for name, module in batch.model.named_modules() if not any(module.children())]
+    leaves = [name for name, module in batch.model.named_modules() if next(module.children(), None) is None]
     watched = dict.fromkeys([u.module for u in uses] + leaves)
     trace = traced(batch, (rollout,), watched)
     for use in uses:

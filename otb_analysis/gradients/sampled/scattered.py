@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, microbatches
+from otb_analysis.gradients.batch.kernels import layers_of
 from otb_analysis.gradients.exact.hooks import traced
 from otb_analysis.gradients.exact.layers import (
     BIAS,
     EMBEDDING,
     HEADED_SCALE,
+    INNER_VECTOR,
     MATRIX,
     SCALE,
     row_factors,
@@ -60,7 +62,9 @@ def token_norms(batch: ScoreBatch, plan: Plan) -> Float:
     # Each copy ends at its token: what comes after has no part in its score.
     copies = [one for rollout in batch.rollouts for one in rollout.blocks(1)]
     count_to(len(copies), "token")
-    for micro in microbatches(copies, POSITIONS):
+    # The rows of a pass share a vector that is read as a whole, such as attention sinks: there each has a pass.
+    shared = any(use.rule is INNER_VECTOR for use in plan.below)
+    for micro in microbatches(copies, 1 if shared else POSITIONS):
         one = _Pass(batch, (*plan.above, *plan.below), micro)
         result[one.places] = _row_norms(plan, one).cpu().numpy()
         advance(len(micro))
@@ -70,7 +74,7 @@ def token_norms(batch: ScoreBatch, plan: Plan) -> Float:
 @contextmanager
 def _graph_from(model: nn.Module, uses: Sequence[ParameterUse]) -> Iterator[None]:
     """Let forward passes in the block keep no graph until they come to one of some layers."""
-    modules = dict(model.named_modules())
+    modules = layers_of(model)
 
     def enable(_module: nn.Module, _args: tuple[object, ...]) -> None:
         torch.set_grad_enabled(True)
@@ -98,7 +102,7 @@ class _Pass:
 
         Signals are let go one by one: all layers' together take as much memory as the graph.
         """
-        modules = dict(self.batch.model.named_modules())
+        modules = layers_of(self.batch.model)
         # A zero on which every layer's output depends: its gradient needs all their signals, and none is kept.
         zero = torch.zeros((), device=self.position.device, requires_grad=True)
 
@@ -159,6 +163,9 @@ def _below(layer: Layer) -> Tensor:
     if use.rule in (BIAS, SCALE, HEADED_SCALE):  # their outer product sums over all axes between the first and the last
         left, right = use.rule.outer(module, inputs, signal)
         return norm_sq(left) * norm_sq(right)
+    if use.rule is not EMBEDDING:
+        kept = (use.rule.prepare(module, inputs[row : row + 1]) for row in range(len(signal)))
+        return torch.cat([norm_sq(use.rule.coordinates(k, row[None])) for k, row in zip(kept, signal, strict=True)])
     # An embedding: signals of positions that read the same token add up before they are squared.
     same = inputs[:, :, None] == inputs[:, None, :]
     scaled = wide(signal) * row_factors(module, inputs)[..., None]

@@ -133,6 +133,10 @@ def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
 def checked_plan(batch: ScoreBatch) -> Plan:
     """Plan of a model and scope whose tangents agree on a probe with the reference engine; raises if they do not."""
     plan = plan_for(batch)
+    known = dict(batch.model.named_modules())
+    for use in (*plan.above, *plan.below):
+        if use.rule not in TANGENT_RULES or use.module not in known:
+            raise UnfitError(f'parameter {use.parameter} has no rule for many directions at once; pass method="gaussian".')
     if batch.rollouts:
         _CHECKED.get(batch, lambda: _check(batch, plan))
     return plan
