@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.kernels import uncheckpointed
+from otb_analysis.gradients.batch.kernels import layer_by_layer
 from otb_analysis.gradients.batch.layout import Layout, padded
 from otb_analysis.gradients.batch.soft import SoftTokens, drawn_logprobs, soft_inputs
 
@@ -133,7 +133,7 @@ def _watched(batch: ScoreBatch) -> Iterator[list[_OutputCall]]:
 
 def _run(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
     layout = padded(rollouts) if layout is None else layout
-    with batch.scope.active(), soft_inputs(batch.model, batch.soft), uncheckpointed(batch.model):
+    with batch.scope.active(), soft_inputs(batch.model, batch.soft), layer_by_layer(batch.model):
         logits = model_logits(batch.model, layout)
     # Temperature 1: `sharp_logprobs` corrects logits before they are divided.
     z = policy_logits(layout.pick(logits), rollouts, 1.0, batch.soft)

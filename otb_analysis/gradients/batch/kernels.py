@@ -33,15 +33,11 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
     inner = next((m for m in modules if isinstance(m, PreTrainedModel)), None)
     attention = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
     with ExitStack() as undo:
-        undo.enter_context(uncheckpointed(model))
+        undo.enter_context(layer_by_layer(model))
         for module in modules:
             own = vars(module)
             if "config" in own and getattr(own["config"], "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
                 undo.enter_context(_put(vars(own["config"]), "_attn_implementation_internal", attention))
-            if own.get("_compiled_call_impl") is not None:
-                undo.enter_context(_put(own, "_compiled_call_impl", None))
-            if "_orig_mod" in own["_modules"]:
-                undo.enter_context(torch.compiler.set_stance("force_eager"))
             if (plain := _plain_forward(module)) is not None:
                 undo.enter_context(_put(own, "forward", plain))
             if type(module).__name__ == "DoraLinearLayer":
@@ -51,12 +47,17 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def uncheckpointed(model: nn.Module) -> Iterator[None]:
-    """Keep every layer's graph: a gradient of some inputs, or many signals, cannot go through a layer that runs twice."""
+def layer_by_layer(model: nn.Module) -> Iterator[None]:
+    """Keep every layer's graph and hooks: no layer is run twice, as checkpointing does, and none is compiled."""
     with ExitStack() as undo:
-        for module in model.modules() if model.training else ():
-            if vars(module).get("gradient_checkpointing"):
-                undo.enter_context(_put(vars(module), "gradient_checkpointing", False))
+        for module in model.modules():
+            own = vars(module)
+            if own.get("gradient_checkpointing"):
+                undo.enter_context(_put(own, "gradient_checkpointing", False))
+            if own.get("_compiled_call_impl") is not None:
+                undo.enter_context(_put(own, "_compiled_call_impl", None))
+            if "_orig_mod" in own["_modules"]:
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
@@ -73,8 +74,8 @@ def _put(place: dict[str, Any], name: str, value: object) -> Iterator[None]:
             place[name] = before
 
 
-def _lora_weight(lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> Tensor:
-    return lora_B.get_parameter("weight") @ lora_A.get_parameter("weight")
+def _lora_weight(lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
+    return lora_B.weight @ lora_A.weight
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -95,7 +95,7 @@ def _watch(
         seen = observed(module, args, kwargs, output)
         return seen.flatten(0, 1) if flattened.pop() else seen
 
-    def observed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def observed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # A layer that runs twice has two signals; which of them a rule saw would be chance.
         if name in trace.outputs:
             trace.repeated.add(name)
@@ -111,7 +111,7 @@ def _watch(
             # Its output is m∘u − base, so ∂output/∂m is u = (output + base)/m.
             bias = kwargs["base_layer"].bias
             base = kwargs["base_result"] if bias is None else kwargs["base_result"] - bias
-            inputs = (output + base) / module.get_parameter("weight")
+            inputs = (output + base) / module.weight
         # A layer that runs once for all rows, such as a table of positions, is spread over them: through the shared
         # output the signals of all rows would add up.
         if inputs.shape[:1] == (1,) and rows > 1:
