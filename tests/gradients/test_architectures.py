@@ -26,8 +26,8 @@ SHAPE = {
 }  # fmt: skip
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
-    "v_head_dim": 6, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 1,
-    "num_experts_per_tok": 2,
+    "v_head_dim": 6, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1, "num_experts_per_tok": 2,
 }  # fmt: skip
 CHOSEN = {"num_experts_per_tok": 2}
 ROUTED = {
@@ -196,12 +196,20 @@ def test_models_are_left_as_they_were(model, sample):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize(("family", "cut"), [("Mixtral", "model.layers.1.post_attention_layernorm"),
-                                             ("Cohere", "model.norm"), ("OPT", "model.decoder.final_layer_norm")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "cut"),
+    [
+        ("Mixtral", "model.layers.1.post_attention_layernorm"),
+        ("Cohere", "model.norm"),
+        ("OPT", "model.decoder.final_layer_norm"),
+    ],
+)
 def test_the_last_experts_lie_above_the_cut_and_parallel_blocks_below(family, cut, sample):
     # A parallel block adds attention and feed-forward part to one input, so only the norm behind both separates them.
     batch = sample["left"]
     plan = generic.plan_for(prepare(build(family), Batch(*batch.args, batch.attention_mask), "all", 1.0))
     assert plan.cut == cut
     experts = {u.module for u in plan.above if "experts" in u.module}
-    assert experts == ({f"model.layers.1.mlp.experts.{m}_proj" for m in ("gate_up", "down")} if family == "Mixtral" else set())
+    assert experts == (
+        {f"model.layers.1.mlp.experts.{m}_proj" for m in ("gate_up", "down")} if family == "Mixtral" else set()
+    )

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from otb_analysis.errors import InputError
 from otb_analysis.gradients import (
     ENGINES,
     gradient_attribution,
     gradient_sketch,
     group_gradient_gram,
     sampled_score_norms,
+    signal_noise,
     sketch_score_norms,
     token_score_norms,
     weighted_score_norms,
@@ -148,3 +150,46 @@ def test_the_hand_written_engine_refuses_adapters(lora):
     model, batch = lora
     with pytest.raises(ValueError, match="which the engine does not follow"):
         token_score_norms(model, *batch.args, batch.attention_mask, engine="fast")
+
+
+@pytest.fixture
+def dora(make_model, long_batch):
+    peft = pytest.importorskip("peft")
+    model = make_model("qwen2")
+    torch.manual_seed(1)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM"))
+    update(model.double().eval())
+    return model, long_batch(LONG)
+
+
+def test_norms_rows_and_gram_matrices_of_dora_are_the_reference_ones(dora, agree_with_reference):
+    # The lengths of a matrix' rows are parameters too, and B A is read a second time for a norm that has no gradient.
+    model, batch = dora
+    for scope in ("all", "magnitude", r"layers\.1\.mlp", "lora_A|lora_B"):
+        agree_with_reference("generic", model, batch, scope=scope)
+    for measure, tail in ((weighted_score_norms, ()), (group_gradient_gram, (GROUP,))):
+        got, expected = (
+            measure(model, *batch.args, weights_of(batch), *tail, batch.attention_mask, engine=e)
+            for e in ("generic", "reference")
+        )
+        np.testing.assert_allclose(got, expected, atol=2e-6 * np.abs(expected).max())
+    exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
+    drawn = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=12)
+    known = np.isfinite(drawn.norm_sq)
+    assert drawn.engine != "reference"
+    np.testing.assert_allclose(drawn.norm_sq[known], exact[known], rtol=2e-6)
+
+
+def test_dora_is_attributed_by_forward_mode_where_differences_see_what_its_gradient_does_not(dora, caplog):
+    # The norm that lengths are divided by is held constant in the gradient; two points differ by it all the same.
+    model, batch = dora
+    args = (model, *batch.args, weights_of(batch)[:, 0], batch.attention_mask)
+    expected = gradient_attribution(*args, engine="reference")
+    for method in ("jvp", "difference"):
+        got = gradient_attribution(*args, method=method)
+        np.testing.assert_allclose(got.share, expected.share, atol=1e-6 * np.abs(expected.share).max())
+        assert got.method == "jvp" and abs(got.sum_error) < 1e-6
+    assert "more than 0.001: forward mode is used" in caplog.text
+    with pytest.raises(InputError, match=r"shares sum to .* pass method=\"jvp\""):
+        signal_noise(*args[:4], GROUP, args[4], method="difference")
+    assert signal_noise(*args[:4], GROUP, args[4]).norm_sq == pytest.approx(expected.norm_sq, rel=1e-6)

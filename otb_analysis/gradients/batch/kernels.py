@@ -1,8 +1,9 @@
 """Kernels that carry many backward signals and derivatives, put in place of a model's own for one pass.
 
-A fused or compiled kernel has an ordinary backward pass at best. Its plain form computes the same function by operations
-that PyTorch can batch and differentiate in both modes. What hides inside of a module (a router's matrix, those of routed
-experts, attention sinks) is then applied by a layer of its own, so that hooks see what goes in and comes out.
+A fused or compiled kernel has an ordinary backward pass at best. Its plain form computes the same function by
+operations that PyTorch can batch and differentiate in both modes. What hides inside of a module (a router's matrix,
+those of routed experts, attention sinks) is then applied by a layer of its own, so that hooks see what goes in and
+comes out.
 """
 
 from collections.abc import Callable, Iterator
@@ -126,7 +127,7 @@ class Experts(nn.Module):
     choices = 1  # k, as of the last pass
 
     def unpacked(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [..., 1 or k, d], what each expert's bias is multiplied by [..., 1 or k, 1], and the experts [..., k]."""
+        """Rows [..., 1 or k, d], the factor of an expert's bias [..., 1 or k, 1], and the experts [..., k]."""
         x, ids = inputs[..., None, : -self.choices], inputs[..., -self.choices :].long()
         return x, torch.ones_like(x[..., :1]), ids
 
@@ -156,9 +157,11 @@ class SummedExperts(Experts):
     """
 
     def unpacked(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [..., k, d], factors of the biases [..., k, 1], and the experts [..., k]."""
         return inputs[..., :-2], inputs[..., -2:-1], inputs[..., -1].long()
 
     def gathered(self, outputs: Tensor) -> Tensor:
+        """The sum over a token's experts."""
         return outputs.sum(-2)
 
 
@@ -167,8 +170,18 @@ _INNER: WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = WeakKeyDictionary()
 
 def inner_layers(module: nn.Module) -> dict[str, nn.Module]:
     """By parameter name, the layers that apply what hides inside of a module."""
-    if module not in _INNER:
-        _INNER[module] = _found_inside(module)
+    own, kind = vars(module), type(module)
+    experts = "is_transposed" in own and hasattr(kind, "_apply_gate")  # as `use_experts_implementation` marks them
+    router = kind.__name__.endswith(("Router", "Gate")) and getattr(own["_parameters"].get("weight"), "ndim", 0) == 2
+    sinks = getattr(own["_parameters"].get("sinks"), "ndim", 0) == 1
+    if not (experts or router or sinks) or kind.forward is nn.Linear.forward:
+        return {}
+    if module not in _INNER and experts:
+        up = "gate_up_proj" if own["has_gate"] else "up_proj"
+        alone = own["has_post_expert_norm"] or own["_is_expert_parallel"]
+        _INNER[module] = {} if alone else {up: Experts(), "down_proj": SummedExperts()}
+    elif module not in _INNER:
+        _INNER[module] = {"weight": InnerMatrix()} if router else {"sinks": InnerVector()}
     return _INNER[module]
 
 
@@ -177,19 +190,6 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     named = dict(model.named_modules())
     inner = {f"{name}.{leaf}": layer for name, m in named.items() for leaf, layer in inner_layers(m).items()}
     return named | inner
-
-
-def _found_inside(module: nn.Module) -> dict[str, nn.Module]:
-    kind, parameters = type(module), module._parameters
-    if "is_transposed" in vars(module) and hasattr(kind, "_apply_gate"):  # as `use_experts_implementation` marks them
-        if vars(module).get("has_post_expert_norm") or vars(module).get("_is_expert_parallel"):
-            return {}
-        return {"gate_up_proj" if module.has_gate else "up_proj": Experts(), "down_proj": SummedExperts()}
-    if kind.__name__.endswith(("Router", "Gate")) and kind.forward is not nn.Linear.forward:
-        weight = parameters.get("weight")
-        return {"weight": InnerMatrix()} if weight is not None and weight.ndim == 2 else {}
-    sinks = parameters.get("sinks")
-    return {"sinks": InnerVector()} if sinks is not None and sinks.ndim == 1 else {}
 
 
 class _InnerLinear(TorchFunctionMode):

@@ -173,8 +173,8 @@ def _refuse_sum(share: Float, norm_sq: float) -> None:
     # Shares that nearly cancel leave their rounding, so it is their own size that a sum is held against.
     if _misses(share, norm_sq, max(norm_sq, float(np.abs(share).sum()))):
         raise InputError(
-            f"shares sum to {share.sum():.6g} where the squared norm of the gradient is {norm_sq:.6g}, so some operation "
-            'of the model has a gradient that is not its derivative; pass method="jvp", or engine="reference".'
+            f"shares sum to {share.sum():.6g} where the squared norm of the gradient is {norm_sq:.6g}, so some "
+            'operation has a gradient that is not its derivative; pass method="jvp", or engine="reference".'
         )
 
 

@@ -38,7 +38,7 @@ def derivative(
         except RuntimeError as error:
             why = str(error).split(". ")[0].splitlines()[0]
             raise UnfitError(
-                f"the model has an operation without a forward-mode derivative ({why}); pass engine=\"reference\", or "
+                f'the model has an operation without a forward-mode derivative ({why}); pass engine="reference", or '
                 'for an attribution method="difference".'
             ) from error
         return torch.zeros_like(value) if moved is None else moved.clone()

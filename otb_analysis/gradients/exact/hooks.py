@@ -46,8 +46,8 @@ def traced(
 ) -> Trace:
     """Run rollouts up to their last sampled tokens while watching some modules, or handing what they see to `tap`.
 
-    They run by plain kernels, a single one with attention whose backward pass takes many signals at once. With `cut` the
-    pass stops at the input of that layer, so there are no log-probabilities.
+    They run by plain kernels, a single one with attention whose backward pass takes many signals at once. With `cut`
+    the pass stops at the input of that layer, so there are no log-probabilities.
 
     Raises:
         UnfitError: A layer does not work on one row per rollout.
@@ -88,12 +88,14 @@ def _watch(
     rows, flattened = shape[0], list[bool]()
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        flattened.append(bool(args) and _flattened(module, args[0], shape))
-        return (args[0].unflatten(0, shape), *args[1:]) if flattened[-1] else None
+        if not args or not _flattened(module, args[0], shape):
+            return None
+        flattened.append(True)
+        return args[0].unflatten(0, shape), *args[1:]
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         seen = observed(module, args, kwargs, output)
-        return seen.flatten(0, 1) if flattened.pop() else seen
+        return seen.flatten(0, 1) if flattened and flattened.pop() else seen
 
     def observed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # A layer that runs twice has two signals; which of them a rule saw would be chance.
@@ -126,10 +128,11 @@ def _watch(
 
 def _flattened(module: nn.Module, x: object, shape: tuple[int, int]) -> bool:
     """Whether a layer that works on any number of leading axes is given rollouts and positions as one."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or len(x) != shape[0] * shape[1]:
+    if not isinstance(x, Tensor) or x.ndim != (3 if isinstance(module, SummedExperts) else 2):
         return False
-    known = isinstance(module, InnerMatrix | Experts) or any(rule_for(module, leaf) for leaf in module._parameters)
-    return known and (x.ndim == 2 or isinstance(module, SummedExperts))
+    if len(x) != shape[0] * shape[1] or not x.is_floating_point():
+        return False
+    return isinstance(module, InnerMatrix | Experts) or any(rule_for(module, leaf) for leaf in module._parameters)
 
 
 def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:

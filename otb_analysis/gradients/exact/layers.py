@@ -54,7 +54,9 @@ def rule_for(module: nn.Module, leaf: str) -> Rule | None:
     if name == "DoraLinearLayer":
         return MAGNITUDE
     if forward is nn.LayerNorm.forward or name.endswith(("RMSNorm", "LayerNorm", "LayerNorm1P")):
-        return {(1, "weight"): SCALE, (1, "bias"): BIAS, (2, "weight"): HEADS_SCALE}.get((getattr(module, leaf).ndim, leaf))
+        return {(1, "weight"): SCALE, (1, "bias"): BIAS, (2, "weight"): SCALE_BY_HEAD}.get(
+            (getattr(module, leaf).ndim, leaf)
+        )
     return None
 
 
@@ -190,10 +192,12 @@ HEADED_MATRIX = Rule(
     outer=MATRIX.outer,
 )
 """A matrix on inputs with the axis of a single head before positions, [1, 1, T, d]: DeepSeek's compressed keys."""
-HEADS_SCALE = Rule(
+SCALE_BY_HEAD = Rule(
     prepare=lambda module, inputs: _normalised(module, inputs)[0].flatten(-2),
     coordinates=lambda normalised, signal: _scale_coordinates(normalised, signal.flatten(-2)),
-    outer=lambda module, inputs, signal: _bias_outer(module, inputs, (_normalised(module, inputs) * signal).flatten(-2)),
+    outer=lambda module, inputs, signal: _bias_outer(
+        module, inputs, (_normalised(module, inputs) * signal).flatten(-2)
+    ),
 )
 """A scale that differs between heads [h, d], on inputs [1, T, h, d]: Cohere's norms of query and key."""
 MAGNITUDE = Rule(
@@ -201,7 +205,7 @@ MAGNITUDE = Rule(
     coordinates=_scale_coordinates,
     outer=lambda module, slope, signal: _bias_outer(module, slope, wide(slope) * signal),
 )
-"""DoRA's lengths of a matrix' rows; what stands for the layer's inputs is ∂output/∂length, see `hooks.seen`."""
+"""DoRA's lengths of a matrix' rows; what stands for the layer's inputs is ∂output/∂length, see `hooks.traced`."""
 EMBEDDING = Rule(_rows, _embedding_coordinates, _no_outer)
 POSITIONS = Rule(lambda _module, _inputs: None, lambda _kept, signal: wide(signal), _no_outer)
 """A table with a row for each position: a signal is the row's gradient."""

@@ -136,7 +136,9 @@ def checked_plan(batch: ScoreBatch) -> Plan:
     known = dict(batch.model.named_modules())
     for use in (*plan.above, *plan.below):
         if use.rule not in TANGENT_RULES or use.module not in known:
-            raise UnfitError(f'parameter {use.parameter} has no rule for many directions at once; pass method="gaussian".')
+            raise UnfitError(
+                f'parameter {use.parameter} has no rule for many directions at once; pass method="gaussian".'
+            )
     if batch.rollouts:
         _CHECKED.get(batch, lambda: _check(batch, plan))
     return plan
