@@ -220,7 +220,9 @@ def _sinks(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _experts(module: Any, hidden: Tensor, index: Tensor, scores: Tensor) -> Tensor:
     """Σ_j score_j · W_down act(W_up x) over the experts j of each token: hidden [T, d], index and scores [T, k]."""
     (up, first), (down, last) = inner_layers(module).items()
-    ids, first.choices = index.to(torch.float32), index.shape[-1]  # half precision does not hold every index
+    assert isinstance(first, Experts)
+    first.choices = index.shape[-1]
+    ids = index.to(torch.float32)  # half precision does not hold every index
 
     def apply(layer: nn.Module, leaf: str, rows: Tensor) -> Tensor:
         return layer(rows, getattr(module, leaf), getattr(module, leaf + "_bias", None), module.is_transposed)

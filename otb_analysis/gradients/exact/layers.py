@@ -126,11 +126,11 @@ def _no_outer(module: nn.Module, _inputs: Tensor, _signal: Tensor) -> tuple[Tens
 def _expert_rule(bias: bool) -> Rule:
     """Of each expert's matrix the gradient is Aᵀδ over the tokens given to it; a bias is a weight on an input of 1."""
 
-    def unpacked(module: Experts, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def unpacked(module: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
         x, factor, ids = module.unpacked(inputs)
         return wide(factor if bias else x), ids
 
-    def prepare(module: Experts, inputs: Tensor) -> tuple[int, list[tuple[Tensor, ...]], Tensor]:
+    def prepare(module: nn.Module, inputs: Tensor) -> tuple[int, list[tuple[Tensor, ...]], Tensor]:
         x, ids = unpacked(module, inputs[0])
         rows, flat, choices = x.flatten(0, 1), ids.flatten(), ids.shape[-1]
         slots = [(flat == expert).nonzero()[:, 0] for expert in flat.unique()]
@@ -151,7 +151,7 @@ def _expert_rule(bias: bool) -> Rule:
                 out[:, place[:rows]] = triangle[:rows, :seen] @ flat[:, at[:seen]]
         return out
 
-    def outer(module: Experts, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+    def outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
         x, ids = unpacked(module, inputs)
         index = ids.unique(return_inverse=True)[1]
         summed = isinstance(module, SummedExperts)
