@@ -81,6 +81,16 @@ class EngineConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class ExpertsConfig(BenchConfig):
+    """Time norms and Gram matrix of a mixture of experts beside a dense model of as many active parameters."""
+
+    sizes: tuple[Literal["S", "M"], ...] = ("S", "M")  # Models of the bench `engine`, of Qwen3's kind.
+    tokens: tuple[int, ...] = (32, 128)  # Sampled tokens of the one rollout.
+    experts: int = 4  # Experts of a layer, of which every token is given to two.
+    repeats: int = 5  # Repetitions, taking turns; the least processor time counts.
+
+
+@dataclass(frozen=True)
 class SampledConfig(BenchConfig):
     """Cost and error of drawn tokens beside exact norms of every token, on the demo's warm-started model."""
 
@@ -215,6 +225,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "regression": RegressionConfig,
     "logits": LogitsConfig,
     "engine": EngineConfig,
+    "experts": ExpertsConfig,
     "sampled": SampledConfig,
     "demo-seeds": DemoSeedsConfig,
     "gram": GramConfig,

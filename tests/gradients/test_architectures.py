@@ -41,6 +41,7 @@ ROUTED = {
                         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
 }  # fmt: skip
 OTHERS = {
+    "BioGpt": {},
     "Bloom": {"n_layer": 2, "n_head": 4},
     "Cohere": {"use_qk_norm": True},
     "Cohere2": {"sliding_window": 8},

@@ -102,7 +102,8 @@ def row_factors(module: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _scale_of(module: nn.Module) -> Tensor | None:
-    return getattr(module, "embed_scale", None)
+    scale = getattr(module, "embed_scale", None)
+    return torch.as_tensor(scale) if isinstance(scale, float) else scale
 
 
 def _rows(module: nn.Module, ids: Tensor) -> Tensor:

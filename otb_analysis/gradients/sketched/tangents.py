@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import ScoreBatch
+from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.exact.generic import plan_for
 from otb_analysis.gradients.exact.hooks import ReachedCut, own_rows
 from otb_analysis.gradients.exact.layers import EMBEDDING, SCALES, UnfitError
@@ -178,6 +179,7 @@ def _moving(decomposed: DecomposedRollout, moves: Moves, norms: Mapping[str, Nor
     """Let the directions act on the layers below the cut, and stop at the cut."""
     modules = dict(decomposed.batch.model.named_modules())
     with ExitStack() as handles:
+        handles.enter_context(plain_kernels(decomposed.batch.model))
         handles.enter_context(modules[str(decomposed.plan.cut)].register_forward_pre_hook(_stop))
         for name in dict.fromkeys(u.module for u in decomposed.plan.below):
             uses = [u for u in decomposed.plan.below if u.module == name and u.parameter in {*moves[1], *moves[2]}]

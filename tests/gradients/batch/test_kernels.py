@@ -15,6 +15,7 @@ from otb_analysis.gradients import (
     gradient_sketch,
     group_gradient_gram,
     sampled_score_norms,
+    sketch_score_norms,
     token_score_norms,
     weighted_score_norms,
 )
@@ -140,6 +141,13 @@ def test_attribution_and_sketches_are_those_of_the_plain_model(pair, sample, met
         gradient_attribution(m, *batch.args, WEIGHTS[:, 0], batch.attention_mask, method=method).share for m in pair
     ]
     np.testing.assert_allclose(*shares, rtol=0, atol=1e-3 * np.abs(shares[1]).max())
+    features = [
+        sketch_score_norms(
+            m, *batch.args, batch.attention_mask, directions=4, method="rank_one", engine="generic", features=True
+        ).features
+        for m in pair
+    ]
+    np.testing.assert_allclose(*features, rtol=0, atol=1e-5 * np.abs(features[1]).max())
     sketches = [gradient_sketch(m, *batch.args, WEIGHTS, GROUP, batch.attention_mask, dim=64) for m in pair]
     np.testing.assert_allclose(*sketches, rtol=0, atol=1e-5 * np.abs(sketches[1]).max())
 
