@@ -21,7 +21,9 @@ from otb_analysis.phases import counted
 from otb_analysis.types import Attribution, Float, SignalNoise
 
 SUM_ERROR = 1e-3
-"""How far the sum of shares may be from ‖ḡ‖²: differences are good to 3e-4."""
+"""How far the sum of differences' shares may be from ‖ḡ‖²: they are good to 3e-4."""
+ROUNDED = 0.02
+"""The same by forward mode, which is exact but for what a model rounds to half precision."""
 _log = logging.getLogger(__name__)
 
 
@@ -73,13 +75,13 @@ def gradient_attribution(
     function = functional(batch)
     along = function.gradient(row, batch.rollouts) if direction is None else check_direction(direction, function)
     slopes, norm_sq = run(function, batch.rollouts, along), norm_sq_of(along)
-    if method == "difference" and direction is None and _misses(row * slopes.value, norm_sq, norm_sq):
+    if method == "difference" and direction is None and abs((row * slopes.value).sum() - norm_sq) > SUM_ERROR * norm_sq:
         _log.warning("Differences miss the gradient's squared norm by more than %.1g: forward mode is used.", SUM_ERROR)
         method, slopes = "jvp", jvp(function, batch.rollouts, along)
     ran = engine if engine == "reference" else method
     share = row * slopes.value
     if direction is None:
-        _refuse_sum(share, norm_sq)
+        _refuse_sum(share, norm_sq, ROUNDED)
     sum_error = float(share.sum() / norm_sq - 1) if direction is None and norm_sq > 0 else None
     return Attribution(share, slopes.value, norm_sq, ran, slopes.step, slopes.step_error, sum_error)
 
@@ -132,7 +134,7 @@ def signal_noise(
             into.add_(part)
     gradient = part = None  # as large as the weights, and no part of the pass below
     share, norm_sq = row * run(function, tuple(weighted), total).value, norm_sq_of(total)
-    _refuse_sum(share, norm_sq)
+    _refuse_sum(share, norm_sq, SUM_ERROR if method == "difference" else ROUNDED)
     return SignalNoise(share - noise, noise, norm_sq, np.array(power))
 
 
@@ -164,14 +166,10 @@ def batch_gradient(
     return dict(zip(batch.scope.names, gradient, strict=True))
 
 
-def _misses(share: Float, norm_sq: float, scale: float) -> bool:
-    return abs(share.sum() - norm_sq) > SUM_ERROR * scale
-
-
-def _refuse_sum(share: Float, norm_sq: float) -> None:
+def _refuse_sum(share: Float, norm_sq: float, limit: float) -> None:
     """Raise where shares that sum to ‖ḡ‖² by definition do not: the model's gradient is no derivative of its output."""
     # Shares that nearly cancel leave their rounding, so it is their own size that a sum is held against.
-    if _misses(share, norm_sq, max(norm_sq, float(np.abs(share).sum()))):
+    if abs(share.sum() - norm_sq) > limit * max(norm_sq, float(np.abs(share).sum())):
         raise InputError(
             f"shares sum to {share.sum():.6g} where the squared norm of the gradient is {norm_sq:.6g}, so some "
             'operation has a gradient that is not its derivative; pass method="jvp", or engine="reference".'

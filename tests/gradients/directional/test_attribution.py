@@ -354,6 +354,38 @@ def test_differences_of_a_rough_function_are_refused(make_model, sample, weights
     assert gradient_attribution(*args).share.sum() == pytest.approx(gradient_attribution(*args).norm_sq, rel=0.1)
 
 
+def test_a_gradient_that_is_no_derivative_is_refused(make_model, sample, weights):
+    class Halved(torch.autograd.Function):
+        """The identity, whose backward pass gives half of the signal."""
+
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, signal):
+            return signal / 2
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent.clone()
+
+    model, batch = make_model("qwen3"), sample["left"]
+    model.model.norm.register_forward_hook(lambda _m, _a, output: Halved.apply(output))
+    args = (model, *batch.args, weights, batch.attention_mask)
+    for method in ("jvp", "difference"):
+        with pytest.raises(InputError, match=r"shares sum to .* not its derivative; .*engine=\"reference\"\."):
+            gradient_attribution(*args, method=method)
+        with pytest.raises(InputError, match="shares sum to"):
+            signal_noise(model, *batch.args, weights, np.arange(5), batch.attention_mask, method=method)
+    slow = gradient_attribution(*args, engine="reference")
+    assert slow.share.sum() == pytest.approx(slow.norm_sq, rel=1e-6)
+
+
 def test_what_does_not_fit_is_named(make_model, sample, weights):
     model, batch = make_model("qwen2"), sample["left"]
     name = "model.norm.weight"
