@@ -6,6 +6,7 @@ those of routed experts, attention sinks) is then applied by a layer of its own,
 comes out.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,8 +20,8 @@ from transformers import PreTrainedModel
 
 PLAIN_ATTENTION = ("sdpa", "eager")
 """Kernels that take float32 and, by PyTorch's math backend, many signals and derivatives; others are replaced."""
-KERNEL_PACKAGES = ("liger_kernel", "kernels")
-"""Packages that put a fused `forward` on a module; for the pass it gets back the one of its class."""
+FUSED = "liger_kernel"
+"""The package whose fused functions are replaced: a module's `forward` by that of its class, and the rotation."""
 ABSENT = object()
 
 
@@ -37,8 +38,12 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
         undo.enter_context(layer_by_layer(model))
         for module in modules:
             own = vars(module)
-            if "config" in own and getattr(own["config"], "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
-                undo.enter_context(_put(vars(own["config"]), "_attn_implementation_internal", attention))
+            if "config" in own:
+                if getattr(own["config"], "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
+                    undo.enter_context(_put(vars(own["config"]), "_attn_implementation_internal", attention))
+                names = vars(sys.modules[type(module).__module__])
+                if _fused(names.get("apply_rotary_pos_emb")):
+                    undo.enter_context(_put(names, "apply_rotary_pos_emb", _rotated))
             if (plain := _plain_forward(module)) is not None:
                 undo.enter_context(_put(own, "forward", plain))
             if type(module).__name__ == "DoraLinearLayer":
@@ -90,12 +95,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def _fused(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == FUSED
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, ...]:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    halves = (x.chunk(2, -1) for x in (q, k))
+    return tuple(x * cos + torch.cat([-b, a], -1) * sin for x, (a, b) in zip((q, k), halves, strict=True))
+
+
 def _plain_forward(module: nn.Module) -> Callable[..., Any] | None:
     """What runs in place of a module's `forward`; None where that is plain, or was replaced by somebody else."""
     replaced, kind = vars(module).get("forward"), type(module)
     if replaced is not None and getattr(replaced, "func", None) not in (_experts, _router, _sinks):
-        package = str(getattr(replaced, "__module__", "")).partition(".")[0]
-        return partial(kind.forward, module) if package in KERNEL_PACKAGES else None
+        return partial(kind.forward, module) if _fused(replaced) else None
     if kind.__name__ == "BloomGelu":  # a function with a backward pass of its own and no derivative forward
         return partial(nn.functional.gelu, approximate="tanh")
     inner = inner_layers(module)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3 import modeling_qwen3
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import (
@@ -189,6 +190,37 @@ def test_a_forward_that_was_replaced_by_somebody_else_stays(make_model):
     own = norm.forward
     with plain_kernels(model):
         assert norm.forward is own
+
+
+class Turn(torch.autograd.Function):
+    """x cos + (−b, a) sin for x = (a, b), and its transpose on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat([-b, a], -1) * sin
+
+    @staticmethod
+    def backward(ctx, signal):
+        cos, sin = ctx.saved_tensors
+        signal = torch.from_numpy(signal.numpy())
+        a, b = (signal * sin).chunk(2, -1)
+        return signal * cos + torch.cat([b, -a], -1), None, None
+
+
+def test_a_fused_rotation_of_the_whole_family_is_replaced_for_the_pass(make_model, sample, monkeypatch):
+    def turn(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return tuple(Turn.apply(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)) for x in (q, k))
+
+    turn.__module__ = "liger_kernel.transformers.rope"
+    model, batch = make_model("qwen3"), sample["left"]
+    expected = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", turn)
+    fresh = with_fused_norms(make_model("qwen3"))
+    found = token_score_norms(fresh, *batch.args, batch.attention_mask, engine="generic").norm_sq
+    np.testing.assert_allclose(found, expected, rtol=5e-6, atol=1e-12)
+    assert modeling_qwen3.apply_rotary_pos_emb is turn
 
 
 def test_wrappers_of_wrappers_are_taken_off(make_model):
