@@ -155,9 +155,9 @@ class Experts(nn.Module):
         repeats, flat = ids.shape[-1] // x.shape[-2], ids.flatten()
         order, counts = flat.argsort(stable=True), flat.bincount(minlength=len(weight)).tolist()
         rows = x.flatten(0, -2).to(weight.dtype).index_select(0, order // repeats).split(counts)
+        apply = torch.matmul if transposed else nn.functional.linear
         # Not by index: the backward pass of `unbind` writes each expert's gradient once.
-        matrices = weight.unbind() if transposed else weight.mT.unbind()
-        out = torch.cat([part @ matrix for part, matrix in zip(rows, matrices, strict=True) if len(part)])
+        out = torch.cat([apply(x, matrix) for x, matrix in zip(rows, weight.unbind(), strict=True) if len(x)])
         out = out.index_select(0, order.argsort()).view(*ids.shape, -1)
         if bias is not None:
             out = out + factor.to(bias.dtype) * bias.index_select(0, flat).view_as(out)
