@@ -104,6 +104,8 @@ def _watch(
         inputs = args[0] if args else None
         if not (isinstance(inputs, Tensor) and isinstance(output, Tensor)):
             return output
+        if type(module).__name__.endswith("LearnedPositionalEmbedding"):
+            inputs = output.detach()  # positions are read, whatever the arguments are
         if rows > 1 and (inputs.shape[0] not in (1, rows) or output.shape[0] != inputs.shape[0]):
             raise UnfitError(
                 f"layer {name} works on shape {tuple(inputs.shape)} where {rows} rollouts were expected; "
