@@ -36,6 +36,7 @@ def run(config: ExpertsConfig) -> Report:
 def models_of(size: str, experts: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The dense model of a size, and the mixture whose experts together are as wide where a token is given to them."""
     fields = model_config(size)
+    fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]  # the two have different defaults
     width = {"moe_intermediate_size": fields["intermediate_size"] // CHOSEN, "num_experts_per_tok": CHOSEN}
     torch.manual_seed(0)
     dense = Qwen3ForCausalLM(Qwen3Config(**fields)).eval()

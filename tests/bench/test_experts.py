@@ -12,6 +12,9 @@ def test_a_mixture_has_as_many_active_parameters_as_the_dense_model():
     layer = sum(p.numel() for p in dense.model.layers[0].mlp.parameters())
     routed = sum(p.numel() for p in mixture.model.layers[0].mlp.experts.parameters())
     assert routed == 4 / experts.CHOSEN * layer
+    total, mixed = (sum(p.numel() for p in model.parameters()) for model in (dense, mixture))
+    routers = sum(layer.mlp.gate.weight.numel() for layer in mixture.model.layers)
+    assert mixed - total == 4 * (routed - layer) + routers
 
 
 def test_every_row_holds_both_times_and_their_ratio(monkeypatch):
