@@ -39,7 +39,7 @@ ALLOWED_ROOMS = {
     for room in rooms
 }
 INNER_FLOORS = {
-    "gradients": ({"batch"}, {"exact"}, {"groups", "manual", "directional", "sampled"}, {"sketched"}),
+    "gradients": ({"batch"}, {"exact"}, {"manual"}, {"groups", "directional", "sampled"}, {"sketched"}),
     "statistics": ({"inference"}, {"moments", "energies"}, {"comparisons"}),
     "training": ({"runtime"}, {"policy", "critic"}),
 }
