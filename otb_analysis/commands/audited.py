@@ -45,7 +45,7 @@ def audit_command(words: Sequence[str]) -> None:
         print_all([f"Nothing was written. To measure: {command} --go"])
         return
     with shown(), phase("otb audit"):
-        path = score(config, policy)
+        path = score(replace(config, measure=cost.measure), policy)
     _finish(path, config, command)
 
 

@@ -23,7 +23,7 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.measurement.level import positions
-from otb_analysis.measurement.levels import level_of
+from otb_analysis.measurement.levels import drawn_share, level_of
 from otb_analysis.phases import EXPECTED, note, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
@@ -37,8 +37,6 @@ MARGIN = 1.2
 """A forecast counts this many times, until the true seconds are known."""
 WAITED = 3
 """Steps whose time is known before more than half of the budget is spent at once: the first step is a slow one."""
-DRAWN = 128
-"""Tokens of a prompt that are drawn, from long answers."""
 EXACT = "exact norms"
 """The phase of exact norms, which are part of the step itself where the estimator trains on them."""
 KEPT = ("price", "known", "spent", "usual", "forward", "prompts", "planned_for")
@@ -94,12 +92,6 @@ class Prices:
         alone = replace(measure, **off, further={} if name in off else {name: 1})
         event = sum(seconds for level, seconds in self.levels(alone) if level.name in phases_of(name))
         return event / prompts_due(alone, name, 0, len(self.rollouts.prompts))
-
-
-def drawn_share(rollouts: Rollouts) -> float:
-    """Return the share of the tokens that is drawn: `DRAWN` of a prompt, a tenth at most, but 16 where there are."""
-    tokens = max(float(rollouts.mask.sum()) / len(rollouts.prompts), 1.0)
-    return float(np.clip(DRAWN / tokens, 0.01, min(1.0, max(0.1, 16 / tokens))))
 
 
 def prompts_due(measure: MeasureConfig, name: str, step: int, most: int) -> int:

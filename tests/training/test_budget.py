@@ -17,11 +17,12 @@ from otb_analysis.config import (
     SketchSchedule,
     TrainConfig,
 )
+from otb_analysis.measurement.levels import drawn_share
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.tasks import Prompt
-from otb_analysis.training.budget import Budget, Prices, drawn_share, spread
+from otb_analysis.training.budget import Budget, Prices, spread
 from otb_analysis.training.forecast import Forecast, about, levels
 from otb_analysis.training.setup import Trainer
 
