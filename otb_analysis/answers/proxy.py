@@ -22,11 +22,11 @@ class Proxy:
     """The proxy against exact norms over all measured tokens of a run."""
 
     n_tokens: int
-    drawn: bool  # Whether they were drawn with unequal probabilities; numbers are then about all tokens they stand for
     pooled: Interval | None  # Correlation of log w, over all tokens
     within: Interval | None  # The same within (prompt, position), where baselines compare
     kept: Interval | None  # Efficiency of otb with the proxy over that with exact norms; None where ∇J is not known
     gain_lost: Interval | None  # Share of otb's gain over rloo that the proxy loses
+    drawn: bool = False  # Tokens were drawn with unequal chances; `pooled` is about all that they stand for
 
 
 def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | None:
@@ -51,11 +51,11 @@ def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | N
     pair = decide(grams, EXACT, known, only=[PROXY]).of(PROXY) if both else None
     return Proxy(
         n_tokens=len(table),
-        drawn=drawn,
         pooled=log_correlation(proxy, exact, prompt, weight=None if chance is None else 1 / chance),
         within=None if drawn else log_correlation(proxy, exact, prompt, cell),
         kept=None if pair is None else pair.one_look,
         gain_lost=gain_lost(grams, PROXY, EXACT, known=known) if both else None,
+        drawn=drawn,
     )
 
 
