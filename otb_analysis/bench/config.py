@@ -102,6 +102,19 @@ class GramConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class LongConfig(BenchConfig):
+    """What measuring costs as answers grow, in forward and backward passes of the same rollouts."""
+
+    model: str = "S"  # S (0.85 million parameters), M (29 million), L (100 million), or R: smollm2, once fetched.
+    tokens: tuple[int, ...] = (24, 64, 256, 1024)  # Tokens of an answer.
+    norms: int = 1024  # Longest answer whose tokens' norms are all measured.
+    prompts: int = 2  # Prompts of the step.
+    group_size: int = 8  # Rollouts per prompt.
+    threads: int = 1  # Threads.
+    repeats: int = 2  # Repetitions, taking turns; the least processor time counts.
+
+
+@dataclass(frozen=True)
 class StoreConfig(BenchConfig):
     """Time appending to a run and reading it, DuckDB beside pandas, on synthetic runs of full size."""
 
@@ -218,6 +231,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "sampled": SampledConfig,
     "demo-seeds": DemoSeedsConfig,
     "gram": GramConfig,
+    "long": LongConfig,
     "score-sketch": ScoreSketchConfig,
     "alarms": AlarmsConfig,
     "sampling-check": SamplingCheckConfig,
