@@ -4,6 +4,7 @@ PyTorch's own meta tensors hold no numbers, so that nothing past the first `if` 
 """
 
 from contextlib import contextmanager, nullcontext
+from typing import ClassVar
 from unittest.mock import patch
 
 import torch
@@ -86,7 +87,7 @@ class _Said(TorchFunctionMode):
 class Random:
     """Its random numbers: those of the CPU, which is what draws them."""
 
-    states: list[torch.Tensor] = []
+    states: ClassVar[list[torch.Tensor]] = []
 
     @staticmethod
     def get_rng_state(device):
@@ -107,5 +108,6 @@ def second_device():
         "autocast": lambda kind, *args, **more: nullcontext() if kind == "meta" else autocast(kind, *args, **more),
         "get_device_module": lambda device=None: Random if str(device) == "meta" else module(device),
     }
-    with _Said(), _Made(), patch.multiple(torch, **known):
+    fused = "torch.optim.optimizer._get_fused_kernels_supported_devices"
+    with _Said(), _Made(), patch.multiple(torch, **known), patch(fused, lambda: ["cpu", "meta"]):
         yield DEVICE

@@ -96,8 +96,9 @@ def check(config: ScoreConfig) -> None:
     """Refuse settings that cannot work, before anything is loaded.
 
     Raises:
-        InputError: The first of them.
+        InputError: The first of them, or a device that is not there.
     """
+    device_of(config.device)
     if not config.model:
         raise InputError(
             "--model is empty; pass the checkpoint that sampled the rollouts, or use otb import without one."

@@ -35,7 +35,7 @@ from otb_analysis.bench.peer import peer
 from otb_analysis.bench.peer_side import peak
 from otb_analysis.bench.publish import Column, Report, Row, mebibytes_cell, notes_of, report_of, seconds_cell
 from otb_analysis.bench.timing import Timing, interleaved, threads, timed
-from otb_analysis.devices import words_of
+from otb_analysis.devices import device_of, words_of
 from otb_analysis.errors import InputError
 from otb_analysis.phases import plural
 
@@ -107,7 +107,7 @@ def peaks(config: EngineConfig, name: str, size: str, places: Sequence[tuple[int
     model = model_of(size, config.device, config.dtype)
     _calls(size, make_case(model, WARM_UP))[name]()
     calls = (_calls(size, make_case(model, tokens, rollouts))[name] for rollouts, tokens in places)
-    return [peak(call, config.device) for call in calls]
+    return [peak(call, str(device_of(config.device))) for call in calls]
 
 
 def _calls(size: str, case: Case) -> dict[str, Callable[[], Any]]:
