@@ -24,6 +24,7 @@ GRAPH = 8
 """The same of positions whose graph is kept: hundreds of kilobytes each, in a model of a billion parameters."""
 PRODUCTS = {"float32": "highest", "tf32": "high", "bfloat16": "medium"}
 """How products of float32 matrices are formed, in PyTorch's words. Sums are in float32 in each."""
+_COARSER: list[str] = []  # Ways that this process is in, the innermost last
 COARSE = 1 + 2**-12
 """A float32 number that rounds to 1 in TF32 and in bfloat16."""
 
@@ -89,9 +90,9 @@ def first_line(machine: Mapping[str, object], why: str) -> str:
     return f"Device: {machine['device']}; gradients are measured in {machine['precision']}{because}."
 
 
-def float64_of(x: Tensor) -> Tensor:
-    """Return numbers in float64, in main memory where their device has none."""
-    return (x.cpu() if x.device.type in NO_FLOAT64 else x).double()
+def widenable(x: Tensor) -> Tensor:
+    """Return a tensor where float64 exists: in main memory where its device has none."""
+    return x.cpu() if x.device.type in NO_FLOAT64 else x
 
 
 def working_set(device: torch.device, cached: int, times: int = LONGER) -> int:
@@ -131,12 +132,20 @@ def set_random_state(device: torch.device, states: Mapping[str, Tensor] | Tensor
 
 @contextmanager
 def products(name: str) -> Iterator[None]:
-    """Form products of float32 matrices in a way of `PRODUCTS`; a setting of the process, so put back after it."""
+    """Form products of float32 matrices in a way of `PRODUCTS`; a setting of the process, so put back after it.
+
+    Outside of other ways float32 changes nothing: what a program has set for itself stays.
+    """
+    if name == "float32" and not _COARSER:
+        yield
+        return
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(PRODUCTS[name])
+    _COARSER.append(name)
     try:
         yield
     finally:
+        _COARSER.pop()
         torch.set_float32_matmul_precision(before)
 
 

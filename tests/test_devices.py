@@ -26,6 +26,12 @@ from tests.second_device import second_device
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def unsaid(monkeypatch):
+    """`auto` means what it means by itself; benchmarks that ran before may have said otherwise."""
+    monkeypatch.delenv(DEVICE, raising=False)
+
+
 @pytest.fixture
 def accelerator(monkeypatch):
     """Let PyTorch say that this machine has two accelerators of a kind."""
@@ -82,7 +88,6 @@ def test_a_device_that_is_not_there_is_one_sentence(accelerator, name, there, se
 
 
 def test_auto_means_what_a_study_or_benchmark_uses(accelerator, monkeypatch):
-    monkeypatch.delenv(DEVICE, raising=False)
     accelerator()
     monkeypatch.setenv(DEVICE, "cpu")
     assert (use("auto"), device_of(), device_of("cuda")) == (CPU, CPU, CUDA)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otb_analysis.devices import float64_of
+from otb_analysis.devices import widenable
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.logit_stats.tiles import Others, Source, sum_over_tiles
 from otb_analysis.types import LogitStats
@@ -54,7 +54,7 @@ def logit_stats(
     others = sum_over_tiles(source, y.to(source.values.device), chunk or source.chunk())
     _refuse_non_finite(others, shape)
     values = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(others).items()}
-    norm_sq = None if hidden is None else float64_of(hidden).square().sum(-1).reshape(shape).cpu().numpy()
+    norm_sq = None if hidden is None else widenable(hidden).double().square().sum(-1).reshape(shape).cpu().numpy()
     return LogitStats(hidden_norm_sq=norm_sq, **values)
 
 

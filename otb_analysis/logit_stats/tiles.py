@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otb_analysis.devices import float64_of, working_set
+from otb_analysis.devices import widenable, working_set
 
 ROWS = {"logits": 32, "hidden": 256}
 """Rows per tile, at most: enough for a matrix product to run at full speed; of given logits few, read in long runs."""
@@ -100,12 +100,12 @@ class Others:
         rows = max(1, MERGED // sums.shape[1])
         merged = torch.cat([_merged(part) for part in sums.split(rows, dim=-1)], dim=-1)
         top, e, e2, e3, ed, ed2 = merged
-        return cls(top, e, e2, e3, ed, ed2, float64_of(drawn))
+        return cls(top, e, e2, e3, ed, ed2, widenable(drawn).double())
 
 
 def _merged(sums: Tensor) -> Tensor:
     """Bring the sums of every slice to the largest top and add them up [6, R], float64."""
-    tops, e, e2, e3, ed, ed2 = float64_of(sums)
+    tops, e, e2, e3, ed, ed2 = widenable(sums).double()
     top = tops.amax(0)
     c = tops - top
     f = c.exp()
