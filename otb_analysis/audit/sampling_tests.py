@@ -162,10 +162,10 @@ class LearnedDirection:
     """
 
     def __init__(self, vocabulary: int, width: int, features: int, device: torch.device):
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         kept = min(width, features)
-        projection = torch.randn(width, kept, generator=generator) / width**0.5
-        self.projection = (torch.eye(width) if kept == width else projection).to(device)
+        projection = torch.randn(width, kept, generator=generator, device="cpu") / width**0.5
+        self.projection = (torch.eye(width, device=device) if kept == width else projection).to(device)
         self.total = torch.zeros(kept + 1, vocabulary, device=device)  # Σ φ (e_y − π)ᵀ
         self.scale = torch.zeros(vocabulary, device=device)  # Σ π(1 − π)
 

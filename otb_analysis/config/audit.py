@@ -6,6 +6,7 @@ from typing import Literal
 
 from otb_analysis.config.learning import EstimatorConfig
 from otb_analysis.config.measuring import AttributionSchedule, MeasureConfig, Schedule
+from otb_analysis.config.train import MachineConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RecordedConfig:
 
 
 @dataclass(frozen=True)
-class ScoreConfig(RecordedConfig):
+class ScoreConfig(MachineConfig, RecordedConfig):
     """Measure recorded rollouts under a model: a run with a token table, as if it had been trained here."""
 
     rollouts: Path = Path()  # File or directory with the rollouts.

@@ -26,7 +26,7 @@ class Mix:
     def matrix(self, token_signals: Tensor) -> Tensor:
         """Weights [C, |span|], like the signals of all tokens."""
         if self.weights is None:
-            return torch.eye(len(token_signals[self.span])).to(token_signals)
+            return torch.eye(len(token_signals[self.span]), device=token_signals.device).to(token_signals)
         return self.weights.to(token_signals)
 
 

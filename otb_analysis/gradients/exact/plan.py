@@ -142,7 +142,7 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     modules = list(dict.fromkeys(u.module for u in uses))
     inputs = {n: x for n, x in trace.inputs.items() if x.requires_grad and n not in trace.repeated}
     # One signal per token, to see whose signal is where.
-    seeds = torch.eye(len(trace.logprob)).to(trace.logprob)
+    seeds = torch.eye(len(trace.logprob), device=trace.logprob.device).to(trace.logprob)
     outputs = [trace.outputs[n] for n in modules]
     signals = pull_back(trace.logprob, [*outputs, *inputs.values()], seeds)
     at_output = dict(zip(modules, signals, strict=False))
@@ -183,7 +183,7 @@ def _stays(signal: Tensor, rollout: Rollout) -> bool:
     if signal.ndim < 3 or signal.shape[1] != 1 or signal.shape[2] not in (rollout.length, len(rollout.targets)):
         return False
     rest = signal[:, 0].clone()
-    rest[torch.arange(len(rest)), own_rows(signal[0], rollout)] = 0
+    rest[torch.arange(len(rest), device=rest.device), own_rows(signal[0], rollout)] = 0
     return not rest.any() and bool(signal.any())
 
 

@@ -44,7 +44,7 @@ def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
                 for total, part in zip(running, score, strict=True):
                     total.add_(part)
             measured.append((logprob, norm_sq_of(score), norm_sq_of(running) if path else 0.0))
-        logprob, norms, path_norms = torch.tensor(measured, dtype=torch.float64).T
+        logprob, norms, path_norms = torch.tensor(measured, dtype=torch.float64, device="cpu").T
         return logprob, norms, path_norms
 
     return norms_of_tokens(batch, NAME, path, measure)
@@ -56,7 +56,7 @@ def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
     def measure(rollout: Rollout, rows: Tensor) -> Tensor:
         values = sampled_logprobs(batch, (rollout,))
         scores = (_weighted_score(values, row.to(values), batch.scope.parameters) for row in rows)
-        return torch.tensor([norm_sq_of(score) for score in scores], dtype=torch.float64)
+        return torch.tensor([norm_sq_of(score) for score in scores], dtype=torch.float64, device="cpu")
 
     return norms_of_rows(batch, weights, measure)
 
@@ -126,7 +126,9 @@ def _scores(batch: ScoreBatch, rollout: Rollout) -> Iterator[tuple[float, list[T
     """Log-probability and score of every sampled token."""
     for block in rollout.blocks(BLOCK):
         values = sampled_logprobs(batch, (block,))
-        for value, unit in zip(values.detach().double().tolist(), torch.eye(len(values)).to(values), strict=True):
+        for value, unit in zip(
+            values.detach().double().tolist(), torch.eye(len(values), device=values.device).to(values), strict=True
+        ):
             yield value, _weighted_score(values, unit, batch.scope.parameters)
 
 

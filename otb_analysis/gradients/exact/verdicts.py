@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from otb_analysis.devices import products
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.functional import functional
@@ -35,7 +36,8 @@ class Verdicts(Generic[T]):
         known, key = self._known.setdefault(batch.model, {}), model_key(batch)
         if key not in known:
             try:
-                known[key] = find()
+                with products("float32"):  # coarser ones say nothing about an engine
+                    known[key] = find()
             except UnfitError as reason:
                 known[key] = UnfitError(str(reason))  # without the traceback, whose frames hold the model
             except NonFiniteError as error:
@@ -88,9 +90,9 @@ def probe(batch: ScoreBatch) -> Rollout:
     get_embedding = getattr(batch.model, "get_input_embeddings", None)
     size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
     known = torch.cat([r.ids for r in batch.rollouts]).unique()
-    pool = known.cpu() if size is None else torch.arange(size)
+    pool = known.cpu() if size is None else torch.arange(size, device="cpu")
     # A generator of its own: a measurement must not move torch's random state, from which rollouts are drawn.
-    order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator().manual_seed(0))
+    order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     targets = torch.tensor(PROBE_TARGETS, device=known.device)
     return Rollout(0, pool[order].to(known.device), targets, np.array(PROBE_TARGETS))
 
