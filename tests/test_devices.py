@@ -40,6 +40,8 @@ def accelerator(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        # PyTorch's optimizers ask what they would capture there.
+        monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None)
 
     return appear
 
