@@ -51,12 +51,12 @@ tokens, that was at seen = .85 to 1.03 K for K = 16 and .8 to .92 K for K = 32.
 """
 
 
-DRAWN_OF_PROMPT = 128
+DRAWN_OF_PROMPT = 32
 """Tokens that are drawn from a prompt's long answers."""
 
 
 def drawn_share(rollouts: Rollouts) -> float:
-    """Return the share of the tokens that is drawn: 128 of a prompt's, a tenth at most, but 16 where there are."""
+    """Return the share of the tokens that is drawn: 32 of a prompt's, a tenth at most, but 16 where there are."""
     tokens = max(float(rollouts.mask.sum()) / len(rollouts.prompts), 1.0)
     return float(np.clip(DRAWN_OF_PROMPT / tokens, 0.01, min(1.0, max(0.1, 16 / tokens))))
 
