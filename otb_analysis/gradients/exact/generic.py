@@ -6,15 +6,12 @@ that they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ�
 """
 
 import logging
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact import head
-from otb_analysis.gradients.exact.hooks import traced
 from otb_analysis.gradients.exact.norm_accumulators import norm_sq, outer_norms, outer_row_norms
 from otb_analysis.gradients.exact.passes import DecomposedRollout, Mix
 from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, find_plan
@@ -101,8 +98,11 @@ def _parts(decomposed: DecomposedRollout) -> dict[str, Tensor]:
     parts: dict[str, Tensor] = {}
     for use, (left, right) in decomposed.outer.items():
         parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(left) * norm_sq(right)
-    for use, coordinates in decomposed.coordinates(decomposed.trace, decomposed.rollout, Mix(None, slice(None))):
+
+    def take(use: ParameterUse, coordinates: Tensor) -> None:
         parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(coordinates)
+
+    decomposed.below(decomposed.rollout, Mix(None, slice(None)), take)
     return parts
 
 
@@ -111,25 +111,18 @@ def _token_norms(decomposed: DecomposedRollout, path: bool) -> tuple[Tensor, Ten
     norms, path_norm_sq = outer_norms(decomposed.outer.values(), decomposed.token_signals, path)
     # Coordinates of blocks are nested in the prefix, so running sums go on from block to block.
     running: dict[ParameterUse, Tensor] = {}
-    for span, coordinates_by_use in _blocks(decomposed):
-        for use, coordinates in coordinates_by_use:
+    start = 0
+    # Each block of tokens goes back on the prefix that it sees.
+    for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size)) if decomposed.plan.cut else ():
+        span = slice(start, start := start + len(block.columns))
+
+        def take(use: ParameterUse, coordinates: Tensor, span: slice = span) -> None:
             norms[span] += norm_sq(coordinates)
             if path:
                 path_norm_sq[span] += norm_sq(_accumulate(running, use, coordinates))
+
+        decomposed.below(block, Mix(None, span), take)
     return norms, path_norm_sq
-
-
-def _blocks(decomposed: DecomposedRollout) -> Iterator[tuple[slice, Iterator[tuple[ParameterUse, Tensor]]]]:
-    """Coordinates of a rollout's sampled tokens, some at a time: on the prefix they see, the last on the whole pass."""
-    start, count = 0, len(decomposed.rollout.columns)
-    for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size)) if decomposed.plan.cut else ():
-        span = slice(start, start := start + len(block.columns))
-        mix = Mix(None, span)
-        if start == count:  # the last block sees the whole rollout, whose pass is there already
-            yield span, decomposed.coordinates(decomposed.trace, decomposed.rollout, mix)
-        else:
-            trace = traced(decomposed.batch, (block,), decomposed.plan.modules, decomposed.plan.cut)
-            yield span, decomposed.coordinates(trace, block, mix)
 
 
 def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
@@ -139,9 +132,12 @@ def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
     size = min(BLOCK, decomposed.block_size)
     # Rows of weights reach over all tokens, so every block goes through the whole rollout's pass.
     for start in range(0, len(rows), size):
-        mix = Mix(rows[start : start + size], slice(None))
-        for _, coordinates in decomposed.coordinates(decomposed.trace, decomposed.rollout, mix):
-            result[start : start + size] += norm_sq(coordinates)
+        some = slice(start, start + size)
+
+        def take(_use: ParameterUse, coordinates: Tensor, some: slice = some) -> None:
+            result[some] += norm_sq(coordinates)
+
+        decomposed.below(decomposed.rollout, Mix(rows[some], slice(None)), take)
     return result
 
 

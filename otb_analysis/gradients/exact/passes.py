@@ -1,8 +1,9 @@
 """One rollout decomposed by a plan: outer products above the cut, coordinates below it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX
 from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 
 SIGNAL_BYTES = 1 << 27
-"""What the signals of one block may occupy in all layers below the cut; longer rollouts get smaller blocks."""
+"""What the signals of one block may occupy at the widest layer below the cut; longer rollouts get smaller blocks."""
+
+Take = Callable[[ParameterUse, Tensor], None]
+"""Is handed a use below the cut and the coordinates [C, ...] of C gradients in it."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,54 @@ class Mix:
         return self.weights.to(token_signals)
 
 
+class _Arrivals:
+    """Who is handed the signals that come back to the layers of one forward pass; nobody outside of a backward pass."""
+
+    # An object of its own: a graph that held the pass, whose tensors hold the graph, would never be freed.
+    take: Callable[[str, Tensor], None] | None = None
+
+
+class _Tap(torch.autograd.Function):
+    """The identity, with a zero on which it formally depends: to form the zero's gradient all signals come by."""
+
+    @staticmethod
+    def forward(output: Tensor, _zero: Tensor, _name: str, _arrivals: _Arrivals) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.name, ctx.arrivals = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> tuple[Any, ...]:
+        # A function of its own again: under vmap its `vmap` rule gets all signals in one tensor.
+        return *_Arrived.apply(*signals, ctx.name, ctx.arrivals), None, None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(signal: Tensor, _name: str, _arrivals: _Arrivals) -> tuple[Tensor, Tensor]:
+        # No seed reached this layer: a signal of many tokens goes to `vmap`.
+        return signal, signal.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], signal: Tensor, name: str, arrivals: _Arrivals) -> tuple[Any, Any]:
+        signals = signal.movedim(in_dims[0], 0)
+        if arrivals.take is not None:
+            arrivals.take(name, signals)
+        return (signals, signals.new_zeros(len(signals))), (0, 0)
+
+
 class DecomposedRollout:
     """Everything that one forward and one ordinary backward pass of a rollout with K sampled tokens give."""
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
-        self.trace = traced(batch, (rollout,), plan.modules)  # its graph is kept
+        self.trace, self._zero, self._arrivals = self._traced(rollout, None)  # its graph is kept
         # By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied matrix
         # only those rows that the rollout does not read as input.
         self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}
@@ -49,6 +95,20 @@ class DecomposedRollout:
             at = own_rows(inputs, rollout)
             self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
         self._separate_tied()
+
+    def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, Tensor, _Arrivals]:
+        """A pass over the rollout or a prefix, as far as `cut`, whose layers below the cut hand over their signals."""
+        below = {use.module for use in self.plan.below}
+        zero, arrivals, seen = self.batch.scope.parameters[0].new_zeros((), requires_grad=True), _Arrivals(), Trace()
+
+        def tap(name: str, inputs: Tensor, output: Tensor) -> Tensor:
+            seen.inputs[name], seen.outputs[name] = inputs, output
+            return _Tap.apply(output, zero, name, arrivals) if name in below else output  # pyright: ignore[reportReturnType]
+
+        trace = traced(self.batch, (rollout,), self.plan.modules, cut, tap)
+        trace.inputs |= seen.inputs
+        trace.outputs |= seen.outputs
+        return trace, zero, arrivals
 
     @cached_property
     def kept(self) -> dict[ParameterUse, Tensor]:
@@ -92,24 +152,38 @@ class DecomposedRollout:
         each = self.rollout.length * self.plan.width * self.token_signals.element_size()
         return max(1, SIGNAL_BYTES // max(each, 1))
 
-    def coordinates(self, trace: Trace, rollout: Rollout, mix: Mix) -> Iterator[tuple[ParameterUse, Tensor]]:
-        """Coordinates [C, ...] below the cut of several weighted scores.
+    def below(self, rollout: Rollout, mix: Mix, take: Take) -> None:
+        """Hand over the coordinates [C, ...] below the cut of several weighted scores, use by use, the last layer first.
 
-        `rollout` is the rollout, or a prefix of it that ends with the tokens of the mix; `trace` is a pass over it.
+        `rollout` is this one, or a prefix of it that ends with the tokens of the mix, over which there is a pass of its
+        own. Signals are let go layer by layer: all layers' together would take many times as much memory.
         """
         if self.plan.cut is None:
             return
-        source = trace.inputs[self.plan.cut]
-        signals, weights = self.token_signals[mix.span], mix.matrix(self.token_signals)
+        whole = rollout.length == self.rollout.length  # whose pass is there already
+        trace, zero, arrivals = (
+            (self.trace, self._zero, self._arrivals) if whole else self._traced(rollout, self.plan.cut)
+        )
+        source, signals, weights = trace.inputs[self.plan.cut], self.token_signals[mix.span], mix.matrix(self.token_signals)
         seeds = source.new_zeros(len(weights), *source.shape)
         at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
         seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
-        names = list(dict.fromkeys(u.module for u in self.plan.below))
-        at_outputs = pull_back(source, [trace.outputs[n] for n in names], seeds)
-        for use in self.plan.below:
-            coordinates = use.rule.coordinates(self.kept[use], at_outputs[names.index(use.module)][:, 0])
-            if use.rule is EMBEDDING and use.parameter in self.shared:
-                right, left = (part[mix.span] for part in self.shared[use.parameter])
-                for total, row in zip(coordinates, weights.to(right), strict=True):
-                    total += (row[:, None] * right).T @ left
-            yield use, coordinates
+
+        def arrived(name: str, at_output: Tensor) -> None:
+            for use in self.plan.below:
+                if use.module == name:
+                    take(use, self._coordinates(use, at_output[:, 0], mix, weights))
+
+        arrivals.take = arrived
+        try:
+            pull_back(source, [zero], seeds)
+        finally:
+            arrivals.take = None
+
+    def _coordinates(self, use: ParameterUse, signals: Tensor, mix: Mix, weights: Tensor) -> Tensor:
+        coordinates = use.rule.coordinates(self.kept[use], signals)
+        if use.rule is EMBEDDING and use.parameter in self.shared:
+            right, left = (part[mix.span] for part in self.shared[use.parameter])
+            for total, row in zip(coordinates, weights.to(right), strict=True):
+                total += (row[:, None] * right).T @ left
+        return coordinates
