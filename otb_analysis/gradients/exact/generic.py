@@ -12,7 +12,7 @@ from torch import Tensor
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact import head
-from otb_analysis.gradients.exact.norm_accumulators import norm_sq, outer_norms, outer_row_norms
+from otb_analysis.gradients.exact.norm_accumulators import RowLengths, norm_sq, outer_norms, outer_row_norms
 from otb_analysis.gradients.exact.passes import DecomposedRollout, Mix
 from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, find_plan
 from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
@@ -115,13 +115,19 @@ def _token_norms(decomposed: DecomposedRollout, path: bool) -> tuple[Tensor, Ten
     # Each block of tokens goes back on the prefix that it sees.
     for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size)) if decomposed.plan.cut else ():
         span = slice(start, start := start + len(block.columns))
+        single, summed = RowLengths(), RowLengths()
 
-        def take(use: ParameterUse, coordinates: Tensor, span: slice = span) -> None:
-            norms[span] += norm_sq(coordinates)
+        def take(
+            use: ParameterUse, coordinates: Tensor, single: RowLengths = single, summed: RowLengths = summed
+        ) -> None:
+            single.note(coordinates)
             if path:
-                path_norm_sq[span] += norm_sq(_accumulate(running, use, coordinates))
+                summed.note(_accumulate(running, use, coordinates))
 
         decomposed.below(block, Mix(None, span), take)
+        norms[span] += single.norm_sq
+        if path:
+            path_norm_sq[span] += summed.norm_sq
     return norms, path_norm_sq
 
 
@@ -134,10 +140,9 @@ def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
     for start in range(0, len(rows), size):
         some = slice(start, start + size)
 
-        def take(_use: ParameterUse, coordinates: Tensor, some: slice = some) -> None:
-            result[some] += norm_sq(coordinates)
-
-        decomposed.below(decomposed.rollout, Mix(rows[some], slice(None)), take)
+        lengths = RowLengths()
+        decomposed.below(decomposed.rollout, Mix(rows[some], slice(None)), lambda _use, x, to=lengths: to.note(x))
+        result[some] += lengths.norm_sq
     return result
 
 

@@ -110,6 +110,23 @@ class Parts(NormAccumulator):
             self.by_name[name] = self.by_name.get(name, 0.0) + part.double().square().sum((0, 2))
 
 
+class RowLengths:
+    """‖x_c‖² of C gradients from coordinates [C, ...] that come part by part: lengths of rows, squared at the end."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def note(self, coordinates: Tensor) -> None:
+        """Count the coordinates of one parameter."""
+        self._parts.append(torch.linalg.vector_norm(coordinates, dim=-1).reshape(len(coordinates), -1))
+
+    @property
+    def norm_sq(self) -> Tensor | float:
+        """Squared norms [C], float64; 0 where nothing came."""
+        # Squares in float32 would lose small ones; one conversion for all parts, because each is short.
+        return torch.cat(self._parts, 1).double().square().sum(1) if self._parts else 0.0
+
+
 def leading_sums(gram: Tensor) -> Tensor:
     """‖Σ_{j≤k} s_j‖² [K] from the inner products of K vectors: the sums of the leading blocks of their Gram matrix."""
     return (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)
@@ -124,9 +141,7 @@ def outer_gram(left: Tensor, right: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def outer_path_norms(left: Tensor, right: Tensor) -> Tensor:
     """‖Σ_{j≤k} a_j‖² [K] of outer products a_k = left_k ⊗ right_k."""
     # What each one adds: twice its products with those before, and its own square.
-    steps = [
-        2 * gram.tril(rows.start - 1).sum(1) + gram[:, rows].diagonal() for rows, gram in outer_gram(left, right)
-    ]
+    steps = [2 * gram.tril(rows.start - 1).sum(1) + gram[:, rows].diagonal() for rows, gram in outer_gram(left, right)]
     return torch.cat(steps).cumsum(0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
@@ -45,35 +46,17 @@ class _Tap(torch.autograd.Function):
     """The identity, with a zero on which it formally depends: to form the zero's gradient all signals come by."""
 
     @staticmethod
-    def forward(output: Tensor, _zero: Tensor, _name: str, _arrivals: _Arrivals) -> Tensor:
+    def forward(ctx: Any, output: Tensor, _zero: Tensor, name: str, arrivals: _Arrivals) -> Tensor:
+        ctx.name, ctx.arrivals = name, arrivals
         return output.view_as(output)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.name, ctx.arrivals = inputs[2:]
-
-    @staticmethod
-    def backward(ctx: Any, *signals: Tensor) -> tuple[Any, ...]:
-        # A function of its own again: under vmap its `vmap` rule gets all signals in one tensor.
-        return *_Arrived.apply(*signals, ctx.name, ctx.arrivals), None, None
-
-
-class _Arrived(torch.autograd.Function):
-    @staticmethod
-    def forward(signal: Tensor, _name: str, _arrivals: _Arrivals) -> tuple[Tensor, Tensor]:
-        # No seed reached this layer: a signal of many tokens goes to `vmap`.
-        return signal, signal.new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], signal: Tensor, name: str, arrivals: _Arrivals) -> tuple[Any, Any]:
-        signals = signal.movedim(in_dims[0], 0)
-        if arrivals.take is not None:
-            arrivals.take(name, signals)
-        return (signals, signals.new_zeros(len(signals))), (0, 0)
+    def backward(ctx: Any, *signals: Tensor) -> tuple[Tensor | None, ...]:
+        # Under vmap a signal stands for those of many tokens. A function with a `vmap` rule would be handed all of them
+        # too, but takes half as long again on short texts.
+        if ctx.arrivals.take is not None and is_batchedtensor(signals[0]):
+            ctx.arrivals.take(ctx.name, get_unwrapped(signals[0]).movedim(maybe_get_bdim(signals[0]), 0))
+        return signals[0], None, None, None
 
 
 class DecomposedRollout:
@@ -81,13 +64,16 @@ class DecomposedRollout:
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
+        self._uses: dict[str, list[ParameterUse]] = {}  # By module below the cut
+        for use in plan.below:
+            self._uses.setdefault(use.module, []).append(use)
         self.trace, self._zero, self._arrivals = self._traced(rollout, None)  # its graph is kept
         # By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied matrix
         # only those rows that the rollout does not read as input.
         self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}
         # By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
         self.shared: dict[str, tuple[Tensor, Tensor]] = {}
-        modules = dict(batch.model.named_modules())
+        self._modules = modules = dict(batch.model.named_modules())
         names = list(dict.fromkeys(u.module for u in plan.above))
         signals = self._signals([self.trace.outputs[n] for n in names])
         for use in plan.above:
@@ -98,12 +84,11 @@ class DecomposedRollout:
 
     def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, Tensor, _Arrivals]:
         """A pass over the rollout or a prefix, as far as `cut`, whose layers below the cut hand over their signals."""
-        below = {use.module for use in self.plan.below}
         zero, arrivals, seen = self.batch.scope.parameters[0].new_zeros((), requires_grad=True), _Arrivals(), Trace()
 
         def tap(name: str, inputs: Tensor, output: Tensor) -> Tensor:
             seen.inputs[name], seen.outputs[name] = inputs, output
-            return _Tap.apply(output, zero, name, arrivals) if name in below else output  # pyright: ignore[reportReturnType]
+            return _Tap.apply(output, zero, name, arrivals) if name in self._uses else output  # pyright: ignore[reportReturnType]
 
         trace = traced(self.batch, (rollout,), self.plan.modules, cut, tap)
         trace.inputs |= seen.inputs
@@ -113,7 +98,6 @@ class DecomposedRollout:
     @cached_property
     def kept(self) -> dict[ParameterUse, Tensor]:
         """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
-        modules = dict(self.batch.model.named_modules())
         # Query, key and value read one tensor; what is kept of it is made once.
         made: dict[tuple[object, ...], Tensor] = {}
         kept = {}
@@ -121,7 +105,7 @@ class DecomposedRollout:
             inputs = self.trace.inputs[use.module].detach()
             same = (inputs.data_ptr(), inputs.shape, inputs.stride()) if use.rule is MATRIX else (use,)
             if same not in made:
-                made[same] = use.rule.prepare(modules[use.module], inputs)
+                made[same] = use.rule.prepare(self._modules[use.module], inputs)
             kept[use] = made[same]
         return kept
 
@@ -164,15 +148,18 @@ class DecomposedRollout:
         trace, zero, arrivals = (
             (self.trace, self._zero, self._arrivals) if whole else self._traced(rollout, self.plan.cut)
         )
-        source, signals, weights = trace.inputs[self.plan.cut], self.token_signals[mix.span], mix.matrix(self.token_signals)
+        source, signals, weights = (
+            trace.inputs[self.plan.cut],
+            self.token_signals[mix.span],
+            mix.matrix(self.token_signals),
+        )
         seeds = source.new_zeros(len(weights), *source.shape)
         at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
         seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
 
         def arrived(name: str, at_output: Tensor) -> None:
-            for use in self.plan.below:
-                if use.module == name:
-                    take(use, self._coordinates(use, at_output[:, 0], mix, weights))
+            for use in self._uses[name]:
+                take(use, self._coordinates(use, at_output[:, 0], mix, weights))
 
         arrivals.take = arrived
         try:

@@ -61,6 +61,7 @@ class Attention:
     mixed: Tensor
     query_pass: NormPass | None
     key_pass: NormPass | None
+    position: Tensor
     scaling: float
     window: int | None
     rounded: bool
@@ -68,9 +69,10 @@ class Attention:
     def weights(self, at: Tensor | slice, stop: int) -> Tensor:
         """Softmax weights [H, r, stop] of the queries `at` some positions, which see no key from `stop` on."""
         scores = torch.bmm(self.query[:, at], self.key[:, :stop].transpose(1, 2))
-        position = torch.arange(self.query.shape[1], device=scores.device)
-        lag = position[at, None] - position[:stop]
-        hidden = (lag < 0) if self.window is None else (lag < 0) | (lag >= self.window)
+        queries, keys = self.position[at, None], self.position[:stop]
+        hidden = keys > queries
+        if self.window is not None:
+            hidden |= keys <= queries - self.window
         # As eager attention rounds, so that log-probabilities match the model's own.
         dtype = torch.float32 if self.rounded else None
         return scores.masked_fill_(hidden, -torch.inf).softmax(-1, dtype=dtype).to(scores.dtype)
@@ -93,10 +95,11 @@ class BlockPass:
 
 @dataclass(frozen=True)
 class Turns:
-    """cos and sin of the rotary embedding [T, h], read backwards."""
+    """cos and sin of the rotary embedding [T, h], read backwards, and the positions [T]."""
 
     cos: Tensor
     sin: Tensor
+    position: Tensor
 
     def at(self, index: Tensor | slice, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
         """Those of some positions, times the scaling of attention scores, which queries carry [n, 1, 1, h]."""
@@ -118,8 +121,9 @@ def run(layout: LlamaLayout, rollout: Rollout) -> Activations:
     """Run a rollout up to the position that predicts its last sampled token."""
     at = rollout.targets - 1
     x = layout.embedding[rollout.ids[: rollout.length]]
-    cos, sin = layout.rotary(x[None], torch.arange(len(x), device=x.device)[None])
-    turns = Turns(cos[0], sin[0])
+    position = torch.arange(len(x), device=x.device)
+    cos, sin = layout.rotary(x[None], position[None])
+    turns = Turns(cos[0], sin[0], position)
     blocks: list[BlockPass] = []
     for layer in layout.layers:
         before, normed = _norm(layer.before, x)
@@ -169,7 +173,7 @@ def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Atten
     key = rotate(key, turns).transpose(0, 1).repeat_interleave(groups, 0)
     value = value.transpose(0, 1).repeat_interleave(groups, 0)
     made = Attention(
-        x, query, key, value, x, query_pass, key_pass, layer.scaling, layer.window, round_softmax
+        x, query, key, value, x, query_pass, key_pass, turns.position, layer.scaling, layer.window, round_softmax
     )
     parts = [torch.bmm(made.weights(rows, rows.stop), value[:, : rows.stop]) for rows in made.slices(len(x))]
     return replace(made, mixed=torch.cat(parts, 1).transpose(0, 1).flatten(1))
