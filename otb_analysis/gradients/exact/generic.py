@@ -6,16 +6,20 @@ that they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ�
 """
 
 import logging
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact import head
+from otb_analysis.gradients.exact.layers import MATRIX
 from otb_analysis.gradients.exact.norm_accumulators import RowLengths, norm_sq, outer_norms, outer_row_norms
-from otb_analysis.gradients.exact.passes import DecomposedRollout, Mix
+from otb_analysis.gradients.exact.passes import SIGNAL_BYTES, DecomposedRollout, Mix
 from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, find_plan
-from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
+from otb_analysis.gradients.exact.reference import pass_bytes
+from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, graph_bytes, refuse_difference
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "generic"
@@ -24,6 +28,9 @@ BLOCK = 16
 FEW, POSITIONS_PER_SIGNAL = 8, 32
 """Up to 8 + positions / 32 signals per rollout the reference engine is no slower (measured with 15 to 256 prompt tokens
 on models of width 16 and 128): the whole rollout's own pass and the factors of its inputs must first be earned back."""
+
+SIGNAL_COPIES = 6
+"""Signals as wide as the widest layer that are alive at once on their way through a block."""
 
 _PLANS = Verdicts[Plan]()
 
@@ -82,8 +89,25 @@ def plan_for(batch: ScoreBatch) -> Plan:
     return _PLANS.get(batch, lambda: _checked_plan(batch)) if batch.rollouts else Plan((), (), None, 0)
 
 
+def needed_bytes(batch: ScoreBatch, path: bool) -> int:
+    """What measuring the longest rollout takes at most, about: two graphs, signals, factors of inputs and logits."""
+    if batch.scope.head is not None or not batch.rollouts:
+        return 0
+    plan, length = plan_for(batch), max(r.length for r in batch.rollouts)
+    tensors, item = (
+        dict(zip(batch.scope.names, batch.scope.parameters, strict=True)),
+        batch.scope.parameters[0].element_size(),
+    )
+    shapes = [tensors[u.parameter].shape[-2:] for u in plan.below if u.rule is MATRIX]
+    signals = max(min(BLOCK * length * plan.width * item, SIGNAL_BYTES), length * plan.width * item)
+    factors = item * length * sum(min(columns, length) for _, columns in shapes)
+    # With `path` the running sums of all coordinates.
+    sums = item * sum(rows * min(columns, length) for rows, columns in shapes) if path else 0
+    return 2 * pass_bytes(batch, plan.graph) + SIGNAL_COPIES * signals + factors + sums
+
+
 def _checked_plan(batch: ScoreBatch) -> Plan:
-    plan = find_plan(batch)
+    plan = replace(find_plan(batch), graph=graph_bytes(batch))
 
     def measure(rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         decomposed = DecomposedRollout(batch, plan, rollout)

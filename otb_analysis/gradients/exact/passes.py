@@ -137,7 +137,7 @@ class DecomposedRollout:
         return max(1, SIGNAL_BYTES // max(each, 1))
 
     def below(self, rollout: Rollout, mix: Mix, take: Take) -> None:
-        """Hand over the coordinates [C, ...] below the cut of several weighted scores, use by use, the last layer first.
+        """Hand over the coordinates [C, ...] below the cut of several weighted scores, the last layer's first.
 
         `rollout` is this one, or a prefix of it that ends with the tokens of the mix, over which there is a pass of its
         own. Signals are let go layer by layer: all layers' together would take many times as much memory.

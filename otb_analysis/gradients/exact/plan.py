@@ -36,6 +36,7 @@ class Plan:
     below: tuple[ParameterUse, ...]  # Uses in all other layers
     cut: str | None  # Module whose input separates the two; None when nothing is below
     width: int  # Numbers per position that one backward signal has at the widest layer below
+    graph: int = 0  # Bytes per position that the graph of a forward pass keeps
 
     @property
     def modules(self) -> tuple[str, ...]:

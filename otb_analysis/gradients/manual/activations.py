@@ -14,7 +14,6 @@ from otb_analysis.gradients.batch.inputs import Rollout
 from otb_analysis.gradients.exact.attention import query_blocks
 from otb_analysis.gradients.manual.llama_layout import Layer, LlamaLayout, Norm
 
-
 SLICE_BYTES = 1 << 23
 """What the attention weights of one slice of queries may occupy."""
 
