@@ -54,14 +54,14 @@ def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
 
 
 def needed_bytes(batch: ScoreBatch, path: bool) -> int:
-    """What measuring the longest rollout takes, about: a graph, a gradient and, with `path`, a sum in float64."""
+    """What measuring the longest rollout takes, about: a graph, on the way back as much again, a gradient, a sum in float64."""
     if not batch.rollouts:
         return 0
     gradient = sum(p.numel() * p.element_size() for p in batch.scope.parameters)
     sums = sum(8 * p.numel() for p in batch.scope.parameters) if path else 0
     # A model that reads soft tokens has no probe.
     graph = 0 if batch.soft is not None else _GRAPHS.get(batch, lambda: graph_bytes(batch))
-    return pass_bytes(batch, graph) + 2 * gradient + sums
+    return 2 * (pass_bytes(batch, graph) + gradient) + sums
 
 
 def pass_bytes(batch: ScoreBatch, each: int) -> int:
@@ -154,6 +154,7 @@ def _scores(batch: ScoreBatch, rollout: Rollout) -> Iterator[tuple[float, list[T
         values = sampled_logprobs(batch, (block,))
         for value, unit in zip(values.detach().double().tolist(), torch.eye(len(values)).to(values), strict=True):
             yield value, _weighted_score(values, unit, batch.scope.parameters)
+        del values  # or two graphs would be held while the next one is made
 
 
 def _weighted_score(logprob: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
