@@ -72,7 +72,8 @@ class Engine:
     token_score_norms: Callable[[ScoreBatch, bool], ScoreNorms]
     weighted_score_norms: Callable[[ScoreBatch, Float], Float]
     group_gradient_gram: Callable[[ScoreBatch, Float, Int], Float]
-    needed_bytes: Callable[[ScoreBatch, bool], int]  # What norms of the longest rollout take, with path norms or not
+    needed_bytes: Callable[[ScoreBatch, bool], int] = lambda _batch, _path: 0
+    """What norms of the longest rollout take, with path norms or not."""
 
 
 ENGINES: dict[str, Engine] = {

@@ -54,7 +54,7 @@ def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
 
 
 def needed_bytes(batch: ScoreBatch, path: bool) -> int:
-    """What measuring the longest rollout takes, about: a graph, on the way back as much again, a gradient, a sum in float64."""
+    """What measuring the longest rollout takes, about: a graph and as much on the way back, gradients, path sums."""
     if not batch.rollouts:
         return 0
     gradient = sum(p.numel() * p.element_size() for p in batch.scope.parameters)
