@@ -14,8 +14,8 @@ from otb_analysis.gradients.batch.inputs import Rollout
 from otb_analysis.gradients.exact.attention import query_blocks
 from otb_analysis.gradients.manual.llama_layout import Layer, LlamaLayout, Norm
 
-SLICE_BYTES = 1 << 23
-"""What the attention weights of one slice of queries may occupy."""
+SLICE_BYTES, KEPT_BYTES = 1 << 23, 1 << 19
+"""What the attention weights of one slice of queries may occupy, and of a slice that is the whole, to be kept."""
 
 
 class Rows:
@@ -49,8 +49,8 @@ class Attention:
     """Attention of one block: heads first, keys and values repeated for grouped queries, queries scaled.
 
     `inputs` [n, d] went into query, key and value; `mixed` [n, H·h] went into the output layer; `query_pass` and
-    `key_pass` [n, H, h] are there where the model normalises heads. Its weights [H, n, n] are never whole: they
-    are formed anew for some queries at a time.
+    `key_pass` [n, H, h] are there where the model normalises heads. Its weights [H, n, n] are kept of a short
+    rollout only; those of a longer one are formed anew for some queries at a time.
     """
 
     inputs: Tensor
@@ -64,9 +64,12 @@ class Attention:
     scaling: float
     window: int | None
     rounded: bool
+    kept: Tensor | None = None  # All weights, of a short rollout
 
     def weights(self, at: Tensor | slice, stop: int) -> Tensor:
         """Softmax weights [H, r, stop] of the queries `at` some positions, which see no key from `stop` on."""
+        if self.kept is not None:
+            return self.kept[:, at, :stop]
         scores = torch.bmm(self.query[:, at], self.key[:, :stop].transpose(1, 2))
         queries, keys = self.position[at, None], self.position[:stop]
         hidden = keys > queries
@@ -174,6 +177,8 @@ def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Atten
     made = Attention(
         x, query, key, value, x, query_pass, key_pass, turns.position, layer.scaling, layer.window, round_softmax
     )
+    if len(query) * len(x) ** 2 * x.element_size() <= KEPT_BYTES:
+        made = replace(made, kept=made.weights(slice(0, len(x)), len(x)))
     parts = [torch.bmm(made.weights(rows, rows.stop), value[:, : rows.stop]) for rows in made.slices(len(x))]
     return replace(made, mixed=torch.cat(parts, 1).transpose(0, 1).flatten(1))
 

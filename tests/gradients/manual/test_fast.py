@@ -408,6 +408,8 @@ def test_blocks_of_any_size_give_the_same_norms(make_model, monkeypatch, long_ba
 def test_attention_slices_of_any_length_give_the_same_norms(make_model, monkeypatch, size, agree, long_batch):
     model, batch = make_model("llama"), long_batch(LONG)
     monkeypatch.setattr(backward, "slice_length", lambda *_: size)
+    monkeypatch.setattr(activations, "KEPT_BYTES", 0)
+    monkeypatch.setattr(activations, "SLICE_BYTES", 4 * 41 * 8 * size)
     agree(model, batch)
 
 
@@ -501,6 +503,7 @@ def test_nothing_grows_with_the_square_of_the_length(make_model, monkeypatch, ro
     model = make_model("llama", dtype=torch.float32)
     model.config.max_position_embeddings = 4096
     monkeypatch.setattr(activations, "SLICE_BYTES", 1 << 12)
+    monkeypatch.setattr(activations, "KEPT_BYTES", 1 << 12)
     monkeypatch.setattr(backward, "SCORE_BYTES", 1 << 12)
     monkeypatch.setattr(norm_accumulators, "GRAM_BYTES", 1 << 12)
     largest = []
