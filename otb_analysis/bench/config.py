@@ -87,6 +87,14 @@ class EngineConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class LengthsConfig(BenchConfig):
+    """Measure the peak memory of exact norms as a text grows, beside one forward and backward pass."""
+
+    tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)  # Lengths T.
+    size: Literal["S", "M", "L"] = "S"  # Model, as in `otb bench engine`.
+
+
+@dataclass(frozen=True)
 class SampledConfig(ModelBenchConfig):
     """Cost and error of drawn tokens beside exact norms of every token, on the demo's warm-started model."""
 
@@ -234,6 +242,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "regression": RegressionConfig,
     "logits": LogitsConfig,
     "engine": EngineConfig,
+    "lengths": LengthsConfig,
     "sampled": SampledConfig,
     "demo-seeds": DemoSeedsConfig,
     "gram": GramConfig,

@@ -55,7 +55,7 @@ def model_config(size: str) -> dict[str, Any]:
     return base | {
         "intermediate_size": 3 * base["hidden_size"],
         "num_key_value_heads": base["num_attention_heads"] // 2,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     }
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from otb_analysis.devices import GRAPH, NO_FLOAT64, working_set
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_length_dependence, refuse_parameters
+from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_lengths, refuse_parameters
 from otb_analysis.gradients.batch.scope import Scope, select_scope
 from otb_analysis.gradients.batch.soft import SoftTokens, check_soft
 from otb_analysis.types import Bool, Float, Int
@@ -75,9 +75,10 @@ def prepare(
     """Check a batch against a model and strip its padding; `sharded` allows parameters that other processes share.
 
     Raises:
-        InputError: Parameters are shards or were made in inference mode, shapes disagree, a sampled token is padding or
-            has nothing before it, a token id is outside the vocabulary, dropout is active, a rotary embedding depends
-            on the length of a rollout, the temperature is not positive, or nothing trainable is in scope.
+        InputError: Parameters are shards, on the meta device or were made in inference mode, shapes disagree, a sampled
+            token is padding or has nothing before it, a token id is outside the vocabulary, dropout is active, a
+            rollout is longer than the model has positions or a rotary embedding depends on its length, the temperature
+            is not positive, or nothing trainable is in scope.
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
@@ -96,7 +97,7 @@ def prepare(
         _check_vocabulary(model, rollout, soft)
     if rollouts:
         longest = max(rollouts, key=lambda r: len(r.ids))
-        refuse_length_dependence(model, longest.row, len(longest.ids))
+        refuse_lengths(model, longest.row, len(longest.ids))
     shape = (ids.shape[0], ids.shape[1])
     return ScoreBatch(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature), soft)
 

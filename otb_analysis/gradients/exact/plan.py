@@ -35,7 +35,8 @@ class Plan:
     above: tuple[ParameterUse, ...]  # Uses in layers where a token signals at its own position only
     below: tuple[ParameterUse, ...]  # Uses in all other layers
     cut: str | None  # Module whose input separates the two; None when nothing is below
-    width: int  # Numbers per position that one backward signal has in all layers below
+    width: int  # Numbers per position that one backward signal has at the widest layer below
+    graph: int = 0  # Bytes per position that the graph of a forward pass keeps
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -174,7 +175,7 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     above |= {u for u in uses if u.module in behind & silent}
     below = tuple(u for u in uses if u not in above)
     reached = [direct[n] for n in {u.module for u in below}]
-    width = sum(math.prod(s.shape[3:]) * s.shape[2] // rollout.length for s in reached)
+    width = max((math.prod(s.shape[3:]) * s.shape[2] // rollout.length for s in reached), default=0)
     return Plan(tuple(u for u in uses if u in above), below, name if below else None, width)
 
 

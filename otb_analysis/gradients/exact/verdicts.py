@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from otb_analysis.devices import products
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
 from otb_analysis.gradients.batch.functional import functional
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.layout import padded
 from otb_analysis.gradients.exact.gram import flat_norm_sq
 from otb_analysis.gradients.exact.layers import UnfitError
 
@@ -95,6 +96,27 @@ def probe(batch: ScoreBatch) -> Rollout:
     order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     targets = torch.tensor(PROBE_TARGETS, device=known.device)
     return Rollout(0, pool[order].to(known.device), targets, np.array(PROBE_TARGETS))
+
+
+@torch.enable_grad()
+def graph_bytes(batch: ScoreBatch) -> int:
+    """What the graph of a forward pass keeps per position, seen on a probe; weights are not counted.
+
+    What grows with the square of the length, as the plain kernel of attention does, is as small as the probe.
+    """
+    # One tensor is often kept by several operations. Kept alive, so that no two have the same address.
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model_logits(batch.model, padded((probe(batch),)))
+    weights = {t.untyped_storage().data_ptr() for t in (*batch.model.parameters(), *batch.model.buffers())}
+    del logits
+    return sum(len(x) for pointer, x in kept.items() if pointer not in weights) // (PROBE_LENGTH - 1)
 
 
 @torch.enable_grad()
