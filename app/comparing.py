@@ -17,7 +17,7 @@ from widgets import chart, chosen_runs, errors_as_sentences
 from otb_analysis.answers.sentences import NOT_MEASURED
 from otb_analysis.figures.comparison import comparison_table, display_table, plot_comparison
 from otb_analysis.figures.gradient_table import MAX_WINDOW, MEASURES, NOISE_SCALE
-from otb_analysis.figures.planner import planner_table, planner_words, plot_planner
+from otb_analysis.figures.planner import planner_table, planner_words, plot_planner, sizes_display
 from otb_analysis.figures.variance import VarianceInfo, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.types import Label
@@ -92,7 +92,7 @@ def planned(run: Run) -> None:
     if not (planner.cells or planner.note):
         return
     st.subheader("Budget planner", anchor=False)
-    if planner.cells:
+    if len(sizes_display(planner)):
         st.caption(planner_words(planner))
         python = scripts.PLANNER.format(path=run.path)
         chart(plot_planner(planner), "planner", planner_table(planner), python)
@@ -135,8 +135,8 @@ def footnote(info: VarianceInfo, window: int) -> str:
     lost += " Open marks only tell estimators apart." * hollow
     against = f" ∇J is estimated by {', '.join(info.reference)}{others} on other prompts." if info.reference else ""
     if info.undefined:
-        lost += (
-            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, and where c is not proved no SF or "
-            "projection: too few prompts to tell ∇J from noise."
+        without = (
+            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, nor SF or c where c is not proved"
         )
+        lost += f"{without}: too few prompts to tell it from noise. Pool more steps, or compare by the ratios above."
     return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import csr_array
 
 from otb_analysis.types import Bool, Float, Int
 
@@ -41,11 +41,11 @@ class Groups:
         return np.argsort(self.index, kind="stable")
 
     @cached_property
-    def membership(self) -> csr_array:
+    def membership(self) -> "scipy.sparse.csr_array":
         """Indicator matrix [P, N]: ones where the rollout belongs to the group."""
         # CSR written down directly: the stable order is its column index, so sums add rollouts in their order.
-        ends = np.concatenate([[0], np.cumsum(self.count)])
-        return csr_array((np.ones(len(self.index)), self.order, ends), shape=(len(self.labels), len(self.index)))
+        entries = np.ones(len(self.index)), self.order, np.concatenate([[0], np.cumsum(self.count)])
+        return scipy.sparse.csr_array(entries, shape=(len(self.labels), len(self.index)))
 
     def sum(self, x: ArrayLike) -> Float:
         """Return Σ over the rollouts of each group, [N, ...] → [P, ...]."""

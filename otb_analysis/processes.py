@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from otb_analysis.errors import ProcessError, StoreError
+from otb_analysis.devices import device_of
+from otb_analysis.errors import InputError, ProcessError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.types import Float, Int
 
@@ -53,14 +54,23 @@ class Processes:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def joined(cls, sharded: bool) -> "Processes":
-        """Join the processes that were launched with this one, if any; `sharded`: the launch asks for FSDP2."""
+    def joined(cls, sharded: bool, device: str = "auto") -> "Processes":
+        """Join the processes that were launched with this one, if any; each of several gets a device of its own.
+
+        `sharded`: the launch asks for FSDP2.
+
+        Raises:
+            InputError: The device is not there, or is one of several that a process cannot choose.
+        """
         if int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return cls()
         require("accelerate", "a run of several processes")
         from accelerate import PartialState
 
-        cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.accelerator.is_available()
+        kind = device_of(device, measures=False)
+        if kind.index is not None:
+            raise InputError(f"--device is {kind} but each of several processes has a GPU of its own; pass cuda.")
+        cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or kind.type == "cpu"
         state = PartialState(cpu=cpu, timeout=PATIENCE)
         host = dist.new_group(backend="gloo", timeout=PATIENCE)
         assert isinstance(host, ProcessGroup)

@@ -292,8 +292,9 @@ class ReducedGram(Gram):
         every, means = np.arange(len(labels)), dict[frozenset[Label], tuple[Float, Float]]()
         for measured in {_members(reference) & set(labels) for reference in references} - {frozenset[Label]()}:
             rows = np.array([labels.index(label) for label in sorted(measured)])
-            with_itself = blocks(rows[:, None], rows).mean(axis=1).mean(axis=0)
-            means[measured] = blocks(every[:, None], rows).mean(axis=1), with_itself
+            # One m at a time: all products with several references at once are tens of MB.
+            with_every = np.stack([blocks(m, rows).mean(axis=0) for m in every[:, None]])
+            means[measured] = with_every, with_every[rows].mean(axis=0)
         return cls(
             np.empty((len(labels),) * 2 + (0, 0)), labels, n_rollouts, prompt, groups, sketch_dim,
             blocks(every, every), products, means,

@@ -14,7 +14,8 @@ LIBRARY = ROOT / "otb_analysis"
 
 FLOORS = (
     {"types", "schema", "config", "errors", "extras", "phases"},
-    {"arrays", "custom", "processes"},
+    {"arrays", "custom", "devices"},
+    {"processes"},
     {"energies", "objectives"},
     {"estimators", "statistics"},
     {"diagnostics", "enumeration"},
@@ -39,7 +40,7 @@ ALLOWED_ROOMS = {
     for room in rooms
 }
 INNER_FLOORS = {
-    "gradients": ({"batch"}, {"exact"}, {"groups", "manual", "directional", "sampled"}, {"sketched"}),
+    "gradients": ({"batch"}, {"exact"}, {"manual"}, {"groups", "directional", "sampled"}, {"sketched"}),
     "statistics": ({"inference"}, {"moments", "energies"}, {"comparisons"}),
     "training": ({"runtime"}, {"policy", "critic"}),
 }
@@ -58,13 +59,14 @@ HEAVY = {
     "vllm",
 }
 ALLOWED_PACKAGES = (
-    {key: set() for key in set().union(*FLOORS[:5])}
+    {key: set() for key in set().union(*FLOORS[:6])}
     | {"figures": {"plotly", "pandas"}, "store": {"pyarrow", "duckdb", "pandas"}}
     | {key: {"torch", "transformers", "peft"} for key in ("logit_stats", "gradients", "rollouts", "measurement")}
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
     | {"audit": {"torch", "transformers", "pyarrow"}}
-    | {"integrations": {"torch", "transformers", "accelerate", "trl"}, "processes": {"torch", "accelerate"}}
+    | {"integrations": {"torch", "transformers", "accelerate", "trl"}}
+    | {"processes": {"torch", "accelerate"}, "devices": {"torch"}}
     | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": set()}
     | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
 )

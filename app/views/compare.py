@@ -32,7 +32,7 @@ NO_GROUPS = (
     "These runs form no groups: two of them with one seed must differ in a setting. Choose more runs in the sidebar."
 )
 NOT_MEASURED = """This run has no gradient measurements, so its estimators cannot be compared.
-`otb train --measure.exact.every 10 --measure.exact.prompts 16` makes them; for recorded rollouts
+`otb train --measure.gradients.every 10 --measure.gradients.prompts 16` makes them; for recorded rollouts
 `otb audit --model DIR --rollouts FILE` does."""
 BLOCKS = "Below: B − A by block of steps; the grey band is the 95 % interval of the mean over all shared steps."
 SEEDS = "Below: B − A by block of steps with intervals over seeds; the grey band is that of the mean over all steps."

@@ -11,7 +11,7 @@ import pandas as pd
 from otb_analysis.answers.sentences import ANOTHER_SAMPLER, decision_lines
 from otb_analysis.figures.comparison import ComparisonInfo, comparison_info, comparison_table
 from otb_analysis.figures.numbers import noise_scale_cell, shown_name
-from otb_analysis.statistics import REFERENCE, Decision, Interval, decide, gradient_noise_scale
+from otb_analysis.statistics import REFERENCE, Decision, Interval, decide, pooled_statistics
 from otb_analysis.types import Gram, Label, Proved
 
 MATTER = 8
@@ -105,8 +105,9 @@ class MeasuredSteps:
         return comparison_table(self.comparison(against))
 
     def noise_scale(self, label: Label = REFERENCE) -> Interval | None:
-        """Return at how many prompts the noise of an estimator equals its signal, V/‖m‖²."""
-        return gradient_noise_scale(self.grams, label, self.known)
+        """Return at how many prompts the noise of an estimator equals its signal, V/‖m‖², as far as that is told."""
+        found = pooled_statistics(self.grams, known=self.known, only=(label,))
+        return found[0].shown("noise_scale") if found else None
 
     def repeats(self, label: Label) -> bool:
         """Tell whether an estimator made the same updates as another one that stands for it."""

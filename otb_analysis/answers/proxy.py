@@ -26,6 +26,7 @@ class Proxy:
     within: Interval | None  # The same within (prompt, position), where baselines compare
     kept: Interval | None  # Efficiency of otb with the proxy over that with exact norms; None where ∇J is not known
     gain_lost: Interval | None  # Share of otb's gain over rloo that the proxy loses
+    drawn: bool = False  # Tokens were drawn with unequal chances; `pooled` is about all that they stand for
 
 
 def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | None:
@@ -34,7 +35,7 @@ def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | N
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where="grad_norm_sq IS NOT NULL"))
+    tokens, drawn = comparable(store.tokens_df(columns=fidelity_columns(), where="grad_norm_sq IS NOT NULL"))
     table = energies(tokens, "token")
     if table.empty:
         return None
@@ -45,14 +46,16 @@ def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | N
     keys = tokens.loc[table.index, ["step", "group"]].merge(named, "left", ["step", "group"])
     by = ["prompt_id"] if keys["prompt_id"].notna().all() else ["step", "group"]
     prompt = keys.groupby(by).ngroup().to_numpy(np.int64)
+    chance = tokens.loc[table.index, "inclusion_prob"].to_numpy(float) if drawn else None
     both = any(EXACT in gram.labels for gram in grams)
     pair = decide(grams, EXACT, known, only=[PROXY]).of(PROXY) if both else None
     return Proxy(
         n_tokens=len(table),
-        pooled=log_correlation(proxy, exact, prompt),
-        within=log_correlation(proxy, exact, prompt, cell),
+        pooled=log_correlation(proxy, exact, prompt, weight=None if chance is None else 1 / chance),
+        within=None if drawn else log_correlation(proxy, exact, prompt, cell),
         kept=None if pair is None else pair.one_look,
         gain_lost=gain_lost(grams, PROXY, EXACT, known=known) if both else None,
+        drawn=drawn,
     )
 
 
@@ -73,6 +76,11 @@ def proxy_line(proxy: Proxy) -> str:
     """Return what the proxy costs, in one sentence."""
     kept, within = proxy.kept, proxy.within
     if kept is None or not told(kept):
+        if proxy.drawn and proxy.pooled is not None and proxy.pooled.low is not None:
+            return (
+                f"Proxy: log correlation with exact norms {interval_words(proxy.pooled)} by {proxy.n_tokens:,} drawn "
+                "tokens; whole groups' norms would tell what it costs otb."
+            )
         if within is None or within.low is None:
             return "Proxy: what it costs otb is not known."
         return f"Proxy: log correlation with exact norms {interval_words(within)}; what it costs otb is not known."

@@ -18,7 +18,7 @@ SELDOM = 20
 PER_CENT = f"{100 * DIFFERENCE:.0f} %"
 NOT_MEASURED = (
     "Nothing is known of its baselines: no step measured every estimator's gradient. "
-    "--measure.exact.every 10 --measure.exact.prompts 16 of otb train does, and --measure.budget .25 keeps all "
+    "--measure.gradients.every 10 --measure.gradients.prompts 16 of otb train does, and --measure.budget .25 keeps all "
     "measuring within a quarter of the run's time; for recorded rollouts otb audit --model DIR --rollouts FILE "
     "says what it costs."
 )
@@ -152,7 +152,7 @@ def _untested(decision: Decision, config: Mapping[str, Any], path: str) -> tuple
     if decision.cause == "alone":
         return (
             f"Nothing can be compared: only {base} and multiples of it were measured.",
-            "Next: --measure.exact.every 10 of otb train measures every baseline.",
+            "Next: --measure.gradients.every 10 of otb train measures every baseline.",
         )
     if decision.cause == "equal rewards":
         return (
@@ -209,13 +209,13 @@ def measure_options(needed: int, config: Mapping[str, Any]) -> str:
     sample, optimize = config.get("sample"), config.get("optimize")
     prompts = sample.get("prompts") if isinstance(sample, Mapping) else None
     steps = optimize.get("steps") if isinstance(optimize, Mapping) else None
-    options = "--measure.exact.prompts 0"
+    options = "--measure.gradients.prompts 0"
     if not isinstance(prompts, int) or not isinstance(steps, int) or prompts < 1 or steps < 1:
-        return f"{options} --measure.exact.every 5"
+        return f"{options} --measure.gradients.every 5"
     measured = math.ceil(needed / prompts)
     if measured <= steps:
-        return f"{options} --measure.exact.every {min(steps // measured, SELDOM)}"
-    return f"{options} --measure.exact.every 1 --sample.prompts {math.ceil(needed / steps)}"
+        return f"{options} --measure.gradients.every {min(steps // measured, SELDOM)}"
+    return f"{options} --measure.gradients.every 1 --sample.prompts {math.ceil(needed / steps)}"
 
 
 def rounded(count: int) -> int:

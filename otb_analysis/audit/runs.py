@@ -18,7 +18,7 @@ from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.store.layout import check_run_name
 
-PLACE = ("run", "root", "if_exists", "source")
+PLACE = ("run", "root", "if_exists", "source", "device")
 """Parts of a stored configuration that may differ when a run goes on: they change where it is, not what it holds."""
 GIVEN = {"energy", "turn", "token_id", "entropy"}
 """What an estimator may need here; a critic's values, ratios and exact norms at every step are not there."""
@@ -87,20 +87,21 @@ def record_run(
     source: Source,
     make: Maker,
     processes: Processes = SINGLE_PROCESS,
+    machine: Mapping[str, object] | None = None,
 ) -> Path:
     """Write every step of a source that the run does not have yet, and return the run's directory.
 
     Each process reads all records and makes every `processes.size`-th of those steps, whole: the parts are those of a
     single process. The first one alone writes run.json. A step that is stored with as many rollouts as the source has
     is not made again; one with fewer is, since its file has grown. Stopped, the run keeps its complete steps. Nothing
-    is written before the first step is made.
+    is written before the first step is made. `machine`: where its model runs, for run.json.
 
     Raises:
         InputError: The run exists and must not be touched, was made otherwise, or a record is refused; the steps before
             it stay.
         StoreError: The store cannot be read or written.
     """
-    run = _Run(path, config, stored, processes)
+    run = _Run(path, config, stored, processes, machine)
     layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
     try:
         with phase(f"reading {source.path.name}"):
@@ -130,8 +131,15 @@ def tell(tally: Tally) -> None:
 class _Run:
     """A run that is made, or gone on with, once there is something to write."""
 
-    def __init__(self, path: Path, config: RecordedConfig, stored: Mapping[str, Any], processes: Processes):
-        self.path, self.config, self.stored, self.processes = path, config, stored, processes
+    def __init__(
+        self,
+        path: Path,
+        config: RecordedConfig,
+        stored: Mapping[str, Any],
+        processes: Processes,
+        machine: Mapping[str, object] | None,
+    ):
+        self.path, self.config, self.stored, self.processes, self.machine = path, config, stored, processes, machine
         self._writer: RunWriter | None = None
         # Steps that were stored before → their rollouts, looked up once, before any process writes
         self.done: dict[int, int] = processes.broadcast_from_main(self._stored_steps)
@@ -155,9 +163,9 @@ class _Run:
 
     def _opened(self) -> RunWriter:
         if self.config.if_exists == "resume" and self.path.exists():
-            return RunWriter.resume(self.path, max(self.done, default=-1) + 1)
+            return RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
         policy = "replace" if self.config.if_exists == "replace" else "error"
-        return RunWriter.create(self.path.parent, self.path.name, self.stored, if_exists=policy)
+        return RunWriter.create(self.path.parent, self.path.name, self.stored, if_exists=policy, machine=self.machine)
 
     def write(self, steps: Iterable[RecordedStep], make: Maker) -> None:
         """Make and write this process's share of the steps that the run does not have."""

@@ -55,19 +55,19 @@ class SamplingCheck:
         if self._learned is None:
             kept = max(1, min(FEATURES, LEARNED // vocabulary))
             self._learned = LearnedDirection(vocabulary, part.hidden.shape[1], kept, part.logits.device)
-        context = _Context.of(part.rollouts, part.logits.device)
+        context, direction = _Context.of(part.rollouts, part.logits.device), self._learned.direction()
         recorded = torch.as_tensor(part.rollouts.by_token(part.rollouts.behavior_logprob), device=part.logits.device)
         features = self._learned.features(part.hidden)
         residual = torch.zeros_like(self._learned.total)
         scale = torch.zeros_like(self._learned.scale)
-        size = max(1, ENTRIES // max(vocabulary, part.rollouts.input_ids.shape[1]))
+        size = max(1, ENTRIES // max(vocabulary, context.ids.shape[1]))
         for rows in torch.arange(len(part.targets), device=part.logits.device).split(size):
             raw, y = part.logits[rows].float(), part.targets[rows, None]
             log_pi = (raw / part.temperature).log_softmax(-1)
             row, token = part.row[rows], part.token[rows]
             pi = log_pi.exp()
-            learned = self._learned.statistic(features[rows])
-            tests = direction_tests(pi, {"temperature": log_pi, "probability": pi, "other_weights": learned}, y)
+            statistics = {"temperature": log_pi, "probability": pi, "other_weights": features[rows] @ direction}
+            tests = direction_tests(pi, statistics, y)
             tests += temperature_tests(log_pi, y) + noise_tests(log_pi, y) + truncation_tests(log_pi, y)
             tests += context.repetition(raw, log_pi, y, row, token, part.temperature)
             logprob = log_pi.gather(1, y)[:, 0].double()
@@ -144,26 +144,26 @@ class SamplingCheck:
 
 
 class _Context:
-    """Which tokens had come before each token, prompt included."""
+    """The distinct tokens of each rollout, prompt included, and where each comes first."""
 
-    def __init__(self, ids: Tensor, first: Tensor, start: Tensor):
-        self.ids, self.first, self.start = ids, first, start
+    def __init__(self, ids: Tensor, column: Tensor, start: Tensor):
+        self.ids, self.column, self.start = ids, column, start
 
     @classmethod
     def of(cls, rollouts: Rollouts, device: torch.device) -> "_Context":
-        first = np.zeros(rollouts.input_ids.shape, bool)
-        for n, ids in enumerate(rollouts.input_ids):
-            first[n, np.unique(ids, return_index=True)[1]] = True
-        arrays = (rollouts.input_ids, first, rollouts.prompt_length)
-        return cls(*(torch.as_tensor(x, device=device) for x in arrays))
+        distinct = [np.unique(ids, return_index=True) for ids in rollouts.input_ids]
+        shape = len(distinct), max(len(ids) for ids, _ in distinct)
+        ids, column = np.zeros(shape, np.int64), np.full(shape, rollouts.input_ids.shape[1])
+        for n, (found, first) in enumerate(distinct):
+            ids[n, : len(found)], column[n, : len(found)] = found, first
+        return cls(*(torch.as_tensor(x, device=device) for x in (ids, column, rollouts.prompt_length)))
 
     def repetition(
         self, raw: Tensor, log_pi: Tensor, y: Tensor, row: Tensor, token: Tensor, temperature: float
     ) -> list[TokenTest]:
         """Return the tests of a repetition penalty for tokens of one tile."""
-        ids, width = self.ids[row], self.ids.shape[1]
-        before = torch.arange(width, device=ids.device) < (self.start[row] + token)[:, None]
-        in_context = before & self.first[row]
+        ids = self.ids[row]
+        in_context = self.column[row] < (self.start[row] + token)[:, None]
         same = in_context & (ids == y)
         came = torch.where(same.any(-1), 0.0, -1.0).double()
         own = raw.gather(1, y)[:, 0].double()

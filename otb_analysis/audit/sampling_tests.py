@@ -59,10 +59,11 @@ def direction_tests(pi: Tensor, statistics: Mapping[str, Tensor], y: Tensor) -> 
 
 def temperature_tests(log_pi: Tensor, y: Tensor) -> list[TokenTest]:
     """Return the likelihood at every temperature of TEMPERATURES: p(y) = π_y^β / Σ_v π_v^β, β = 1/temperature."""
-    drawn = log_pi.gather(1, y)[:, 0].double()
+    drawn, power = log_pi.gather(1, y)[:, 0].double(), torch.empty_like(log_pi)
     tests = []
     for temperature in TEMPERATURES:
-        normaliser = torch.logsumexp(log_pi / temperature, -1).double()
+        # The largest π is at least 1/V, so no power of it is too small to be summed as it is.
+        normaliser = torch.mul(log_pi, 1 / temperature, out=power).exp_().sum(-1).double().log()
         tests.append(TokenTest("temperature", temperature, logprob=drawn / temperature - normaliser))
     return tests
 
@@ -111,8 +112,8 @@ def truncation_tests(log_pi: Tensor, y: Tensor) -> list[TokenTest]:
 
 def _reaching(mass: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Return where cumulative mass [K, n] first reaches p, and the mass there [K]."""
-    at = (mass < p).sum(-1).clamp(max=mass.shape[1] - 1)
-    return at, mass.gather(1, at[:, None])[:, 0]
+    at = torch.searchsorted(mass, mass.new_full((len(mass), 1), p)).clamp(max=mass.shape[1] - 1)
+    return at[:, 0], mass.gather(1, at)[:, 0]
 
 
 def _mass_by_bin(log_pi: Tensor, pi: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,10 +162,10 @@ class LearnedDirection:
     """
 
     def __init__(self, vocabulary: int, width: int, features: int, device: torch.device):
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         kept = min(width, features)
-        projection = torch.randn(width, kept, generator=generator) / width**0.5
-        self.projection = (torch.eye(width) if kept == width else projection).to(device)
+        projection = torch.randn(width, kept, generator=generator, device="cpu") / width**0.5
+        self.projection = (torch.eye(width, device=device) if kept == width else projection).to(device)
         self.total = torch.zeros(kept + 1, vocabulary, device=device)  # Σ φ (e_y − π)ᵀ
         self.scale = torch.zeros(vocabulary, device=device)  # Σ π(1 − π)
 
@@ -174,9 +175,9 @@ class LearnedDirection:
         h = h / h.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
         return torch.cat([h.new_ones(len(h), 1), h @ self.projection], -1)
 
-    def statistic(self, features: Tensor) -> Tensor:
-        """Return a [K, V] as learned so far."""
-        return features @ (self.total / (self.scale + 1.0))
+    def direction(self) -> Tensor:
+        """Return D [r, V] as learned so far."""
+        return self.total / (self.scale + 1.0)
 
     def learn(self, residual: Tensor, scale: Tensor) -> None:
         """Add a pass's Σ φ (e_y − π)ᵀ [r, V] and Σ π(1 − π) [V]."""

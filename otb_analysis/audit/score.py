@@ -27,15 +27,17 @@ from otb_analysis.audit.runs import (
 from otb_analysis.audit.sampling import SamplingCheck
 from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.config.audit import ScoreConfig
+from otb_analysis.devices import device_of, first_line, machine_facts, products
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import entry_of, estimate, options_from_dict
 from otb_analysis.gradients.batch.scope import select_scope
+from otb_analysis.gradients.exact.arithmetic import arithmetic
 from otb_analysis.measurement.levels import level_of
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.passes import forward_statistics
 from otb_analysis.measurement.summary import summarize
 from otb_analysis.measurement.table import TokenTable, rollout_rows, token_rows, token_table
-from otb_analysis.phases import phase
+from otb_analysis.phases import note, phase
 from otb_analysis.processes import Processes
 from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
@@ -55,7 +57,7 @@ def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
         ProcessError: Another process of the same launch failed first.
     """
     check(config)
-    processes = Processes.joined(sharded=False)
+    processes = Processes.joined(sharded=False, device=config.device)
     with processes.together():
         path = _scored(config, processes, policy)
     processes.end()
@@ -63,15 +65,15 @@ def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
 
 
 def load(config: ScoreConfig, device: torch.device | None = None) -> Policy:
-    """Load the model and move it to a device, by default the GPU where there is one.
+    """Load the model and move it to a device, by default the one that was asked for.
 
     Raises:
-        InputError: It cannot be loaded.
+        InputError: It cannot be loaded, or the device is not there.
     """
+    device = device or device_of(config.device)
     with phase(f"loading the model {config.model}"):
         model, tokenizer = load_policy(config.model, config.allow_remote_code)
-        usual = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model.to(device or usual)  # pyright: ignore[reportArgumentType]
+        model.to(device)  # pyright: ignore[reportArgumentType]
     return model, tokenizer
 
 
@@ -83,7 +85,9 @@ def _scored(config: ScoreConfig, processes: Processes, policy: Policy | None) ->
     stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
     encoded = Tally()  # of this process's steps; every process reads all records
     scorer = Scorer(config, model, tokenizer, encoded, stored)
-    record_run(path, config, stored, source, scorer.tables, processes)
+    machine = machine_facts(model.device, scorer.precision)
+    note(first_line(machine, scorer.why))
+    record_run(path, config, stored, source, scorer.tables, processes, machine)
     tell(sum(processes.gather(encoded), Tally()))
     return path
 
@@ -92,8 +96,9 @@ def check(config: ScoreConfig) -> None:
     """Refuse settings that cannot work, before anything is loaded.
 
     Raises:
-        InputError: The first of them.
+        InputError: The first of them, or a device that is not there.
     """
+    device_of(config.device)
     if not config.model:
         raise InputError(
             "--model is empty; pass the checkpoint that sampled the rollouts, or use otb import without one."
@@ -132,6 +137,7 @@ class Scorer:
         rows = next(output_layer(model).parameters()).shape[0]
         limit = getattr(model.config, "max_position_embeddings", None)
         self.encoder = Encoder(tokenizer, rows, limit, config.text, config.ended, tally)
+        self.precision, self.why = arithmetic(model, config.precision, config.measure.scope, config.temperature)
         self.options = options_from_dict(config.estimator.name, config.estimator.options)
         trained = {config.estimator.name: self.options}
         self.measurer = GradientMeasurer(model, config.measure, config.temperature, trained, stored)
@@ -160,7 +166,7 @@ class Scorer:
         table = token_table(rollouts, forward, None)
         refuse_wrong_logprobs(step, table)
         trained = estimate(self.config.estimator.name, table.inputs(table.stats.energy), self.options)
-        with self._timed("measure"):
+        with self._timed("measure"), products(self.precision):
             weights = trained.advantage / len(step.records)
             measurement = self.measurer.measure(step.step, rollouts, table, None, lambda: weights)
         by_rollout = rollout_rows(rollouts, table, measurement.tokens)

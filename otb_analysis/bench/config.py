@@ -6,7 +6,6 @@ from typing import Literal
 
 from otb_analysis.errors import InputError
 
-Device = Literal["cpu", "cuda"]
 TOKENS = {"S": (32, 128, 512), "M": (32, 128), "L": (128, 512, 1024), "R": (32, 128)}
 """Sampled tokens per rollout by size of the model."""
 BATCHES = {"S": ((8, 128), (4, 512)), "M": ((8, 128),), "L": ((8, 128),), "R": ((8, 32),)}
@@ -18,6 +17,13 @@ class BenchConfig:
     """The setting that every benchmark has."""
 
     out: Path | None = None  # Directory for the table as Markdown and JSON.
+
+
+@dataclass(frozen=True)
+class ModelBenchConfig(BenchConfig):
+    """The settings of benchmarks of models."""
+
+    device: str = "auto"  # Where models run: auto, which is the accelerator where there is one, cpu, cuda or cuda:N.
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class LogitsConfig(BenchConfig):
     """What logits, hidden states and output matrix are held in."""
     threads: tuple[int, ...] = (1, 2)  # Threads, one part of the table each.
     repeats: int = 7  # Repetitions, taking turns; the best counts, the median is shown.
-    device: Device = "cpu"  # Where to run.
+    device: str = "auto"  # Where to run: auto, cpu, cuda or cuda:N.
     trl_python: Path | None = None  # An interpreter with torch and trl >= 1.15, for the rows of TRL's fused head.
 
 
@@ -67,7 +73,7 @@ class EngineConfig(BenchConfig):
     seconds: float = 45.0
     """Time limit of a size and T: no repetition starts after it, or after twice of it for the first three. What takes
     more than half of it in its first turn is not repeated, except for the plain loop."""
-    device: Device = "cpu"  # Where to run.
+    device: str = "auto"  # Where to run: auto, cpu, cuda or cuda:N.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of the weights.
     threads: int = 1  # Threads.
     memory: bool = True  # Also measure the peak memory of each row, in a process of its own.
@@ -91,7 +97,15 @@ class ExpertsConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class SampledConfig(BenchConfig):
+class LengthsConfig(BenchConfig):
+    """Measure the peak memory of exact norms as a text grows, beside one forward and backward pass."""
+
+    tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)  # Lengths T.
+    size: Literal["S", "M", "L"] = "S"  # Model, as in `otb bench engine`.
+
+
+@dataclass(frozen=True)
+class SampledConfig(ModelBenchConfig):
     """Cost and error of drawn tokens beside exact norms of every token, on the demo's warm-started model."""
 
     prompts: int = 40  # Prompts, of eight rollouts each; 40 give more than 5,000 tokens.
@@ -99,7 +113,7 @@ class SampledConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class GramConfig(BenchConfig):
+class GramConfig(ModelBenchConfig):
     """What one measured step costs, in forward and backward passes of its rollouts."""
 
     model: str = "demo"  # Checkpoint directory, GGUF file, `demo`, or `smollm2` once fetched.
@@ -109,6 +123,19 @@ class GramConfig(BenchConfig):
     threads: int = 1  # Threads.
     repeats: int = 3  # Repetitions, taking turns; the least processor time counts.
     rows: bool = True  # Also measure the Gram matrix by one backward pass per row.
+
+
+@dataclass(frozen=True)
+class LongConfig(BenchConfig):
+    """What measuring costs as answers grow, in forward and backward passes of the same rollouts."""
+
+    model: str = "S"  # S (0.85 million parameters), M (29 million), L (100 million), or R: smollm2, once fetched.
+    tokens: tuple[int, ...] = (24, 64, 256, 1024)  # Tokens of an answer.
+    norms: int = 1024  # Longest answer whose tokens' norms are all measured.
+    prompts: int = 2  # Prompts of the step.
+    group_size: int = 8  # Rollouts per prompt.
+    threads: int = 1  # Threads.
+    repeats: int = 2  # Repetitions, taking turns; the least processor time counts.
 
 
 @dataclass(frozen=True)
@@ -147,7 +174,7 @@ class DashboardBenchConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class DemoSeedsConfig(BenchConfig):
+class DemoSeedsConfig(ModelBenchConfig):
     """What the demo concludes from several seeds and with several numbers of threads."""
 
     seeds: int = 5  # Seeds, from 0.
@@ -156,7 +183,7 @@ class DemoSeedsConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class ScoreSketchConfig(BenchConfig):
+class ScoreSketchConfig(ModelBenchConfig):
     """Sketched norms of single scores beside exact ones, on the demo's warm-started model; nothing is timed."""
 
     prompts: int = 4  # Prompts, of four rollouts each.
@@ -174,7 +201,7 @@ class AlarmsConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class SamplingCheckConfig(BenchConfig):
+class SamplingCheckConfig(ModelBenchConfig):
     """How often the sampling check finds planted faults and names them, and its false alarms, on the demo's policy."""
 
     tokens: int = 20_000  # Tokens of an audit, at least.
@@ -184,7 +211,7 @@ class SamplingCheckConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class SamplingCostConfig(BenchConfig):
+class SamplingCostConfig(ModelBenchConfig):
     """What the sampling check adds to a scoring pass."""
 
     models: tuple[str, ...] = ("demo", "smollm2")  # Checkpoints; smollm2 once fetched.
@@ -194,7 +221,7 @@ class SamplingCostConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class AuditBenchConfig(BenchConfig):
+class AuditBenchConfig(ModelBenchConfig):
     """Time and memory of whole audits: 1,024 rollouts of the demo's policy, 64 of SmolLM2 with up to 48 tokens each."""
 
     models: tuple[Literal["demo", "smollm2"], ...] = ("demo", "smollm2")  # Whose rollouts; smollm2 once fetched.
@@ -205,7 +232,7 @@ class AuditBenchConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class TrainBenchConfig(BenchConfig):
+class TrainBenchConfig(ModelBenchConfig):
     """Time sampling and update of a training step beside TRL's GRPOTrainer, and what every measurement adds to it."""
 
     models: tuple[Literal["small", "M", "R"], ...] = ("small", "M")
@@ -226,9 +253,11 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "logits": LogitsConfig,
     "engine": EngineConfig,
     "experts": ExpertsConfig,
+    "lengths": LengthsConfig,
     "sampled": SampledConfig,
     "demo-seeds": DemoSeedsConfig,
     "gram": GramConfig,
+    "long": LongConfig,
     "score-sketch": ScoreSketchConfig,
     "alarms": AlarmsConfig,
     "sampling-check": SamplingCheckConfig,

@@ -35,6 +35,7 @@ from otb_analysis.bench.peer import peer
 from otb_analysis.bench.peer_side import peak
 from otb_analysis.bench.publish import Column, Report, Row, mebibytes_cell, notes_of, report_of, seconds_cell
 from otb_analysis.bench.timing import Timing, interleaved, threads, timed
+from otb_analysis.devices import device_of, words_of
 from otb_analysis.errors import InputError
 from otb_analysis.phases import plural
 
@@ -84,10 +85,8 @@ def run(config: EngineConfig) -> Report:
     """Measure every size and T, then the batches of that size.
 
     Raises:
-        InputError: There is no GPU, or the peer's interpreter does not work.
+        InputError: The peer's interpreter does not work.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device is cuda but torch sees no GPU; pass --device cpu.")
     rows: list[dict[str, Any]] = []
     with threads(config.threads):
         for size, places in config.places().items():
@@ -95,7 +94,7 @@ def run(config: EngineConfig) -> Report:
             for rollouts, tokens in places:
                 rows += _measure(config, size, make_case(model, tokens, rollouts, size in REAL))
     _add_memory(config, rows)
-    gpu = f", on {torch.cuda.get_device_name()}" if config.device == "cuda" else ""
+    gpu = "" if config.device == "cpu" else f", on {words_of(torch.device(config.device))}"
     title = f"Exact score norms and their relatives, {config.dtype}, {plural(config.threads, 'thread')}{gpu}"
     names = [REAL[size] for size in config.sizes if size in REAL]
     name = "_".join(["engine", *names, *([config.dtype, str(config.threads)] if names else [])])
@@ -108,7 +107,7 @@ def peaks(config: EngineConfig, name: str, size: str, places: Sequence[tuple[int
     model = model_of(size, config.device, config.dtype)
     _calls(size, make_case(model, WARM_UP))[name]()
     calls = (_calls(size, make_case(model, tokens, rollouts))[name] for rollouts, tokens in places)
-    return [peak(call, config.device) for call in calls]
+    return [peak(call, str(device_of(config.device))) for call in calls]
 
 
 def _calls(size: str, case: Case) -> dict[str, Callable[[], Any]]:

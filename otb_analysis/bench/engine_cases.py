@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from otb_analysis import gradients
 from otb_analysis.bench.peer_side import make_model
-from otb_analysis.bench.timing import synchronize
+from otb_analysis.devices import device_of, synchronize
 from otb_analysis.gradients.exact.gram import norm_sq_of
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.types import Attribution, Float, ScoreNorms
@@ -55,7 +55,7 @@ def model_config(size: str) -> dict[str, Any]:
     return base | {
         "intermediate_size": 3 * base["hidden_size"],
         "num_key_value_heads": base["num_attention_heads"] // 2,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     }
 
@@ -67,8 +67,8 @@ def model_of(size: str, device: str, dtype: str) -> PreTrainedModel:
         InputError: It is a pretrained one that was not fetched.
     """
     if size not in REAL:
-        return make_model(model_config(size), device, dtype)
-    return load_policy(REAL[size])[0].to(device=torch.device(device), dtype=getattr(torch, dtype))  # pyright: ignore[reportCallIssue]
+        return make_model(model_config(size), str(device_of(device)), dtype)
+    return load_policy(REAL[size])[0].to(device=device_of(device), dtype=getattr(torch, dtype))  # pyright: ignore[reportCallIssue]
 
 
 def make_case(model: PreTrainedModel, tokens: int, rollouts: int = 1, written: bool = False) -> Case:
@@ -102,11 +102,11 @@ def plain_loop(case: Case, count: int | None = None) -> tuple[float, Float]:
     """
     values, parameters = _logprobs(case)[0], list(case.model.parameters())
     norm_sq, columns = np.zeros(case.mask.shape), _spread(len(values), count or len(values))
-    synchronize(values.device.type)
+    synchronize(values.device)
     start = perf_counter()
     for t in columns:
         norm_sq[0, t] = norm_sq_of(torch.autograd.grad(values[t - 1], parameters, retain_graph=True))
-    synchronize(values.device.type)
+    synchronize(values.device)
     return (perf_counter() - start) * len(values) / len(columns), norm_sq
 
 

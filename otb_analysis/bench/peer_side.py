@@ -58,7 +58,7 @@ def take_turns(run: Callable[[], object], device: str) -> None:
     for _ in sys.stdin:
         start = perf_counter()
         run()
-        if device == "cuda":
+        if device.startswith("cuda"):
             torch.cuda.synchronize()
         say({"seconds": perf_counter() - start})
 
@@ -68,7 +68,7 @@ def peak(run: Callable[[], object], device: str = "cpu") -> int | None:
 
     On a CPU they are resident memory by its high-water mark, on a GPU torch's allocations.
     """
-    if device == "cuda":
+    if device.startswith("cuda"):
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -66,7 +66,7 @@ class _Changed(LogitsProcessor):
     kept: list[Tensor]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        real = torch.arange(input_ids.shape[1]) >= self.pad[:, None]
+        real = torch.arange(input_ids.shape[1], device=input_ids.device) >= self.pad[:, None]
         scores = scores.float() if self.change is None else self.change(input_ids, real, scores.float())
         self.kept.append(scores.log_softmax(-1))
         return scores
@@ -89,16 +89,16 @@ def planted_rollouts(
     encoded = [encode_prompt(tokenizer, prompts[g]) for g in group.tolist()]
     width = max(map(len, encoded))
     pad, ends = special_id(tokenizer, "pad"), end_tokens(model, tokenizer)
-    left = torch.tensor([width - len(ids) for ids in encoded])
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded])
+    left = torch.tensor([width - len(ids) for ids in encoded], device=model.device)
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded], device=model.device)
     changed = _Changed(change, left, [])
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens, eos_token_id=ends,
         pad_token_id=pad, use_cache=True,
     )  # fmt: skip
     output = model.generate(  # pyright: ignore[reportCallIssue]
-        inputs=ids, attention_mask=(torch.arange(width) >= left[:, None]).long(), generation_config=settings,
-        logits_processor=LogitsProcessorList([changed]),
+        inputs=ids, attention_mask=(torch.arange(width, device=model.device) >= left[:, None]).long(),
+        generation_config=settings, logits_processor=LogitsProcessorList([changed]),
     )  # fmt: skip
     tokens = torch.as_tensor(output)[:, width:]
     logprob = torch.stack(changed.kept, 1).gather(2, tokens[..., None])[..., 0].double().tolist()

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from string import Formatter
@@ -16,8 +16,10 @@ from jinja2 import StrictUndefined, Template
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from otb_analysis.bench.config import BENCHMARKS, BenchConfig, check_positive
+from otb_analysis.bench.config import BENCHMARKS, BenchConfig, ModelBenchConfig, check_positive
+from otb_analysis.devices import use, words_of
 from otb_analysis.errors import StoreError
+from otb_analysis.phases import note
 
 Row = Mapping[str, Any]
 Column = str | Callable[[Row], str | None]
@@ -51,6 +53,10 @@ def run_bench(config: BenchConfig) -> Report:
         InputError: A setting does not fit.
     """
     check_positive(config)
+    if (name := getattr(config, "device", None)) is not None:
+        device = use(name)
+        note(f"Device: {words_of(device)}.")
+        config = replace(config, **{"device": str(device)})
     return import_module(f"otb_analysis.bench.{_name(config)}").run(config)
 
 
@@ -85,6 +91,8 @@ def command_line(config: BenchConfig) -> str:
             words += [] if value == field.default else [f"--{option}" if value else f"--no-{option}"]
         elif isinstance(value, tuple):
             words += [f"--{option} {' '.join(map(str, value))}"] if value else []
+        elif field.name == "device" and isinstance(config, ModelBenchConfig) and value in ("auto", "cpu"):
+            pass  # what most benchmarks were measured on
         elif field.name in settings_of(config):
             words.append(f"--{option} {value}")
     return " ".join(words)

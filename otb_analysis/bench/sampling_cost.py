@@ -6,7 +6,7 @@ from otb_analysis.audit.sampling import SamplingCheck
 from otb_analysis.bench.config import SamplingCostConfig
 from otb_analysis.bench.demo_batch import sampled_step
 from otb_analysis.bench.publish import Report, notes_of, report_of
-from otb_analysis.bench.timing import interleaved, threads, timed
+from otb_analysis.bench.timing import least_seconds, threads
 from otb_analysis.config import SampleConfig
 from otb_analysis.measurement.passes import forward_statistics
 
@@ -32,11 +32,10 @@ def run(config: SamplingCostConfig) -> Report:
             sample = SampleConfig(prompts=config.prompts, group_size=4, max_new_tokens=48)
             trainer, rollouts = sampled_step(sample, model)
             score = partial(forward_statistics, trainer.model, rollouts, 1.0)
-            seconds = interleaved(
-                {"plain": timed(score), "checked": timed(lambda score=score: score(observe=SamplingCheck().observe))},
-                config.repeats,
+            seconds = least_seconds(
+                {"plain": score, "checked": lambda score=score: score(observe=SamplingCheck().observe)}, config.repeats
             )
-            plain, checked = seconds["plain"].minimum, seconds["checked"].minimum
+            plain, checked = seconds["plain"], seconds["checked"]
             row = {"model": model, "vocabulary": trainer.model.config.vocab_size, "tokens": int(rollouts.mask.sum())}
             rows.append(row | {"scoring": plain, "checked": checked, "ratio": checked / plain})
     return report_of(

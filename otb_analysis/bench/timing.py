@@ -9,6 +9,8 @@ from time import perf_counter, process_time
 
 import torch
 
+from otb_analysis.devices import device_of, synchronize
+
 CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
 """The time of day, or the processor's time on this process, which other work can lengthen only a little."""
 AT_LEAST = 3
@@ -46,15 +48,20 @@ def interleaved(
 
 
 def timed(
-    run: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = perf_counter
+    run: Callable[[], object], device: str = "auto", clock: Callable[[], float] = perf_counter
 ) -> Callable[[], float]:
-    """Wrap a call so that it returns its seconds; a GPU's queue is empty before and after."""
+    """Wrap a call so that it returns its seconds; a GPU's queue is empty before and after.
+
+    `clock` counts on a CPU: the processor's time says nothing about a GPU's.
+    """
+    place = device_of(device)
+    clock = clock if place.type == "cpu" else perf_counter
 
     def measure() -> float:
-        synchronize(device)
+        synchronize(place)
         start = clock()
         run()
-        synchronize(device)
+        synchronize(place)
         return clock() - start
 
     return measure
@@ -66,12 +73,6 @@ def least_seconds(
     """Let calls take turns; return the least time of each, of the processor by default."""
     timings = interleaved({name: timed(call, clock=clock) for name, call in calls.items()}, repeats)
     return {name: timing.minimum for name, timing in timings.items()}
-
-
-def synchronize(device: str) -> None:
-    """Wait until a GPU has finished its queue."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What an audit will cost: rollouts counted, one micro-batch timed, memory from the model's size."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,15 +9,18 @@ from otb_analysis.audit.runs import source_of, stored_config
 from otb_analysis.audit.score import Policy as Loaded
 from otb_analysis.audit.score import Scorer, check
 from otb_analysis.audit.steps import Layout, steps_of
-from otb_analysis.config import AuditConfig, SampleConfig, TrainConfig
+from otb_analysis.config import AuditConfig, MeasureConfig, SampleConfig, SampledSchedule, Schedule, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.gram_method import GramMethod, gram_method
 from otb_analysis.measurement.level import first_groups, positions
+from otb_analysis.measurement.levels import drawn_share
 from otb_analysis.phases import phase, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.forecast import PlannedLevel, about, levels, seconds_per_position
 from otb_analysis.training.policy.policy import Policy
 
+DEARER = 2.0
+"""Norms of all tokens may cost so many times every estimator's gradient."""
 FORWARD = 0.5
 """Cost of scoring all rollouts, in forward and backward passes."""
 
@@ -33,12 +36,15 @@ class AuditCost:
     seconds: float
     weights_bytes: int
     gram: GramMethod | None  # None where no step has a Gram matrix
+    measure: MeasureConfig  # What the audit measures of answers so long
 
     @property
     def sentence(self) -> str:
         """The cost in words."""
         memory = (2 * self.weights_bytes + (self.gram.memory if self.gram else 0)) / 1e9
         method = f"; {self.gram.words}" if self.gram else ""
+        if self.measure.sampled.every:
+            method += f"; the norms of {self.measure.sampled.share:.0%} of the tokens, drawn (--norms whole: of all)"
         return (
             f"{self.n_rollouts:,} rollouts with about {self.n_tokens:,} tokens in {plural(self.n_steps, 'step')}. "
             f"Measured: {', '.join(self.levels)}{method}. It takes about {about(self.seconds)}, and at most about "
@@ -62,17 +68,19 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
     model, tokenizer = policy
     scorer = Scorer(config, model, tokenizer, source.tally, stored_config(config, source, "otb audit", {}))
     rollouts = scorer.encoder.rollouts(first)
-    trained = TrainConfig(measure=config.measure, sample=SampleConfig(temperature=config.temperature))
+    measure = with_norms(config, rollouts)
+    trained = TrainConfig(measure=measure, sample=SampleConfig(temperature=config.temperature))
     with phase("timing one forward and backward pass"):
         each = seconds_per_position(Policy(model, trained), rollouts)
     whole = len(first.records)
-    gram, exact = None, config.measure.exact
-    if exact.every:
-        measured = first_groups(rollouts.group, np.ones(whole, bool), exact.prompts)
+    gram, every = None, np.ones(whole, bool)
+    if measure.exact.every or measure.gradients.every:
+        plan = measure.exact if measure.exact.every else measure.gradients
+        measured = first_groups(rollouts.group, every, plan.prompts)
         gram = gram_method(model, rollouts, measured, config.measure.gram, config.measure.scope)
     planned = levels(trained, rollouts, gram=gram)
     sizes = {first.step: whole} | {step.step: len(step.records) for step in steps}
-    scored = FORWARD * positions(rollouts, np.ones(whole, bool))
+    scored = FORWARD * positions(rollouts, every)
     passes = [(scored + _passes(planned, rollouts, step)) * count / whole for step, count in sizes.items()]
     return AuditCost(
         n_steps=len(sizes),
@@ -82,7 +90,24 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
         seconds=each * sum(passes),
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         gram=gram,
+        measure=measure,
     )
+
+
+def with_norms(config: AuditConfig, rollouts: Rollouts) -> MeasureConfig:
+    """Return what is measured of rollouts such as these: norms of all tokens, of drawn ones or of none.
+
+    Norms of all grow with the square of the length, gradients with the length.
+    """
+    measure, usual = config.measure, AuditConfig().measure
+    if any(getattr(measure, level) != getattr(usual, level) for level in ("exact", "gradients", "sampled")):
+        return measure
+    passes = {level.name: level.multiple for level in levels(TrainConfig(measure=measure), rollouts)}
+    cheap = passes["exact norms"] <= DEARER * passes["Gram matrix"]
+    if config.norms == "whole" or (config.norms == "auto" and cheap):
+        return measure
+    drawn = SampledSchedule(every=int(config.norms != "none"), share=drawn_share(rollouts), by="proxy")
+    return replace(measure, exact=Schedule(), gradients=measure.exact, sampled=drawn)
 
 
 def _passes(planned: Iterable[PlannedLevel], rollouts: Rollouts, step: int) -> float:

@@ -9,7 +9,7 @@ from otb_analysis.commands.inspect import parsed, print_all
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import AuditConfig
 from otb_analysis.errors import InputError
-from otb_analysis.phases import phase
+from otb_analysis.phases import note, phase
 
 
 def audit_command(words: Sequence[str]) -> None:
@@ -33,19 +33,21 @@ def audit_command(words: Sequence[str]) -> None:
             from otb_analysis.audit.runs import refuse_existing, run_path
             from otb_analysis.audit.score import check, load, score
             from otb_analysis.commands.audit_cost import audit_cost
+            from otb_analysis.devices import words_of
             from otb_analysis.rollouts.models import quiet_loading
         quiet_loading()
         config = replace(config, run=config.run or run_path(config.rollouts, config, "audited").name)
         check(config)
         refuse_existing(config.root / config.run, config)
         policy = load(config)
+        note(f"Device: {words_of(policy[0].device)}.")
         cost = audit_cost(config, policy)
     print_all([cost.sentence])
     if not config.go:
         print_all([f"Nothing was written. To measure: {command} --go"])
         return
     with shown(), phase("otb audit"):
-        path = score(config, policy)
+        path = score(replace(config, measure=cost.measure), policy)
     _finish(path, config, command)
 
 

@@ -26,7 +26,7 @@ from otb_analysis.config import (
 
 USED: dict[type, tuple[str, ...]] = {
     TrainConfig: (
-        *("run", "root", "if_exists", "model", "task", "seed", "trackers"),
+        *("run", "root", "if_exists", "model", "task", "seed", "trackers", "device"),
         *("sample", "estimator", "optimize", "measure", "checkpoint"),
     ),
     SampleConfig: ("prompts", "group_size", "max_new_tokens", "temperature"),

@@ -23,6 +23,7 @@ from otb_analysis.config import (
     Schedule,
     TrainConfig,
 )
+from otb_analysis.devices import device_of
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
 from otb_analysis.phases import OPEN, Phase, note, phase
 from otb_analysis.rollouts.models import quiet_loading
@@ -46,6 +47,7 @@ def demo_configs(config: DemoConfig) -> list[TrainConfig]:
             if_exists="replace",
             model="demo",
             seed=config.seed,
+            device=config.device,
             sample=SampleConfig(prompts=PROMPTS),
             estimator=EstimatorConfig(name=name),
             optimize=OptimizeConfig(steps=STEPS, learning_rate=LEARNING_RATE),
@@ -62,10 +64,11 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> list[Path]:
     """Make what is missing and return the runs' directories; complete runs of the same configuration are reused.
 
     Raises:
-        InputError, StoreError, NonFiniteError: What stopped one of the two trainings.
+        InputError, StoreError, NonFiniteError: What stopped one of the two trainings, or a device that is not there.
         Interrupted: Ctrl-C; the sentence says what is kept.
     """
     torch.set_num_threads(1)  # a model this small gains nothing from a second thread
+    device_of(config.device)
     configs = demo_configs(config)
     missing = [c for c in configs if not is_complete(c)]
     workers: dict[str, list[Phase]] = {}
@@ -95,7 +98,7 @@ def is_complete(config: TrainConfig) -> bool:
         info = RunStore(config.root / config.run_name).info
     except (InputError, StoreError):
         return False
-    place = {"root": None, "if_exists": None}
+    place = {"root": None, "if_exists": None, "device": None}
     stored = info.get("config")
     same = isinstance(stored, dict) and stored | place == plain_config(config) | place
     return same and info.get("status") == "complete"

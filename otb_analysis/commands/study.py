@@ -11,7 +11,7 @@ from rich.console import Console
 from otb_analysis.commands.inspect import parsed, print_json
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, Interrupted, StoreError
-from otb_analysis.phases import phase
+from otb_analysis.phases import note, phase
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class StudyConfig:
     """Measure these cells and no others; tables and README follow once none is missing."""
     render: bool = False
     """Measure nothing; write README, figures and index again from the result tables."""
+    device: str = "auto"
+    """Where its models run: auto, cpu, cuda or cuda:N. What is committed was measured on a CPU."""
     json: bool = False
     """Measure and write nothing; print the committed verdict and result tables as JSON, or all studies' verdicts."""
 
@@ -42,12 +44,14 @@ def study_command(words: Sequence[str]) -> None:
         print_json(_committed(config))
         return
     with shown(), phase("starting") as whole:
+        from otb_analysis.devices import use, words_of
         from otb_analysis.rollouts.models import quiet_loading
         from otb_analysis.study.record import find_studies_folder, find_study
         from otb_analysis.study.run import Setting, run_study
 
         folder = find_study(config.name, find_studies_folder())
         quiet_loading()
+        note(f"Device: {words_of(use(config.device))}.")
         try:
             written = run_study(folder, Setting(config.quick, config.out, config.only, config.render), whole)
         except KeyboardInterrupt:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from otb_analysis.config.learning import EstimatorConfig
 from otb_analysis.config.measuring import AttributionSchedule, MeasureConfig, Schedule
+from otb_analysis.config.train import MachineConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RecordedConfig:
 
 
 @dataclass(frozen=True)
-class ScoreConfig(RecordedConfig):
+class ScoreConfig(MachineConfig, RecordedConfig):
     """Measure recorded rollouts under a model: a run with a token table, as if it had been trained here."""
 
     rollouts: Path = Path()  # File or directory with the rollouts.
@@ -66,6 +67,10 @@ class AuditConfig(ScoreConfig):
             exact=Schedule(every=1), attribution=AttributionSchedule(every=1), subgroups=("otb", "none")
         )
     )
+    norms: Literal["auto", "whole", "drawn", "none"] = "auto"
+    """Whose norms are measured beside every estimator's gradient: those of all tokens (whole), of a few drawn ones
+    (drawn) or none. auto: whole, unless that takes twice as long as the gradients, as with answers of more than about a
+    hundred tokens. Schedules that you set yourself win."""
     aggregation: str = ""
     """How the trainer's loss weighs tokens, as in `objective.aggregation`: sequence_sum, token_mean, sequence_mean,
     constant or dapo. With it the sum of loss weights and the logged gradient norm are checked; by default that of the

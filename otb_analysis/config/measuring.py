@@ -70,8 +70,12 @@ class MeasureConfig:
     is measured, of how many prompts and how often, follows from one timed pass; schedules that are set here win. 0 is
     no budget."""
     exact: Schedule = Schedule(every=20, prompts=8)
-    """Exact norm of every token's score, and the Gram matrix of group gradients under every estimator. Intervals
-    take 16 different prompts over all measured steps; a run that will have fewer is told so at its start."""
+    """Exact norm of every token's score, whose cost grows with the square of an answer's length, and what `gradients`
+    gives on the same groups."""
+    gradients: Schedule = Schedule()
+    """The gradient of every estimator, as a Gram matrix of inner products: some 10 forward and backward passes at any
+    length. Estimators that read exact norms are left out where not all groups have them. Intervals take 16 different
+    prompts over all measured steps; a run that will have fewer is told so at its start."""
     sampled: SampledSchedule = SampledSchedule()
     """Exact norms of drawn tokens of the other groups, their totals with standard errors, and a calibrated proxy, which
     estimators weigh by in the Gram matrix of the same step."""
@@ -93,6 +97,21 @@ class MeasureConfig:
     engine: Literal["auto", "reference", "generic", "fast"] = "auto"  # Which gradient engine measures.
     scope: str = "all"
     """Parameters whose gradient is measured: all, lm_head, or a regular expression over parameter names."""
+
+    def prompts_due(self, step: int, prompts: int) -> tuple[int, int]:
+        """Return of how many of a step's prompts the tokens' norms are due, and of how many the estimators' gradients.
+
+        They are the first ones, since prompts come in random order; those with norms have the gradients, too.
+        """
+        norms, gradients = (
+            min(plan.prompts or prompts, prompts) if plan.due(step) else 0 for plan in (self.exact, self.gradients)
+        )
+        return norms, max(norms, gradients)
+
+    @property
+    def levels(self) -> dict[str, StepSchedule]:
+        """The schedules of what runs between the norms of whole groups and the estimators' gradients, by name."""
+        return {name: plan for name, plan in self.schedules.items() if name not in ("exact", "gradients")}
 
     @property
     def schedules(self) -> dict[str, StepSchedule]:

@@ -66,6 +66,23 @@ class SampleConfig:
 
 
 @dataclass(frozen=True)
+class DeviceConfig:
+    """Where models run."""
+
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps. auto is the accelerator where there is one; mps cannot measure."""
+
+
+@dataclass(frozen=True)
+class MachineConfig(DeviceConfig):
+    """Where a model runs, and in which arithmetic it is measured."""
+
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Products of matrices while gradients are measured; sums are in float32 or better. tf32 and bfloat16 are faster
+    where a device has them, and used where norms of a probe then agree with float32; the run says which it was."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints: everything a stopped run needs to continue bit for bit."""
 
@@ -91,10 +108,10 @@ class RunConfig:
     """Where the scalars of every step go besides the store; TensorBoard's files lie in the run's own directory."""
 
 
-# Fields come in the order of the bases from right to left: run … trackers, the tasks' sections, and then these. Stored
-# configurations and the help have that order.
+# Fields come in the order of the bases from right to left: run … trackers, the device, the tasks' sections, and then
+# these. Stored configurations and the help have that order.
 @dataclass(frozen=True)
-class TrainConfig(TaskSections, RunConfig):
+class TrainConfig(TaskSections, MachineConfig, RunConfig):
     """One instrumented training run."""
 
     tokenizer: Literal["characters", "triads"] = "characters"
@@ -118,7 +135,7 @@ class TrainConfig(TaskSections, RunConfig):
 
 
 @dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(DeviceConfig):
     """Train a small model twice with every measurement, print the comparison, serve the dashboard."""
 
     root: Path = Path("runs")  # Directory that holds the runs.

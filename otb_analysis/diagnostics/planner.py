@@ -5,7 +5,7 @@ depend on the size: there the least variance is the highest efficiency, and ∇J
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,8 +21,8 @@ from otb_analysis.statistics import (
     jackknife_interval,
     told,
 )
-from otb_analysis.statistics.moments.absolute import has_signal, may_be_shown
-from otb_analysis.statistics.moments.gram import Truth, truth_of
+from otb_analysis.statistics.moments.absolute import has_signal, shown_efficiency
+from otb_analysis.statistics.moments.gram import Truth, pair_noise, truth_of
 from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
 from otb_analysis.statistics.moments.measures import batch_variance, quotient, with_projection
 from otb_analysis.types import Float, Gram, Label, Proved
@@ -48,7 +48,8 @@ class Cell:
     estimator: str
     energy_source: str
     size: int
-    efficiency: float | None  # None where it must not be shown by itself, as above
+    # None where it must not be shown by itself: by the rule of every other table, see `absolute` and `told`
+    efficiency: float | None
     best: bool  # Intervals show that both neighbours on its curve are worse
     cut: bool  # Recorded groups were cut to this size; else it follows by formula
     # Against its own recorded size, None there and where noise hides it; all together 95 %. Variance over variance
@@ -76,6 +77,7 @@ class _Curve:
     cost: Mapping[int, Float]  # Less is better: variance at the same rollouts, or in proportion to 1/efficiency
     cut: frozenset[int]  # Sizes that were measured
     best_size: Float | None = None  # Of `rloo`, by formula
+    shown: dict[int, float | None] = field(default_factory=dict)  # The efficiencies that may be shown by themselves
 
 
 def plan(
@@ -110,7 +112,7 @@ def plan(
         curves = _curves(by_size, rollouts, known)
         # All comparisons of sizes hold together with 95 %.
         level = 1 - RISK / max(sum(len(curve.cost) - 1 for curve in curves.values()), 1)
-        cells = _cells(curves, (size, rollouts), level)
+        cells = _cells(curves, size, level)
         best_size = _best_size(curves, level)
         by_formula = any(not cell.cut for cell in cells)
         notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size))
@@ -157,11 +159,12 @@ def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved)
             },
             frozenset(by_size),
         )
-    if not signal and truth_sq.size > MIN_CLUSTERS:  # what is measured along ∇J is not known
-        hidden = np.full_like(truth_sq, np.nan)
-        curves = {
-            one: replace(curve, efficiency=dict.fromkeys(curve.efficiency, hidden)) for one, curve in curves.items()
-        }
+    floor = float(quotient(np.array([pair_noise(by_size[whole], REFERENCE, truth[whole])]), truth_sq[:1])[0])
+    for curve in curves.values():
+        for size, values in curve.efficiency.items():
+            found = shown_efficiency(values, rollouts / size, floor, "efficiency")
+            sure = truth_sq.size <= MIN_CLUSTERS or (signal and told(found))
+            curve.shown[size] = found.estimate if found and sure else None
     return curves
 
 
@@ -200,23 +203,16 @@ def _positive(power: Float, mean_sq: Float, by_formula: bool) -> Float:
     return np.where(power[0] > mean_sq[0], power, np.nan) if by_formula else power
 
 
-def _cells(curves: Mapping[Label, _Curve], recorded: tuple[int, int], level: float) -> tuple[Cell, ...]:
-    cells, (size, rollouts) = [], recorded
-    for label, curve in curves.items():
-        best = _best(curve, level)
-        for n in sorted(curve.cost):
-            value = float(curve.efficiency[n][0])
-            cells.append(
-                Cell(
-                    *label,
-                    n,
-                    value if may_be_shown(value, rollouts / n, curve.efficiency[n].size - 1) else None,
-                    n == best,
-                    n in curve.cut,
-                    None if n == size else _told(_ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")),
-                )
-            )
-    return tuple(cells)
+def _cells(curves: Mapping[Label, _Curve], size: int, level: float) -> tuple[Cell, ...]:
+    best = {label: _best(curve, level) for label, curve in curves.items()}
+    return tuple(
+        Cell(
+            *label, n, curve.shown[n], n == best[label], n in curve.cut,
+            None if n == size else _told(_ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")),
+        )
+        for label, curve in curves.items()
+        for n in sorted(curve.cost)
+    )  # fmt: skip
 
 
 def _best(curve: _Curve, level: float) -> int | None:

@@ -311,7 +311,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         figure.update_xaxes(**axis, **where)
         figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
         if not drawn:
-            note_in_panel(figure, UNDEFINED.replace(";", ";<br>"), where)
+            note_in_panel(figure, UNDEFINED, where)
         # Numbers, not categories: a browser leaves out the name of a row without a point.
         names = {"tickvals": list(heights.values()), "ticktext": list(heights), "range": [-0.6, count - 0.4]}
         figure.update_yaxes(**names, showticklabels=index == 0, zeroline=False, **where)

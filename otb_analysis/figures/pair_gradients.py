@@ -20,7 +20,7 @@ from otb_analysis.statistics.moments.gram import deleted_moments, prompts_of, tr
 from otb_analysis.types import Gram, Label, Proved
 
 NOT_MEASURED = (
-    "No gradient noise is compared: no step was measured in both. Give both the same --measure.exact settings, or "
+    "No gradient noise is compared: no step was measured in both. Give both the same --measure settings, or "
     "compare estimators of one run."
 )
 OTHER_PROMPTS = "The runs' own updates are not compared: at shared measured steps they answered other prompts."

@@ -1,5 +1,6 @@
 """The budget planner's picture: how efficient the same rollouts are in groups of each size."""
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -7,42 +8,60 @@ from otb_analysis.diagnostics.planner import Cell, Planner
 from otb_analysis.figures.gradient_table import labels, trace_style
 from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.figures.theme import TEMPLATE
+from otb_analysis.statistics import Interval
+
+
+def by_cost(planner: Planner) -> bool:
+    """Tell whether costs are drawn, since no efficiency by itself is told from noise."""
+    return all(cell.efficiency is None for cell in planner.cells)
 
 
 def planner_words(planner: Planner) -> str:
     """Return what the picture shows, in one line."""
-    return (
-        f"Efficiency of {planner.n_rollouts} rollouts in groups of N. Star: shown to be a curve's best. "
-        "Open: by formula."
-    )
+    what, over = f"{planner.n_rollouts} rollouts in groups of N", f"over groups of {planner.recorded_size}"
+    costs = f"Cost of {what} {over}, below 1 is better; bars hold together with 95 %. No efficiency by itself is told."
+    words = costs if by_cost(planner) else f"Efficiency of {what}."
+    return f"{words} Star: shown to be a curve's best. Open: by formula."
 
 
 def plot_planner(planner: Planner) -> go.Figure:
-    """Draw efficiency against group size, one curve per estimator; open marks follow by formula, stars are best."""
-    figure = go.Figure(layout=go.Layout(template=TEMPLATE, height=360))
+    """Draw efficiency against group size, one curve per estimator; open marks follow by formula, stars are best.
+
+    Where no efficiency may be shown it draws cost against the recorded size with its interval, as far as that is told.
+    """
+    figure, costs = go.Figure(layout=go.Layout(template=TEMPLATE, height=360)), by_cost(planner)
     curves: dict[tuple[str, str], list[Cell]] = {}
+    told = {(cell.estimator, cell.energy_source) for cell in planner.cells if not costs or cell.cost is not None}
     for cell in planner.cells:
-        curves.setdefault((cell.estimator, cell.energy_source), []).append(cell)
-    names = labels(curves)
+        if (label := (cell.estimator, cell.energy_source)) in told:
+            curves.setdefault(label, []).append(cell)
+    names, one, gap = labels(curves), Interval(1.0, 1.0, 1.0, 0, "over itself"), Interval(np.nan, None, None, 0, "")
     for label, curve in curves.items():
-        style = trace_style(*label)
+        style, bars = (
+            trace_style(*label),
+            [one if cell.size == planner.recorded_size else cell.cost or gap for cell in curve],
+        )
         symbol = style.symbol.removesuffix("-open")
         figure.add_scatter(
             x=[cell.size for cell in curve],
-            y=[cell.efficiency for cell in curve],
-            name=names[label],
-            mode="lines+markers",
+            y=[bar.estimate if costs else cell.efficiency for cell, bar in zip(curve, bars, strict=True)],
+            error_y={
+                "type": "data", "symmetric": False, "thickness": 1, "width": 2, "visible": costs,
+                "array": [(bar.high or bar.estimate) - bar.estimate for bar in bars],
+                "arrayminus": [bar.estimate - (bar.low or bar.estimate) for bar in bars],
+            },
+            name=names[label], mode="lines+markers", showlegend=True,
             line={"color": style.color, "dash": style.dash, "width": 1.6},
             marker={
                 "symbol": [("star" if cell.best else symbol) + ("" if cell.cut else "-open") for cell in curve],
                 "size": [14 if cell.best else 8 for cell in curve],
             },
             hovertemplate="groups of %{x}: <b>%{y:.3g}</b><extra>" + names[label] + "</extra>",
-        )
+        )  # fmt: skip
     sizes = sorted({cell.size for cell in planner.cells})
     figure.update_xaxes(title="group size N", type="log", tickvals=sizes, ticktext=[str(size) for size in sizes])
-    figure.update_yaxes(title="efficiency", rangemode="tozero")
-    return figure
+    title = f"cost, groups of {planner.recorded_size} = 1" if costs else "efficiency"
+    return figure.update_yaxes(title=title, rangemode="tozero")
 
 
 def planner_table(planner: Planner) -> pd.DataFrame:
@@ -65,7 +84,7 @@ def planner_table(planner: Planner) -> pd.DataFrame:
 
 def sizes_display(planner: Planner) -> pd.DataFrame:
     """Return efficiency and cost as they are read, by estimator and size; * best of its curve, † by formula."""
-    return pd.DataFrame(
+    table = pd.DataFrame(
         {
             "estimator": cell.estimator + ("" if cell.energy_source == "none" else f"/{cell.energy_source}"),
             "group size": f"{cell.size}{_marks(cell)}",
@@ -75,6 +94,7 @@ def sizes_display(planner: Planner) -> pd.DataFrame:
         for cell in planner.cells
         if cell.efficiency is not None or cell.cost is not None
     )
+    return table.drop(columns="efficiency") if len(table) and by_cost(planner) else table
 
 
 def _marks(cell: Cell) -> str:

@@ -22,7 +22,10 @@ FIRST = (
 )  # fmt: skip
 """Settings that explain how training went, what matters most first; others follow, then the seed."""
 
-LAST = ("seed", "warm_start", "evaluate", "measure", "checkpoint", "processes", "trackers", "if_exists", "root", "run")
+LAST = (
+    "seed", "warm_start", "evaluate", "measure", "precision", "device", "checkpoint", "processes", "trackers",
+    "if_exists", "root", "run",
+)  # fmt: skip
 """Settings that do not: how a run was watched, and where it is kept."""
 
 KEPT = ("trackers", "if_exists", "root", "run")

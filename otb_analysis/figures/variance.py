@@ -19,7 +19,7 @@ from otb_analysis.figures.styles import Style
 from otb_analysis.figures.theme import RULE, note_in_panel, panels, place
 from otb_analysis.types import Float32
 
-UNDEFINED = "undefined: too few prompts to tell ∇J from noise;<br>measure more prompts or pool more steps"
+UNDEFINED = "not shown: too few prompts to tell it from noise;<br>measure more prompts or pool more steps"
 
 
 @dataclass(frozen=True)

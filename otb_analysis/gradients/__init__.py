@@ -19,6 +19,7 @@ Every function starts from `batch`, which checks the arguments and strips the pa
 above it: batch · exact · groups, manual, directional, sampled · sketched.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -28,10 +29,13 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, Weights, check_group, check_weights, prepare
+from otb_analysis.gradients.batch.memory import free_bytes, gibibytes, memory_bytes
 from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.gradients.batch.tree import distinct, distinct_rollouts
+from otb_analysis.gradients.batch.widening import widened
 from otb_analysis.gradients.directional.attribution import batch_gradient, gradient_attribution, signal_noise
 from otb_analysis.gradients.exact import generic, reference
+from otb_analysis.gradients.exact.verdicts import first_told
 from otb_analysis.gradients.groups import group_gram
 from otb_analysis.gradients.manual import fast
 from otb_analysis.gradients.sampled.sampled import sampled_score_norms
@@ -58,6 +62,8 @@ __all__ = [
     "weighted_score_norms",
 ]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -66,12 +72,23 @@ class Engine:
     token_score_norms: Callable[[ScoreBatch, bool], ScoreNorms]
     weighted_score_norms: Callable[[ScoreBatch, Float], Float]
     group_gradient_gram: Callable[[ScoreBatch, Float, Int], Float]
+    needed_bytes: Callable[[ScoreBatch, bool], int] = lambda _batch, _path: 0
+    """What norms of the longest rollout take, with path norms or not."""
 
 
 ENGINES: dict[str, Engine] = {
-    "fast": Engine(fast.token_score_norms, fast.weighted_score_norms, group_gram.group_gradient_gram),
-    "generic": Engine(generic.token_score_norms, generic.weighted_score_norms, group_gram.group_gradient_gram),
-    "reference": Engine(reference.token_score_norms, reference.weighted_score_norms, reference.group_gradient_gram),
+    "fast": Engine(
+        fast.token_score_norms, fast.weighted_score_norms, group_gram.group_gradient_gram, fast.needed_bytes
+    ),
+    "generic": Engine(
+        generic.token_score_norms, generic.weighted_score_norms, group_gram.group_gradient_gram, generic.needed_bytes
+    ),
+    "reference": Engine(
+        reference.token_score_norms,
+        reference.weighted_score_norms,
+        reference.group_gradient_gram,
+        reference.needed_bytes,
+    ),
 }
 """Engines of this version, best first. `reference` takes M ordinary backward passes per prompt for a Gram matrix, the
 others as many as the prompt's weights have rank."""
@@ -124,13 +141,14 @@ def token_score_norms(
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)
-    chosen = _engine(engine, batch)
-    if path or engine == "reference":
-        return chosen.token_score_norms(batch, path)
-    # Equal texts have equal scores, which rollouts of one prompt often share at their beginning: each is measured once.
-    once, twin = distinct(batch)
-    norms = chosen.token_score_norms(once, path)
+    with widened(prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)) as batch:
+        chosen = _engine(engine, batch, path=path)
+        if path or engine == "reference":
+            return chosen.token_score_norms(batch, path)
+        # Equal texts have equal scores, which rollouts of one prompt often share at their beginning: each is measured
+        # once.
+        once, twin = distinct(batch)
+        norms = chosen.token_score_norms(once, path)
     norm_sq, logprob = np.zeros(batch.shape), np.zeros(batch.shape)
     norm_sq[batch.mask], logprob[batch.mask] = norms.norm_sq[twin], norms.logprob[twin]
     return replace(norms, norm_sq=norm_sq, logprob=logprob)
@@ -163,13 +181,13 @@ def weighted_score_norms(
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)
-    checked = check_weights(weights, batch.mask)
-    chosen = _engine(engine, batch, checked.shape[1])
-    if engine == "reference":
-        return chosen.weighted_score_norms(batch, checked)
-    once, twin = distinct_rollouts(batch, checked)
-    return chosen.weighted_score_norms(once, checked)[twin]
+    with widened(prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)) as batch:
+        checked = check_weights(weights, batch.mask)
+        chosen = _engine(engine, batch, checked.shape[1])
+        if engine == "reference":
+            return chosen.weighted_score_norms(batch, checked)
+        once, twin = distinct_rollouts(batch, checked)
+        return chosen.weighted_score_norms(once, checked)[twin]
 
 
 @torch.inference_mode(False)
@@ -207,10 +225,10 @@ def group_gradient_gram(
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)
-    checked = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
-    chosen = _engine(engine, batch) if soft is not None else ENGINES["generic" if engine == "auto" else engine]
-    return chosen.group_gradient_gram(batch, *checked)
+    with widened(prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)) as batch:
+        checked = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
+        chosen = _engine(engine, batch) if soft is not None else ENGINES["generic" if engine == "auto" else engine]
+        return chosen.group_gradient_gram(batch, *checked)
 
 
 def _known(name: str) -> None:
@@ -218,11 +236,26 @@ def _known(name: str) -> None:
         raise InputError(f"engine {name!r} is not available in this version; pass one of: {', '.join(ENGINES)}, auto.")
 
 
-def _engine(name: str, batch: ScoreBatch, rows: int | None = None) -> Engine:
-    if batch.soft is not None:
-        if name not in ("auto", "reference"):
-            raise InputError(f'engine {name!r} has no rule for soft tokens; pass engine="reference".')
-        return ENGINES["reference"]
-    if name == "auto":
-        name = "fast" if fast.fits(batch) else "generic" if generic.fits(batch, rows) else "reference"
-    return ENGINES[name]
+def _engine(name: str, batch: ScoreBatch, rows: int | None = None, path: bool = False) -> Engine:
+    """The engine of a name, or the first of "auto" that has a rule for the model; with the memory that it needs."""
+    if batch.soft is not None and name not in ("auto", "reference"):
+        raise InputError(f'engine {name!r} has no rule for soft tokens; pass engine="reference".')
+    rules = {"fast": fast.fits, "generic": lambda batch: generic.fits(batch, rows), "reference": lambda _: True}
+    tried = ("reference",) if batch.soft is not None else ENGINES if name == "auto" else (name,)
+    free, lacking = free_bytes(batch.scope.parameters[0].device), list[str]()
+    for one in tried:
+        if name == "auto" and not rules[one](batch):
+            continue
+        needed = ENGINES[one].needed_bytes(batch, path)
+        if needed <= free:
+            if lacking and first_told(batch.model, sentence := f"{one} measures, because {' and '.join(lacking)}."):
+                _log.warning(sentence)
+            return ENGINES[one]
+        longest = max(batch.rollouts, key=lambda r: r.length)
+        lacking.append(f"{one} needs {gibibytes(needed)} for rollout {longest.row} of {len(longest.ids)} tokens")
+    raise InputError(
+        f"engine {' and '.join(lacking)} but {gibibytes(free)} of "
+        f"{gibibytes(memory_bytes(batch.scope.parameters[0].device))} are free; pass shorter rollouts, a smaller scope"
+        + (', engine="auto"' if name != "auto" else "")
+        + " or estimate the norms by sketch_score_norms."
+    )

@@ -8,9 +8,11 @@ are enough: Σe, Σe², Σe³, Σe·d, Σe·d². Every term has one sign, so not
     H = −π_y log π_y + r·(ℓ·Σe − Σe·d)                Σ_v π_v log² π_v = π_y log² π_y + r·(Σe·d² − 2ℓ·Σe·d + ℓ²·Σe)
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from otb_analysis.devices import widenable
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.logit_stats.tiles import Others, Source, sum_over_tiles
 from otb_analysis.types import LogitStats
@@ -52,7 +54,7 @@ def logit_stats(
     others = sum_over_tiles(source, y.to(source.values.device), chunk or source.chunk())
     _refuse_non_finite(others, shape)
     values = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(others).items()}
-    norm_sq = None if hidden is None else hidden.double().square().sum(-1).reshape(shape).cpu().numpy()
+    norm_sq = None if hidden is None else widenable(hidden).double().square().sum(-1).reshape(shape).cpu().numpy()
     return LogitStats(hidden_norm_sq=norm_sq, **values)
 
 
@@ -129,5 +131,5 @@ def _refuse_non_finite(others: Others, shape: tuple[int, ...]) -> None:
 
 
 def _place(index: int, shape: tuple[int, ...]) -> str:
-    *row, position = (int(i) for i in torch.unravel_index(torch.tensor(index), shape)) if shape else (0,)
+    *row, position = (int(i) for i in np.unravel_index(index, shape)) if shape else (0,)
     return f"row {', '.join(map(str, row))}, position {position}" if row else f"position {position}"

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otb_analysis.devices import widenable, working_set
+
 ROWS = {"logits": 32, "hidden": 256}
 """Rows per tile, at most: enough for a matrix product to run at full speed; of given logits few, read in long runs."""
-ENTRIES = {"cpu": 1 << 17, "other": 1 << 24}
-"""Entries per tile: three buffers of 2^17, 1.5 MB in float32, stay in a core's cache; a GPU wants long calls."""
+ENTRIES = 1 << 17
+"""Entries per tile on a CPU: three buffers of them, 1.5 MB in float32, stay in a core's cache."""
 PROMOTED = 1 << 19
 """Entries of the output matrix that are promoted to float32 at once where it is held in fewer bits."""
 MERGED = 1 << 11
@@ -41,7 +43,7 @@ class Source:
     def chunk(self) -> tuple[int, int]:
         """Rows and vocabulary entries per tile: few rows get long tiles, so that every tile is worth its calls."""
         rows = max(1, min(ROWS["logits" if self.weight is None else "hidden"], len(self.values)))
-        columns = ENTRIES["cpu" if self.values.device.type == "cpu" else "other"] // rows
+        columns = working_set(self.values.device, ENTRIES) // rows
         if self.weight is not None and self.weight.dtype != self.dtype:
             columns = min(columns, max(PROMOTED // self.weight.shape[1], 128))
         if columns > self.vocabulary:  # a small vocabulary gets more rows, for the same reason
@@ -98,12 +100,12 @@ class Others:
         rows = max(1, MERGED // sums.shape[1])
         merged = torch.cat([_merged(part) for part in sums.split(rows, dim=-1)], dim=-1)
         top, e, e2, e3, ed, ed2 = merged
-        return cls(top, e, e2, e3, ed, ed2, drawn.double())
+        return cls(top, e, e2, e3, ed, ed2, widenable(drawn).double())
 
 
 def _merged(sums: Tensor) -> Tensor:
     """Bring the sums of every slice to the largest top and add them up [6, R], float64."""
-    tops, e, e2, e3, ed, ed2 = sums.double()
+    tops, e, e2, e3, ed, ed2 = widenable(sums).double()
     top = tops.amax(0)
     c = tops - top
     f = c.exp()

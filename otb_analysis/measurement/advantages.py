@@ -21,9 +21,9 @@ def every_advantage(
     """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
 
     Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as in training, since some
-    couple prompts. Those that read exact norms see the measured rows. `options` holds the options of estimators that do
-    not run with their defaults, such as the one that trains; `states` what estimators remember of earlier steps, which
-    is only known of the one that trains, with its energies.
+    couple prompts. Those that read exact norms see the measured rows, and are left out unless all of these have them.
+    `options` holds the options of estimators that do not run with their defaults, such as the one that trains; `states`
+    what estimators remember of earlier steps, which is only known of the one that trains, with its energies.
     """
     options, states = options or {}, states or {}
 
@@ -32,7 +32,8 @@ def every_advantage(
         return estimate(label[0], replace(inputs, state=states.get(label)), chosen).advantage
 
     proxy = table.inputs(table.proxy)
-    part = _rows_of(table.inputs(measured.whole_norm_sq, measured.rollout_norm_sq), rows)
+    whole = bool(measured.whole[rows].all())
+    part = _rows_of(table.inputs(measured.whole_norm_sq, measured.rollout_norm_sq), rows) if whole else proxy
     everywhere = set(available(proxy, options))
     advantages: dict[Label, Float] = {}
     for name in available(part, options):
@@ -42,7 +43,7 @@ def every_advantage(
             advantages[name, source] = advantage((name, source), proxy)[rows]
         if reads_energy and calibrated is not None:
             advantages[name, "calibrated"] = advantage((name, "calibrated"), table.inputs(calibrated))[rows]
-        if reads_energy or name not in everywhere:
+        if whole and (reads_energy or name not in everywhere):
             advantages[name, "exact"] = advantage((name, "exact"), part)
     return advantages
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from otb_analysis.devices import widenable
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.soft import drawn_logprobs, soft_inputs
 from otb_analysis.logit_stats import logit_stats
@@ -235,14 +236,14 @@ def _of_drawn_tokens(stats: LogitStats, soft: Tensor, logprob: Tensor) -> LogitS
     """Return statistics [N, T] in which soft tokens have their log-density and none of what a drawn token has: NaN."""
     here = soft.cpu().numpy()
     whole = {field.name: np.where(here, np.nan, getattr(stats, field.name)) for field in fields(LogitStats)}
-    density = np.where(here, logprob.double().cpu().numpy(), stats.logprob)
+    density = np.where(here, logprob.cpu().double().numpy(), stats.logprob)
     return LogitStats(**whole | {"logprob": density, "hidden_norm_sq": stats.hidden_norm_sq})
 
 
 def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:
     """Return the statistics [N, T] of the policy tokens [K, ...]; entries outside the mask are zero."""
     stats = logit_stats(logits, token_ids=targets, temperature=temperature)
-    norm_sq = hidden.float().square().sum(-1, dtype=torch.float64).cpu().numpy()
+    norm_sq = widenable(hidden.float()).square().sum(-1, dtype=torch.float64).cpu().numpy()
     columns = {field.name: getattr(stats, field.name) for field in fields(LogitStats)} | {"hidden_norm_sq": norm_sq}
     inside = mask.cpu().numpy()
     whole = {name: np.zeros(inside.shape) for name in columns}

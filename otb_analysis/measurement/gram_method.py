@@ -14,6 +14,7 @@ from otb_analysis.gradients.exact.gram import GRADIENT_BYTES
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.blocks import structure_of
 from otb_analysis.gradients.groups.layered import INPUT_BYTES
+from otb_analysis.gradients.groups.predictions import LOGIT_BYTES, SLICE_BYTES
 from otb_analysis.gradients.sketched.sketch import KEPT
 from otb_analysis.measurement.level import positions, read_once
 from otb_analysis.rollouts.models import output_layer
@@ -110,5 +111,6 @@ def _exact(model: PreTrainedModel, rollouts: Rollouts, rows: Bool, each: int, sc
         # Signals of every row at a block's output, at its input and at the embedding's output.
         beside = 3 * each * output + (inputs if inputs <= INPUT_BYTES else inputs // math.isqrt(blocks))
     rounds = max(1, -(-needed // GRADIENT_BYTES))
-    memory = min(needed, GRADIENT_BYTES) + beside + 3 * 8 * count**2
+    logits = LOGIT_BYTES * next(output_layer(model).parameters()).shape[0] * positions(rollouts, rows)
+    memory = min(needed, GRADIENT_BYTES) + beside + 3 * 8 * count**2 + min(logits, SLICE_BYTES)
     return GramMethod(None, memory, BASE * once * rounds + PRODUCT * count**2 / max(positions(rollouts, rows), 1))

@@ -38,8 +38,8 @@ from otb_analysis.types import Bool, Float
 #   drawn tokens, a tenth              2–3      3.5        –
 #   sketched norms, a direction     0.4–.7     0.25    .15–.3
 #   attribution with its split        5–10      2.5    > 2.4
-DRAWN, FOUND = 1.0, 2.0
-"""Norm of one drawn token, times the share of its rollout that comes before it; and the pass that draws the tokens."""
+SHARED, FOUND = 0.5, 2.0
+"""The pass that the drawn tokens of a rollout share; and the one that draws them by their norm above the cut."""
 NORM = {"auto": 0.35, "fast": 0.35, "generic": 0.6, "reference": 1.0}
 """Exact norm of one token, by engine, times the share of its rollout that comes before it. A backward pass without
 weight gradients is a third of a forward and backward pass."""
@@ -49,6 +49,16 @@ DIRECTION, ATTRIBUTION, SPLIT = 0.32, 2.4, 1.0
 Exact norms and K directions cost the same where NORM·seen = DIRECTION·K. On SmolLM2-135M, after prompts of 1 and 46
 tokens, that was at seen = .85 to 1.03 K for K = 16 and .8 to .92 K for K = 32.
 """
+
+
+DRAWN_OF_PROMPT = 32
+"""Tokens that are drawn from a prompt's long answers."""
+
+
+def drawn_share(rollouts: Rollouts) -> float:
+    """Return the share of the tokens that is drawn: 32 of a prompt's, a tenth at most, but 16 where there are."""
+    tokens = max(float(rollouts.mask.sum()) / len(rollouts.prompts), 1.0)
+    return float(np.clip(DRAWN_OF_PROMPT / tokens, 0.01, min(1.0, max(0.1, 16 / tokens))))
 
 
 class Sampled(Level):
@@ -75,8 +85,9 @@ class Sampled(Level):
         return known.with_drawn(norm_sq, DrawnTokens(prob, share, fit, fit.predict(proxy)))
 
     def passes(self, plan: SampledSchedule, rollouts: Rollouts, rows: Bool) -> float:
-        """Return the cost of the draw and of the drawn tokens."""
-        return FOUND + DRAWN * plan.share * seen(rollouts, rows)
+        """Return the cost of the draw and of the drawn tokens, whose signals share a rollout's pass."""
+        draw = FOUND if plan.by == "above_cut" else 0.0
+        return draw + SHARED + NORM["auto"] * plan.share * seen(rollouts, rows)
 
     def words(self, plan: SampledSchedule) -> str:
         """Return how many tokens are drawn."""

@@ -89,12 +89,6 @@ class GradientMeasurer:
         self.states: dict[Label, NormalEquations] = {}
         self.settings = {"engine": self.policy.engine, **self.policy.settings}
 
-    def groups_due(self, step: int, n_groups: int) -> Int:
-        """Return the indices of the groups to measure at a step: the first ones, since prompts come in random order."""
-        if not self.config.exact.due(step):
-            return np.arange(0)
-        return np.arange(min(self.config.exact.prompts or n_groups, n_groups))
-
     def norms(self, rollouts: Rollouts, groups: Int) -> TokenMeasurements:
         """Return exact norms of every token and of every whole rollout of some groups."""
         rows = np.isin(rollouts.group, groups)
@@ -183,16 +177,17 @@ class GradientMeasurer:
         The step seeds what is drawn. `known` holds exact norms of all groups where the training estimator needed them.
         `weights` returns what multiplies each score in the first update [N, T]; it is called only where that is used.
         """
-        attempt, groups = Attempts(step), self.groups_due(step, len(rollouts.prompts))
+        attempt = Attempts(step)
+        normed, groups = (np.arange(n) for n in self.config.prompts_due(step, len(rollouts.prompts)))
         tokens = TokenMeasurements.nothing(table.mask.shape) if known is None else known
-        if len(groups) and known is None:
-            tokens = attempt("exact norms", lambda: self.norms(rollouts, groups), tokens)
+        if len(normed) and known is None:
+            tokens = attempt("exact norms", lambda: self.norms(rollouts, normed), tokens)
         seen = MeasuredStep(self.policy, step, rollouts, table, weights)
-        for name, plan in self.config.schedules.items():
-            if name != "exact" and plan.due(step):
+        for name, plan in self.config.levels.items():
+            if plan.due(step):
                 level = level_of(name)
                 tokens = attempt(level.phase, partial(level.measure, seen, plan, tokens), tokens)
-        if not len(groups) or not tokens.whole.any():
+        if not len(groups):
             return Measurement(tokens, gaps=attempt.failed)
         gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
         if gram is None:

@@ -100,12 +100,12 @@ def write_audit(run: RunAnswers, report: AuditReport, folder: Path, command: str
 
 def planner_parts(planner: Planner) -> list[Part]:
     """Return group sizes at the same rollouts: picture, efficiencies, costs, dead groups and what cannot be known."""
-    parts: list[Part] = [Picture("planner", planner_words(planner), plot_planner(planner))] if planner.cells else []
-    if len(sizes := sizes_display(planner)):
+    sizes, parts = sizes_display(planner), list[Part]()
+    if len(sizes):
         caption = f"{planner.n_rollouts} rollouts in groups of each size. {COST} {BEST}"
+        parts.append(Picture("planner", planner_words(planner), plot_planner(planner)))
         parts.append(Grid(caption, sizes, "Budget planner: group sizes at the same rollouts"))
-    parts += dead_parts(planner)
-    return [*parts, *filter(None, [planner.note])]
+    return [*parts, *dead_parts(planner), *filter(None, [planner.note])]
 
 
 def dead_parts(planner: Planner) -> list[Part]:

@@ -148,7 +148,7 @@ class TransformersGenerator:
 
     def _all_cut(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Generation]:
         generations = []
-        for row, row_logprobs in zip(tokens.tolist(), logprobs.double().tolist(), strict=True):
+        for row, row_logprobs in zip(tokens.tolist(), logprobs.cpu().double().tolist(), strict=True):
             end = next((i for i, token in enumerate(row) if token in self.ends), None)
             length = len(row) if end is None else end + 1
             generations.append(Generation(row[:length], row_logprobs[:length], end is not None))

@@ -54,7 +54,7 @@ class VllmGenerator:
         """Continue each context; see `Generator.generate`."""
         check_contexts(self.model, contexts, max_new_tokens)
         self._send_weights()
-        seeds = torch.randint(LARGEST_SEED, (len(contexts),)).tolist()
+        seeds = torch.randint(LARGEST_SEED, (len(contexts),), device="cpu").tolist()
         outputs = self.engine.generate(
             [{"prompt_token_ids": list(context)} for context in contexts],
             [self._settings(max_new_tokens, temperature, seed) for seed in seeds],

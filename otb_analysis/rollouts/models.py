@@ -86,7 +86,7 @@ def small_model(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, se
         use_cache=True,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: layers are made there
         return Qwen3ForCausalLM(shape).eval()
 
 
@@ -262,7 +262,7 @@ def _missing(path: str) -> str:
 @torch.no_grad()
 def _refuse_bidirectional(model: PreTrainedModel, path: Path) -> None:
     """Raise when what follows a token changes its logits: an encoder such as BERT loads as a "causal" model too."""
-    first = model(input_ids=torch.tensor([[0, 0], [0, 1]]), use_cache=False).logits[:, 0]
+    first = model(input_ids=torch.tensor([[0, 0], [0, 1]], device=model.device), use_cache=False).logits[:, 0]
     if float((first[0] - first[1]).abs().max()) > 1e-5 * float(first.abs().max()):
         raise InputError(
             f"{path} holds a {type(model).__name__}, whose tokens see what comes after them; "

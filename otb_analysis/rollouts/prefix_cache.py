@@ -97,7 +97,9 @@ def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | No
     layers = [DynamicLayer() for _ in DynamicCache(config=model.config).layers]
     seen, mask = torch.as_tensor(ids, device=model.device), torch.as_tensor(real, device=model.device)
     last = mask.sum(1) - 1
-    with chosen_states(model, lambda hidden: hidden[torch.arange(len(last)), last], logits=False) as states:
+    with chosen_states(
+        model, lambda hidden: hidden[torch.arange(len(last), device=hidden.device), last], logits=False
+    ) as states:
         model(input_ids=seen, attention_mask=mask, past_key_values=Cache(layers=[*layers]), use_cache=True)
     return PrefixCache(
         keys=tuple(layer.keys for layer in layers if layer.keys is not None),

@@ -109,7 +109,7 @@ def read_gram(
     if references is None:
         return _gram(products[place].astype(np.float64), order, prompt_of)
     of_same = products[np.einsum("mnpp->mnp", place)].astype(np.float64)
-    blocks = (lambda m, other: products[place[m, other]].astype(np.float64), np.einsum("mnp->mn", of_same))
+    blocks = (lambda m, other: products[place[m, other]].astype(np.float64, copy=False), np.einsum("mnp->mn", of_same))
     return ReducedGram.of(*_heading(order, prompt_of), references, *blocks)
 
 
@@ -179,15 +179,15 @@ def _as_written(column: Callable[[str], Any]) -> _Order | None:
     size = (math.isqrt(8 * count + 1) - 1) // 2
     if not count or size * (size + 1) // 2 != count:
         return None
-    upper, other = _upper(size)
     keys = []  # of each group gradient, read from the products of the first one with all
     for name in ("estimator", "energy_source", "group"):
         first, second = column(name), column(f"other_{name}")
         keys.append(second.iloc[:size].astype(first.dtype))
-        for values, place in ((first, upper), (second, other)):
+        for values in (first, second):
             of_one = second.iloc[:size].astype(values.dtype)
-            codes = [v.cat.codes if name != "group" else v for v in (values, of_one)]
-            if (codes[0].to_numpy() != codes[1].to_numpy()[place]).any():
+            codes, one = ((v.cat.codes if name != "group" else v).to_numpy() for v in (values, of_one))
+            pairs = [one[k:] if values is second else np.full(size - k, one[k]) for k in range(size)]
+            if (codes != np.concatenate(pairs)).any():
                 return None
     written = list(zip(*(key.tolist() for key in keys), strict=True))
     labels = tuple(dict.fromkeys((name, source) for name, source, _ in written))
@@ -201,17 +201,11 @@ def _as_written(column: Callable[[str], Any]) -> _Order | None:
 def _places(labels: int, groups: int) -> NDArray[np.int32]:
     """Return which row of `gram_rows` holds each product [M, M, P, P]."""
     size = labels * groups
-    upper, other = _upper(size)
-    place = np.empty((size, size), dtype=np.int32)
-    place[upper, other] = place[other, upper] = np.arange(len(upper), dtype=np.int32)
-    return np.ascontiguousarray(place.reshape(labels, groups, labels, groups).transpose(0, 2, 1, 3))
-
-
-@lru_cache(maxsize=4)
-def _upper(size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return `np.triu_indices` in a third of its memory."""
     every = np.arange(size, dtype=np.int32)
-    return np.repeat(every, size - every), np.concatenate([every[first:] for first in range(size)] or [every])
+    one, start = (of.reshape(labels, 1, groups, 1) for of in (every, every * (2 * size - every - 1) // 2))
+    # Row start[i] + j is that of i ≤ j; exchanged it comes later.
+    place = start + one.reshape(1, labels, 1, groups)
+    return np.minimum(place, start.reshape(1, labels, 1, groups) + one, out=place)
 
 
 def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, list[str]]:

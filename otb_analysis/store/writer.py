@@ -79,12 +79,14 @@ class RunWriter:
         config: Mapping[str, object],
         *,
         if_exists: Literal["error", "replace"] = "error",
+        machine: Mapping[str, object] | None = None,
     ) -> "RunWriter":
         """Make the run's directory and its run.json, and return its writer.
 
         Args:
             config: Its whole configuration, nested; `seed` is repeated at the top of run.json.
             if_exists: What to do with a run of that name: refuse, or delete it first.
+            machine: Where its model runs, and in which arithmetic it is measured.
 
         Raises:
             InputError: The name is no directory name, a directory of that name exists, or the run to be replaced is
@@ -95,7 +97,7 @@ class RunWriter:
         try:
             _clear(path, if_exists)
             with atomic_folder(path, replace=False) as draft:
-                write_run_file(draft, new_run(run, config))
+                write_run_file(draft, new_run(run, config) | ({"machine": dict(machine)} if machine else {}))
                 write_reserve(draft)
         except OSError as error:
             raise StoreError(
@@ -104,7 +106,7 @@ class RunWriter:
         return cls(path)
 
     @classmethod
-    def resume(cls, path: Path, from_step: int) -> "RunWriter":
+    def resume(cls, path: Path, from_step: int, machine: Mapping[str, object] | None = None) -> "RunWriter":
         """Return the writer of a run that goes on: the steps from `from_step` on are removed, whole or half written.
 
         Raises:
@@ -118,7 +120,7 @@ class RunWriter:
                 "status": "running", "reason": "", "updated": now(), "process": this_process()
             }  # fmt: skip
             earlier = info.get("resumed")
-            again = {"at": now(), "from_step": from_step, "git": git_state()}
+            again = {"at": now(), "from_step": from_step, "git": git_state(), "machine": machine}
             write_run_file(path, info | {"resumed": [*(earlier if isinstance(earlier, list) else []), again]})
             write_reserve(path)
         except OSError as error:

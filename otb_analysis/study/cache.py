@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from otb_analysis import __version__
+from otb_analysis.devices import device_of, words_of
 from otb_analysis.errors import StoreError
 from otb_analysis.store.atomic import atomic_file
 from otb_analysis.study.record import Cell, Rows, Tables, Value
@@ -104,10 +105,12 @@ def _minutes(minutes: float) -> str:
 
 
 def machine_words() -> str:
-    """Return the machine in words: cores that this process may use, their kind, memory of the machine."""
+    """Return the machine in words: cores that this process may use, their kind, memory, where models run."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{cores} core{'s' * (cores > 1)} of {_processor()}, {memory:.0f} GiB of memory"
+    device = device_of()
+    beside = "" if device.type == "cpu" else f", models on {words_of(device)}"
+    return f"{cores} core{'s' * (cores > 1)} of {_processor()}, {memory:.0f} GiB of memory{beside}"
 
 
 def forget_peak_memory() -> None:

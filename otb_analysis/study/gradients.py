@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from otb_analysis.devices import random_forked
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate, with_limit
 from otb_analysis.gradients import group_gradient_gram
@@ -90,7 +91,7 @@ def _side_by_side(
         for column, part in zip(columns, (*parts, np.pad(rollouts.attention_mask, wide)), strict=True):
             column.append(part)
     ids, mask, weights, group, attention = (np.concatenate(column) for column in columns)
-    return torch.as_tensor(ids), torch.as_tensor(mask), weights, group, torch.as_tensor(attention).long()
+    return torch.from_numpy(ids), torch.from_numpy(mask), weights, group, torch.from_numpy(attention).long()
 
 
 def drawn(trainer: Trainer, n_prompts: int, group_size: int, seed: int = 1, start: int = PROMPTS_FROM) -> Rollouts:
@@ -100,7 +101,7 @@ def drawn(trainer: Trainer, n_prompts: int, group_size: int, seed: int = 1, star
     """
     prompts = draw_prompts(trainer.task, "train", start, n_prompts)
     settings = replace(trainer.config.sample, prompts=n_prompts, group_size=group_size)
-    with torch.random.fork_rng():
+    with random_forked(trainer.model.device):
         torch.manual_seed(seed_of(trainer.config.seed, seed))
         return sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, settings)
 

@@ -9,6 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig
+from otb_analysis.devices import device_of, random_forked
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.measurement.forward import ForwardPass
 from otb_analysis.measurement.table import TokenTable, compute_rewards, token_table
@@ -33,6 +34,10 @@ class Policy:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     task: Task
+
+    def __post_init__(self) -> None:
+        """Move the model to the device that `otb study` was given."""
+        self.model.to(device_of())  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, see
         pad_token_id=special_id(tokenizer, "pad"),
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: layers are made there
         return GPT2LMHeadModel(shape).eval()
 
 
@@ -111,7 +116,7 @@ def write(
     `at_once` prompts are sampled side by side, by default all of them.
     """
     generator = TransformersGenerator(policy.model, policy.tokenizer)
-    with torch.random.fork_rng(devices=[]):
+    with random_forked(policy.model.device):
         torch.manual_seed(seed)
         parts = []
         for start in range(0, len(prompts), at_once or len(prompts)):

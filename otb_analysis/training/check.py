@@ -234,10 +234,10 @@ def _soft_problems(config: TrainConfig, processes: int) -> Iterator[str]:
         yield f"{given}, which measure.engine {config.measure.engine!r} has no rule for; set it to 'auto'."
     if config.measure.gram == "sketch":
         yield f"{given}, where the Gram matrix is always exact; set measure.gram to 'auto'."
-    further = [level for level, plan in config.measure.schedules.items() if level != "exact" and plan.every > 0]
+    further = [level for level, plan in config.measure.levels.items() if plan.every > 0]
     if config.measure.budget > 0 or further:
         what = f"measure.{further[0]}.every" if further else "measure.budget"
-        yield f"{given}, where only measure.exact measures; set {what} to 0."
+        yield f"{given}, where only measure.exact and measure.gradients measure; set {what} to 0."
 
 
 def _sketch_problems(config: TrainConfig) -> Iterator[str]:

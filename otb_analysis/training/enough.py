@@ -10,29 +10,31 @@ from otb_analysis.tasks.task_calls import draw_prompts
 
 
 def too_few_prompts(config: TrainConfig, task: Task) -> str:
-    """Return what to change where the level `exact` measures too few prompts for an interval, else nothing."""
-    exact, most, total = config.measure.exact, config.sample.prompts, config.optimize.steps
-    if exact.every <= 0 or config.measure.budget:  # a budget says it once it has planned
+    """Return what to change where the gradients of too few prompts are measured for an interval, else nothing."""
+    measure, most, total = config.measure, config.sample.prompts, config.optimize.steps
+    counts = {step: count for step in range(total) if (count := measure.prompts_due(step, most)[1])}
+    if not counts or measure.budget:  # a budget says it once it has planned
         return ""
-    count, ids, steps = min(exact.prompts or most, most), set[str](), 0
-    for step in filter(exact.due, range(total)):  # the prompts that the run will draw
+    ids, used = set[str](), 0
+    for step, count in counts.items():  # the prompts that the run will draw
         ids |= {prompt.id for prompt in draw_prompts(task, "train", step * most, count)}
-        steps += 1
+        used += count
         if len(ids) >= MIN_CLUSTERS:
             return ""
-    wanted = -(-MIN_CLUSTERS // max(steps, 1))
-    if steps * count >= MIN_CLUSTERS:
+    level = "gradients" if measure.gradients.every else "exact"
+    wanted, option = -(-MIN_CLUSTERS // len(counts)), f"--measure.{level}"
+    if used >= MIN_CLUSTERS:
         remedy = "take a task with more prompts"
     elif wanted <= most:
-        remedy = f"--measure.exact.prompts {wanted}"
+        remedy = f"{option}.prompts {wanted}"
     elif total * most >= MIN_CLUSTERS:
         # every ≤ (steps − 1) / (needed − 1): the last measured step that is needed must still be a step of the run
         needed = -(-MIN_CLUSTERS // most)
-        remedy = f"--measure.exact.every {max(1, (total - 1) // (needed - 1))} --measure.exact.prompts {most}"
-        remedy += " --measure.exact.first 0" if exact.first else ""
+        remedy = f"{option}.every {max(1, (total - 1) // (needed - 1))} {option}.prompts {most}"
+        remedy += f" {option}.first 0" if getattr(measure, level).first else ""
     else:
-        remedy = f"--optimize.steps {-(-MIN_CLUSTERS // most)} --measure.exact.every 1 --measure.exact.prompts {most}"
-    prompts, at = plural(len(ids), "different prompt"), plural(steps, "step")
+        remedy = f"--optimize.steps {-(-MIN_CLUSTERS // most)} {option}.every 1 {option}.prompts {most}"
+    prompts, at = plural(len(ids), "different prompt"), plural(len(counts), "step")
     return f"this run will measure {prompts} at {at}; an interval takes {MIN_CLUSTERS}: {remedy}."
 
 

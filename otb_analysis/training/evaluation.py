@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from otb_analysis.devices import random_forked
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.phases import note
 from otb_analysis.rollouts.sampling import sample
@@ -30,7 +31,7 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
     settings, last = trainer.config.evaluate, trainer.config.optimize.steps - 1
     if settings.every <= 0 or (step % settings.every and step != last):
         return {}
-    with trainer.timed("evaluate"), torch.random.fork_rng(), trainer.policy.whole():
+    with trainer.timed("evaluate"), random_forked(trainer.model.device), trainer.policy.whole():
         torch.manual_seed(seed_of(trainer.config.seed, EVALUATION, *trainer.processes.seed))
         prompts = distinct_prompts(trainer.task, "heldout", settings.prompts)
         if len(prompts) < settings.prompts and step == 0:

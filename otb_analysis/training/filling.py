@@ -89,7 +89,7 @@ def _stays(rollouts: Rollouts, config: SampleConfig) -> Bool:
     )
     options = options_from_table(config.filter, FILTERS[config.filter].options, config.filter_options)
     chance = keep_chance(config.filter, inputs, options)
-    return torch.rand(len(chance), dtype=torch.float64).numpy() < chance
+    return torch.rand(len(chance), dtype=torch.float64, device="cpu").numpy() < chance
 
 
 def _joined(parts: list[Rollouts], fresh: bool, prompts: int) -> Rollouts:

@@ -65,24 +65,33 @@ def levels(
     is measured, by default exactly unless the configuration asks for sketches.
     """
     measure, group, every = config.measure, rollouts.group, np.ones(len(rollouts.group), bool)
-    exact, planned = measure.exact, list[PlannedLevel]()
-    measured = first_groups(group, every, exact.prompts) & (exact.every > 0)
+    exact, gradients, planned = measure.exact, measure.gradients, list[PlannedLevel]()
+    normed = first_groups(group, every, exact.prompts) & (exact.every > 0)
+    compared = normed | (first_groups(group, every, gradients.prompts) & (gradients.every > 0))
+
+    def prompts(rows: Bool) -> str:
+        return f"{plural(len(np.unique(group[rows])), 'prompt')} ({plural(int(rows.sum()), 'rollout')})"
+
     if exact_always:
         norms = _norms(measure, rollouts, every)
         planned.append(PlannedLevel("exact norms", "exact norms of every rollout", lambda step: True, norms, every))
-    elif measured.any():
-        prompts = f"{plural(len(np.unique(group[measured])), 'prompt')} ({plural(int(measured.sum()), 'rollout')})"
-        planned.append(PlannedLevel("exact norms", prompts, exact.due, _norms(measure, rollouts, measured), measured))
-    if measured.any():
-        usual = SKETCHED if measure.gram == "sketch" else EXACT * read_once(rollouts, measured)
-        passes = gram.passes if gram else usual
-        planned.append(PlannedLevel("Gram matrix", "", exact.due, passes, measured))
-        if measure.subgroups and (sizes := len(smaller_sizes(group[measured]))):
-            planned.append(PlannedLevel("smaller groups", "", exact.due, SMALLER * sizes * passes, measured))
-    for name, plan in measure.schedules.items():
-        if name != "exact" and plan.every > 0:
+    elif normed.any():
+        norms = _norms(measure, rollouts, normed)
+        planned.append(PlannedLevel("exact norms", prompts(normed), exact.due, norms, normed))
+    if compared.any():
+        usual = SKETCHED if measure.gram == "sketch" else EXACT * read_once(rollouts, compared)
+        passes, what = gram.passes if gram else usual, "" if (compared == normed).all() else prompts(compared)
+
+        def due(step: int) -> bool:
+            return exact.due(step) or gradients.due(step)
+
+        planned.append(PlannedLevel("Gram matrix", what, due, passes, compared))
+        if measure.subgroups and (sizes := len(smaller_sizes(group[compared]))):
+            planned.append(PlannedLevel("smaller groups", "", due, SMALLER * sizes * passes, compared))
+    for name, plan in measure.levels.items():
+        if plan.every > 0:
             level = level_of(name)
-            rows = first_groups(group, ~measured, plan.prompts) if isinstance(plan, Schedule) else every
+            rows = first_groups(group, ~normed, plan.prompts) if isinstance(plan, Schedule) else every
             cost = level.passes(plan, rollouts, rows)
             planned.append(PlannedLevel(level.phase, level.words(plan), plan.due, cost, rows))
     return planned

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from otb_analysis.config import TrainConfig
+from otb_analysis.devices import first_line
 from otb_analysis.errors import STOPS, Interrupted, NonFiniteError, StoreError
 from otb_analysis.estimators import estimate
 from otb_analysis.measurement.summary import summarize
@@ -48,11 +49,13 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
         NonFiniteError: A logit, reward, loss or gradient is not finite; complete steps stay readable.
         ProcessError: Another process of the run stopped; complete steps stay readable.
     """
-    processes = Processes.joined(asked_for())
+    processes = Processes.joined(asked_for(), config.device)
     bar = unfailing(bar if processes.first else silent)
     with processes.together():
         trainer = Trainer.from_config(config, processes)
         writer, first = begin(config, trainer)
+    if processes.first:
+        note(first_line(trainer.machine, trainer.why))
     processes.record = lambda reason: writer.finish("failed", reason)
     names = config.trackers if processes.first else ()
     with (
@@ -131,7 +134,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         measurer, groups = trainer.measurer, np.arange(len(local.prompts))
         norms = None
         if trainer.trains_on_exact:
-            with phase("exact norms"):
+            with phase("exact norms"), trainer.measuring():
                 norms = shared_norms(measurer, processes, rollouts, groups)
     with trainer.timed("estimate"):
         inputs = table.inputs(table.proxy if config.estimator.energy == "proxy" else None)
@@ -140,7 +143,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         trained = estimate(config.estimator.name, replace(inputs, state=trainer.remembered), trainer.options)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
-    with trainer.timed("measure"):
+    with trainer.timed("measure"), trainer.measuring():
         weights = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
         measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms, weights))
     trainer.remember(trained.state)  # only now: measuring used what this step's advantages were made with

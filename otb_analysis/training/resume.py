@@ -4,17 +4,15 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-import torch
-
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.phases import plural
+from otb_analysis.phases import note, plural
 from otb_analysis.store import RunStore, RunWriter
 from otb_analysis.training.runtime.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from otb_analysis.training.setup import Trainer
 
-PLACE = {"run", "root", "if_exists", "checkpoint", "trackers"}
-"""Fields that may differ when a run goes on: they change where it is written and reported, not what it computes."""
+PLACE = {"run", "root", "if_exists", "checkpoint", "trackers", "device"}
+"""Fields that may differ when a run goes on: they change where it is written, reported and computed, and not what."""
 
 
 def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
@@ -32,8 +30,7 @@ def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
     writer.rank, writer.size = processes.rank, processes.size
     if checkpoint is None:
         return writer, 0
-    place = torch.device("cpu") if processes.sharded else trainer.model.device
-    trainer.load_state(read_checkpoint(checkpoint, place))
+    trainer.load_state(read_checkpoint(checkpoint))
     return writer, checkpoint.step
 
 
@@ -42,19 +39,23 @@ def _opened(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, Checkpoin
     path = config.root / config.run_name
     if config.if_exists != "resume" or not path.exists():
         policy = "error" if config.if_exists == "resume" else config.if_exists
-        return RunWriter.create(config.root, config.run_name, plain_config(config), if_exists=policy), None
+        whole, machine = plain_config(config), trainer.machine
+        return RunWriter.create(config.root, config.run_name, whole, if_exists=policy, machine=machine), None
     refuse_other_configuration(config)
+    made = RunStore(path).info.get("machine")
+    if isinstance(made, Mapping) and (before := made.get("device")) != (now := trainer.machine["device"]):
+        note(f"The run was begun on {before} and goes on on {now}: as well as there, but not bit for bit.")
     existing = checkpoints(path)
     if not existing:
-        return RunWriter.resume(path, 0), None
+        return RunWriter.resume(path, 0, trainer.machine), None
     # Refuse a checkpoint that cannot be used before anything is removed.
-    state, kinds = read_checkpoint(existing[-1], torch.device("cpu")), ("without FSDP2", "with FSDP2")
-    was, now = kinds[state.get("sharded", False)], kinds[trainer.processes.sharded]
-    if was != now:
+    state, kinds = read_checkpoint(existing[-1]), ("without FSDP2", "with FSDP2")
+    was, launched = kinds[state.get("sharded", False)], kinds[trainer.processes.sharded]
+    if was != launched:
         raise InputError(
-            f"the checkpoint was written {was} and this run was launched {now}; resume it as it was begun."
+            f"the checkpoint was written {was} and this run was launched {launched}; resume it as it was begun."
         )
-    return RunWriter.resume(path, existing[-1].step), existing[-1]
+    return RunWriter.resume(path, existing[-1].step, trainer.machine), existing[-1]
 
 
 def refuse_other_configuration(config: TrainConfig) -> None:

@@ -1,7 +1,7 @@
 """The state of a run between steps: policy, critic, optimizer, gradient measurer, and time spent by phase."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -12,9 +12,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import MeasureConfig, TrainConfig
+from otb_analysis.devices import device_of, machine_facts, products, random_state, set_random_state
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, NormalEquations, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
+from otb_analysis.gradients.exact.arithmetic import arithmetic
 from otb_analysis.measurement.contrast import contrasts, right_of
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
 from otb_analysis.measurement.measurer import GradientMeasurer
@@ -94,6 +96,8 @@ class Trainer:
             else TransformersGenerator(model, tokenizer)
         )
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
+        precision = "float32" if processes.sharded else config.precision  # sharded weights are not measured
+        self.precision, self.why = arithmetic(model, precision, config.measure.scope, config.sample.temperature)
         custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if name not in ESTIMATORS}
         trained = custom | {config.estimator.name: self.options}
         # Smaller groups would be paid or kept differently.
@@ -109,11 +113,13 @@ class Trainer:
 
     @classmethod
     def from_config(cls, config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> "Trainer":
-        """Load or make everything a run needs; refuse what cannot work before anything is written.
+        """Load or make everything a run needs, on its device; refuse what cannot work before anything is written.
 
         Raises:
-            InputError: Task, estimator, options, sizes or model directory do not exist or do not fit.
+            InputError: Device, task, estimator, options, sizes or model directory do not exist or do not fit.
         """
+        levels = config.measure.budget or any(plan.every for plan in config.measure.schedules.values())
+        device = processes.device or device_of(config.device, bool(levels) or trains_on_exact(config.estimator))
         check(config, processes.size)
         processes.barrier()  # the first process makes the run's directory, which the others must not find there
         with phase(f"loading the task {config.task}"):
@@ -121,6 +127,7 @@ class Trainer:
         path = config.model or processes.broadcast_from_main(lambda: warm_started(config))
         with phase(f"loading the model {path}"):
             model, tokenizer = load_policy(path)
+            model.to(device)  # pyright: ignore[reportArgumentType]
         return cls(config, model, tokenizer, task, processes)
 
     @contextmanager
@@ -136,6 +143,15 @@ class Trainer:
         finally:
             inside = sum(self.seconds.values()) - before
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start - inside
+
+    @property
+    def machine(self) -> dict[str, object]:
+        """Where the model runs and how it is measured, for run.json."""
+        return machine_facts(self.model.device, self.precision)
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Return the context in which gradients are measured: products of matrices as the run asked for."""
+        return products(self.precision)
 
     def wanted(self) -> ForwardOutputs:
         """Return what the pass before an update gives: hidden states for a critic, its statistics timed apart."""
@@ -269,7 +285,7 @@ class Trainer:
             "batch": self.optimizer.batch,
             "critic": None if self.critic is None else self.critic.state(),
             "estimator": None if self.remembered is None else _plain_sums(self.remembered),
-            "random": torch.get_rng_state(),
+            "random": random_state(self.model.device),
             "budget": None if self.budget is None else self.budget.state(),
         }
 
@@ -283,14 +299,14 @@ class Trainer:
                 if parameter.requires_grad:
                     parameter.copy_(state["parameters"][name])
             self.optimizer.optimizer.load_state_dict(state["optimizer"])
-        self.policy.past.kept.extend(state["past"])
+        self.policy.past.kept.extend([t.to(self.model.device) for t in old] for old in state["past"])
         self.optimizer.batch = state["batch"]
         if self.critic is not None:
             self.critic.load_state(state["critic"])
         if (sums := state.get("estimator")) is not None:
             arrays = {name: np.array(sums[name], np.float64) for name in ("gram", "moment")}
             self.remember(NormalEquations(tuple(sums["features"]), **arrays))
-        torch.set_rng_state(state["random"])
+        set_random_state(self.model.device, state["random"])
         if self.budget is not None and state.get("budget"):
             self.budget.load_state(state["budget"])
             self._measure_what_is_planned()

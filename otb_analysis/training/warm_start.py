@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis import __version__
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig
+from otb_analysis.devices import device_of, random_forked
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.phases import phase
@@ -40,7 +41,7 @@ CHECKED_ANYWAY = 8
 def warm_started(config: TrainConfig, cache: Path = CACHE) -> Path:
     """Return the directory of the warm-started small model, making it when this configuration has none yet.
 
-    Task, model, warm start, sampling limits, seed and package version key the cache.
+    Task, model, warm start, sampling limits, seed, package version and kind of device key the cache.
 
     Raises:
         InputError: The model did not reach the wanted success within the step budget.
@@ -61,7 +62,8 @@ def make_policy(config: TrainConfig, path: Path) -> None:
     """
     task = make_task(config)
     tokenizer = small_tokenizer(config.tokenizer, task.alphabet)
-    model = small_model(config.small_model, tokenizer, config.seed)
+    model: PreTrainedModel = small_model(config.small_model, tokenizer, config.seed)
+    model.to(device_of(config.device, measures=False))  # pyright: ignore[reportArgumentType]
     steps, success = fit(model, tokenizer, task, config)
     facts = {"steps": steps, "success": success, "parameters": model.num_parameters()}
     failure, remedy = "cannot keep the warm-started model in", "free some space or make the directory writable."
@@ -95,7 +97,7 @@ def fit(
             if step < settings.max_steps and (step % every or unlikely):
                 continue
             early = loss > LEARNED_ENOUGH_TO_CHECK  # an early check must not change later draws
-            with torch.random.fork_rng(enabled=early), phase("checking"):
+            with random_forked(model.device, early), phase("checking"):
                 success = success_rate(generator, tokenizer, task, checks, replace(config.sample, soft=0))
             if settings.success_low <= success <= settings.success_high:
                 return step, success
@@ -132,7 +134,7 @@ def demonstrations(
         prompts = draw_prompts(task, "train", index, config.batch)
         index += config.batch
         examples = [_example(tokenizer, task, prompt) for prompt in prompts]
-        ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*examples, strict=True))
+        ids, labels = ([torch.tensor(row, device="cpu") for row in rows] for rows in zip(*examples, strict=True))
         yield pad_sequence(ids, True, special_id(tokenizer, "pad")), pad_sequence(labels, True, IGNORED)
 
 
@@ -185,6 +187,8 @@ def _key(config: TrainConfig) -> str:
         "seed": config.seed,
         "version": __version__,
     }
+    if (kind := device_of(config.device, measures=False).type) != "cpu":
+        parts["device"] = kind
     if config.tokenizer != "characters":
         parts["tokenizer"] = config.tokenizer
     if files := task_files(config):
@@ -195,4 +199,4 @@ def _key(config: TrainConfig) -> str:
 
 if __name__ == "__main__":  # makes the policy that ships with the package: python -m otb_analysis.training.warm_start
     torch.set_num_threads(1)
-    make_policy(TrainConfig(), SHIPPED["demo"])
+    make_policy(TrainConfig(device="cpu"), SHIPPED["demo"])

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 from transformers import PreTrainedModel
 
+from otb_analysis.devices import random_forked
 from otb_analysis.measurement.forward import completion_logprobs
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.generation import TransformersGenerator
@@ -97,7 +98,7 @@ def sampled_success(at: Checkpoint, prompts: Sequence[Prompt], step: Tensor | No
     model, config = at.policy.model, replace(at.sample, prompts=len(prompts), group_size=1)
     generator = TransformersGenerator(model, at.policy.tokenizer)
     delta = torch.zeros_like(at.base) if step is None else step
-    with moved(model, at.base, delta), torch.random.fork_rng(devices=[]):
+    with moved(model, at.base, delta), random_forked(model.device):
         torch.manual_seed(SAMPLE_SEED)
         rollouts = sample(generator, at.policy.tokenizer, at.policy.task, prompts, config)
     return compute_rewards(at.policy.task, rollouts).rewards().sum(axis=1)
@@ -110,7 +111,7 @@ def sequence_logprob(model: PreTrainedModel, rollouts: Rollouts) -> Float:
         completion_logprobs(model, rollouts.take(slice(start, start + AT_ONCE)), 1.0).logprob.double().sum(dim=1)
         for start in range(0, len(rollouts.group), AT_ONCE)
     ]
-    return torch.cat(parts).numpy()
+    return torch.cat(parts).cpu().numpy()
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def moved(model: PreTrainedModel, base: Tensor, step: Tensor) -> Iterator[None]:
 
 def _slope(model: PreTrainedModel, rollouts: Rollouts, weight: Float) -> Tensor:
     """Return Σ weight·∇log π [D]."""
-    rows, total = np.flatnonzero(weight), torch.zeros(model.num_parameters())
+    rows, total = np.flatnonzero(weight), torch.zeros(model.num_parameters(), device=model.device)
     for start in range(0, len(rows), AT_ONCE // 4):
         some = rows[start : start + AT_ONCE // 4]
         logprob = completion_logprobs(model, rollouts.take(some), 1.0).logprob.sum(dim=1)

@@ -110,9 +110,9 @@ def inner_products(at: Checkpoint, judging: Judging, bar: Bar) -> dict[str, Floa
     count, flat = len(ARMS), stacked.reshape(len(ARMS) * judging.batches, -1)
     out = {}
     for line, scaled in (("sgd", flat), ("adamw", flat * at.scale.sqrt())):
-        inner = (scaled @ scaled.T).double().numpy().reshape(count, judging.batches, count, judging.batches)
+        inner = (scaled @ scaled.T).double().cpu().numpy().reshape(count, judging.batches, count, judging.batches)
         out[line] = inner.transpose(0, 2, 1, 3)
-    return out | {"norm": stacked.norm(dim=2).double().numpy(), "mixed": np.array(mixed)}
+    return out | {"norm": stacked.norm(dim=2).double().cpu().numpy(), "mixed": np.array(mixed)}
 
 
 def gains(at: Checkpoint, pool: HeldOut, judging: Judging, part: int, lengths: Rows, bar: Bar) -> dict[str, Float]:
@@ -130,7 +130,7 @@ def gains(at: Checkpoint, pool: HeldOut, judging: Judging, part: int, lengths: R
     for k, number in enumerate(numbers):
         gradient, block = batch_gradients(at, number).gradient, number % judging.blocks
         alone = {name: at.adamw_step(torch.zeros_like(at.base), name == STEPS[0]) for name in STEPS}
-        out["norm"][:, k] = gradient.norm(dim=1).double().numpy()
+        out["norm"][:, k] = gradient.norm(dim=1).double().cpu().numpy()
         for line, steps in zip(LINES, (gradient, gradient * at.scale), strict=True):
             for a, step in enumerate(steps):
                 out[f"{line}_slope"][a, k] = slope_of(pool, step)

@@ -21,6 +21,7 @@ from otb_analysis.config import (
     TrainConfig,
     WarmStartConfig,
 )
+from otb_analysis.devices import device_of
 from otb_analysis.errors import StoreError
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.study import Cell, Tables, rounded
@@ -169,7 +170,7 @@ def load(made_by: Cell, training: Training, quick: bool, work: Path) -> Checkpoi
     model, tokenizer = load_policy(path / "model")
     config = config_of(settings["task"], settings["band"], training, quick)
     policy = Policy(model.eval(), tokenizer, make_task(config))
-    state = torch.load(path / "state.pt", weights_only=True)
+    state = torch.load(path / "state.pt", map_location=device_of(), weights_only=True)
     critic = make_critic(TrainConfig(critic=CRITIC), model, tokenizer)
     assert critic is not None
     critic.load_state(state["critic"])

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import CountingConfig
+from otb_analysis.devices import device_of
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.statistics.inference.intervals import jackknife_interval
 from otb_analysis.statistics.inference.passing import share_interval
@@ -48,6 +49,7 @@ def measure(cell: Cell, bar: Bar) -> Tables:
     """Read the states of the model and train its digit rows on them, or train all of the model."""
     s = cell.settings
     model, tokenizer = load_policy(s["model"])
+    model.to(device_of())  # pyright: ignore[reportArgumentType]
     digits, task = digit_ids(tokenizer), Counting(TASK, s["prompts"])
     judged = distinct_prompts(task, "heldout", s["judged"])
     if "all" in s:
@@ -159,7 +161,7 @@ def curve_of_all(
         at = slice(step * s["batch"], (step + 1) * s["batch"])
         if step < how["steps"]:
             logits = last_position(model, encoded(tokenizer, prompts[at])).logits[:, -1]
-            descend(cross_entropy(logits, answers[at]), parameters, optimizer)
+            descend(cross_entropy(logits, answers[at].to(logits.device)), parameters, optimizer)
 
 
 def descend(loss: torch.Tensor, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:

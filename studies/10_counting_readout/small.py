@@ -110,7 +110,7 @@ def train(policy: Policy, arm: str, digits: list[int], s: Any) -> Iterator[int]:
 def only(model: PreTrainedModel, arm: str, digits: list[int]) -> Iterator[None]:
     """Let only the arm's parameters move inside the block: the digit rows, all but them, or all."""
     weight: Any = output_layer(model).weight
-    rows = torch.zeros(len(weight), 1, dtype=torch.bool)
+    rows = torch.zeros(len(weight), 1, dtype=torch.bool, device=weight.device)
     rows[digits] = True
     hook = weight.register_hook(lambda gradient: gradient * {"rows": rows, "rest": ~rows}.get(arm, rows | ~rows))
     for parameter in model.parameters():

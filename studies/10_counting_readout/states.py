@@ -53,7 +53,7 @@ def padded(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def last_position(model: PreTrainedModel, texts: Sequence[Sequence[int]], states: bool = False) -> Any:
     """Return the model's output at the last token of each text."""
-    ids, seen = padded(texts)
+    ids, seen = (x.to(model.device) for x in padded(texts))
     position = (seen.cumsum(1) - 1).clamp(min=0)
     return model(
         input_ids=ids, attention_mask=seen, position_ids=position, output_hidden_states=states, use_cache=False,
@@ -72,8 +72,8 @@ def read(
     hidden, logprob = list[Float](), list[Float]()
     for k in range(0, len(texts), at_once):
         out = last_position(model, texts[k : k + at_once], states=True)
-        hidden.append(np.stack([h[:, -1].double().numpy() for h in out.hidden_states[1:]]))
-        logprob.append(out.logits[:, -1].double().log_softmax(-1)[:, digits].numpy())
+        hidden.append(np.stack([h[:, -1].double().cpu().numpy() for h in out.hidden_states[1:]]))
+        logprob.append(out.logits[:, -1].double().log_softmax(-1)[:, digits].cpu().numpy())
     return States(np.concatenate(hidden, axis=1), np.concatenate(logprob), count)
 
 
@@ -99,7 +99,9 @@ def shares(
     Shares of sums over the prompts. The rows count in their output use, also where the matrix is tied.
     """
     with torch.no_grad():
-        logprob = torch.cat([last_position(model, [text]).logits[:, -1] for text in texts]).double().log_softmax(-1)
+        logprob = (
+            torch.cat([last_position(model, [text]).logits[:, -1] for text in texts]).cpu().double().log_softmax(-1)
+        )
     drawn = torch.Generator().manual_seed(seed)
     token = torch.multinomial(logprob.exp(), 1, generator=drawn)
     ids, seen = padded([[*text, int(y)] for text, y in zip(texts, token, strict=True)])
@@ -119,4 +121,4 @@ def shares(
 def digit_rows(model: PreTrainedModel, digits: Sequence[int]) -> Float:
     """Return the output layer's rows of the digits [10, d]."""
     weight: Any = output_layer(model).weight
-    return weight.detach().double().numpy()[list(digits)]
+    return weight.detach().double().cpu().numpy()[list(digits)]

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from otb_analysis.devices import random_forked
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.generation import Generation, TransformersGenerator
 from otb_analysis.rollouts.sampling import Draft, Rollouts, collate
@@ -22,7 +23,7 @@ def token_effects(
     """
     kept, other = np.full(chosen.shape, np.nan), np.full(chosen.shape, np.nan)
     generator = TransformersGenerator(policy.model, policy.tokenizer)
-    with torch.random.fork_rng(devices=[]):
+    with random_forked(policy.model.device):
         torch.manual_seed(seed)
         for t in range(chosen.shape[1]):
             rows = np.flatnonzero(chosen[:, t])
@@ -42,10 +43,10 @@ def others(policy: Policy, begun: list[list[int]], token: Int, draws: int) -> In
     """Draw tokens [n, draws] from π(·|h) without the token that was written."""
     drawn = []
     for ids, y in zip(begun, token.tolist(), strict=True):
-        logits = policy.model(torch.tensor([ids])).logits[0, -1].double()
+        logits = policy.model(torch.tensor([ids], device=policy.model.device)).logits[0, -1].double()
         logits[y] = -torch.inf
         drawn.append(torch.multinomial(torch.softmax(logits, -1), draws, replacement=True))
-    return torch.stack(drawn).numpy()
+    return torch.stack(drawn).cpu().numpy()
 
 
 def successes(

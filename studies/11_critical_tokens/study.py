@@ -20,6 +20,7 @@ from otb_analysis.config import (
     TrainConfig,
     WarmStartConfig,
 )
+from otb_analysis.devices import random_forked
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import token_score_norms
@@ -147,7 +148,7 @@ def small_policy(s: Any, bar: Bar) -> Policy:
     for step, batch in enumerate(demonstrations(policy.tokenizer, policy.task, config.warm_start), start=1):
         supervised_step(policy.model, optimizers, batch)
         if step % CHECK == 0:
-            with torch.random.fork_rng(devices=[]):
+            with random_forked(policy.model.device):
                 torch.manual_seed(step)
                 success = success_rate(generator, policy.tokenizer, policy.task, heldout, sample)
             bar(step, s["steps"], f"{success:.0%} success")

@@ -69,9 +69,9 @@ def rare_mass(policy: Policy, written: ScoredRollouts, pairs: list[list[float]])
     for n in range(len(ids)):
         length = int(attention[n].sum())
         with torch.inference_mode():
-            logits = policy.model(input_ids=ids[n : n + 1, :length]).logits[0]
+            logits = policy.model(input_ids=ids[n : n + 1, :length].to(policy.model.device)).logits[0]
         at = np.flatnonzero(mask[n].numpy())
-        pi = torch.softmax(logits[at - 1].double() / written.temperature, dim=-1).numpy()
+        pi = torch.softmax(logits[at - 1].double() / written.temperature, dim=-1).cpu().numpy()
         entropy = -(pi * np.log(np.maximum(pi, 1e-300))).sum(axis=1)
         mass += [[p[p < a].sum() * (h < b) for a, b in pairs] for p, h in zip(pi, entropy, strict=True)]
         for p, h in zip(pi, entropy, strict=True):

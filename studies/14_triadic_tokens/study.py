@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.devices import random_forked
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import gradient_sketch, token_score_norms
 from otb_analysis.rollouts.generation import TransformersGenerator
@@ -87,7 +88,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         nats.append(supervised_step(policy.model, optimizers, batch) * written)
         if step % every:
             continue
-        with torch.random.fork_rng(devices=[]):
+        with random_forked(policy.model.device):
             torch.manual_seed(step)
             success = success_rate(generator, policy.tokenizer, policy.task, heldout, sample)
         curve.append(key | {"step": step, "success": success, "nats": rounded(float(np.mean(nats[-every:])))})

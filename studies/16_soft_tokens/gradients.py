@@ -37,8 +37,8 @@ def through_tokens(policy: Policy, written: ScoredRollouts, weights: Float, grou
     """
     soft = written.rollouts.soft
     assert soft is not None
-    ids, mask, attention = written.batch
-    by_column = torch.as_tensor(written.rollouts.by_column(weights[None])[:, 0])
+    ids, mask, attention = written.rollouts.tensors(policy.model.device)
+    by_column = torch.as_tensor(written.rollouts.by_column(weights[None])[:, 0], device=ids.device)
     out = np.zeros((int(group.max()) + 1, 2 * buckets))
     for g in range(len(out)):
         rows = torch.as_tensor(np.flatnonzero(group == g))
@@ -72,6 +72,6 @@ def sketched(model: nn.Module, gradient: tuple[Tensor, ...], buckets: int) -> Fl
     """Return the sketches of a whole gradient's two parts [2·buckets], as `gradient_sketch` hashes them."""
     parts, start = np.zeros((2, buckets)), 0
     for (name, parameter), grad in zip(model.named_parameters(), gradient, strict=True):
-        parts[0 if TABLE in name else 1] += count_sketch(grad, start, buckets).numpy()
+        parts[0 if TABLE in name else 1] += count_sketch(grad, start, buckets).cpu().numpy()
         start += parameter.numel()
     return parts.reshape(-1)

@@ -182,3 +182,37 @@ def test_a_run_is_audited_again(audited, capsys):
     assert main(["audit", "--run", "a", "--root", str(path.parent)]) == 0
     assert "who holds the gradient" in capsys.readouterr().out
     assert (path / "audit.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "measured_by"),
+    [(3, [], "whole"), (200, [], "drawn"), (200, ["--norms", "none"], "none"), (60, ["--norms", "drawn"], "drawn"),
+     (200, ["--norms", "whole"], "whole")],
+)  # fmt: skip
+def test_norms_are_of_all_tokens_of_short_answers_and_of_drawn_ones_of_long(
+    length, options, measured_by, checkpoint, tmp_path, capsys
+):
+    random = np.random.default_rng(1)
+    rows = [
+        {
+            "prompt": f"{g}+{g}=",
+            "completion": "".join(map(str, random.integers(10, size=length))),
+            "reward": float(k % 2),
+        }
+        for g in range(2)
+        for k in range(3)
+    ]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ["--model", str(checkpoint), "--rollouts", str(path), "--root", str(tmp_path), "--run", "long", *options]
+    assert main(["audit", *words, "--measure.attribution.every", "0", "--go"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    store = RunStore(tmp_path / "long")
+    known = store.tokens_df()["grad_norm_sq"].notna()
+    labels = set(store.grams()[0].labels)
+    assert known.mean() == (1.0 if measured_by == "whole" else pytest.approx(0.1, abs=0.05) if known.any() else 0.0)
+    assert known.any() == (measured_by != "none") and store.steps_df()["measurement_gaps"].sum() == 0
+    assert ((("otb", "exact") in labels), (("otb", "calibrated") in labels)) == (
+        measured_by == "whole", measured_by == "drawn",
+    )  # fmt: skip
+    assert ("of the tokens, drawn (--norms whole" in out) == (measured_by == "drawn")

@@ -14,7 +14,9 @@ import pytest
 from otb_analysis.answers import RunAnswers, compare
 from otb_analysis.commands.cli import main
 from otb_analysis.config import EstimatorConfig, MeasureConfig, SampleConfig, TrainConfig
-from otb_analysis.statistics import gradient_statistics
+from otb_analysis.figures.gradient_table import statistics_table
+from otb_analysis.figures.planner import planner_table
+from otb_analysis.statistics import gradient_statistics, pooled_statistics
 from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
 from otb_analysis.training.resume import plain_config
 from otb_analysis.types import Gram
@@ -29,10 +31,10 @@ SIZE = 4
 SOURCE = {"made_by": "otb audit", "path": "rollouts.jsonl", "format": "plain", "about": "plain records"}
 
 
-def planted_gram(random, n_prompts, first):
+def planted_gram(random, n_prompts, first, signal=1.5):
     """Group gradients with a shared direction and mostly shared noise, of known lengths."""
     noise, own = random.normal(size=(n_prompts, 30)), random.normal(size=(len(LABELS), n_prompts, 30))
-    truth = 1.5 * np.eye(30)[0]
+    truth = signal * np.eye(30)[0]
     made = []
     for row, (name, source) in enumerate(LABELS):
         spread = NOISE.get(name, 1.0) * (noise + 0.15 * own[row] * (name in NOISE) * (name != "group_mean"))
@@ -48,11 +50,11 @@ def sampling_rows():
     return {name: np.ma.array(frame[name], mask=frame[name].isna()) for name in frame}
 
 
-def write(root, name, config, *, prompts=16, steps=6, alarm=False):
+def write(root, name, config, *, prompts=16, steps=6, alarm=False, signal=1.5):
     writer = RunWriter.create(root, name, config)
     random = np.random.default_rng(3)
     for step in range(steps):
-        gram = planted_gram(random, prompts, step * prompts)
+        gram = planted_gram(random, prompts, step * prompts, signal)
         rows = [found.as_row() for found in gradient_statistics(gram.inner, gram.labels, gram.n_rollouts)]
         n = prompts * SIZE
         rewards = random.integers(0, 2, n).astype(float)
@@ -256,3 +258,57 @@ def test_too_few_prompts_get_no_recommendation_but_the_command(answers):
     measured = answers["few"].measured
     assert measured.decision.cause == "few prompts" and measured.decision.best is None
     assert "otb train --config" in " ".join(measured.lines)
+
+
+POSITIVE = ("sf", "efficiency", "variance", "rollout_equivalents", "noise_scale", "projection", "cost")
+"""How the names of positive measures begin, in every table of numbers."""
+PAIR = re.compile(r"(?<![\w.])[\d.,]+ ?(?:\[|\()(-?[\d.,]+)(?:, |–| to )([\d.,∞]+)(?:\]|\))")
+
+
+def wide(low, high):
+    """Whether ends are a factor of 100 apart, or the lower one is 0."""
+    return low <= 0 or high >= 100 * low
+
+
+def wide_columns(frame):
+    """The intervals of a table's positive measures that are too wide; an open noise scale is no interval."""
+    found = []
+    for name in (of.removesuffix("_low") for of in frame if of.endswith("_low") and of.startswith(POSITIVE)):
+        ends = frame[[f"{name}_low", f"{name}_high"]].astype(float).dropna()
+        ends = ends[np.isfinite(ends[f"{name}_high"])] if name == "noise_scale" else ends
+        found += [(name, low, high) for low, high in ends.itertuples(index=False) if wide(low, high)]
+    return found
+
+
+@pytest.fixture(scope="session")
+def faint(tmp_path_factory):
+    """A run whose ∇J is told from noise and whose efficiencies by themselves are not."""
+    config = plain_config(TrainConfig(model="demo", estimator=EstimatorConfig(name="otb")))
+    return write(tmp_path_factory.mktemp("faint"), "faint", config, signal=0.55)
+
+
+def test_no_door_shows_an_interval_whose_ends_are_a_hundred_apart(three_runs, faint, capsys, tmp_path, page):
+    assert any(
+        (one := row.intervals["efficiency"]) is not None and one.low is not None and wide(one.low, one.high)
+        for row in pooled_statistics(RunAnswers(RunStore(faint)).measured.grams)
+    )  # there is something to hide
+    for name, path in {**three_runs, "faint": faint}.items():
+        root = path.parent
+        (design,) = json.loads(otb(capsys, "compare", path, "--json", "--root", root))["estimators"]
+        csv = io.StringIO(otb(capsys, "compare", path, "--format", "csv", "--root", root))
+        otb(capsys, "audit", "--run", path, "--root", root)
+        audit = json.loads((path / "audit.json").read_text())
+        run, app = RunAnswers(RunStore(path)), page(path, "estimators")
+        tables = {
+            "json": pd.DataFrame(design["rows"]), "csv": pd.read_csv(csv), "python": compare(path).to_dataframe(),
+            "audit": pd.DataFrame(audit["estimators"]), "planner": planner_table(run.planner),
+            **{f"over training, {w}": statistics_table(run.grams, w, run.known) for w in (1, 2, 5)},
+        }  # fmt: skip
+        assert {door: found for door, of in tables.items() if (found := wide_columns(of))} == {}, name
+        texts = {**doors(capsys, path, tmp_path), "page": " ".join(str(of.value) for of in app.dataframe)}
+        texts["page"] += " ".join(element.value for kind in ("markdown", "caption") for element in app.get(kind))
+        for door, text in texts.items():
+            pairs = [
+                [float(end.replace(",", "").replace("∞", "inf")) for end in of] for of in PAIR.findall(plain(text))
+            ]
+            assert [pair for pair in pairs if wide(*pair)] == [], (name, door)

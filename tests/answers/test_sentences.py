@@ -131,7 +131,7 @@ def test_nothing_is_said_of_all_where_one_has_no_interval_that_holds_with_the_ot
 
 
 def test_without_a_configuration_no_command_repeats_the_run(cases):
-    assert command(said(cases["none better"], config={})[-1])[:3] == ["otb", "train", "--measure.exact.prompts"]
+    assert command(said(cases["none better"], config={})[-1])[:3] == ["otb", "train", "--measure.gradients.prompts"]
 
 
 def command(line):
@@ -144,7 +144,7 @@ def test_commands_are_words_that_run(cases):
     assert train[6:] == ["--estimator.name", "otb_loo", "--estimator.energy", "exact"]
     measure = command(said(cases["none better"])[-1])
     assert measure[:6] == ["otb", "train", "--config", f"{PATH}/run.json", "--run", "a run-more"]
-    assert measure[6:8] == ["--measure.exact.prompts", "0"] and "--measure.exact.every" in measure
+    assert measure[6:8] == ["--measure.gradients.prompts", "0"] and "--measure.gradients.every" in measure
     audit = command(said(cases["none better"], config=RECORDED)[-1])
     assert audit == ["otb", "audit", "--model", "my model", "--rollouts", "r.jsonl", "--go"]
     assert "in your trainer" in said(cases["better"], config=RECORDED)[-1]
@@ -153,7 +153,7 @@ def test_commands_are_words_that_run(cases):
 def test_a_command_measures_as_many_prompts_as_asked_for_in_the_runs_own_steps_if_they_suffice():
     def measured(words):
         words = words.split()
-        every = int(words[words.index("--measure.exact.every") + 1])
+        every = int(words[words.index("--measure.gradients.every") + 1])
         prompts = int(words[words.index("--sample.prompts") + 1]) if "--sample.prompts" in words else 16
         return prompts * -(-61 // every)
 

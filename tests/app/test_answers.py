@@ -117,7 +117,7 @@ def test_which_baseline_is_asked_for_by_a_toggle_and_answered_in_the_sentences_o
 
 def test_a_run_without_measurements_says_what_makes_them(tmp_path, monkeypatch):
     RunWriter.create(tmp_path, "plain", {}).write_step(0, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0}))
-    assert "--measure.exact.every 10" in texts(open_page(tmp_path, "run", monkeypatch, advise="true"))
+    assert "--measure.gradients.every 10" in texts(open_page(tmp_path, "run", monkeypatch, advise="true"))
 
 
 def test_triage_paints_a_collapsed_run_red_and_a_calm_one_not_at_all(store_root, tmp_path, monkeypatch):

@@ -352,7 +352,7 @@ def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch)
     writer.write_step(0, StepTables(tokens, rollouts, {"reward_mean": 1.0}))
     writer.finish()
     said = {part: texts(open_part(tmp_path, part, monkeypatch)) for part in ("comparison", "proxy")}
-    assert "--measure.exact.every" in said["comparison"].replace("`", "")
+    assert "--measure.gradients.every" in said["comparison"].replace("`", "")
     assert "schedule exact measurements" in said["proxy"]
     assert not open_page(tmp_path, "tokens", monkeypatch).exception
 

@@ -46,7 +46,7 @@ def test_numbers_stand_right_and_names_left():
 
 def test_a_command_line_leaves_out_what_is_not_set_and_names_no_path():
     config = EngineConfig(out=Path("here"), tokens=(), opacus_python=Path("/there/python"))
-    line = "otb bench engine --sizes S M --repeats 15 --seconds 45.0 --device cpu --dtype float32 --threads 1"
+    line = "otb bench engine --sizes S M --repeats 15 --seconds 45.0 --device auto --dtype float32 --threads 1"
     assert command_line(config) == f"{line} --opacus-python OPACUS_PYTHON"
     assert "out" not in settings_of(config) and "opacus_python" not in settings_of(config)
     assert command_line(GramConfig(rows=False)).endswith("--repeats 3 --no-rows")

@@ -83,7 +83,7 @@ def test_help_of_train_shows_the_options_that_people_use_and_says_how_many_there
     short, whole = printed_help(capsys, "--help"), printed_help(capsys, "--help-all")
     assert f"These are the {len(options(short))} options that people use" in short
     assert f"--help-all shows all {len(options(whole))}." in short and "--help-all" not in whole
-    assert len(options(short)) == 20 and set(options(short)) < set(options(whole))
+    assert len(options(short)) == 21 and set(options(short)) < set(options(whole))
     assert short == printed_help(capsys, "-h")
 
 

@@ -242,4 +242,4 @@ def test_diagnose_json_has_the_numbers_of_the_page(tmp_path, capsys):
     fall = next(d for d in bad["detectors"] if d["detector"] == "reward_fall")
     assert (fall["level"], fall["first_watch"], fall["first_alarm"]) == ("alarm", 13, 13)
     assert good["first_warning"] is None and {d["first_alarm"] for d in good["detectors"]} == {None}
-    assert "--measure.exact.every" in good["conclusion"][0] and good["alarm"] == ""
+    assert "--measure.gradients.every" in good["conclusion"][0] and good["alarm"] == ""

@@ -8,7 +8,7 @@ import pytest
 
 from otb_analysis.diagnostics.dead_groups import dead_groups, dead_share, limit_ratio, rates_line
 from otb_analysis.diagnostics.planner import plan
-from otb_analysis.statistics import NOTHING, mean_over_subgroups
+from otb_analysis.statistics import NOTHING, mean_over_subgroups, pooled_statistics, told
 from otb_analysis.types import Gram, Proved
 
 LABELS = (("none", "none"), ("rloo", "none"), ("grpo", "none"))
@@ -66,12 +66,15 @@ def test_success_rates_say_what_they_cannot():
     assert without.note == f"{line} Measuring it needs the model: otb audit --model DIR --rollouts FILE --go."
 
 
-def simulated(prompts, size, between, seed=0):
-    """Score and reward of rollouts [P, N, D] and [P, N]; `between` is how much a reward tells of the score."""
+def simulated(prompts, size, between, seed=0, shared=0.0):
+    """Score and reward of rollouts [P, N, D] and [P, N]; `between` is how much a reward tells of the score.
+
+    `shared` is how much of that is one direction for all prompts.
+    """
     random = np.random.default_rng(seed)
     rate = random.uniform(0.2, 0.8, (prompts, 1))
     reward = (random.random((prompts, size)) < rate).astype(float)
-    own = random.normal(size=(prompts, 1, 6))
+    own = random.normal(size=(prompts, 1, 6)) + shared * np.eye(6)[0]
     return random.normal(size=(prompts, size, 6)) + between * (reward - rate)[..., None] * own, reward
 
 
@@ -163,3 +166,16 @@ def test_nothing_is_said_of_sizes_where_every_group_is_dead():
     score, reward = simulated(20, 8, 1.0)
     found = planned(score, np.ones_like(reward))
     assert (found.cells, found.best_size) == ((), None) and "Every group has equal rewards" in found.note
+
+
+def test_an_efficiency_is_shown_by_the_rule_of_every_table():
+    hidden = shown = 0
+    for seed in range(4):
+        score, reward = simulated(150, 8, 2.0, seed, shared=0.3)
+        cells = {c.estimator: c for c in planned(score, reward).cells if c.size == 8}
+        for row in pooled_statistics([grams(score, reward)[0][0]]):
+            alone, efficiency = row.intervals["efficiency"], cells[row.estimator].efficiency
+            assert efficiency == (pytest.approx(row.efficiency) if row.signal and told(alone) else None)
+            hidden += alone is not None and row.signal and not told(alone)
+            shown += efficiency is not None
+    assert hidden and shown

@@ -1,5 +1,10 @@
 """The picture of the budget planner: its points are the planner's cells, and its table their numbers."""
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
 from otb_analysis.diagnostics.planner import Cell, Planner
 from otb_analysis.figures.planner import planner_table, planner_words, plot_planner, sizes_display
 from otb_analysis.statistics import Interval
@@ -44,3 +49,16 @@ def test_what_is_read_has_a_star_at_the_best_and_a_dagger_by_formula_and_leaves_
     shown = sizes_display(PLANNER)
     assert shown["group size"].tolist() == ["4", "8*", "16†"] and shown["estimator"].tolist() == ["rloo"] * 3
     assert shown["cost"].tolist() == ["0.80 [0.70, 0.90]", "1", "–"]
+
+
+def test_costs_are_drawn_and_read_where_no_efficiency_is_told():
+    cells = [replace(cell, efficiency=None) for cell in CELLS]
+    hidden = replace(PLANNER, cells=tuple(cells))
+    (rloo,) = plot_planner(hidden).data  # otb has no cost either
+    assert (list(rloo.x), list(rloo.y)[:2], np.isnan(rloo.y[2])) == ([4, 8, 16], [0.8, 1], True)
+    assert list(rloo.error_y.array)[:2] == pytest.approx([0.1, 0]) == list(rloo.error_y.arrayminus)[:2]
+    assert planner_words(hidden).startswith("Cost of 128 rollouts in groups of N over groups of 8, below 1 is better")
+    assert plot_planner(hidden).layout.yaxis.title.text == "cost, groups of 8 = 1"
+    assert sizes_display(hidden).to_dict("list") == {
+        "estimator": ["rloo"], "group size": ["4"], "cost": ["0.80 [0.70, 0.90]"],
+    }  # fmt: skip

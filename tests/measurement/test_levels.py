@@ -113,6 +113,36 @@ def test_calibrated_energies_are_a_source_of_the_gram_matrix_and_come_back_from_
     assert inner[m, p] > 0.9 * np.sqrt(inner[m, m] * inner[p, p])
 
 
+def test_gradients_without_norms_are_those_with_norms_less_the_estimators_that_read_them(trained):
+    with_norms = trained("normed", measure=MeasureConfig(exact=Schedule(every=1)))
+    without = trained("gradients", measure=MeasureConfig(exact=OFF, gradients=Schedule(every=1)))
+    for step, whole in RunStore(with_norms).grams().items():
+        gram = RunStore(without).grams()[step]
+        assert set(gram.labels) == {label for label in whole.labels if label[1] != "exact"}
+        rows = [whole.labels.index(label) for label in gram.labels]
+        np.testing.assert_allclose(
+            gram.inner, whole.inner[np.ix_(rows, rows)], rtol=1e-4, atol=1e-5 * whole.inner.max()
+        )
+    tokens, steps = RunStore(without).tokens_df(), RunStore(without).steps_df()
+    assert tokens["grad_norm_sq"].isna().all() and RunStore(without).rollouts_df()["score_norm_sq"].isna().all()
+    assert (steps["n_measured_prompts"] == 0).all() and (steps["measurement_gaps"] == 0).all()
+
+
+def test_norms_of_some_groups_leave_estimators_that_read_them_out_of_the_gradients_of_more(trained):
+    some = MeasureConfig(exact=Schedule(every=2, prompts=1), gradients=Schedule(every=1, prompts=3))
+    store = RunStore(trained("some", measure=some))
+    grams, steps = store.grams(), store.steps_df()
+    assert {gram.n_prompts for gram in grams.values()} == {3}
+    assert not any(label[1] == "exact" for gram in grams.values() for label in gram.labels)
+    assert steps["n_measured_prompts"].tolist() == [1 - step % 2 for step in range(len(steps))]
+
+
+def test_drawn_tokens_calibrate_estimators_where_no_norms_are_whole(trained):
+    measure = MeasureConfig(exact=OFF, gradients=Schedule(every=1), sampled=DRAWN)
+    labels = RunStore(trained("drawn", measure=measure)).grams()[0].labels
+    assert {("otb", "calibrated"), ("otb", "proxy")} <= set(labels) and ("otb", "exact") not in labels
+
+
 def test_some_groups_only_leave_the_total_of_the_step_open(trained):
     path = trained("few", measure=MeasureConfig(exact=OFF, sampled=SampledSchedule(1, 2, 0.5, "proxy")))
     store = RunStore(path)

@@ -109,7 +109,7 @@ def test_fidelity_is_of_single_tokens_and_of_what_otb_weights_by_as_on_the_page(
 
 def test_run_without_measurement_has_a_learning_row_and_says_what_measures_it(trained):
     text = printed([trained("quiet", **UNMEASURED)])
-    assert "quiet" in text and "--measure.exact.every 10" in text
+    assert "quiet" in text and "--measure.gradients.every 10" in text
     assert "Estimators on the same" not in text
     assert "Proxy" not in text
 

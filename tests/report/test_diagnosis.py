@@ -29,7 +29,7 @@ def test_a_diagnosis_has_every_detector_and_the_lines_of_the_run(attributed, cap
 def test_a_run_without_measured_steps_is_told_what_measures_them_and_what_it_costs(trained, capsys):
     bare = trained("bare", measure=MeasureConfig(exact=Schedule(every=0)))
     text = said(capsys, "diagnose", "bare", "--root", str(bare.parent))
-    assert "--measure.exact.every 10" in text and "a quarter of the run's time" in text
+    assert "--measure.gradients.every 10" in text and "a quarter of the run's time" in text
 
 
 def test_attribution_prints_three_tables_and_that_the_shares_add_up(attributed, capsys):

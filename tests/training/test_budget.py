@@ -17,13 +17,13 @@ from otb_analysis.config import (
     SketchSchedule,
     TrainConfig,
 )
+from otb_analysis.measurement.levels import drawn_share
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.tasks import Prompt
-from otb_analysis.training.budget import Budget
+from otb_analysis.training.budget import Budget, Prices, spread
 from otb_analysis.training.forecast import Forecast, about, levels
-from otb_analysis.training.plan import Prices, apart, events_of, plan, prompts_of, spread
 from otb_analysis.training.setup import Trainer
 
 
@@ -54,57 +54,104 @@ def prices(steps=60, exact_always=False, **measure):
     return Prices(config, batch(), 1e-3, exact_always)
 
 
+def planned(offer, first, seconds):
+    """What a budget measures from a step on for so many seconds, at the forecast's prices."""
+    budget = Budget(replace(offer.config, measure=replace(offer.config.measure, budget=1.0)), offer.exact_always)
+    budget.price = {name: offer.of(name) for name in offer.config.measure.schedules}
+    budget._plan(first, seconds, early=True)
+    return budget
+
+
+def events_of(schedule, first, steps):
+    return sum(map(schedule.due, range(first, steps)))
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0, 3.0, 10.0, 40.0, 1e3, 1e6])
 @pytest.mark.parametrize("steps", [1, 7, 60])
 @pytest.mark.parametrize("exact_always", [False, True])
 def test_plan_never_costs_more_than_it_may(seconds, steps, exact_always):
     offer = prices(steps, exact_always)
-    assert offer.total(plan(offer, 0, seconds), 0) <= seconds + 1e-9
+    assert planned(offer, 0, seconds).cost(0) <= seconds + 1e-9
 
 
 def test_more_seconds_measure_first_pairs_then_more_prompts_then_more_steps():
-    offer = prices(attribution=AttributionSchedule(split=False))  # set by the user, so nothing is kept for it
+    offer = prices(attribution=AttributionSchedule(split=False), sampled=SampledSchedule(share=0.2))
     seen = []
-    for seconds in np.geomspace(0.1, 1e3, 60):
-        exact = plan(offer, 0, seconds).exact
-        seen.append((exact.prompts, events_of(exact, 0, 60)) if exact.every else (0, 0))
+    for seconds in np.geomspace(0.1, 1e4, 60):
+        plan = planned(offer, 0, seconds).measure.gradients
+        seen.append((plan.prompts, events_of(plan, 0, 60)) if plan.every else (0, 0))
     assert seen[0] == (0, 0) and seen[-1] == (8, 60)
     prompts = [p for p, _ in seen]
     assert prompts == sorted(prompts)
-    # No further steps while prompts are missing: those that six steps of one prompt more would cost
-    assert all(events * p < 6 * (p + 1) for p, events in seen if p < 8)
-    assert {p for p, events in seen if events and events < 4} == {2}
+    assert {p for p, events in seen if events and p * events < MIN_CLUSTERS} == {2}
+
+
+def test_gradients_of_an_intervals_prompts_come_first_then_drawn_tokens_then_norms():
+    offer, bought = replace(prices(), rollouts=batch(answers=256)), []
+    for seconds in np.geomspace(0.1, 1e5, 200):
+        budget = planned(offer, 0, seconds)
+        prompts = budget.cost(0, ["gradients"]) / budget.price["gradients"]
+        if prompts < MIN_CLUSTERS and budget.measure.gradients.every:
+            assert budget.cost(0, ["sampled", "exact", "attribution"]) < budget.price["gradients"] * 2
+        bought.append([n for n in ("gradients", "sampled", "exact") if getattr(budget.measure, n).every])
+    # Where two prompts are too dear, tokens are drawn in their place; then each level joins in its turn.
+    firsts = [next(i for i, names in enumerate(bought) if level in names) for level in ("gradients", "exact")]
+    assert firsts[0] < firsts[1] and all("sampled" in names for names in bought[firsts[1] :])
+
+
+@pytest.mark.parametrize("answers", [4, 24, 256, 1024])
+def test_norms_of_whole_groups_are_of_all_compared_prompts_or_of_one(answers):
+    offer = replace(prices(), rollouts=batch(answers=answers))
+    for seconds in np.geomspace(1, 1e4, 30):
+        measure = planned(offer, 0, seconds).measure
+        if measure.exact.every:
+            assert measure.exact.prompts in (1, measure.gradients.prompts)
+            assert all(measure.gradients.due(step) for step in range(60) if measure.exact.due(step))
+
+
+@pytest.mark.parametrize(
+    ("answers", "share"), [(4, 1.0), (24, 0.16666666666666666), (128, 0.0625), (256, 0.03125), (8192, 0.01)]
+)
+def test_few_tokens_of_long_answers_are_drawn_and_enough_of_short_ones(answers, share):
+    rollouts = batch(answers=answers)
+    assert drawn_share(rollouts) == pytest.approx(share)
+
+
+def test_long_answers_have_an_intervals_prompts_within_sixty_steps_at_a_quarter():
+    # 16 prompts of 4 rollouts of 1,024 tokens; a step samples (2 passes, as if that were cheap), scores and updates.
+    rollouts = batch(16, 4, 50, 1024)
+    config = TrainConfig(
+        sample=SampleConfig(16, 4, 1024), optimize=OptimizeConfig(steps=200), measure=MeasureConfig(budget=0.25)
+    )
+    budget, each = Budget(config, False), 1e-3
+    usual = 3.3 * each * float(rollouts.attention_mask.sum())
+    budget.begin(0, rollouts, each, usual, 0.0)
+    due = [budget.measure.prompts_due(step, 16)[1] for step in range(60)]
+    assert sum(due) >= MIN_CLUSTERS
 
 
 def test_where_no_pair_can_be_paid_tokens_are_drawn_and_else_nothing():
     offer = prices()
-    pair = offer.event("exact", Schedule(1, prompts=2))
-    drawn = offer.event("sampled", SampledSchedule(1))
-    poor, poorest = plan(offer, 0, (pair + drawn) / 2), plan(offer, 0, 0.5 * drawn)
+    pair, drawn = 2 * offer.of("gradients"), 8 * offer.of("sampled")
     assert drawn < pair
-    assert not poor.exact.every and poor.sampled.every == 60
+    poor, poorest = planned(offer, 0, (pair + drawn) / 2).measure, planned(offer, 0, 0.5 * drawn).measure
+    assert not poor.gradients.every and poor.sampled.every
     assert not any(schedule.every for schedule in poorest.schedules.values())
 
 
 def test_what_the_user_set_is_kept_and_paid_first():
     mine = Schedule(every=30, prompts=3)
     offer = prices(exact=mine)
-    fixed = offer.event("exact", mine) * 2
-    chosen = plan(offer, 0, fixed + 3.5 * offer.event("attribution", AttributionSchedule(1)))
-    assert chosen.exact == mine
-    assert events_of(chosen.attribution, 0, 60) == 3
-    assert plan(offer, 0, 0.0).exact == mine
+    fixed = 3 * 2 * (offer.of("exact") + offer.of("gradients"))
+    chosen = planned(offer, 0, fixed + 3.5 * offer.of("attribution"))
+    assert chosen.measure.exact == mine and not chosen.measure.gradients.every
+    assert events_of(chosen.measure.attribution, 0, 60) == 3
+    assert planned(offer, 0, 0.0).measure.exact == mine
 
 
 def test_plan_from_a_later_step_measures_no_earlier_one():
-    chosen = plan(prices(), 20, 20.0)
-    assert chosen.exact.first == 20 and not chosen.exact.due(0)
-
-
-@pytest.mark.parametrize(("steps", "events", "every"), [(60, 6, 10), (60, 7, 9), (5, 5, 1), (7, 2, 4), (3, 1, 3)])
-def test_events_are_apart_so_that_at_most_so_many_fit(steps, events, every):
-    assert apart(steps, events) == every
-    assert events_of(Schedule(every), 0, steps) <= events
+    chosen = planned(prices(), 20, 20.0).measure
+    assert chosen.gradients.first == 20 and not chosen.gradients.due(0)
 
 
 def budget_of(share=0.25, steps=60, exact_always=False, **measure):
@@ -133,8 +180,8 @@ def run(budget, offer, truth, usual=2.0, forward=0.02):
 def test_share_is_kept_though_the_forecast_was_wrong(truth, share):
     budget, offer = budget_of(share)
     spent = run(budget, offer, truth)
-    first = plan(offer, 0, (share * 2.0 - 0.02) * 60)
-    at_once = truth * sum(s for level, s in offer.levels(first) if level.due(0)) / 120
+    first = planned(offer, 0, (share * 2.0 - 0.02) * 60)
+    at_once = truth * first.cost(0, end=1) / 120
     assert spent <= max(share * 1.05, at_once + 0.02)
 
 
@@ -150,7 +197,8 @@ def test_share_is_kept_though_the_forecast_was_wrong(truth, share):
 )
 def test_what_the_user_set_and_the_level_forward_are_paid_from_the_same_share(mine, forward, truth):
     budget, offer = budget_of(**mine)
-    fixed = sum(truth * offer.event(name, schedule) * events_of(schedule, 0, 60) for name, schedule in mine.items())
+    prompts = {"sketch": 8, "attribution": 1}  # priced by the prompt, and by the event
+    fixed = sum(truth * prompts[n] * offer.of(n) * events_of(schedule, 0, 60) for n, schedule in mine.items())
     assert 0.05 < fixed / 120 + forward / 2 < 0.25  # much of the share, but not all of it
     assert run(budget, offer, truth, forward=forward) <= 0.25 * 1.05
 
@@ -158,11 +206,12 @@ def test_what_the_user_set_and_the_level_forward_are_paid_from_the_same_share(mi
 def test_exact_norms_that_the_estimator_trains_on_are_no_measuring():
     budget, offer = budget_of(exact_always=True)
     budget.begin(0, offer.rollouts, offer.per_position, 2.0, 0.02)
-    prompts = budget.measure.exact.prompts
+    prompts = budget.measure.gradients.prompts
+    assert budget.measure.gradients.due(0) and not budget.measure.exact.every
     EXPECTED.update({"exact norms": 1.0, "Gram matrix": 0.3, "smaller groups": 0.1})
     budget.record(0, {"sample": 2.0, "measure": 1.5, "forward": 0.02})
     assert budget.spent == pytest.approx(0.52) and budget.usual == [pytest.approx(3.0)]
-    assert budget.price["exact"] / budget.measure.exact.prompts == pytest.approx(0.4 / prompts)
+    assert budget.price["gradients"] == pytest.approx(0.4 / prompts)
 
 
 def test_cheaper_than_forecast_means_more_is_measured():
@@ -176,7 +225,7 @@ def test_cheaper_than_forecast_means_more_is_measured():
 def test_prompts_of_an_interval_are_reached_where_the_budget_pays_for_them(steps, share, truth):
     budget, offer = budget_of(share, steps)
     spent = run(budget, offer, truth)
-    each = budget.price["exact"] / budget.measure.exact.prompts / 2.0  # in steps, as what is left
+    each = budget.price["gradients"] / 2.0  # in steps, as what is left
     left, missing = (share - spent) * steps, MIN_CLUSTERS - budget.prompts
     assert missing <= 0 or left < max(2, missing) * each
 
@@ -190,12 +239,13 @@ def test_spread_has_just_so_many_events_up_to_the_last_step(first, steps, events
 
 def test_what_takes_most_of_the_budget_at_once_waits_until_the_steps_are_timed():
     budget, offer = budget_of(steps=20)
-    dear = offer.event("exact", Schedule(1, prompts=2)) * 1.3 / (0.25 * 20)  # seconds of a step that pay for it once
+    dear = 2 * offer.of("gradients") * 1.3 / (0.25 * 20)  # seconds of a step that pay for two prompts once
     budget.begin(0, offer.rollouts, offer.per_position, dear, 0.0)
-    assert budget.measure.exact.due(3) and not any(budget.measure.exact.due(step) for step in range(3))
+    gradients = budget.measure.gradients
+    assert gradients.due(3) and not any(gradients.due(step) for step in range(3))
     for step in range(3):  # the steps take half of what the first one seemed to take
         budget.record(step, {"sample": dear / 2})
-    assert not budget.measure.exact.every
+    assert not budget.measure.gradients.every
 
 
 def test_interval_names_the_step_at_which_it_has_enough_prompts():
@@ -226,17 +276,17 @@ def test_level_that_was_too_dear_is_planned_once_there_are_seconds_for_it(steps)
     other.load_state(one.state())
     for step in (1, 2):
         other.record(step, {"sample": 2.0 if steps == 10 else 0.1})
-    assert other.measure.exact.every or other.measure.sampled.every
+    assert other.measure.gradients.every or other.measure.sampled.every
 
 
 def test_longer_run_is_planned_anew_though_something_was_still_to_come():
     one, offer = budget_of(steps=10)
     one.begin(0, offer.rollouts, offer.per_position, 2.0, 0.0)
-    one.measure = replace(one.measure, exact=Schedule(prompts=2), attribution=AttributionSchedule(9))
+    one.measure = replace(one.measure, gradients=Schedule(prompts=2), attribution=AttributionSchedule(9))
     other, _ = budget_of(steps=600)
     other.load_state(one.state())
     other.record(10, {"sample": 2.0})
-    assert other.measure.exact.every
+    assert other.measure.gradients.every
 
 
 def test_note_on_a_wrong_forecast_speaks_of_the_plan_that_is_kept():
@@ -274,7 +324,7 @@ def test_forward_alone_beyond_the_budget_is_said_and_nothing_else_measured():
 
 def test_attribution_waits_until_an_interval_has_its_prompts():
     offer = prices(steps=60)
-    pair = offer.event("exact", Schedule(1, prompts=2))
-    poor, rich = plan(offer, 0, 6 * pair), plan(offer, 0, 40 * pair)
-    assert events_of(poor.exact, 0, 60) == 6 and not poor.attribution.every
-    assert prompts_of(rich.exact, 0, offer.config) >= 16 and rich.attribution.every
+    poor, rich = (planned(offer, 0, n * offer.of("gradients")).measure for n in (12, 200))
+    assert events_of(poor.gradients, 0, 60) == 6 and not poor.attribution.every
+    before = sum(rich.prompts_due(step, 8)[1] for step in range(rich.attribution.first + 1))
+    assert rich.attribution.every and before >= MIN_CLUSTERS

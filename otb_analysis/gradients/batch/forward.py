@@ -41,16 +41,19 @@ def sampled_logits(batch: ScoreBatch, rollouts: tuple[Rollout, ...]) -> tuple[Te
 
 
 def policy_logits(
-    logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float, soft: SoftTokens | None = None
+    logits: Tensor, rollouts: tuple[Rollout, ...], temperature: float, soft: SoftTokens | None = None, first: int = 0
 ) -> Tensor:
-    """Logits of the policy that sampled, z / τ in float32 or better, from the model's [Σ K, V].
+    """Logits of the policy that sampled, z / τ in float32 or better, from the model's of all Σ K tokens or of a slice.
+
+    Args:
+        logits: [n, V], of the sampled tokens `first`, `first` + 1, ….
 
     Raises:
         NonFiniteError: A logit is NaN or infinite.
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
     z = _cooled(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature)
-    _refuse_non_finite(z, rollouts)
+    _refuse_non_finite(z, rollouts, first)
     ids = torch.cat([r.ids[r.targets] for r in rollouts])
     _refuse_outside(ids if soft is None else ids[~soft.among(ids)], z.shape[-1])
     return z
@@ -166,14 +169,14 @@ def _where(index: int, rollouts: tuple[Rollout, ...]) -> str:
     return "rollout {}, token {}".format(*places[index])
 
 
-def _refuse_non_finite(z: Tensor, rollouts: tuple[Rollout, ...]) -> None:
+def _refuse_non_finite(z: Tensor, rollouts: tuple[Rollout, ...], first: int) -> None:
     # One NaN or infinity makes the sum so; finite logits may overflow it, hence the second look.
     if z.detach().sum().isfinite():  # a fifth of the time that looking at every entry takes
         return
     bad = ~z.detach().isfinite().all(-1)
     if bad.any():
         raise NonFiniteError(
-            f"logits are not finite at {_where(int(bad.nonzero()[0]), rollouts)}; "
+            f"logits are not finite at {_where(first + int(bad.nonzero()[0]), rollouts)}; "
             "check the model's weights for NaN or infinity, or load it in float32."
         )
 

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from otb_analysis.devices import GRAPH, NO_FLOAT64, working_set
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.kernels import unwrapped
-from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_length_dependence, refuse_parameters
+from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_lengths, refuse_parameters
 from otb_analysis.gradients.batch.scope import Scope, select_scope
 from otb_analysis.gradients.batch.soft import SoftTokens, check_soft
 from otb_analysis.types import Bool, Float, Int
@@ -17,8 +18,8 @@ from otb_analysis.types import Bool, Float, Int
 Weights = Tensor | np.ndarray
 
 BATCH_POSITIONS = 1024
-"""Padded positions of one forward pass over several rollouts, few enough for a small model to stay in cache; a longer
-rollout has a pass of its own."""
+"""Padded positions of one forward pass over several rollouts, few enough for a small model to stay in a CPU's cache; a
+longer rollout has a pass of its own."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,22 @@ def prepare(
     """Check a batch against a model and strip padding and wrappers; `sharded` allows parameters that processes share.
 
     Raises:
-        InputError: Parameters are shards or were made in inference mode, shapes disagree, a sampled token is padding or
-            has nothing before it, a token id is outside the vocabulary, dropout is active, a rotary embedding depends
-            on the length of a rollout, the temperature is not positive, or nothing trainable is in scope.
+        InputError: Parameters are shards, on the meta device or were made in inference mode, shapes disagree, a sampled
+            token is padding or has nothing before it, a token id is outside the vocabulary, dropout is active, a
+            rollout is longer than the model has positions or a rotary embedding depends on its length, the temperature
+            is not positive, or nothing trainable is in scope.
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
     model = unwrapped(model)
     refuse_parameters(model, sharded=sharded)
     refuse_dropout(model)
-    ids, mask, real = _aligned(batch)
     device = next(model.parameters()).device
+    if device.type in NO_FLOAT64:
+        raise InputError(
+            f"the model is on {device}, which has no float64, in which scores are summed; move it to the cpu."
+        )
+    ids, mask, real = _aligned(batch)
     rollouts = tuple(_strip(row, ids, mask, real, device) for row in range(len(ids)) if mask[row].any())
     if soft is not None:
         check_soft(soft, model)
@@ -93,7 +99,7 @@ def prepare(
         _check_vocabulary(model, rollout, soft)
     if rollouts:
         longest = max(rollouts, key=lambda r: len(r.ids))
-        refuse_length_dependence(model, longest.row, len(longest.ids))
+        refuse_lengths(model, longest.row, len(longest.ids))
     shape = (ids.shape[0], ids.shape[1])
     return ScoreBatch(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature), soft)
 
@@ -109,12 +115,15 @@ def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
 
 
 def microbatches(rollouts: Sequence[Rollout], positions: int | None = None) -> Iterator[tuple[Rollout, ...]]:
-    """Cut rollouts into batches of at most so many padded positions (`BATCH_POSITIONS`), like lengths together."""
+    """Cut rollouts into batches of at most so many padded positions (`BATCH_POSITIONS`), like lengths together.
+
+    On an accelerator they are `GRAPH` times as many.
+    """
     batch: tuple[Rollout, ...] = ()
-    positions = positions or BATCH_POSITIONS
     # Longest first: the first rollout of a batch is then as long as its padded rows.
     for rollout in sorted(rollouts, key=lambda r: -r.length):
-        if batch and (len(batch) + 1) * batch[0].length > positions:
+        most = working_set(rollout.ids.device, positions or BATCH_POSITIONS, GRAPH)
+        if batch and (len(batch) + 1) * batch[0].length > most:
             yield batch
             batch = ()
         batch = (*batch, rollout)

@@ -64,17 +64,17 @@ def packed(rollouts: tuple[Rollout, ...], tree: Tree, dtype: torch.dtype) -> Lay
     """Return one row of all that the rollouts read; `dtype` is that of the activations."""
     device = rollouts[0].ids.device
     nodes = read_nodes(tree)
-    mask = torch.zeros(1, 1, len(nodes), len(nodes), dtype=dtype)
+    mask = torch.zeros(1, 1, len(nodes), len(nodes), dtype=dtype, device=device)
     # Additive, not boolean: eager attention adds what it is given. The least finite number is what the
     # models themselves put into their masks.
-    mask.masked_fill_(~torch.from_numpy(tree.reads(nodes)), torch.finfo(dtype).min)
+    mask.masked_fill_(~torch.from_numpy(tree.reads(nodes)).to(device), torch.finfo(dtype).min)
     # A token is predicted at the node before it, which several tokens may share.
     before = [path[r.targets.cpu().numpy() - 1] for r, path in zip(rollouts, tree.paths, strict=True)]
     keep, at = np.unique(np.searchsorted(nodes, np.concatenate(before)), return_inverse=True)
     ids, keep, at, positions = (
         torch.from_numpy(x).to(device) for x in (tree.token[nodes], keep, at, tree.depth[nodes])
     )
-    return Layout(ids[None], keep, at, {"attention_mask": mask.to(device), "position_ids": positions[None]})
+    return Layout(ids[None], keep, at, {"attention_mask": mask, "position_ids": positions[None]})
 
 
 def read_nodes(tree: Tree) -> Int:

@@ -10,8 +10,16 @@ from otb_analysis.errors import InputError
 
 
 def refuse_parameters(model: nn.Module, *, sharded: bool) -> None:
-    """Raise where a parameter has no gradient here: it was made in inference mode, or is a shard and may not be one."""
+    """Raise where a parameter has no gradient here.
+
+    It has no values, was made in inference mode, or is a shard and may not be one.
+    """
     for name, p in model.named_parameters():
+        if p.device.type == "meta":
+            raise InputError(
+                f"parameter {name!r} is on the meta device, where it has no values: the model was never loaded, or "
+                "this part of it is offloaded; load it whole onto one device."
+            )
         if isinstance(p, DTensor) and not sharded:
             raise InputError(
                 f"parameter {name!r} is sharded, and this process holds only a part of it; gather the model, or use "
@@ -38,8 +46,8 @@ def refuse_dropout(model: nn.Module) -> None:
                 )
 
 
-def refuse_length_dependence(model: nn.Module, row: int, length: int) -> None:
-    """Raise where a rotary embedding turns the first tokens of a text by the length of the whole.
+def refuse_lengths(model: nn.Module, row: int, length: int) -> None:
+    """Raise where a text has more tokens than the model has positions, or its length turns its first tokens.
 
     Engines cut a text behind the token that they score, which changes nothing as long as no token looks ahead.
     """
@@ -51,6 +59,16 @@ def refuse_length_dependence(model: nn.Module, row: int, length: int) -> None:
                     "depends on the length of the whole text, so that no token has a score of its own; "
                     f"pass at most {limit}."
                 )
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    # Attention that is biased by distance reads no positions, whatever the configuration says.
+    limit = None if getattr(config, "alibi", False) else getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < length - 1:  # the last token is predicted and never read
+        raise InputError(
+            f"rollout {row} has {length} tokens but the model has {limit} positions, beyond which its "
+            f"log-probabilities mean nothing; pass at most {limit + 1} tokens, or load the model with more positions "
+            "(max_position_embeddings) if it was trained on them."
+        )
 
 
 def _steady_lengths(module: Any) -> Iterator[tuple[str, int]]:

@@ -55,7 +55,7 @@ def _attend(call: AttentionCall) -> Tensor | None:
     call = replace(call, attn_mask=None if mask is None else mask.primal)
     repeats = call.query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
     operands = [_parts(x, n) for x, n in ((call.query, 1), (call.key, repeats), (call.value, repeats))]
-    blocks = [_block(call, operands, rows) for rows in query_blocks(call.query.shape[2])]
+    blocks = [_block(call, operands, rows) for rows in query_blocks(call.query.shape[2], call.query.device)]
     primal, tangent = (torch.cat(part, dim=2) for part in zip(*blocks, strict=True))
     return fwd.make_dual(primal, tangent)
 

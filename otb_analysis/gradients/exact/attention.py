@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from otb_analysis.devices import GRAPH, working_set
 from otb_analysis.gradients.exact.layers import wide
 
 TILED_FROM = 128
 """Queries from which the tiles pay: on fewer the plain kernel's backward pass is as fast (twice as slow on 512)."""
 TILE_BYTES = 1 << 21
-"""What the signals of one tile of queries may occupy at their keys: as much as a core's own cache."""
+"""What the signals of one tile of queries may occupy at their keys: as much as a core's own cache, on a CPU."""
 
 
 QUERIES = 64
@@ -47,9 +48,9 @@ class AttentionCall:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
-def query_blocks(length: int, size: int | None = None) -> Iterator[slice]:
-    """Ranges of at most `size` queries, by default `QUERIES`."""
-    size = size or QUERIES
+def query_blocks(length: int, device: torch.device, size: int | None = None) -> Iterator[slice]:
+    """Ranges of at most `size` queries, by default `QUERIES`, or `GRAPH` times as many on an accelerator."""
+    size = size or working_set(device, QUERIES, GRAPH)
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
@@ -194,7 +195,7 @@ def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: Rea
     at_value = rows.new_zeros(heads, key.shape[1], count * width)
     # All query heads, signals and keys of one query.
     query_bytes = len(query) * count * key.shape[1] * rows.element_size()
-    for tile in query_blocks(n, max(1, TILE_BYTES // max(query_bytes, 1))):
+    for tile in query_blocks(n, query.device, max(1, working_set(query.device, TILE_BYTES) // max(query_bytes, 1))):
         q = queries[:, :, tile].flatten(1, 2)
         seen, p = _probabilities(queries[:, :, tile], key, read, tile)
         signal = rows[:, :, tile].reshape(heads, -1, width)

@@ -6,7 +6,7 @@ that they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ�
 """
 
 import logging
-from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from torch import Tensor
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
 from otb_analysis.gradients.exact import head
-from otb_analysis.gradients.exact.hooks import traced
-from otb_analysis.gradients.exact.norm_accumulators import norm_sq, outer_norms, outer_row_norms
-from otb_analysis.gradients.exact.passes import DecomposedRollout, Mix
+from otb_analysis.gradients.exact.layers import MATRIX
+from otb_analysis.gradients.exact.norm_accumulators import RowLengths, norm_sq, outer_norms, outer_row_norms
+from otb_analysis.gradients.exact.passes import SIGNAL_BYTES, DecomposedRollout, Mix
 from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, find_plan
-from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
+from otb_analysis.gradients.exact.reference import pass_bytes
+from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, graph_bytes, refuse_difference
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "generic"
@@ -27,6 +28,9 @@ BLOCK = 16
 FEW, POSITIONS_PER_SIGNAL = 8, 32
 """Up to 8 + positions / 32 signals per rollout the reference engine is no slower (measured with 15 to 256 prompt tokens
 on models of width 16 and 128): the whole rollout's own pass and the factors of its inputs must first be earned back."""
+
+SIGNAL_COPIES = 10
+"""Tensors as large as the signals at the widest layer that are alive at once on the way through a block (measured)."""
 
 _PLANS = Verdicts[Plan]()
 
@@ -85,8 +89,25 @@ def plan_for(batch: ScoreBatch) -> Plan:
     return _PLANS.get(batch, lambda: _checked_plan(batch)) if batch.rollouts else Plan((), (), None, 0)
 
 
+def needed_bytes(batch: ScoreBatch, path: bool) -> int:
+    """What measuring the longest rollout takes at most, about: two graphs, signals, factors of inputs and logits."""
+    if batch.scope.head is not None or not batch.rollouts:
+        return 0
+    plan, length = plan_for(batch), max(r.length for r in batch.rollouts)
+    tensors, item = (
+        dict(zip(batch.scope.names, batch.scope.parameters, strict=True)),
+        batch.scope.parameters[0].element_size(),
+    )
+    shapes = [tensors[u.parameter].shape[-2:] for u in plan.below if u.rule is MATRIX]
+    signals = max(min(BLOCK * length * plan.width * item, SIGNAL_BYTES), length * plan.width * item)
+    factors = item * length * sum(min(columns, length) for _, columns in shapes)
+    # With `path` the running sums of all coordinates.
+    sums = item * sum(rows * min(columns, length) for rows, columns in shapes) if path else 0
+    return 2 * pass_bytes(batch, plan.graph) + SIGNAL_COPIES * signals + factors + sums
+
+
 def _checked_plan(batch: ScoreBatch) -> Plan:
-    plan = find_plan(batch)
+    plan = replace(find_plan(batch), graph=graph_bytes(batch))
 
     def measure(rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         decomposed = DecomposedRollout(batch, plan, rollout)
@@ -101,8 +122,11 @@ def _parts(decomposed: DecomposedRollout) -> dict[str, Tensor]:
     parts: dict[str, Tensor] = {}
     for use, (left, right) in decomposed.outer.items():
         parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(left) * norm_sq(right)
-    for use, coordinates in decomposed.coordinates(decomposed.trace, decomposed.rollout, Mix(None, slice(None))):
+
+    def take(use: ParameterUse, coordinates: Tensor) -> None:
         parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(coordinates)
+
+    decomposed.below(decomposed.rollout, Mix(None, slice(None)), take)
     return parts
 
 
@@ -111,25 +135,24 @@ def _token_norms(decomposed: DecomposedRollout, path: bool) -> tuple[Tensor, Ten
     norms, path_norm_sq = outer_norms(decomposed.outer.values(), decomposed.token_signals, path)
     # Coordinates of blocks are nested in the prefix, so running sums go on from block to block.
     running: dict[ParameterUse, Tensor] = {}
-    for span, coordinates_by_use in _blocks(decomposed):
-        for use, coordinates in coordinates_by_use:
-            norms[span] += norm_sq(coordinates)
-            if path:
-                path_norm_sq[span] += norm_sq(_accumulate(running, use, coordinates))
-    return norms, path_norm_sq
-
-
-def _blocks(decomposed: DecomposedRollout) -> Iterator[tuple[slice, Iterator[tuple[ParameterUse, Tensor]]]]:
-    """Coordinates of a rollout's sampled tokens, some at a time: on the prefix they see, the last on the whole pass."""
-    start, count = 0, len(decomposed.rollout.columns)
+    start = 0
+    # Each block of tokens goes back on the prefix that it sees.
     for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size)) if decomposed.plan.cut else ():
         span = slice(start, start := start + len(block.columns))
-        mix = Mix(None, span)
-        if start == count:  # the last block sees the whole rollout, whose pass is there already
-            yield span, decomposed.coordinates(decomposed.trace, decomposed.rollout, mix)
-        else:
-            trace = traced(decomposed.batch, (block,), decomposed.plan.modules, decomposed.plan.cut)
-            yield span, decomposed.coordinates(trace, block, mix)
+        single, summed = RowLengths(), RowLengths()
+
+        def take(
+            use: ParameterUse, coordinates: Tensor, single: RowLengths = single, summed: RowLengths = summed
+        ) -> None:
+            single.note(coordinates)
+            if path:
+                summed.note(_accumulate(running, use, coordinates))
+
+        decomposed.below(block, Mix(None, span), take)
+        norms[span] += single.norm_sq
+        if path:
+            path_norm_sq[span] += summed.norm_sq
+    return norms, path_norm_sq
 
 
 def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
@@ -139,9 +162,11 @@ def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
     size = min(BLOCK, decomposed.block_size)
     # Rows of weights reach over all tokens, so every block goes through the whole rollout's pass.
     for start in range(0, len(rows), size):
-        mix = Mix(rows[start : start + size], slice(None))
-        for _, coordinates in decomposed.coordinates(decomposed.trace, decomposed.rollout, mix):
-            result[start : start + size] += norm_sq(coordinates)
+        some = slice(start, start + size)
+
+        lengths = RowLengths()
+        decomposed.below(decomposed.rollout, Mix(rows[some], slice(None)), lambda _use, x, to=lengths: to.note(x))
+        result[some] += lengths.norm_sq
     return result
 
 

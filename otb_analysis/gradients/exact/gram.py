@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otb_analysis.devices import working_set
 from otb_analysis.errors import InputError
 from otb_analysis.types import Float
 
 CHUNK = 1 << 12
-"""Entries of each gradient per float64 block: few enough for those of some hundred gradients to stay in cache."""
+"""Entries of each gradient per float64 block on a CPU: those of some hundred gradients stay in its cache."""
 SHORT = 1 << 10
 """The same of float32 blocks, whose products are then off by at most one rounding of ‖g‖‖g'‖."""
 ROWS = 64
@@ -93,7 +94,7 @@ def add_products(total: Tensor, gradients: Sequence[Tensor] | Tensor) -> None:
     # gradients' own rounding; chunks are summed in float64. Of the symmetric matrix the blocks on and above the
     # diagonal are computed.
     single = len(gradients) >= ROWS and _single(gradients[0])
-    size, dtype = (SHORT, torch.float32) if single else (CHUNK, torch.float64)
+    size, dtype = (SHORT, torch.float32) if single else (working_set(total.device, CHUNK), torch.float64)
     for start in range(0, len(gradients[0]), size):
         span = slice(start, start + size)
         parts = gradients[:, span] if isinstance(gradients, Tensor) else torch.stack([g[span] for g in gradients])
@@ -115,7 +116,7 @@ def _single(gradient: Tensor) -> bool:
 def flat_norm_sq(gradients: Tensor) -> Tensor:
     """‖·‖² of flat gradients [R, n], float64 [R], a slice at a time."""
     # A float64 norm of the whole would first copy it, at twice its size, just when memory is at its peak.
-    parts = [part.double().square().sum(1) for part in gradients.split(SLICE, dim=1)]
+    parts = [part.double().square().sum(1) for part in gradients.split(working_set(gradients.device, SLICE), dim=1)]
     return torch.stack(parts).sum(0)
 
 

@@ -17,7 +17,7 @@ from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tok
 from otb_analysis.gradients.batch.scope import unreached
 from otb_analysis.gradients.exact.hooks import own_rows
 from otb_analysis.gradients.exact.layers import wide
-from otb_analysis.gradients.exact.norm_accumulators import leading_sums, outer_gram, outer_row_norms
+from otb_analysis.gradients.exact.norm_accumulators import outer_path_norms, outer_row_norms
 from otb_analysis.types import Float, ScoreNorms
 
 
@@ -27,7 +27,7 @@ def token_score_norms(batch: ScoreBatch, path: bool, name: str) -> ScoreNorms:
     def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         scores = _outer(batch, rollout)
         norms = _norm_sq(scores.left) * _norm_sq(scores.right)
-        path_norms = leading_sums(outer_gram(scores.left, scores.right)) if path else torch.zeros_like(norms)
+        path_norms = outer_path_norms(scores.left, scores.right) if path else torch.zeros_like(norms)
         return scores.logprob, norms, path_norms
 
     return norms_of_tokens(batch, name, path, measure)

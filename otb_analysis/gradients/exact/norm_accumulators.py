@@ -5,11 +5,15 @@ The accumulator owns the memory that they are written into, so that running sums
 """
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from otb_analysis.gradients.exact.attention import query_blocks
+
+GRAM_BYTES = 1 << 24
+"""What the rows of a Gram matrix of K outer products that are formed together may occupy."""
 Group = tuple[tuple[str, int], ...]
 """Parameters whose coordinates lie side by side on the last axis, with their widths."""
 
@@ -106,14 +110,39 @@ class Parts(NormAccumulator):
             self.by_name[name] = self.by_name.get(name, 0.0) + part.double().square().sum((0, 2))
 
 
+class RowLengths:
+    """‖x_c‖² of C gradients from coordinates [C, ...] that come part by part: lengths of rows, squared at the end."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def note(self, coordinates: Tensor) -> None:
+        """Count the coordinates of one parameter."""
+        self._parts.append(torch.linalg.vector_norm(coordinates, dim=-1).reshape(len(coordinates), -1))
+
+    @property
+    def norm_sq(self) -> Tensor | float:
+        """Squared norms [C], float64; 0 where nothing came."""
+        # Squares in float32 would lose small ones; one conversion for all parts, because each is short.
+        return torch.cat(self._parts, 1).double().square().sum(1) if self._parts else 0.0
+
+
 def leading_sums(gram: Tensor) -> Tensor:
     """‖Σ_{j≤k} s_j‖² [K] from the inner products of K vectors: the sums of the leading blocks of their Gram matrix."""
     return (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)
 
 
-def outer_gram(left: Tensor, right: Tensor) -> Tensor:
-    """Inner products [K, K] of K outer products left ⊗ right, float64."""
-    return (left @ left.T).double() * (right @ right.T).double()
+def outer_gram(left: Tensor, right: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Inner products [r, K] of K outer products left ⊗ right, float64, for some rows at a time."""
+    for rows in query_blocks(len(left), left.device, max(1, GRAM_BYTES // (8 * max(len(left), 1)))):
+        yield rows, (left[rows] @ left.T).double() * (right[rows] @ right.T).double()
+
+
+def outer_path_norms(left: Tensor, right: Tensor) -> Tensor:
+    """‖Σ_{j≤k} a_j‖² [K] of outer products a_k = left_k ⊗ right_k."""
+    # What each one adds: twice its products with those before, and its own square.
+    steps = [2 * gram.tril(rows.start - 1).sum(1) + gram[:, rows].diagonal() for rows, gram in outer_gram(left, right)]
+    return torch.cat(steps).cumsum(0)
 
 
 def outer_norms(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor, path: bool) -> tuple[Tensor, Tensor]:
@@ -123,7 +152,7 @@ def outer_norms(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor, path: bool
     for left, right in pairs:
         norms += norm_sq(left) * norm_sq(right)
         if path:
-            path_norms += leading_sums(outer_gram(left, right))
+            path_norms += outer_path_norms(left, right)
     return norms, path_norms
 
 
@@ -131,7 +160,8 @@ def outer_row_norms(pairs: Iterable[tuple[Tensor, Tensor]], rows: Tensor) -> Ten
     """‖Σ_k rows[m,k] a_k‖² [M], where a_k has the parts left_k ⊗ right_k."""
     result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     for left, right in pairs:
-        result += (rows @ outer_gram(left, right) * rows).sum(-1)
+        for some, gram in outer_gram(left, right):
+            result += (rows[:, some] @ gram * rows).sum(-1)
     return result
 
 

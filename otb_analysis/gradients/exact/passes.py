@@ -1,11 +1,13 @@
 """One rollout decomposed by a plan: outer products above the cut, coordinates below it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import layers_of
@@ -14,7 +16,10 @@ from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX
 from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 
 SIGNAL_BYTES = 1 << 27
-"""What the signals of one block may occupy in all layers below the cut; longer rollouts get smaller blocks."""
+"""What the signals of one block may occupy at the widest layer below the cut; longer rollouts get smaller blocks."""
+
+Take = Callable[[ParameterUse, Tensor], None]
+"""Is handed a use below the cut and the coordinates [C, ...] of C gradients in it."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,32 @@ class Mix:
     def matrix(self, token_signals: Tensor) -> Tensor:
         """Weights [C, |span|], like the signals of all tokens."""
         if self.weights is None:
-            return torch.eye(len(token_signals[self.span])).to(token_signals)
+            return torch.eye(len(token_signals[self.span]), device=token_signals.device).to(token_signals)
         return self.weights.to(token_signals)
+
+
+class _Arrivals:
+    """Who is handed the signals that come back to the layers of one forward pass; nobody outside of a backward pass."""
+
+    # An object of its own: a graph that held the pass, whose tensors hold the graph, would never be freed.
+    take: Callable[[str, Tensor], None] | None = None
+
+
+class _Tap(torch.autograd.Function):
+    """The identity, with a zero on which it formally depends: to form the zero's gradient all signals come by."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, _zero: Tensor, name: str, arrivals: _Arrivals) -> Tensor:
+        ctx.name, ctx.arrivals = name, arrivals
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> tuple[Tensor | None, ...]:
+        # Under vmap a signal stands for those of many tokens. A function with a `vmap` rule would be handed all of them
+        # too, but takes half as long again on short texts.
+        if ctx.arrivals.take is not None and is_batchedtensor(signals[0]):
+            ctx.arrivals.take(ctx.name, get_unwrapped(signals[0]).movedim(maybe_get_bdim(signals[0]), 0))
+        return signals[0], None, None, None
 
 
 class DecomposedRollout:
@@ -36,13 +65,16 @@ class DecomposedRollout:
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
-        self.trace = traced(batch, (rollout,), plan.modules)  # its graph is kept
+        self._uses: dict[str, list[ParameterUse]] = {}  # By module below the cut
+        for use in plan.below:
+            self._uses.setdefault(use.module, []).append(use)
+        self.trace, self._zero, self._arrivals = self._traced(rollout, None)  # its graph is kept
         # By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied matrix
         # only those rows that the rollout does not read as input.
         self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}
         # By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
         self.shared: dict[str, tuple[Tensor, Tensor]] = {}
-        modules = layers_of(batch.model)
+        self._modules = modules = layers_of(batch.model)
         names = list(dict.fromkeys(u.module for u in plan.above))
         signals = self._signals([self.trace.outputs[n] for n in names])
         for use in plan.above:
@@ -51,10 +83,22 @@ class DecomposedRollout:
             self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
         self._separate_tied()
 
+    def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, Tensor, _Arrivals]:
+        """A pass over the rollout or a prefix, as far as `cut`, whose layers below the cut hand over their signals."""
+        zero, arrivals, seen = self.batch.scope.parameters[0].new_zeros((), requires_grad=True), _Arrivals(), Trace()
+
+        def tap(name: str, inputs: Tensor, output: Tensor) -> Tensor:
+            seen.inputs[name], seen.outputs[name] = inputs, output
+            return _Tap.apply(output, zero, name, arrivals) if name in self._uses else output  # pyright: ignore[reportReturnType]
+
+        trace = traced(self.batch, (rollout,), self.plan.modules, cut, tap)
+        trace.inputs |= seen.inputs
+        trace.outputs |= seen.outputs
+        return trace, zero, arrivals
+
     @cached_property
     def kept(self) -> dict[ParameterUse, Tensor]:
         """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
-        modules = layers_of(self.batch.model)
         # Query, key and value read one tensor; what is kept of it is made once.
         made: dict[tuple[object, ...], Tensor] = {}
         kept = {}
@@ -62,7 +106,7 @@ class DecomposedRollout:
             inputs = self.trace.inputs[use.module].detach()
             same = (inputs.data_ptr(), inputs.shape, inputs.stride()) if use.rule is MATRIX else (use,)
             if same not in made:
-                made[same] = use.rule.prepare(modules[use.module], inputs)
+                made[same] = use.rule.prepare(self._modules[use.module], inputs)
             kept[use] = made[same]
         return kept
 
@@ -93,24 +137,41 @@ class DecomposedRollout:
         each = self.rollout.length * self.plan.width * self.token_signals.element_size()
         return max(1, SIGNAL_BYTES // max(each, 1))
 
-    def coordinates(self, trace: Trace, rollout: Rollout, mix: Mix) -> Iterator[tuple[ParameterUse, Tensor]]:
-        """Coordinates [C, ...] below the cut of several weighted scores.
+    def below(self, rollout: Rollout, mix: Mix, take: Take) -> None:
+        """Hand over the coordinates [C, ...] below the cut of several weighted scores, the last layer's first.
 
-        `rollout` is the rollout, or a prefix of it that ends with the tokens of the mix; `trace` is a pass over it.
+        `rollout` is this one, or a prefix of it that ends with the tokens of the mix, over which there is a pass of its
+        own. Signals are let go layer by layer: all layers' together would take many times as much memory.
         """
         if self.plan.cut is None:
             return
-        source = trace.inputs[self.plan.cut]
-        signals, weights = self.token_signals[mix.span], mix.matrix(self.token_signals)
+        whole = rollout.length == self.rollout.length  # whose pass is there already
+        trace, zero, arrivals = (
+            (self.trace, self._zero, self._arrivals) if whole else self._traced(rollout, self.plan.cut)
+        )
+        source, signals, weights = (
+            trace.inputs[self.plan.cut],
+            self.token_signals[mix.span],
+            mix.matrix(self.token_signals),
+        )
         seeds = source.new_zeros(len(weights), *source.shape)
         at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
         seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
-        names = list(dict.fromkeys(u.module for u in self.plan.below))
-        at_outputs = pull_back(source, [trace.outputs[n] for n in names], seeds)
-        for use in self.plan.below:
-            coordinates = use.rule.coordinates(self.kept[use], at_outputs[names.index(use.module)][:, 0])
-            if use.rule is EMBEDDING and use.parameter in self.shared:
-                right, left = (part[mix.span] for part in self.shared[use.parameter])
-                for total, row in zip(coordinates, weights.to(right), strict=True):
-                    total += (row[:, None] * right).T @ left
-            yield use, coordinates
+
+        def arrived(name: str, at_output: Tensor) -> None:
+            for use in self._uses[name]:
+                take(use, self._coordinates(use, at_output[:, 0], mix, weights))
+
+        arrivals.take = arrived
+        try:
+            pull_back(source, [zero], seeds)
+        finally:
+            arrivals.take = None
+
+    def _coordinates(self, use: ParameterUse, signals: Tensor, mix: Mix, weights: Tensor) -> Tensor:
+        coordinates = use.rule.coordinates(self.kept[use], signals)
+        if use.rule is EMBEDDING and use.parameter in self.shared:
+            right, left = (part[mix.span] for part in self.shared[use.parameter])
+            for total, row in zip(coordinates, weights.to(right), strict=True):
+                total += (row[:, None] * right).T @ left
+        return coordinates

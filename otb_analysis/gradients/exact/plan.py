@@ -47,7 +47,8 @@ class Plan:
     above: tuple[ParameterUse, ...]  # Uses in layers where a token signals at its own position only
     below: tuple[ParameterUse, ...]  # Uses in all other layers
     cut: str | None  # Module whose input separates the two; None when nothing is below
-    width: int  # Numbers per position that one backward signal has in all layers below
+    width: int  # Numbers per position that one backward signal has at the widest layer below
+    graph: int = 0  # Bytes per position that the graph of a forward pass keeps
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -145,7 +146,7 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     modules = list(dict.fromkeys(u.module for u in uses))
     inputs = {n: x for n, x in trace.inputs.items() if x.requires_grad and n not in trace.repeated}
     # One signal per token, to see whose signal is where.
-    seeds = torch.eye(len(trace.logprob)).to(trace.logprob)
+    seeds = torch.eye(len(trace.logprob), device=trace.logprob.device).to(trace.logprob)
     outputs = [trace.outputs[n] for n in modules]
     signals = pull_back(trace.logprob, [*outputs, *inputs.values()], seeds)
     at_output = dict(zip(modules, signals, strict=False))
@@ -176,7 +177,7 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     above |= {u for u in uses if u.module in behind & silent}
     below = tuple(u for u in uses if u not in above)
     reached = [direct[n] for n in {u.module for u in below}]
-    width = sum(math.prod(s.shape[3:]) * s.shape[2] // rollout.length for s in reached)
+    width = max((math.prod(s.shape[3:]) * s.shape[2] // rollout.length for s in reached), default=0)
     return Plan(tuple(u for u in uses if u in above), below, name if below else None, width)
 
 
@@ -185,7 +186,7 @@ def _stays(signal: Tensor, rollout: Rollout) -> bool:
     if signal.ndim < 3 or signal.shape[1] != 1 or signal.shape[2] not in (rollout.length, len(rollout.targets)):
         return False
     rest = signal[:, 0].clone()
-    rest[torch.arange(len(rest)), own_rows(signal[0], rollout)] = 0
+    rest[torch.arange(len(rest), device=rest.device), own_rows(signal[0], rollout)] = 0
     return not rest.any() and bool(signal.any())
 
 

@@ -21,12 +21,15 @@ from otb_analysis.gradients.exact.gram import (
     stretches,
     tell_rounds,
 )
+from otb_analysis.gradients.exact.verdicts import Verdicts, graph_bytes
 from otb_analysis.types import Bool, Float, Int, ScoreNorms
 
 NAME = "reference"
 BLOCK = 16
 """Tokens that share one forward graph on their common prefix: what comes after a token has no part in its score, and
 running it anyway costs more than the extra forward passes (1.5 times as long for 46 tokens of a small model)."""
+
+_GRAPHS = Verdicts[int]()
 
 
 def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
@@ -44,10 +47,33 @@ def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
                 for total, part in zip(running, score, strict=True):
                     total.add_(part)
             measured.append((logprob, norm_sq_of(score), norm_sq_of(running) if path else 0.0))
-        logprob, norms, path_norms = torch.tensor(measured, dtype=torch.float64).T
+        logprob, norms, path_norms = torch.tensor(measured, dtype=torch.float64, device="cpu").T
         return logprob, norms, path_norms
 
     return norms_of_tokens(batch, NAME, path, measure)
+
+
+def needed_bytes(batch: ScoreBatch, path: bool) -> int:
+    """What measuring the longest rollout takes, about: a graph and as much on the way back, gradients, path sums."""
+    if not batch.rollouts:
+        return 0
+    gradient = sum(p.numel() * p.element_size() for p in batch.scope.parameters)
+    sums = sum(8 * p.numel() for p in batch.scope.parameters) if path else 0
+    # A model that reads soft tokens has no probe.
+    graph = 0 if batch.soft is not None else _GRAPHS.get(batch, lambda: graph_bytes(batch))
+    return 2 * (pass_bytes(batch, graph) + gradient) + sums
+
+
+def pass_bytes(batch: ScoreBatch, each: int) -> int:
+    """The graph of one pass over the longest rollout, of `each` bytes per position, with its logits and attention."""
+    longest = max(batch.rollouts, key=lambda r: r.length)
+    length, config = longest.length, getattr(batch.model, "config", None)
+    size = batch.scope.parameters[0].element_size()
+    logits = 3 * len(longest.columns) * int(getattr(config, "vocab_size", 0)) * size
+    # The plain kernel keeps scores and weights of all pairs of positions.
+    heads = getattr(config, "num_attention_heads", 0) * getattr(config, "num_hidden_layers", 0)
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    return each * length + logits + (3 * heads * length**2 * size if eager else 0)
 
 
 def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
@@ -56,7 +82,7 @@ def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
     def measure(rollout: Rollout, rows: Tensor) -> Tensor:
         values = sampled_logprobs(batch, (rollout,))
         scores = (_weighted_score(values, row.to(values), batch.scope.parameters) for row in rows)
-        return torch.tensor([norm_sq_of(score) for score in scores], dtype=torch.float64)
+        return torch.tensor([norm_sq_of(score) for score in scores], dtype=torch.float64, device="cpu")
 
     return norms_of_rows(batch, weights, measure)
 
@@ -126,8 +152,11 @@ def _scores(batch: ScoreBatch, rollout: Rollout) -> Iterator[tuple[float, list[T
     """Log-probability and score of every sampled token."""
     for block in rollout.blocks(BLOCK):
         values = sampled_logprobs(batch, (block,))
-        for value, unit in zip(values.detach().double().tolist(), torch.eye(len(values)).to(values), strict=True):
+        for value, unit in zip(
+            values.detach().double().tolist(), torch.eye(len(values), device=values.device).to(values), strict=True
+        ):
             yield value, _weighted_score(values, unit, batch.scope.parameters)
+        del values  # or two graphs would be held while the next one is made
 
 
 def _weighted_score(logprob: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

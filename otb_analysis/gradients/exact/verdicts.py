@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from otb_analysis.devices import products
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
 from otb_analysis.gradients.batch.functional import functional
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.layout import padded
 from otb_analysis.gradients.exact.gram import flat_norm_sq
 from otb_analysis.gradients.exact.layers import UnfitError
 
@@ -35,7 +37,8 @@ class Verdicts(Generic[T]):
         known, key = self._known.setdefault(batch.model, {}), model_key(batch)
         if key not in known:
             try:
-                known[key] = find()
+                with products("float32"):  # coarser ones say nothing about an engine
+                    known[key] = find()
             except UnfitError as reason:
                 known[key] = UnfitError(str(reason))  # without the traceback, whose frames hold the model
             except NonFiniteError as error:
@@ -88,11 +91,32 @@ def probe(batch: ScoreBatch) -> Rollout:
     get_embedding = getattr(batch.model, "get_input_embeddings", None)
     size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
     known = torch.cat([r.ids for r in batch.rollouts]).unique()
-    pool = known.cpu() if size is None else torch.arange(size)
+    pool = known.cpu() if size is None else torch.arange(size, device="cpu")
     # A generator of its own: a measurement must not move torch's random state, from which rollouts are drawn.
-    order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator().manual_seed(0))
+    order = torch.randint(len(pool), (PROBE_LENGTH,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     targets = torch.tensor(PROBE_TARGETS, device=known.device)
     return Rollout(0, pool[order].to(known.device), targets, np.array(PROBE_TARGETS))
+
+
+@torch.enable_grad()
+def graph_bytes(batch: ScoreBatch) -> int:
+    """What the graph of a forward pass keeps per position, seen on a probe; weights are not counted.
+
+    What grows with the square of the length, as the plain kernel of attention does, is as small as the probe.
+    """
+    # One tensor is often kept by several operations. Kept alive, so that no two have the same address.
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model_logits(batch.model, padded((probe(batch),)))
+    weights = {t.untyped_storage().data_ptr() for t in (*batch.model.parameters(), *batch.model.buffers())}
+    del logits
+    return sum(len(x) for pointer, x in kept.items() if pointer not in weights) // (PROBE_LENGTH - 1)
 
 
 @torch.enable_grad()

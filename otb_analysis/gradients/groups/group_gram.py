@@ -54,7 +54,7 @@ class PromptRows:
         rows = np.zeros((len(basis.rows), self.weights.shape[1]))
         rows[:, first] = basis.rows
         self.basis = Basis(rows, basis.mix)
-        return torch.from_numpy(rows)
+        return torch.from_numpy(rows).to(logprob.device)
 
 
 def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
@@ -112,7 +112,7 @@ def _check(batch: ScoreBatch, structure: BlockStructure) -> None:
     # The reference first, while little is held: each of its gradients is as large as the model.
     expected = reference_norms(batch, rollout)[1]
     layered = Layered(batch, structure)
-    layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob)))
+    layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob), device=logprob.device))
     for name, gradients in layered.gradients():
         parts[name] = parts.get(name, 0.0) + flat_norm_sq(gradients)
     if reason := disagreement(parts, expected, is_coarse(batch)):

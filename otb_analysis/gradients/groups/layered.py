@@ -27,6 +27,7 @@ from otb_analysis.gradients.exact.gram import stretches
 from otb_analysis.gradients.exact.hooks import pull_back
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.blocks import BlockStructure, Call
+from otb_analysis.gradients.groups.predictions import Predictions, plain_head, predictions
 from otb_analysis.gradients.groups.vocabulary import Ends, vocabulary_gradients
 from otb_analysis.phases import advance
 
@@ -57,6 +58,7 @@ class Layered:
     def __init__(self, batch: ScoreBatch, structure: BlockStructure, prompts: int = 1) -> None:
         self.batch, self.structure, self.prompts = batch, structure, prompts
         self.named = dict(zip(batch.scope.names, batch.scope.parameters, strict=True))
+        self.head = plain_head(batch)  # Evaluated in slices; None where only the model's own logits will do
         self.passes: list[Pass] = []
 
     def add(self, rollouts: tuple[Rollout, ...], layout: Layout, rows_of: Callable[[Tensor], Tensor]) -> None:
@@ -70,14 +72,21 @@ class Layered:
         parameters = [self.named[name] for name in self.structure.outside]
         # No graph below the last block's output: blocks are run again one at a time.
         with torch.no_grad(), self.structure.watched() as seen:
-            values = sampled_logprobs(self.batch, rollouts, layout)
-            last = seen.last()
+            if self.head is None:
+                found = Predictions(values := sampled_logprobs(self.batch, rollouts, layout), values, None)
+            else:
+                found = predictions(self.batch, rollouts, layout, self.head)
             # The basis depends on log-probabilities, so rows are known only after the forward pass.
-            rows = rows_of(values.detach()).to(values)
-            pulled = [_pulled(values, [last, *parameters], row) for row in rows]
+            rows = torch.zeros(0) if found is None else rows_of(found.logprob.detach()).to(found.logprob)
+            last = seen.last()
+            pulled = [_pulled(found.output, [last, *parameters], found.signal(row)) for row in rows] if found else []
+        if found is None:  # the model caps or scales its logits
+            self.head = None
+            return self.add(rollouts, layout, rows_of)
         targets = torch.cat([r.ids[r.targets] for r in rollouts])
-        ends = Ends(rows, targets, seen.hidden(layout))
-        ends.check(self.structure.head, values.detach(), self.batch.temperature)
+        ends = Ends(rows, targets, seen.hidden(layout) if self.head is None else found.output.detach())
+        if self.head is None:
+            ends.check(self.structure.head, found.logprob.detach(), self.batch.temperature)
         outside = [[gradients[1 + i] for gradients in pulled] for i in range(len(parameters))]
         signals = _stacked([gradients[0] for gradients in pulled], last)
         # Signals of all prompts, as many as this one's, at a block's output and at its input: half the memory at most.

@@ -67,7 +67,11 @@ def vocabulary_gradients(
                 _add_of_input(gradients, ends, entries)
             yield structure.ends[1] or "", gradients.flatten(1)
     if embedding is not None and not tied:
-        read = torch.cat([end.ids for end in ends]).unique() if ends else torch.zeros(0, dtype=torch.long)
+        read = (
+            torch.cat([end.ids for end in ends]).unique()
+            if ends
+            else torch.zeros(0, dtype=torch.long, device=embedding.weight.device)
+        )
         for entries in _slices(read, embedding.weight, ends):
             gradients = _zeros(embedding.weight, ends, entries)
             _add_of_input(gradients, ends, entries)

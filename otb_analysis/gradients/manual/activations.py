@@ -3,6 +3,7 @@
 Rows are positions. The last block goes on from attention only at the positions that predict a sampled token.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout
+from otb_analysis.gradients.exact.attention import query_blocks
 from otb_analysis.gradients.manual.llama_layout import Layer, LlamaLayout, Norm
+
+SLICE_BYTES, KEPT_BYTES = 1 << 23, 1 << 19
+"""What the attention weights of one slice of queries may occupy, and of a slice that is the whole, to be kept."""
 
 
 class Rows:
@@ -44,18 +49,42 @@ class Attention:
     """Attention of one block: heads first, keys and values repeated for grouped queries, queries scaled.
 
     `inputs` [n, d] went into query, key and value; `mixed` [n, H·h] went into the output layer; `query_pass` and
-    `key_pass` [n, H, h] are there where the model normalises heads.
+    `key_pass` [n, H, h] are there where the model normalises heads. Its weights [H, n, n] are kept of a short
+    rollout only; those of a longer one are formed anew for some queries at a time.
     """
 
     inputs: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
-    weights: Tensor
     mixed: Tensor
     query_pass: NormPass | None
     key_pass: NormPass | None
+    position: Tensor
     scaling: float
+    window: int | None
+    rounded: bool
+    kept: Tensor | None = None  # All weights, of a short rollout
+
+    def weights(self, at: Tensor | slice, stop: int) -> Tensor:
+        """Softmax weights [H, r, stop] of the queries `at` some positions, which see no key from `stop` on."""
+        if self.kept is not None:
+            return self.kept[:, at, :stop]
+        scores = torch.bmm(self.query[:, at], self.key[:, :stop].transpose(1, 2))
+        queries, keys = self.position[at, None], self.position[:stop]
+        hidden = keys > queries
+        if self.window is not None:
+            hidden |= keys <= queries - self.window
+        # As eager attention rounds, so that log-probabilities match the model's own.
+        dtype = torch.float32 if self.rounded else None
+        return scores.masked_fill_(hidden, -torch.inf).softmax(-1, dtype=dtype).to(scores.dtype)
+
+    def slices(self, count: int) -> Iterator[slice]:
+        """Ranges of `count` queries whose weights are formed together."""
+        heads, length, _ = self.query.shape
+        return query_blocks(
+            count, self.query.device, max(1, SLICE_BYTES // (heads * length * self.query.element_size()))
+        )
 
 
 @dataclass(frozen=True)
@@ -70,10 +99,11 @@ class BlockPass:
 
 @dataclass(frozen=True)
 class Turns:
-    """cos and sin of the rotary embedding [T, h], read backwards."""
+    """cos and sin of the rotary embedding [T, h], read backwards, and the positions [T]."""
 
     cos: Tensor
     sin: Tensor
+    position: Tensor
 
     def at(self, index: Tensor | slice, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
         """Those of some positions, times the scaling of attention scores, which queries carry [n, 1, 1, h]."""
@@ -95,8 +125,9 @@ def run(layout: LlamaLayout, rollout: Rollout) -> Activations:
     """Run a rollout up to the position that predicts its last sampled token."""
     at = rollout.targets - 1
     x = layout.embedding[rollout.ids[: rollout.length]]
-    cos, sin = layout.rotary(x[None], torch.arange(len(x), device=x.device)[None])
-    turns = Turns(cos[0], sin[0])
+    position = torch.arange(len(x), device=x.device)
+    cos, sin = layout.rotary(x[None], position[None])
+    turns = Turns(cos[0], sin[0], position)
     blocks: list[BlockPass] = []
     for layer in layout.layers:
         before, normed = _norm(layer.before, x)
@@ -145,24 +176,19 @@ def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Atten
     query = rotate(query, turns).mul_(layer.scaling).transpose(0, 1).contiguous()
     key = rotate(key, turns).transpose(0, 1).repeat_interleave(groups, 0)
     value = value.transpose(0, 1).repeat_interleave(groups, 0)
-    scores = torch.bmm(query, key.transpose(1, 2)).masked_fill_(_hidden(len(x), layer.window, x.device), -torch.inf)
-    # As eager attention rounds, so that log-probabilities match the model's own.
-    weights = scores.softmax(-1, dtype=torch.float32 if round_softmax else None).to(x.dtype)
-    mixed = torch.bmm(weights, value).transpose(0, 1).flatten(1)
-    return Attention(x, query, key, value, weights, mixed, query_pass, key_pass, layer.scaling)
+    made = Attention(
+        x, query, key, value, x, query_pass, key_pass, turns.position, layer.scaling, layer.window, round_softmax
+    )
+    if len(query) * len(x) ** 2 * x.element_size() <= KEPT_BYTES:
+        made = replace(made, kept=made.weights(slice(0, len(x)), len(x)))
+    parts = [torch.bmm(made.weights(rows, rows.stop), value[:, : rows.stop]) for rows in made.slices(len(x))]
+    return replace(made, mixed=torch.cat(parts, 1).transpose(0, 1).flatten(1))
 
 
 def rotate(x: Tensor, turns: Turns) -> Tensor:
     """Turn heads [n, H, h] by their position."""
     first, second = x.chunk(2, -1)
     return x * turns.cos[:, None] + torch.cat((-second, first), -1) * turns.sin[:, None]
-
-
-def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
-    """True where key j is not seen from query i: j > i, or i − j ≥ window [T, T]."""
-    position = torch.arange(length, device=device)
-    lag = position[:, None] - position
-    return (lag < 0) if window is None else (lag < 0) | (lag >= window)
 
 
 def _feed(layer: Layer, x: Tensor) -> tuple[FeedForward, Tensor]:

@@ -14,7 +14,7 @@ from otb_analysis.gradients.manual.activations import Attention, BlockPass, Feed
 from otb_analysis.gradients.manual.llama_layout import Dense, Layer, Norm
 from otb_analysis.gradients.manual.sinks import Above, Below
 
-SLICE, SCORE_BYTES = 64, 1 << 26
+SLICE, SCORE_BYTES = 64, 1 << 24
 """Queries below which an attention slice is not worth its calls, and what the scores of one slice may occupy."""
 
 Sink = Above | Below
@@ -84,7 +84,7 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
         scores = work.take("coordinates", heads, stop - start, count, stop)
         flat = scores.view(heads, -1, stop)
         torch.bmm(rows, kept.value[:, :stop].transpose(1, 2), out=flat)
-        weights = kept.weights[:, start:stop, :stop]
+        weights = kept.weights(slice(start, stop), stop)
         scores.sub_(mean[:, start:stop]).mul_(weights[:, :, None])
         query = torch.bmm(flat, kept.key[:, :stop], out=work.take("query", heads, flat.shape[1], size))
         query = query.view(heads, -1, count, size).permute(1, 2, 0, 3)

@@ -6,6 +6,7 @@ that is used again.
 """
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,11 @@ from otb_analysis.gradients.exact.norm_accumulators import (
 )
 from otb_analysis.gradients.exact.passes import Mix
 from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
+from otb_analysis.gradients.manual.activations import SLICE_BYTES
+from otb_analysis.gradients.manual.backward import SCORE_BYTES
 from otb_analysis.gradients.manual.llama_layout import LlamaLayout, read
 from otb_analysis.gradients.manual.manual_backward import ManualBackward
+from otb_analysis.gradients.manual.support_check import FAMILIES
 from otb_analysis.types import Float, ScoreNorms
 
 NAME = "fast"
@@ -65,6 +69,25 @@ def checked_layout(batch: ScoreBatch) -> LlamaLayout:
 def fits(batch: ScoreBatch) -> bool:
     """Whether "auto" should use this engine; a model that it does not support is logged once, with the reason."""
     return fits_or_told(batch, checked_layout, 'not measured by engine="fast"', logging.INFO)
+
+
+def needed_bytes(batch: ScoreBatch, path: bool) -> int:
+    """What measuring the longest rollout takes at most, about: activations, factors, the signals of a block, logits."""
+    if not batch.rollouts or type(batch.model) not in FAMILIES:
+        return 0  # nothing to measure, or refused by the engine in its own words
+    longest: Rollout = max(batch.rollouts, key=lambda r: r.length)
+    config: Any = batch.model.config
+    length, width, inner, depth = longest.length, config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    heads = config.num_attention_heads * (getattr(config, "head_dim", None) or width // config.num_attention_heads)
+    size = max(4, batch.scope.parameters[0].element_size())
+    # Two norms, four projections, three parts of the feed-forward layer, and the factors of its inputs.
+    kept = 6 * width + 4 * heads + 3 * inner
+    inputs = 2 * min(width, length) + min(heads, length) + min(inner, length)
+    count = max(1, min(2 * BLOCK, SIGNAL_BYTES // (2 * length * inner * size)))
+    signals = count * (length * (2 * inner + 4 * width + 4 * heads) + min(width, length) * max(inner, 3 * heads))
+    numbers = depth * length * (kept + inputs) + signals + 3 * len(longest.columns) * config.vocab_size
+    sums = min(width, length) * (3 * inner + 4 * heads) * depth if path else 0
+    return size * (numbers + sums) + SCORE_BYTES + SLICE_BYTES
 
 
 def _check(batch: ScoreBatch, layout: LlamaLayout) -> None:

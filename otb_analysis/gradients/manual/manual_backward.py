@@ -1,7 +1,5 @@
 """One rollout's signals: at and above the last attention in one pass of single rows, below it block after block."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -22,20 +20,6 @@ from otb_analysis.gradients.manual.llama_layout import LlamaLayout
 from otb_analysis.gradients.manual.sinks import Above, Below, factors
 
 
-@dataclass(frozen=True)
-class LastAttention:
-    """What the sampled tokens' own signals do at the last attention: heads first [H, K, ...].
-
-    Each token signals from one query only, so its key signal is scores ⊗ query and its value signal weights ⊗ mixed.
-    """
-
-    scores: Tensor
-    query: Tensor
-    weights: Tensor
-    mixed: Tensor
-    at_input: Tensor
-
-
 class ManualBackward:
     """A rollout's forward pass and everything that its K sampled tokens signal at one position only."""
 
@@ -52,7 +36,7 @@ class ManualBackward:
         above = Above()
         # Each token's own signal in the residual stream behind the last attention [K, d].
         self.token_signals = self._through_last_feed(signal, above)
-        self.last = self._through_last_attention(above)
+        self.at_input = self._through_last_attention(above)
         self.tokens, self.index = rollout.ids[: len(self.acts.turns.cos)].unique(return_inverse=True)
         # (parameter, left, right) of gradients above the cut; of a tied matrix only the rows that the rollout does not
         # read as input. The others are in `shared`: (right [K, U], left [K, d]) for the U distinct tokens read.
@@ -72,25 +56,33 @@ class ManualBackward:
         norm_backward(layer.after, kept.after, signal, stream, tools)
         return stream[:, 0]
 
-    def _through_last_attention(self, above: Above) -> LastAttention:
+    def _through_last_attention(self, above: Above) -> Tensor:
         layer, kept, at = self.layout.layers[-1], self.acts.blocks[-1].attention, self.rollout.targets - 1
         above.dense((-1, "output"), (layer.output,), kept.mixed[at], self.token_signals[:, None])
         heads = len(kept.query)
         mixed = (self.token_signals @ layer.output.weight).unflatten(-1, (heads, -1)).transpose(0, 1).contiguous()
         # Each sampled token has one query, so this is the softmax's derivative at K rows instead of T.
         outputs = kept.mixed[at].unflatten(-1, (heads, -1)).transpose(0, 1)
-        weights = kept.weights[:, at]
-        scores = (
-            torch.bmm(mixed, kept.value.transpose(1, 2)).sub_((mixed * outputs).sum(-1, keepdim=True)).mul_(weights)
-        )
+        # Signals at the heads' outputs [H, K, h], and the row sums of the softmax's derivative [H, K, 1].
+        self.at_heads, self.mean = mixed, (mixed * outputs).sum(-1, keepdim=True)
+        turned = [torch.bmm(self._last_rows(span, kept.key.shape[1])[0], kept.key) for span in kept.slices(len(at))]
         signal = torch.empty_like(outputs.transpose(0, 1))[:, None]
-        turned = torch.bmm(scores, kept.key).transpose(0, 1)[:, None]
-        unrotate(turned, self.acts.turns.at(at, layer.scaling), out=signal)
+        unrotate(torch.cat(turned, 1).transpose(0, 1)[:, None], self.acts.turns.at(at, layer.scaling), out=signal)
         if layer.query_norm is not None and kept.query_pass is not None:
             head_norm_backward(layer.query_norm, kept.query_pass.at(at), signal, above)
         signal = signal.flatten(2)
         above.dense((-1, "query"), (layer.query,), kept.inputs[at], signal)
-        return LastAttention(scores, kept.query[:, at], weights, mixed, signal[:, 0] @ layer.query.weight)
+        return signal[:, 0] @ layer.query.weight
+
+    def _last_rows(self, span: slice, stop: int) -> tuple[Tensor, Tensor]:
+        """Signals at the last attention's scores, and its weights, of some tokens' queries and keys [H, r, stop].
+
+        Each token signals from one query only: its key signal is scores ⊗ query, its value signal weights ⊗ `at_heads`.
+        """
+        kept = self.acts.blocks[-1].attention
+        weights = kept.weights(self.rollout.targets[span] - 1, stop)
+        scores = torch.bmm(self.at_heads[:, span], kept.value[:, :stop].transpose(1, 2))
+        return scores.sub_(self.mean[:, span]).mul_(weights), weights
 
     def _separate_tied(self) -> tuple[Tensor, Tensor]:
         """Split a tied matrix: in the rows that are also read as input both uses add before they are squared."""
@@ -117,21 +109,23 @@ class ManualBackward:
         layer, kept = self.layout.layers[-1], self.acts.blocks[-1]
         at, size = self.rollout.targets[mix.span] - 1, layer.head_dim
         weights = mix.matrix(self.token_signals)
-        count, heads = len(weights), len(self.last.query)
+        count, heads = len(weights), len(kept.attention.query)
         groups = heads * size // len(layer.key.weight)
-
-        def spread(rows: Tensor, source: Tensor) -> Tensor:
-            """Σ_k rows[h, k, j] weights[c, k] source[h, k, :], summed over shared keys [b, C, H', h]."""
-            mixed = weights.T[None, :, :, None] * source[:, mix.span, None]
-            rows = rows[:, mix.span, :b].transpose(1, 2)
-            # A key that several heads share collects from all of them.
-            summed = torch.bmm(rows, mixed.flatten(2)).view(-1, groups, b, count, size).sum(1)
-            return summed.permute(1, 2, 0, 3)
-
+        sums = torch.zeros(2, heads, b, count * size, dtype=weights.dtype, device=weights.device)
+        first = range(len(self.rollout.targets))[mix.span].start
+        for some in kept.attention.slices(len(at)):
+            # Σ_k rows[h, k, j] weights[c, k] source[h, k, :] of signals at key and at value.
+            span = slice(first + some.start, first + some.stop)
+            sources = kept.attention.query[:, at[some]], self.at_heads[:, span]
+            for total, rows, source in zip(sums, self._last_rows(span, b), sources, strict=True):
+                mixed = weights[:, some].T[None, :, :, None] * source[:, :, None]
+                total.baddbmm_(rows.transpose(1, 2), mixed.flatten(2))
+        # A key that several heads share collects from all of them.
+        spread = sums.view(2, -1, groups, b, count, size).sum(2).permute(0, 2, 3, 1, 4)
         both = self.work.take("qkv", b, count, 2 * len(layer.key.weight))
         at_key, at_value = (part.unflatten(-1, (-1, size)) for part in both.chunk(2, -1))
-        unrotate(spread(self.last.scores, self.last.query), self.acts.turns.at(slice(b)), out=at_key)
-        at_value.copy_(spread(self.last.weights, self.last.mixed))
+        unrotate(spread[0], self.acts.turns.at(slice(b)), out=at_key)
+        at_value.copy_(spread[1])
         if layer.key_norm is not None and kept.attention.key_pass is not None:
             head_norm_backward(layer.key_norm, kept.attention.key_pass.at(slice(b)), at_key, tools[0])
         place = len(self.layout.layers) - 1, "attention"
@@ -139,7 +133,7 @@ class ManualBackward:
         signal = through(both, (layer.key, layer.value), self.work)
         stream = self.work.take("stream", b, count, self.token_signals.shape[-1]).zero_()
         # A query signals at its own position only; keys and values above have reached the whole prefix.
-        signal.index_add_(0, at, self._placed(mix, self.last.at_input))
+        signal.index_add_(0, at, self._placed(mix, self.at_input))
         stream.index_add_(0, at, self._placed(mix, self.token_signals))
         norm_backward(layer.before, kept.before.at(slice(b)), signal, stream, tools)
         return stream

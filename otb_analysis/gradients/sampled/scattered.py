@@ -90,9 +90,10 @@ class _Pass:
 
     def __init__(self, batch: ScoreBatch, uses: Sequence[ParameterUse], rollouts: tuple[Rollout, ...]) -> None:
         self.batch, self.uses, self.rollouts = batch, uses, rollouts
-        counts = torch.tensor([len(r.columns) for r in rollouts])
+        counts = [len(r.columns) for r in rollouts]
         self.position = torch.cat([r.targets for r in rollouts]) - 1
-        self.row = torch.repeat_interleave(counts).to(self.position.device)  # of each sampled token within the pass [K]
+        # Row of each sampled token within the pass [K].
+        self.row = torch.as_tensor(np.repeat(np.arange(len(counts)), counts), device=self.position.device)
         self.kept = self.position.unique()
         # Rollouts and columns of the tokens in the padded batch.
         self.places = np.repeat([r.row for r in rollouts], counts), np.concatenate([r.columns for r in rollouts])

@@ -39,19 +39,19 @@ class Directions:
     def rows(self, name: str, part: slice, shape: tuple[int, int]) -> Tensor:
         """Independent signs in rows of an embedding, of some directions [k, *shape]."""
         drawn = [_signs(self._bits(f"{name}:rows:{k}"), shape) for k in range(part.start, part.stop)]
-        return torch.stack(drawn) if drawn else torch.zeros(0, *shape, dtype=torch.int8)
+        return torch.stack(drawn) if drawn else torch.zeros(0, *shape, dtype=torch.int8, device="cpu")
 
     def gaussian(self, k: int) -> list[Tensor]:
         """Direction k with independent standard normal entries."""
         dense = []
         for name, like in zip(self.batch.scope.names, self.batch.scope.parameters, strict=True):
-            values = torch.randn(like.shape, generator=self.stream(f"{name}:{k}"), dtype=_wide(like))
+            values = torch.randn(like.shape, generator=self.stream(f"{name}:{k}"), dtype=_wide(like), device="cpu")
             dense.append(values.to(like.device))
         return dense
 
     def stream(self, name: str) -> torch.Generator:
-        """Random numbers that depend on the seed and this name only."""
-        return torch.Generator().manual_seed(self._key(name))
+        """Random numbers of the CPU, the same on every machine, that depend on the seed and this name only."""
+        return torch.Generator("cpu").manual_seed(self._key(name))
 
     def _bits(self, name: str) -> np.random.Generator:
         """The same for signs, which NumPy draws eight to a byte."""

@@ -28,7 +28,7 @@ class Weights:
 def attention_weights(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Weights:
     """O = Pv, P = softmax(scale·qkᵀ + mask), of operands with as many heads each [1, H, T, d]."""
     blocks, outputs = [], []
-    for rows in query_blocks(query.shape[-2]):
+    for rows in query_blocks(query.shape[-2], query.device):
         scores = block_scores(call, query, key, rows)
         p = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype)
         blocks.append(p)

@@ -48,7 +48,7 @@ def sketched_group_gram(
         model, input_ids, mask, basis, member, attention_mask, dim=dim, seed=seed, scope=scope, temperature=temperature
     )
     rows = [row for prompt, part in zip(prompts, sketch, strict=True) for row in part[: len(prompt.basis.rows)]]
-    total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     if rows:
         add_products(total, [torch.from_numpy(row) for row in rows])
     return mixed(total.numpy(), prompts)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from otb_analysis.devices import working_set
 from otb_analysis.errors import InputError
 
 CHUNK = 1 << 15
@@ -29,8 +30,9 @@ class Buckets:
     def __init__(self, start: int, length: int, dim: int, seed: int, device: torch.device) -> None:
         self.dim = dim
         self.signed = torch.empty(length, dtype=torch.int32, device=device)
-        for first in range(0, length, CHUNK):
-            part = self.signed[first : first + CHUNK]
+        self.chunk = working_set(device, CHUNK)
+        for first in range(0, length, self.chunk):
+            part = self.signed[first : first + self.chunk]
             part.copy_(_signed_buckets(start + first, len(part), dim, seed, device))
 
     def sketch(self, values: Tensor) -> Tensor:
@@ -38,7 +40,7 @@ class Buckets:
         flat = values.detach().flatten()
         # Float64: millions of entries fall into few buckets and mostly cancel.
         signed = torch.zeros(2 * self.dim, dtype=torch.float64, device=flat.device)
-        for piece, into in zip(flat.split(CHUNK), self.signed.split(CHUNK), strict=True):
+        for piece, into in zip(flat.split(self.chunk), self.signed.split(self.chunk), strict=True):
             signed.scatter_add_(0, into.long(), piece.double())
         return signed[: self.dim] - signed[self.dim :]
 

@@ -51,7 +51,9 @@ def aligned(
     dimension = len(values)
     if not dimension:
         return None
-    normal = torch.randn(dimension, min(count, dimension), generator=generator, dtype=torch.float64)
+    normal = torch.randn(
+        dimension, min(count, dimension), generator=generator, dtype=torch.float64, device=generator.device
+    )
     frame = torch.linalg.qr(normal).Q.to(values.device) * dimension**0.5
     # eigh gives A_t in the basis G: ⟨A_t, G_j⟩ = (vectors · values^½)/scale, and σ_j = values_j^½.
     known = (vectors @ (values[:, None] ** 0.25 * frame)) / scale[:, None]

@@ -9,17 +9,25 @@ from otb_analysis.statistics.inference.intervals import Interval, cluster_jackkn
 from otb_analysis.types import Float, Int
 
 
-def log_correlation(x: Float, y: Float, prompt: Int, cell: Int | None = None) -> Interval | None:
+def log_correlation(
+    x: Float, y: Float, prompt: Int, cell: Int | None = None, weight: Float | None = None
+) -> Interval | None:
     """Return the correlation of log x and log y, over tokens at which both are positive."""
     both = (x > 0) & (y > 0)
-    return correlation(np.log(x[both]), np.log(y[both]), prompt[both], None if cell is None else cell[both])
+    cell, weight = None if cell is None else cell[both], None if weight is None else weight[both]
+    return correlation(np.log(x[both]), np.log(y[both]), prompt[both], cell, weight)
 
 
-def correlation(x: Float, y: Float, prompt: Int, cell: Int | None = None) -> Interval | None:
+def correlation(
+    x: Float, y: Float, prompt: Int, cell: Int | None = None, weight: Float | None = None
+) -> Interval | None:
     """Return the Pearson correlation of two variables [n] with a jackknife interval over prompts.
 
     corr(x − x̄_c, y − ȳ_c) with (prompt, position) cells, corr(x, y) without; no cell spans two prompts. The interval is
     formed on Fisher's scale, atanh r, which is half the logit of (1 + r)/2.
+
+    Args:
+        weight: What each entry counts [n], such as 1/π of drawn ones, whose population it then is about; without cells.
 
     Returns:
         None where either variable is constant; a point below 16 prompts.
@@ -30,7 +38,8 @@ def correlation(x: Float, y: Float, prompt: Int, cell: Int | None = None) -> Int
     code = np.unique(prompt, return_inverse=True)[1]
     scale = [np.abs(v).max(initial=0.0) or 1.0 for v in (x, y)]
     x, y = x / scale[0], y / scale[1]
-    sums = np.stack([np.bincount(code, v) for v in (np.ones_like(x), x, y, x * x, x * y, y * y)], axis=1)
+    one = np.ones_like(x) if weight is None else weight / weight.max(initial=1.0)
+    sums = np.stack([np.bincount(code, one * v) for v in (np.ones_like(x), x, y, x * x, x * y, y * y)], axis=1)
     found = cluster_jackknife(sums, _halfway, "Pearson correlation", scale="logit")
     if found is None:
         return None

@@ -24,7 +24,8 @@ MISS = 0.01
 
 NOT_SHOWN = (
     "An efficiency by itself is not shown where fewer prompts were measured than a third of the noise scale, since "
-    "there only lucky estimates are large enough to be seen; ratios on the same rollouts stay."
+    "there only lucky estimates are large enough to be seen, nor where its interval has ends a factor of 100 apart; "
+    "ratios on the same rollouts stay."
 )
 """Why an efficiency is missing, in one sentence."""
 
@@ -67,7 +68,7 @@ def may_be_shown(efficiency: float, n_prompts: float, n_measured: int) -> bool:
     return 0 < efficiency <= 1 and (1 - efficiency) * n_prompts * LEAST <= efficiency * n_measured
 
 
-def shown_efficiency(efficiency: Float, n_prompts: int, floor: float, words: str) -> Interval | None:
+def shown_efficiency(efficiency: Float, n_prompts: float, floor: float, words: str) -> Interval | None:
     """Return an efficiency with its 95 % interval where it may be shown, else None.
 
     With r = e/((1 − e)·P), for an unbiased estimator the inverse of its noise scale, it is shown from

@@ -35,7 +35,7 @@ from otb_analysis.types import Float, Gram, Label, Proved
 
 OF_TRUTH = ("relative_bias", "projection", "sf", "rollout_equivalents")
 """What is measured along ∇J where the projection is not proved; the efficiency has a rule of its own (`absolute`)."""
-POSITIVE = ("variance", "sf", "rollout_equivalents")
+POSITIVE = ("variance", "sf", "rollout_equivalents", "efficiency", "projection", "noise_scale")
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,19 @@ class GradientStatistics:
         """Return one of `intervals` where it may be shown by itself, None where noise hides it.
 
         What rests on an estimated c takes a ∇J that is told from noise. From 16 prompts on, the ends of a positive
-        quantity's interval must be less than a factor of 100 apart.
+        quantity's interval must be less than a factor of 100 apart; else a variance keeps its point, and a noise scale
+        the end that it is above.
         """
         one = self.intervals[name]
         if one is None or (not self.c_known and not self.signal and name in OF_TRUTH):
             return None
-        if name in POSITIVE and self.n_clusters >= MIN_CLUSTERS and not told(one):
-            return Interval(one.estimate, None, None, one.n_clusters, one.estimand) if name == "variance" else None
-        return one
+        # What has no noise has no ends, and what is proved has none either.
+        sure = self.c_known if name == "projection" else one.low is None and name in ("efficiency", "noise_scale")
+        if name not in POSITIVE or sure or self.n_clusters < MIN_CLUSTERS or told(one):
+            return one
+        if name == "noise_scale":
+            return replace(one, estimate=np.inf, high=np.inf)
+        return replace(one, low=None, high=None, p_value=None) if name == "variance" else None
 
     def as_row(self) -> dict[str, object]:
         """Return the columns of `schema.GRADIENTS` besides `step`, by name."""

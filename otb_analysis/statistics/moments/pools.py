@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy.sparse import csr_array
 
 from otb_analysis.arrays import rank_within
 from otb_analysis.errors import InputError
@@ -192,7 +192,7 @@ def _sum_by(x: Float, index: Int, size: int) -> Float:
     """Sum the middle axis of [M, n, K] by index: [M, size, K]."""
     m, n, k = x.shape
     # A sparse product adds whole rows; np.add.at would walk through [M, n, K] entry by entry.
-    member = csr_array((np.ones(n), (index, np.arange(n))), shape=(size, n))
+    member = scipy.sparse.csr_array((np.ones(n), (index, np.arange(n))), shape=(size, n))
     return (member @ x.transpose(1, 0, 2).reshape(n, m * k)).reshape(size, m, k).transpose(1, 0, 2)
 
 

@@ -38,7 +38,7 @@ class Critic:
         for rows in self.net.parts(batch):
             inside = np.zeros_like(mask)
             inside[rows] = mask[rows]
-            out[inside] = self.net(batch, rows).double().cpu().numpy()
+            out[inside] = self.net(batch, rows).cpu().double().numpy()
         return out
 
     def update(self, batch: CriticBatch, target: Float) -> float:

@@ -31,7 +31,7 @@ class HeadNet(nn.Module):
     def __init__(self, hidden_size: int, width: int, seed: int):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the CPU's alone: layers are made there
             self.layers = nn.Sequential(
                 nn.LayerNorm(hidden_size), nn.Linear(hidden_size, width), nn.SiLU(), nn.Linear(width, 1)
             )

@@ -118,7 +118,7 @@ class Policy:
         with torch.no_grad(), off:
             scored = [self._scored(model, rollouts, rows) for rows in parts]
         self.idle(rollouts, more, model)
-        return stacked([part.logprob for part in scored], rollouts.width).double().cpu().numpy()
+        return stacked([part.logprob for part in scored], rollouts.width).cpu().double().numpy()
 
     def shared_parts(self, rollouts: Rollouts, rows: Int | None = None) -> tuple[list[Int], int]:
         """Return the micro-batches and how many more passes to take part in; with sharded weights all make the same."""
@@ -218,7 +218,7 @@ def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftMode
     settings = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
     try:
         with quiet_peft(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the CPU's alone: layers are made there
             adapted = get_peft_model(model, settings)
     except ValueError as error:
         raise InputError(

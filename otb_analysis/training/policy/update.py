@@ -19,7 +19,7 @@ from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.policy.objective import Objective, TokenBatch
 from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.policy import Policy
-from otb_analysis.types import Int
+from otb_analysis.types import Float, Int
 
 
 @dataclass
@@ -103,18 +103,22 @@ def _accumulate(
 def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: CompletionLogprobs, tally: Tally) -> float:
     """Back-propagate −Σ c·log π − bonus·Σ weight·entropy of some rollouts; return it."""
     part = batch.take(rows)
-    coefficients = objective.coefficients(part, scored.logprob.detach().double().cpu().numpy())
-    terms = torch.as_tensor(coefficients.value).to(scored.logprob) * scored.logprob
+    coefficients = objective.coefficients(part, scored.logprob.detach().cpu().double().numpy())
+    terms = _like(coefficients.value, scored.logprob) * scored.logprob
     parts = -terms.sum(dim=1)
     if scored.entropy is not None:
         share = objective.config.entropy_bonus * part.mask / batch.mask.sum()
-        parts = parts - (torch.as_tensor(share).to(scored.entropy) * scored.entropy).sum(dim=1)
+        parts = parts - (_like(share, scored.entropy) * scored.entropy).sum(dim=1)
     _refuse_non_finite(parts.detach(), terms.detach(), part.number)
     parts.sum().backward()
     tally.tokens += int(part.mask.sum())
     for name, values in coefficients.by_token.items():
         tally.sums[name] = tally.sums.get(name, 0.0) + float(values[part.mask].sum())
     return float(parts.detach().sum())
+
+
+def _like(x: Float, like: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(x, dtype=like.dtype, device=like.device)
 
 
 def _refuse_non_finite(parts: torch.Tensor, terms: torch.Tensor, number: Int) -> None:

@@ -52,14 +52,14 @@ def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], keep: int)
         ) from error
 
 
-def read_checkpoint(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
-    """Return the state a checkpoint holds, its tensors on a device.
+def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the state a checkpoint holds, its tensors in main memory: random states are set from there.
 
     Raises:
         StoreError: The file cannot be read.
     """
     try:
-        return torch.load(checkpoint.path, map_location=device, weights_only=True)
+        return torch.load(checkpoint.path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors for a damaged archive
         raise StoreError(
             f"checkpoint {checkpoint.path} cannot be read ({str(error).splitlines()[0][:120]}); "

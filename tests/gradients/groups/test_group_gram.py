@@ -26,7 +26,7 @@ from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.batch.layout import packed, packing_pays, padded
 from otb_analysis.gradients.batch.tree import prefix_tree, tree_of
 from otb_analysis.gradients.exact import gram
-from otb_analysis.gradients.groups import blocks, group_gram, vocabulary
+from otb_analysis.gradients.groups import blocks, group_gram, predictions, vocabulary
 from otb_analysis.gradients.groups.basis import TOLERANCE, basis_of
 
 GROUP = np.array([3, 3, 3, 1, 1, 8])
@@ -67,6 +67,21 @@ def both(model, batch, weights, group=GROUP, **options):
 
 def test_a_gram_matrix_of_a_basis_is_that_of_all_rows(case, batch):
     assert distance(*both(case, batch, weights_of())) < 1e-6
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["sliced", "bias in scope"])
+def test_the_output_layer_runs_on_some_tokens_at_a_time_unless_its_bias_is_measured(
+    make_model, batch, monkeypatch, bias
+):
+    model, seen = make_model("qwen3", tied=False), []
+    if bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(17, dtype=torch.float64))
+    monkeypatch.setattr(predictions, "SLICE_BYTES", 2 * 17 * predictions.LOGIT_BYTES)
+    found, expected = both(model, batch, weights_of(), temperature=0.7)
+    assert distance(found, expected) < 1e-6
+    model.lm_head.register_forward_hook(lambda _, args, logits: seen.append(logits.flatten(0, -2).shape[0]))
+    group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask, temperature=0.7)
+    assert (max(seen) > predictions.CHECKED) == bias
 
 
 @pytest.mark.parametrize("scope", [r"layers\.1\.", r"layers\.0\.", "embed_tokens", r"model\.norm", "q_proj|up_proj"])

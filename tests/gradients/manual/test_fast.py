@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -17,7 +18,8 @@ from transformers import (
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients import group_gradient_gram, token_score_norms, weighted_score_norms
-from otb_analysis.gradients.manual import backward, fast
+from otb_analysis.gradients.exact import norm_accumulators
+from otb_analysis.gradients.manual import activations, backward, fast
 
 # Hugging Face normalises in float32 inside a float64 model, forward and backward; the backward pass by hand does not
 # round there, which leaves 3e-7.
@@ -406,13 +408,15 @@ def test_blocks_of_any_size_give_the_same_norms(make_model, monkeypatch, long_ba
 def test_attention_slices_of_any_length_give_the_same_norms(make_model, monkeypatch, size, agree, long_batch):
     model, batch = make_model("llama"), long_batch(LONG)
     monkeypatch.setattr(backward, "slice_length", lambda *_: size)
+    monkeypatch.setattr(activations, "KEPT_BYTES", 0)
+    monkeypatch.setattr(activations, "SLICE_BYTES", 4 * 41 * 8 * size)
     agree(model, batch)
 
 
 def test_attention_slices_keep_to_the_memory_allowed():
-    # 1000 queries: a quarter is 250; rows of 2^20 bytes leave room for 2^26 / 2^20 = 64; short ones go in one slice.
+    # 1000 queries: a quarter is 250; rows of 2^18 bytes leave room for 2^24 / 2^18 = 64; short ones go in one slice.
     assert backward.slice_length(1000, 1) == 250
-    assert backward.slice_length(1000, 1 << 20) == 64
+    assert backward.slice_length(1000, 1 << 18) == 64
     assert backward.slice_length(1000, 1 << 30) == 1
     assert backward.slice_length(40, 1) == 64
 
@@ -480,3 +484,37 @@ def test_tensors_made_in_inference_mode_are_measured_there(make_model, sample, e
     with pytest.raises(InputError, match=r"made inside torch\.inference_mode.*load the model outside"):
         token_score_norms(made_there, *batch.args, batch.attention_mask, engine=engine)
     np.testing.assert_array_equal(got.norm_sq, expected.norm_sq)
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor has that was made inside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            self.numel = max(self.numel, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+        return made
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["path norms", "weighted rows"])
+def test_nothing_grows_with_the_square_of_the_length(make_model, monkeypatch, rows):
+    model = make_model("llama", dtype=torch.float32)
+    model.config.max_position_embeddings = 4096
+    monkeypatch.setattr(activations, "SLICE_BYTES", 1 << 12)
+    monkeypatch.setattr(activations, "KEPT_BYTES", 1 << 12)
+    monkeypatch.setattr(backward, "SCORE_BYTES", 1 << 12)
+    monkeypatch.setattr(norm_accumulators, "GRAM_BYTES", 1 << 12)
+    largest = []
+    for length in (400, 800):
+        ids = torch.randint(17, (1, length), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[:, : 1 if rows else length - 9] = False
+        with _Largest() as made:
+            if rows:
+                weighted_score_norms(model, ids, mask, torch.ones(1, 1, length), engine="fast")
+            else:
+                token_score_norms(model, ids, mask, engine="fast", path=True)
+        largest.append(made.numel)
+    assert largest[1] <= 2.1 * largest[0]

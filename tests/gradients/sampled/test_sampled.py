@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import GemmaConfig, GemmaForCausalLM
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
@@ -24,7 +25,7 @@ def prepared(sample):
     return made
 
 
-def test_scattered_copies_give_the_norms_of_the_reference_engine(case, sample):
+def test_drawn_tokens_and_copies_have_the_norms_of_the_reference_engine(case, sample, prepared):
     for side in ("left", "right", "both"):
         batch = sample[side]
         settings = {"attention_mask": batch.attention_mask, "temperature": 0.7}
@@ -33,7 +34,27 @@ def test_scattered_copies_give_the_norms_of_the_reference_engine(case, sample):
         # The family's norms and its eager softmax run in float32 even in a float64 model.
         np.testing.assert_allclose(found.norm_sq, exact, rtol=2e-5, atol=2e-6 * exact.max())
         assert (found.inclusion_prob == batch.mask.numpy()).all()
-        assert found.engine == "scattered"
+        assert found.engine in ("fast", "scattered")
+        scored = prepared(case, side, temperature=0.7)
+        copies = scattered.token_norms(scored, generic.plan_for(scored))
+        np.testing.assert_allclose(copies, exact, rtol=2e-5, atol=2e-6 * exact.max())
+
+
+@pytest.mark.parametrize(("length", "engine"), [(6, "scattered"), (300, "generic")])
+def test_tokens_of_a_long_rollout_share_its_pass(make_sample, length, engine):
+    torch.manual_seed(2)
+    gemma = GemmaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    model = GemmaForCausalLM(gemma).double().eval()  # a family that `fast` does not know
+    ids = torch.randint(0, 17, (length,)).tolist()
+    batch = make_sample([ids], [[0] * (length - 5) + [1] * 5], "right", length=length)
+    exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
+    found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=3, by="uniform")
+    drawn = np.isfinite(found.norm_sq) & batch.mask.numpy()
+    assert found.engine == engine and drawn.sum() == 3
+    np.testing.assert_allclose(found.norm_sq[drawn], exact[drawn], rtol=2e-5)
 
 
 @pytest.mark.parametrize("scope", ["lm_head", "layers.1", "embed", "mlp|norm"])
@@ -54,8 +75,8 @@ def test_wide_prefixes_and_long_ones_take_the_two_ways_to_a_matrix(make_model, m
     batch = make_sample(texts, [[0] * (n - 2) + [1, 1] for n in lengths], "right", length=30)
     model = make_model("llama")
     exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
-    found = sampled_score_norms(model, *batch.args, batch.attention_mask, tokens=ALL).norm_sq
-    np.testing.assert_allclose(found, exact, rtol=2e-5)
+    scored = prepare(model, Batch(batch.input_ids, batch.mask, batch.attention_mask), "all", 1.0)
+    np.testing.assert_allclose(scattered.token_norms(scored, generic.plan_for(scored)), exact, rtol=2e-5)
 
 
 def test_embedding_rows_of_padding_tokens_are_not_trained(make_model, make_sample):

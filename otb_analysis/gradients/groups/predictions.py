@@ -1,0 +1,83 @@
+"""Log-probabilities of many tokens, and their gradients at the output layer's input, without all logits at once.
+
+The logits of 8 rollouts of 8,192 tokens over 152,000 entries are 37 GiB in float32, and a backward pass for every row
+of weights would go through the output layer each time. Here it is run on a slice of the tokens, and its gradients are
+taken there and then: a row of weights w pulls w_k ∂log π(y_k)/∂h_k back from the inputs h.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from otb_analysis.gradients.batch.forward import model_logits, policy_logits
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.exact.layers import UnfitError
+
+SLICE_BYTES, LOGIT_BYTES = 1 << 28, 16
+"""What a slice of the tokens may occupy, and what a logit does: in float32, and what becomes of it on the way back."""
+CHECKED = 4
+"""Sampled tokens whose log-probabilities by the model's own logits must be the same."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Sampled tokens of a pass, and where the signals of rows of weights begin."""
+
+    logprob: Tensor  # log π(y_k) in nats [K]
+    output: Tensor  # With its graph [K, ...]: the output layer's input, or log π itself
+    slope: Tensor | None  # ∂log π(y_k)/∂output_k [K, ...]; None where it is 1
+
+    def signal(self, row: Tensor) -> Tensor:
+        """Return the gradient of Σ_k row_k log π(y_k) at `output`."""
+        return row if self.slope is None else row.to(self.slope)[:, None] * self.slope
+
+
+def plain_head(batch: ScoreBatch) -> nn.Linear | None:
+    """Return the output layer where it is a linear one that can be run by itself, with no bias to differentiate by."""
+    get = getattr(batch.model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    if batch.soft is not None or batch.scope.head is not None or type(head) is not nn.Linear:
+        return None
+    return None if any(head.bias is one for one in batch.scope.tensors) else head
+
+
+def predictions(
+    batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout, head: nn.Linear
+) -> Predictions | None:
+    """Run some rollouts forward, the output layer in slices; None where the model does more to its logits.
+
+    Raises:
+        NonFiniteError: A logit is NaN or infinite.
+        InputError: A sampled token lies outside the vocabulary.
+        UnfitError: The output layer does not run once on every position.
+    """
+    inputs: list[Tensor] = []
+
+    def few(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inputs.append(args[0])
+        return (layout.pick(args[0])[None, :CHECKED], *args[1:])
+
+    with head.register_forward_pre_hook(few):
+        own = model_logits(batch.model, layout)
+    if len(inputs) != 1 or inputs[0].ndim != 3:
+        raise UnfitError("its output layer does not run once on every position")
+    hidden = layout.pick(inputs[0])
+    targets = torch.cat([r.ids[r.targets] for r in rollouts])
+    slope, logprob = torch.empty_like(hidden), list[Tensor]()
+    size = max(1, SLICE_BYTES // (LOGIT_BYTES * len(head.weight)))
+    for start in range(0, len(targets), size):
+        leaf = hidden[start : start + size].detach().requires_grad_()
+        with torch.enable_grad():
+            z = policy_logits(head(leaf), rollouts, batch.temperature, first=start)
+            values = z.log_softmax(-1).gather(-1, targets[start : start + size, None])[:, 0]
+        (slope[start : start + size],) = torch.autograd.grad(values.sum(), leaf)
+        logprob.append(values.detach())
+    found = torch.cat(logprob)
+    if own.shape[:-1] != (1, min(CHECKED, len(targets))):
+        return None
+    z = own[0].to(torch.promote_types(own.dtype, torch.float32)) / batch.temperature
+    expected = z.log_softmax(-1).gather(-1, targets[:CHECKED, None])[:, 0]
+    same = torch.allclose(expected, found[:CHECKED], rtol=0, atol=0.2 if hidden.dtype.itemsize < 4 else 1e-3)
+    return Predictions(found, hidden, slope) if same else None
