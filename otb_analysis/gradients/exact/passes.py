@@ -49,7 +49,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, _zero: Tensor, name: str, arrivals: _Arrivals) -> Tensor:
         ctx.name, ctx.arrivals = name, arrivals
-        return output.view_as(output)
+        return output.clone()  # a view could not be changed in place, as Falcon does
 
     @staticmethod
     def backward(ctx: Any, *signals: Tensor) -> tuple[Tensor | None, ...]:
