@@ -31,7 +31,7 @@ from otb_analysis.gradients.groups.predictions import Predictions, plain_head, p
 from otb_analysis.gradients.groups.vocabulary import Ends, vocabulary_gradients
 from otb_analysis.phases import advance
 
-SIGNAL_BYTES, WIDER = 1 << 27, 8
+SIGNAL_BYTES, WIDER = 1 << 26, 8
 """What the signals that go through a block together may occupy at its widest place, some 8 times its output's width."""
 INPUT_BYTES = 1 << 30
 """What the inputs of all blocks may occupy, for all prompts; beyond, every √blocks-th is kept, for one more pass."""
