@@ -9,6 +9,10 @@ from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.types import Bool, Float, Label
 
+CALIBRATED = ("otb", "otb_loo")
+"""Estimators that calibrated energies are tried with, beside the one that trains: none is recommended with them, and
+those of all would take half as long again."""
+
 
 def every_advantage(
     table: TokenTable,
@@ -41,7 +45,7 @@ def every_advantage(
         if name in everywhere:
             source = "proxy" if reads_energy else "none"
             advantages[name, source] = advantage((name, source), proxy)[rows]
-        if reads_energy and calibrated is not None:
+        if reads_energy and calibrated is not None and (name in CALIBRATED or name in options):
             advantages[name, "calibrated"] = advantage((name, "calibrated"), table.inputs(calibrated))[rows]
         if whole and (reads_energy or name not in everywhere):
             advantages[name, "exact"] = advantage((name, "exact"), part)
