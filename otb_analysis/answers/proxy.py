@@ -7,7 +7,7 @@ import numpy as np
 
 from otb_analysis.answers.sentences import interval_words
 from otb_analysis.figures.fidelity import KINDS, agreement, comparable, energies, fidelity_columns
-from otb_analysis.statistics import DIFFERENCE, Fidelity, Interval, decide, gain_lost, told
+from otb_analysis.statistics import DIFFERENCE, MIN_CLUSTERS, Fidelity, Interval, decide, gain_lost, told
 from otb_analysis.statistics.energies.correlation import log_correlation
 from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.types import Gram, Label, Proved
@@ -35,7 +35,7 @@ def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | N
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    tokens, drawn = comparable(store.tokens_df(columns=fidelity_columns(), where="grad_norm_sq IS NOT NULL"))
+    tokens, drawn = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS), MIN_CLUSTERS)
     table = energies(tokens, "token")
     if table.empty:
         return None

@@ -99,10 +99,10 @@ def exact_norms(tokens: pd.DataFrame) -> pd.Series:
     return norm_sq.where((by.fillna("exact") == "exact").astype(bool))
 
 
-def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
+def comparable(tokens: pd.DataFrame, fewest: int = 1) -> tuple[pd.DataFrame, bool]:
     """Return the rows to compare, and whether their tokens were drawn with unequal probabilities.
 
-    Groups drawn with unequal probabilities are left out unless nothing else was measured.
+    Groups drawn with unequal probabilities are left out where at least `fewest` were measured whole.
     """
     if "inclusion_prob" not in tokens:
         return tokens, False
@@ -110,7 +110,8 @@ def comparable(tokens: pd.DataFrame) -> tuple[pd.DataFrame, bool]:
     high, low = (groups.transform(end).to_numpy(np.float64, na_value=np.nan) for end in ("max", "min"))
     unequal = high > low  # NaN, where nothing was measured, is not
     whole = tokens.loc[~unequal]
-    return (whole, False) if exact_norms(whole).count() > 0 else (tokens, bool(unequal.any()))
+    enough = exact_norms(whole).notna().groupby([whole["step"], whole["group"]]).any().sum() >= fewest
+    return (whole, False) if enough or not unequal.any() else (tokens, True)
 
 
 def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataFrame:

@@ -51,9 +51,14 @@ def planned_levels(measure: MeasureConfig, exact_always: bool) -> list[str]:
     """Return the levels that a budget may plan: those with the default schedule, but none that measures them, too."""
     default = MeasureConfig()
     free = [name for name in OFF if getattr(measure, name) == getattr(default, name)]
-    if "exact" not in free or "gradients" not in free:  # norms come with gradients
-        free = [name for name in free if name not in ("exact", "gradients")]
-    return [name for name in free if not (exact_always and name in ("exact", "sampled"))]
+    taken = set[str]()
+    if "gradients" not in free:  # norms are not wanted beside them, unless they are asked for
+        taken = {"exact", "sampled"}
+    elif measure.exact.every and "exact" not in free:  # norms come with gradients
+        taken = {"gradients", "sampled"}
+    if exact_always:
+        taken |= {"exact", "sampled"}
+    return [name for name in free if name not in taken]
 
 
 def phases_of(name: str) -> tuple[str, ...]:
@@ -117,8 +122,9 @@ class Budget:
         self.share, self.steps = config.measure.budget, config.optimize.steps
         self.levels = planned_levels(config.measure, exact_always)  # Whose schedule is planned
         # What is measured from now on: what the user set, until the first step is timed
-        off = {name: OFF[name] for name in (*self.levels, *(["exact", "sampled"] if exact_always else []))}
-        self.measure = replace(config.measure, **{n: s for n, s in off.items() if self._is_default(n)})
+        default = MeasureConfig()
+        off = {n: schedule for n, schedule in OFF.items() if getattr(config.measure, n) == getattr(default, n)}
+        self.measure = replace(config.measure, **off)
         self.price: dict[str, float] = {}  # Seconds of one event by level, or of one prompt of it
         self.known: dict[str, bool] = {}  # Levels whose price is no forecast any more
         self.spent = 0.0  # Seconds of measuring so far
@@ -126,9 +132,6 @@ class Budget:
         self.forward: list[float] = []  # Seconds of the level forward, which are part of `spent`, by step
         self.prompts = 0  # Whose gradients were measured so far
         self.planned_for = self.steps  # Steps of the run for which the schedules were made
-
-    def _is_default(self, name: str) -> bool:
-        return getattr(self.config.measure, name) == getattr(MeasureConfig(), name)
 
     def begin(self, step: int, rollouts: Rollouts, per_position: float, usual: float, forward: float) -> MeasureConfig:
         """Plan the run at its first step and return what is measured.
@@ -143,7 +146,8 @@ class Budget:
             usual += prices.own()
             given = {name for name, schedule in self.measure.schedules.items() if schedule.every}
             priced = {*self.levels, *given, *(["gradients"] if self.measure.exact.every else [])}
-            self.price = {name: prices.of(name) for name in sorted(priced)}
+            unpriced = {"exact"} if self.exact_always else set()  # they are part of the step itself
+            self.price = {name: prices.of(name) for name in sorted(priced - unpriced)}
             seconds = (self.share * usual - forward) * (self.steps - step)
             self._plan(step, seconds, early=True)
             if self.cost(step, self.levels, step + 1) > seconds / 2:
@@ -167,9 +171,10 @@ class Budget:
         self.usual.append(sum(by_phase.values()) - by_phase.get("evaluate", 0.0) - measured)
         worse, due = 1.0, self._due(step)  # How far the forecast was too low, which it then is of other levels, too
         for name, prompts in due.items():
-            forecast, self.known[name] = self.price[name], True
+            forecast, surprise = self.price[name], not self.known.get(name) and name not in self.measure.further
+            self.known[name] = True
             self.price[name] = sum(EXPECTED.get(phase, 0.0) for phase in phases_of(name)) / prompts or forecast
-            worse = max(worse, self.price[name] / forecast)
+            worse = max(worse, self.price[name] / forecast) if forecast and surprise else worse
         self.price = {n: p if self.known.get(n) else p * worse for n, p in self.price.items()}
         self.prompts += due.get("gradients", 0)
         # The first step is a slow one: its successors may be cheaper, and so may allow less than was planned
@@ -216,15 +221,12 @@ class Budget:
             rest = left - self.cost(first, ["gradients"])
             for name in ("sampled", "exact", "attribution"):
                 if name in self.levels:
-                    allowed = min(rest, caps[name]) if again else rest if name == "attribution" else rest / 2
+                    alone = name == "attribution" or not self.measure.gradients.every
+                    allowed = min(rest, caps[name]) if again else rest if alone else rest / 2
                     (self._attribute if name == "attribution" else partial(self._follow, name))(first, allowed)
                     caps[name] = self.cost(first, [name])
                     rest -= caps[name]
             part = int((left - sum(caps.values())) / each)
-        if not self.measure.gradients.every and "sampled" in self.levels:
-            events = int(left / (self.price["sampled"] * self.config.sample.prompts))
-            drawn = spread(replace(self.measure.sampled, prompts=0), first, self.steps, events)
-            self.measure = replace(self.measure, sampled=drawn)
 
     def _pairs(self, first: int, paid: int, missing: int, early: bool) -> Schedule:
         """Return when so many prompts are measured, of which an interval still lacks some.
@@ -248,6 +250,11 @@ class Budget:
         measured.
         """
         gradients, price = self.measure.gradients, self.price[name]
+        if name == "sampled" and not gradients.every:
+            events = int(max(seconds, 0.0) / (price * self.config.sample.prompts))
+            drawn = spread(replace(self.measure.sampled, prompts=0), first, self.steps, events)
+            self.measure = replace(self.measure, sampled=drawn)
+            return
         steps = sum(map(gradients.due, range(first, self.steps)))
         for prompts in (gradients.prompts, 1) if name == "exact" else (gradients.prompts,):
             events = min(steps, int(max(seconds, 0.0) / (price * max(prompts, 1))))
@@ -297,7 +304,10 @@ class Budget:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         if "gradients" in self.levels and "gradients" not in state["schedules"]:
-            return  # of a version that planned norms first: this one plans anew
+            # Of a version that planned norms first: this one plans anew, with what is left.
+            for name in ("spent", "usual", "forward", "planned_for"):
+                setattr(self, name, state.get(name, getattr(self, name)))
+            return
         schedules = {name: replace(getattr(self.measure, name), **plan) for name, plan in state["schedules"].items()}
         self.measure = replace(self.measure, **schedules)
         for name in KEPT:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.answers.proxy import EXACT, PROXY, Proxy, proxy_line, proxy_of
+from otb_analysis.config import MeasureConfig, SampledSchedule, Schedule
 from otb_analysis.statistics import NOTHING, REFERENCE, Gram, Interval, paired_ratios
 from otb_analysis.store import RunStore
 
@@ -44,3 +45,13 @@ def test_a_runs_proxy_is_judged_on_its_own_rollouts_by_efficiency_and_not_where_
     hidden = proxy_of(store, [Gram(np.einsum("mpd,nqd->mnpq", lost, lost), labels, 256)], NOTHING)
     assert hidden.kept is None and "not known" in proxy_line(hidden)
     assert proxy_of(store, [], NOTHING).kept is None
+
+
+def test_one_prompt_measured_whole_does_not_hide_what_was_drawn_of_the_others(trained):
+    measure = MeasureConfig(
+        exact=Schedule(every=1, prompts=1), sampled=SampledSchedule(every=1, share=0.5, by="proxy"), subgroups=()
+    )
+    store = RunStore(trained("drawn", measure=measure))
+    found = proxy_of(store, [], NOTHING)
+    assert found is not None and found.drawn and found.within is None
+    assert found.n_tokens == int(store.tokens_df()["grad_norm_sq"].notna().sum())

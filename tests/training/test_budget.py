@@ -328,3 +328,49 @@ def test_attribution_waits_until_an_interval_has_its_prompts():
     assert events_of(poor.gradients, 0, 60) == 6 and not poor.attribution.every
     before = sum(rich.prompts_due(step, 8)[1] for step in range(rich.attribution.first + 1))
     assert rich.attribution.every and before >= MIN_CLUSTERS
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1.2, 5.0, 50.0])
+@pytest.mark.parametrize(("count", "size", "answers"), [(2, 8, 4), (3, 2, 64), (8, 4, 256)])
+def test_plan_of_any_shape_costs_no_more_than_it_may(seconds, count, size, answers):
+    config = TrainConfig(
+        sample=SampleConfig(count, size, answers), optimize=OptimizeConfig(steps=7), measure=MeasureConfig()
+    )
+    offer = Prices(config, batch(count, size, answers=answers), 1e-3, False)
+    assert planned(offer, 0, seconds).cost(0) <= seconds + 1e-9
+
+
+def test_gradients_that_the_user_set_bring_no_norms_and_norms_that_are_off_leave_gradients_to_the_budget():
+    mine, _ = budget_of(gradients=Schedule(10, prompts=2))
+    assert not mine.measure.exact.every and "exact" not in mine.levels and "gradients" not in mine.levels
+    off, offer = budget_of(0.5, exact=Schedule())
+    off.begin(0, offer.rollouts, offer.per_position, 2.0, 0.02)
+    assert off.measure.gradients.every and not off.measure.exact.every
+
+
+def test_norms_that_the_estimator_trains_on_have_no_price_though_they_are_scheduled():
+    budget, offer = budget_of(exact_always=True, exact=Schedule(1, prompts=2))
+    budget.begin(0, offer.rollouts, offer.per_position, 2.0, 0.02)
+    EXPECTED.update({"exact norms": 1.0, "Gram matrix": 0.3, "smaller groups": 0.1})
+    budget.record(0, {"sample": 2.0, "measure": 1.5, "forward": 0.02})
+    assert "exact" not in budget.price and budget.price["gradients"] == pytest.approx(0.2)
+
+
+def test_a_state_that_planned_norms_first_keeps_what_was_spent():
+    old, offer = budget_of()
+    state = old.state() | {"spent": 25.0, "usual": [2.0] * 50, "forward": [0.02] * 50, "schedules": {"exact": {}}}
+    old.load_state(state)
+    assert (old.spent, len(old.usual), old.price) == (25.0, 50, {})
+    old.begin(50, offer.rollouts, offer.per_position, 2.0, 0.02)
+    assert old.cost(50) <= max(0.0, 0.25 * 2.0 * 60 - 25.0 - 0.02 * 10)
+
+
+def test_prices_follow_only_the_first_surprise_of_a_level():
+    budget, offer = budget_of(steps=200)
+    budget.begin(0, offer.rollouts, offer.per_position, 2.0, 0.02)
+    before = budget.price["attribution"]
+    for step in range(40):
+        for phase in ("Gram matrix", "smaller groups", "drawn tokens", "exact norms"):
+            EXPECTED[phase] = 1e-3 * (1 + step % 7)  # cheaper than forecast, and noisy
+        budget.record(step, {"sample": 2.0, "forward": 0.02})
+    assert budget.known.get("gradients") and budget.price["attribution"] <= before
