@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from otb_analysis.errors import InputError
@@ -15,7 +15,7 @@ def refuse_parameters(model: nn.Module, *, sharded: bool) -> None:
     It has no values, was made in inference mode, or is a shard and may not be one.
     """
     for name, p in model.named_parameters():
-        if p.device.type == "meta":
+        if p.is_meta and type(p.detach()) is Tensor:  # a subclass may say so and hold numbers
             raise InputError(
                 f"parameter {name!r} is on the meta device, where it has no values: the model was never loaded, or "
                 "this part of it is offloaded; load it whole onto one device."

@@ -158,9 +158,11 @@ class DecomposedRollout:
         at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
         seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
 
+        kept = self.kept  # made here: inside of the batched backward pass a layer's own kernel may not run
+
         def arrived(name: str, at_output: Tensor) -> None:
             for use in self._uses[name]:
-                take(use, self._coordinates(use, at_output[:, 0], mix, weights))
+                take(use, self._coordinates(use, kept[use], at_output[:, 0], mix, weights))
 
         arrivals.take = arrived
         try:
@@ -168,8 +170,8 @@ class DecomposedRollout:
         finally:
             arrivals.take = None
 
-    def _coordinates(self, use: ParameterUse, signals: Tensor, mix: Mix, weights: Tensor) -> Tensor:
-        coordinates = use.rule.coordinates(self.kept[use], signals)
+    def _coordinates(self, use: ParameterUse, kept: Any, signals: Tensor, mix: Mix, weights: Tensor) -> Tensor:
+        coordinates = use.rule.coordinates(kept, signals)
         if use.rule is EMBEDDING and use.parameter in self.shared:
             right, left = (part[mix.span] for part in self.shared[use.parameter])
             for total, row in zip(coordinates, weights.to(right), strict=True):

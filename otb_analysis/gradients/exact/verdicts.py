@@ -14,6 +14,7 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
 from otb_analysis.gradients.batch.functional import functional
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import padded
 from otb_analysis.gradients.exact.gram import flat_norm_sq
 from otb_analysis.gradients.exact.layers import UnfitError
@@ -112,7 +113,7 @@ def graph_bytes(batch: ScoreBatch) -> int:
         kept[storage.data_ptr()] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with plain_kernels(batch.model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = model_logits(batch.model, padded((probe(batch),)))
     weights = {t.untyped_storage().data_ptr() for t in (*batch.model.parameters(), *batch.model.buffers())}
     del logits
