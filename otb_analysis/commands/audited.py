@@ -40,7 +40,8 @@ def audit_command(words: Sequence[str]) -> None:
         check(config)
         refuse_existing(config.root / config.run, config)
         policy = load(config)
-        note(f"Device: {words_of(policy[0].device)}.")
+        if not config.go:  # else the run says it
+            note(f"Device: {words_of(policy[0].device)}.")
         cost = audit_cost(config, policy)
     print_all([cost.sentence])
     if not config.go:

@@ -14,11 +14,10 @@ from otb_analysis.gradients.batch.forward import model_logits, policy_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.groups.vocabulary import CHECKED, agree
 
 SLICE_BYTES, LOGIT_BYTES = 1 << 28, 16
 """What a slice of the tokens may occupy, and what a logit does: in float32, and what becomes of it on the way back."""
-CHECKED = 4
-"""Sampled tokens whose log-probabilities by the model's own logits must be the same."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,6 @@ def predictions(
         (slope[start : start + size],) = torch.autograd.grad(values.sum(), leaf)
         logprob.append(values.detach())
     found = torch.cat(logprob)
-    if own.shape[:-1] != (1, min(CHECKED, len(targets))):
+    if own.shape[:-1] != (1, min(CHECKED, len(targets))) or not agree(own[0], targets, found, batch.temperature):
         return None
-    z = own[0].to(torch.promote_types(own.dtype, torch.float32)) / batch.temperature
-    expected = z.log_softmax(-1).gather(-1, targets[:CHECKED, None])[:, 0]
-    same = torch.allclose(expected, found[:CHECKED], rtol=0, atol=0.2 if hidden.dtype.itemsize < 4 else 1e-3)
-    return Predictions(found, hidden, slope) if same else None
+    return Predictions(found, hidden, slope)

@@ -21,6 +21,14 @@ CHECKED = 4
 """Sampled tokens whose log-probabilities must follow from the output layer's inputs."""
 
 
+def agree(logits: Tensor, targets: Tensor, logprob: Tensor, temperature: float) -> bool:
+    """Tell whether log-probabilities [K] follow from the logits of the first few tokens [k, V], up to rounding."""
+    few, coarse = len(logits), logits.dtype.itemsize < 4
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    expected = z.log_softmax(-1).gather(-1, targets[:few, None])[:, 0]
+    return torch.allclose(expected, logprob[:few].to(expected), rtol=0, atol=0.2 if coarse else 1e-3)
+
+
 @dataclass
 class Ends:
     """What a prompt's gradients of the vocabulary's matrices follow from."""
@@ -38,10 +46,8 @@ class Ends:
         if head is None or self.hidden is None:
             return
         with torch.no_grad():
-            z = head(self.hidden[:CHECKED]).float() / temperature
-        expected = z.log_softmax(-1).gather(-1, self.targets[:CHECKED, None])[:, 0]
-        coarse = self.hidden.dtype.itemsize < 4
-        if not torch.allclose(expected, logprob[:CHECKED].float(), rtol=0, atol=0.2 if coarse else 1e-3):
+            z = head(self.hidden[:CHECKED])
+        if not agree(z, self.targets, logprob, temperature):
             raise UnfitError("its logits are not what its output layer returns")
 
     def read(self, ids: Tensor, signals: Tensor, embedding: nn.Embedding | None) -> None:
