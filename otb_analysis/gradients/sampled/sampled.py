@@ -16,6 +16,8 @@ from otb_analysis.statistics import inclusion_probabilities, systematic_sample
 from otb_analysis.types import Float, SampledNorms
 
 SIZES = ("uniform", "proxy", "above_cut")
+SHORT = 40
+"""Mean positions of a rollout up to which copies of it are quicker than the fast engine."""
 
 
 @torch.inference_mode(False)
@@ -74,15 +76,16 @@ def sampled_score_norms(
 def _engine(drawn: ScoreBatch) -> tuple[Callable[[ScoreBatch], Float], str]:
     """How the drawn tokens are measured: their signals share each rollout's own pass, or each takes a copy of it.
 
-    Time of the fast engine over that of copies on the demo's model, a tenth of the tokens: .85 at 32 tokens, .5 at 128,
-    .35 at 256 to 1,000; of a hundredth .7. The generic engine runs a block's prefix forward anew: 1.6, .9 and .6, so
+    Time of the fast engine over that of copies on the demo's model, a tenth of the tokens: 1.7 at 26 positions, .85 at
+    44, .5 at 140, .35 at 268 and more. The generic engine runs a block's prefix forward anew: 1.6 at 44, .9 and .6, so
     it pays where a pass holds one copy.
     """
-    if fast.fits(drawn):
+    length = sum(r.length for r in drawn.rollouts) / max(len(drawn.rollouts), 1)
+    if length > SHORT and fast.fits(drawn):
         return lambda batch: fast.token_score_norms(batch, False).norm_sq, fast.NAME
     if not generic.has_plan(drawn):
         return lambda batch: reference.token_score_norms(batch, False).norm_sq, reference.NAME
-    if max((r.length for r in drawn.rollouts), default=0) <= scattered.POSITIONS // 2:
+    if length <= scattered.POSITIONS // 2:
         return lambda batch: scattered.token_norms(batch, generic.plan_for(batch)), "scattered"
     return lambda batch: generic.token_score_norms(batch, False).norm_sq, generic.NAME
 

@@ -40,14 +40,18 @@ def test_drawn_tokens_and_copies_have_the_norms_of_the_reference_engine(case, sa
         np.testing.assert_allclose(copies, exact, rtol=2e-5, atol=2e-6 * exact.max())
 
 
-@pytest.mark.parametrize(("length", "engine"), [(6, "scattered"), (300, "generic")])
-def test_tokens_of_a_long_rollout_share_its_pass(make_sample, length, engine):
+@pytest.mark.parametrize(
+    ("family", "length", "engine"),
+    [("gemma", 6, "scattered"), ("gemma", 300, "generic"), ("qwen3", 6, "scattered"), ("qwen3", 60, "fast")],
+)
+def test_tokens_of_a_long_rollout_share_its_pass(make_model, make_sample, family, length, engine):
     torch.manual_seed(2)
     gemma = GemmaConfig(
         vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, pad_token_id=0,
     )  # fmt: skip
-    model = GemmaForCausalLM(gemma).double().eval()  # a family that `fast` does not know
+    # Gemma is a family that `fast` does not know.
+    model = make_model(family) if family == "qwen3" else GemmaForCausalLM(gemma).double().eval()
     ids = torch.randint(0, 17, (length,)).tolist()
     batch = make_sample([ids], [[0] * (length - 5) + [1] * 5], "right", length=length)
     exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq
