@@ -6,8 +6,8 @@ from typing import Any
 from otb_analysis.figures.styles import BLUE, GREY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import interval_curve
+from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import interval_curve
 
 MINUTES = 20
 """What a seed may take."""

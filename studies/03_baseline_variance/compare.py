@@ -15,10 +15,10 @@ from otb_analysis.statistics.moments import measures
 from otb_analysis.statistics.moments.absolute import may_be_shown, noise_scale, shown_efficiency
 from otb_analysis.statistics.moments.paired import four_measures, measure_interval, moment_ratios
 from otb_analysis.statistics.moments.vectors import vector_moments
-from otb_analysis.study import Cell, Tables, interval_columns, rounded
-from otb_analysis.study.pools import Pool, proved_of_pool
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool
+from studies.lib import Cell, Tables, interval_columns, rounded
+from studies.lib.pools import Pool, proved_of_pool
 
 from .entries import ACROSS, ALONE, ASKED_SIZES, EXACT, HALF, OFFSET, UPDATES, Gradients, Way, gradients
 from .pool import kept, load_drawn, load_pool

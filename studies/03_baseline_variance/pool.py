@@ -22,15 +22,15 @@ from otb_analysis.config import CriticConfig, MeasureConfig, SampleConfig, Train
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.statistics import weight_statistics
-from otb_analysis.study import Cell, Tables, rounded
-from otb_analysis.study.critics import critic_batches, fitted_critic, with_values
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
-from otb_analysis.study.pools import Pool, token_sketches
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.critic.targets import explained_variance
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Bool
+from studies.lib import Cell, Tables, rounded
+from studies.lib.critics import critic_batches, fitted_critic, with_values
+from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, write
+from studies.lib.pools import Pool, token_sketches
 
 KINDS = ("wide", "deep")
 LENGTHS = {"chain_sum": 32, "graph_path": 16}

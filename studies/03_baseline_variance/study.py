@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from otb_analysis.config import ChainSumConfig, GraphPathConfig, SmallModelConfig, TrainConfig, WarmStartConfig
-from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables
 
 from . import compare, pool
 

@@ -6,9 +6,9 @@ from typing import Any
 from otb_analysis.config import SampleConfig
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import above, ends, interval_curve, mean_curve
-from otb_analysis.study.seeds import later_success, paired_difference
+from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import above, ends, interval_curve, mean_curve
+from studies.lib.seeds import later_success, paired_difference
 
 from .arms import ARMS, MARGIN, RIDGE, RIVALS, UPDATES
 from .study import chosen_rate

@@ -8,9 +8,9 @@ import numpy as np
 from otb_analysis.figures.styles import GREY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Row, Rows, column, distinct, select
-from otb_analysis.study.formats import above, below, mean_curve
-from otb_analysis.study.seeds import paired_difference
+from studies.lib import Row, Rows, column, distinct, select
+from studies.lib.formats import above, below, mean_curve
+from studies.lib.seeds import paired_difference
 
 from . import forecast
 from .study import ARMS, LEVEL, SHAPE, STALENESSES

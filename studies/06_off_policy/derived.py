@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from otb_analysis.enumeration.off_policy import CASES
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, cluster_jackknife
-from otb_analysis.study import Row, Rows, distinct, interval_columns, rounded, select
-from otb_analysis.study.formats import interval_curve
+from studies.lib import Row, Rows, distinct, interval_columns, rounded, select
+from studies.lib.enumeration.off_policy import CASES
+from studies.lib.formats import interval_curve
 
 from .study import BUDGETS, DIVERGENCES
 

@@ -27,15 +27,15 @@ from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import gradient_noise_scale, paired_ratios, pooled_statistics, weight_statistics
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Study, Tables
-from otb_analysis.study.formats import interval_columns, ratio_columns, statistics_columns
-from otb_analysis.study.gradients import drawn, estimator_gram, regrouped, scored
-from otb_analysis.study.seeds import BASE, QUICK_START, started
 from otb_analysis.training.loop import train, train_step
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram, Label, Proved
+from studies.lib import Cell, Study, Tables
+from studies.lib.formats import interval_columns, ratio_columns, statistics_columns
+from studies.lib.gradients import drawn, estimator_gram, regrouped, scored
+from studies.lib.seeds import BASE, QUICK_START, started
 
 COMPARED = (
     "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "trloo", "tempo_loo", "sequence_optimal",

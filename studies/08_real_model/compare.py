@@ -22,13 +22,13 @@ from otb_analysis.statistics import (
     update_ratios,
     weight_statistics,
 )
-from otb_analysis.study import Cell, Tables, interval_columns, rounded
-from otb_analysis.study.agreement import agreement_rows, calibrated
-from otb_analysis.study.formats import by_label, ratio_columns, statistics_columns
-from otb_analysis.study.pools import REFERENCE, every_estimate, gram_of_prompts
 from otb_analysis.training.critic.targets import explained_variance
 from otb_analysis.training.resume import plain_config
 from otb_analysis.types import Float, Gram, Proved
+from studies.lib import Cell, Tables, interval_columns, rounded
+from studies.lib.agreement import agreement_rows, calibrated
+from studies.lib.formats import by_label, ratio_columns, statistics_columns
+from studies.lib.pools import REFERENCE, every_estimate, gram_of_prompts
 
 from .pool import Measured, Size
 

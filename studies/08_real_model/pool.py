@@ -25,16 +25,16 @@ from otb_analysis.gradients import sketch_score_norms
 from otb_analysis.measurement.level import by_policy_token
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.rollouts.models import load_policy
-from otb_analysis.study import Cell, Tables, rounded
-from otb_analysis.study.critics import critic_batches, fitted_critic, with_values
-from otb_analysis.study.policies import Policy, ScoredRollouts, write
-from otb_analysis.study.pools import Pool, token_sketches
 from otb_analysis.tasks import Prompt, make_task
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.loop import train
 from otb_analysis.training.policy.policy import quiet_peft
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float
+from studies.lib import Cell, Tables, rounded
+from studies.lib.critics import critic_batches, fitted_critic, with_values
+from studies.lib.policies import Policy, ScoredRollouts, write
+from studies.lib.pools import Pool, token_sketches
 
 from .training import FULL as TRAINING
 from .training import LORA, SUMS, config_of

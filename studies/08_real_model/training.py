@@ -22,9 +22,9 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Rows, Tables, distinct, rounded, select
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Rows, Tables, distinct, rounded, select
 
 ARMS = ("rloo", "otb", "energy_regression", "none")
 MEMORY = {"energy_regression": {"memory": 0.9}}

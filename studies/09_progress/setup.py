@@ -24,15 +24,15 @@ from otb_analysis.config import (
 from otb_analysis.devices import device_of
 from otb_analysis.errors import StoreError
 from otb_analysis.rollouts.models import load_policy
-from otb_analysis.study import Cell, Tables, rounded
-from otb_analysis.study.critics import critic_batches, fitted_critic
-from otb_analysis.study.policies import Policy
-from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.tasks import make_task
 from otb_analysis.training.critic.critic import Critic, make_critic
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
+from studies.lib import Cell, Tables, rounded
+from studies.lib.critics import critic_batches, fitted_critic
+from studies.lib.policies import Policy
+from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, started
 
 LENGTHS = {"chain_sum": 32, "graph_path": 16}
 """Tokens an answer may have."""

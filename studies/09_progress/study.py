@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.study import Cell, Study, Tables, rounded
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables, rounded
 
 from . import derailed, measured, points, setup
 from .updates import ARMS

@@ -29,13 +29,13 @@ from otb_analysis.measurement.level import MeasuredPolicy, by_policy_token
 from otb_analysis.measurement.levels import shares
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import load_policy
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
 from otb_analysis.tasks import make_task
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import demonstrations, make_optimizers, success_rate, supervised_step
 from otb_analysis.types import Bool, Int
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, write
 
 from .effects import token_effects
 from .summaries import summaries

@@ -9,9 +9,9 @@ from otb_analysis.diagnostics.allocation import allocate, bernoulli_variance, vi
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE, PINK
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, cluster_jackknife, jackknife_interval
-from otb_analysis.study import Rows, column, distinct, interval_columns, select
-from otb_analysis.study.formats import interval_curve
 from otb_analysis.types import Float, Int
+from studies.lib import Rows, column, distinct, interval_columns, select
+from studies.lib.formats import interval_curve
 
 from .study import EARLIER, MOST, SIZES, UPDATE
 

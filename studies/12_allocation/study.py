@@ -13,14 +13,14 @@ import torch
 
 from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.diagnostics.allocation import allocate, bernoulli_variance, vip_variance
-from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
 from otb_analysis.gradients import gradient_sketch
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Int
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.enumeration.trees import Tree, TreeSpec, random_tree
+from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, write
 
 from .laws import Laws, from_rollouts, from_tree
 

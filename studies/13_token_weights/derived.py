@@ -7,8 +7,8 @@ from typing import Any
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.objectives.token_weights import StapoOptions
-from otb_analysis.study import Rows, distinct, select
-from otb_analysis.study.formats import interval_curve, known
+from studies.lib import Rows, distinct, select
+from studies.lib.formats import interval_curve, known
 
 from .pools import LOT
 

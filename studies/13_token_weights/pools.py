@@ -12,10 +12,10 @@ from otb_analysis.estimators import estimate
 from otb_analysis.gradients import gradient_sketch, token_score_norms
 from otb_analysis.objectives.token_weights import StapoOptions, TokenWeightInputs, token_weights
 from otb_analysis.statistics import Partition, PoolGram, pool_gram
-from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool, Float, Int
+from studies.lib.policies import Policy, ScoredRollouts, write
 
 ARMS = ("rloo", "stapo", "drawn", "delightful")
 """`drawn` silences as many tokens as `stapo`, by lot among those with A > 0."""

@@ -14,12 +14,12 @@ from otb_analysis.gradients import token_score_norms
 from otb_analysis.objectives.token_weights import StapoOptions
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.statistics import Interval, cluster_jackknife
-from otb_analysis.study import Cell, Tables, interval_columns
-from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import make_task
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float, Int
+from studies.lib import Cell, Tables, interval_columns
+from studies.lib.policies import Policy, ScoredRollouts, write
 
 TASK = ReasoningGymConfig(name=("letter_counting",), config=('{"min_words": 1, "max_words": 2}',))
 PROMPTS, ROLLOUTS, TOKENS, NORMS, FIRST = 48, 8, 24, 48, 80_000_000

@@ -26,13 +26,13 @@ from otb_analysis.statistics import (
     paired_ratios,
     pool_statistics,
 )
-from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
-from otb_analysis.study.formats import by_label, ratio_columns, statistics_columns
-from otb_analysis.study.policies import fresh_policy
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Gram
+from studies.lib import Cell, Study, Tables, interval_columns, rounded
+from studies.lib.formats import by_label, ratio_columns, statistics_columns
+from studies.lib.policies import fresh_policy
 
 from . import real
 from .pools import ARMS, SUMS, Found, Setting, collect, gram_of

@@ -8,8 +8,8 @@ import numpy as np
 from otb_analysis.figures.styles import BLUE, ORANGE
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import seed_mean
-from otb_analysis.study import Rows, column, distinct, interval_columns, select
-from otb_analysis.study.formats import mean_curve
+from studies.lib import Rows, column, distinct, interval_columns, select
+from studies.lib.formats import mean_curve
 
 COLORS = {"characters": BLUE, "triads": ORANGE}
 QUANTITIES = {

@@ -18,11 +18,11 @@ from otb_analysis.gradients import gradient_sketch, token_score_norms
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.statistics import Partition, pool_gram
 from otb_analysis.statistics.moments.gram import deleted_moments
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.study.policies import Policy, fresh_policy, write
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import IGNORED, demonstrations, make_optimizers, success_rate, supervised_step
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.policies import Policy, fresh_policy, write
 
 TASKS = {
     "19": ChainSumConfig(terms_min=2, terms_max=3, largest=19),

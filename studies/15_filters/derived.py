@@ -8,8 +8,8 @@ import numpy as np
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import ends, known
+from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import ends, known
 
 LABELS = {"dynamic, other prompts": BLUE, "dynamic, same prompt again": ORANGE, "prs": GREY}
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from otb_analysis.gradients import count_sketch, gradient_sketch
 from otb_analysis.gradients.batch.soft import SoftTokens, embeddings_of, mixtures
-from otb_analysis.study.policies import Policy, ScoredRollouts
 from otb_analysis.types import Float, Int
+from studies.lib.policies import Policy, ScoredRollouts
 
 TABLE, REST = r"embed_tokens", r"^(?!.*embed_tokens)"
 

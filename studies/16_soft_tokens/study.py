@@ -16,12 +16,12 @@ from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, 
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import token_score_norms
 from otb_analysis.statistics.moments.vectors import vector_moments
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import fit
 from otb_analysis.types import EstimatorInputs, Float
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, write
 
 from .gradients import by_scores, through_tokens
 from .slopes import slopes

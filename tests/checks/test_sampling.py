@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.planted import noise, planted_rollouts, repetition, temperature, top_k, top_p
 from otb_analysis.audit import sampling_tests
 from otb_analysis.audit.sampling import SamplingCheck, position_bin
 from otb_analysis.audit.sampling_tests import LEAK, PENALTIES, TEMPERATURES, TOP_P, repeats
 from otb_analysis.audit.score import score
-from otb_analysis.bench.planted import noise, planted_rollouts, repetition, temperature, top_k, top_p
 from otb_analysis.checks.sampling_report import sampling_report
 from otb_analysis.checks.sampling_sums import SamplingSums
 from otb_analysis.checks.sampling_text import sampling_lines
