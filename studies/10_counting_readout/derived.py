@@ -103,7 +103,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             [
                 interval_curve(by_layer, "cos_probe", "probe", BLUE),
                 interval_curve(by_layer, "cos_shift", "movement of the state with the count", ORANGE),
-                interval_curve(by_chance, "c", "chance", GREY, True),
+                interval_curve(by_chance, "c", "chance", GREY, dashed=True),
             ],
             y_range=(0.0, 0.2),
         ),

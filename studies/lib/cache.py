@@ -7,6 +7,9 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from otb_analysis import __version__
 from otb_analysis.devices import device_of, words_of
@@ -14,8 +17,8 @@ from otb_analysis.errors import StoreError
 from otb_analysis.store.atomic import atomic_file
 from studies.lib.record import Cell, Rows, Tables, Value
 
-COST = "cost"
-"""Name of the table that every study has."""
+COST, ARRAYS = "cost", "arrays.npz"
+"""Name of the table that every study has, and of the file that a cell may leave to others."""
 CPU, STATUS, FORGET = Path("/proc/cpuinfo"), Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -86,6 +89,24 @@ class CellCache:
             raise StoreError(
                 f"cannot keep {path} ({error.strerror}); free some space or pass another --out."
             ) from error
+
+
+def keep(work: Path, **arrays: Any) -> None:
+    """Keep arrays in the directory of a cell, for the cells that come after it."""
+    with (work / ARRAYS).open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def kept(cell: Cell, work: Path, name: str = ARRAYS) -> Path:
+    """Return a file that another cell left in its directory; `work` is the directory of the cell that asks.
+
+    Raises:
+        StoreError: It is missing.
+    """
+    path = work.with_name(f"{cell.name}-{_digest(cell)}") / name
+    if not path.exists():
+        raise StoreError(f"{path} is missing; delete {work.parent.parent}, and it is measured again.")
+    return path
 
 
 def joined(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:

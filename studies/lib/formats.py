@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from otb_analysis.figures.styles import GREY
 from otb_analysis.figures.svg import Curve
-from otb_analysis.statistics import Interval
+from otb_analysis.statistics import Interval, cluster_jackknife
 from otb_analysis.types import Label
 from studies.lib.record import Row, Rows
 from studies.lib.results import distinct, select
@@ -103,6 +104,11 @@ def around(of: Measured, value: float, name: str = "") -> bool:
     return ends(of, name)[1] is not None and not above(of, value, name) and not below(of, value, name)
 
 
+def ratio_interval(above: Any, below: Any, words: str, scale: Any = "log") -> Interval | None:
+    """Return Σ above / Σ below with its interval; each entry of the two is one cluster."""
+    return cluster_jackknife(np.stack([above, below], axis=-1), lambda m: m[..., 0] / m[..., 1], words, scale)
+
+
 def column(rows: Rows, name: str) -> list[Any]:
     """Return the values of a column that are not missing."""
     return [row[name] for row in rows if row[name] is not None]
@@ -133,10 +139,22 @@ def known(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def interval_curve(points: Mapping[float, Measured], name: str, words: str, color: str, dashed: bool = False) -> Curve:
+def interval_curve(points: Mapping[float, Measured], name: str, words: str, color: str, **looks: Any) -> Curve:
     """Return a curve with its band: points are intervals, or rows with the columns NAME, by where they stand."""
     y, low, high = ([known(ends(of, name)[k]) for of in points.values()] for k in range(3))
-    return Curve(list(points), y, words, low, high, color, dashed=dashed)
+    return Curve(list(points), y, words, low, high, color, **looks)
+
+
+def side_by_side(found: Sequence[Measured], place: int, name: str, words: str, color: str) -> Curve:
+    """Return intervals as points at 1, 2 …, moved a little aside by the place of their kind among three."""
+    points = {at + 0.12 * (place - 1): one for at, one in enumerate(found, 1)}
+    return interval_curve(points, name, words, color, width=0)
+
+
+def seed_curves(rows: Rows, y: str) -> list[Curve]:
+    """Return one thin grey curve for each seed."""
+    each = [select(rows, seed=seed) for seed in distinct(rows, "seed")]
+    return [Curve(column(own, "step"), column(own, y), "one seed", color=GREY, width=1.0) for own in each]
 
 
 def mean_curve(rows: Rows, x: str, y: str, words: str, color: str, **looks: Any) -> Curve:

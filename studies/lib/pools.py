@@ -1,6 +1,6 @@
 """Pools of rollouts measured once, token by token, so that every estimator and group size costs NumPy only."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,21 +16,19 @@ from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import (
     Partition,
-    PoolGram,
     group_gradients,
     mean_over_subgroups,
     partitions,
-    pool_gram,
+    weight_statistics,
 )
 from otb_analysis.tasks import Prompt
-from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.training.critic.targets import explained_variance
 from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar, silent
 from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
-from studies.lib.policies import Policy, ScoredRollouts, write
+from studies.lib.formats import rounded
+from studies.lib.policies import Policy, ScoredRollouts, different_prompts, write
 
-BLOCK = 6
-"""Estimators whose Gram matrix is formed at once: their group gradients are held in float64."""
 REFERENCE: Label = ("rloo", "none")
 
 
@@ -43,6 +41,34 @@ class Pool:
     proxy: Float  # Logit-space energies [N, T]
     sketch: NDArray[np.float32]  # Sketches of the distinct scores [U, K]
     node: Int  # Row of `sketch` of each token [N, T], 0 outside the mask
+
+    @classmethod
+    def of(cls, written: ScoredRollouts, exact: Float, whole: Float, sketch: NDArray[np.float32], node: Int) -> "Pool":
+        """Return the pool of rollouts with exact norms of tokens [N, T] and rollouts [N], and sketches of scores."""
+        proxy = np.where(written.table.mask, written.table.stats.energy, 0.0)
+        return cls(written, written.table.inputs(np.nan_to_num(exact), whole), proxy, sketch, node)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """What `of` takes beside the rollouts."""
+        exact, whole = self.inputs.energy, self.inputs.rollout_norm_sq
+        return {"exact": exact, "whole": whole, "sketch": self.sketch, "node": self.node}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the rollouts are: success, tokens, corr(W_T, R) within prompts, and what a critic explains."""
+        table = self.written.table
+        assert self.inputs.energy is not None
+        weights = weight_statistics(self.inputs.energy, table.mask, table.total_reward, table.group)
+        prompts = len(self.written.rollouts.prompts)
+        return {
+            "prompts": prompts,
+            "rollouts": len(table.group) // prompts,
+            "tokens": int(table.mask.sum()),
+            "distinct_tokens": len(self.sketch),
+            "success": float(table.total_reward.mean()),
+            "explained": rounded(explained_variance(table)),
+            "corr": rounded(weights.pooled_total_reward_corr),
+        }
 
     def features(self, rows: Int) -> NDArray[np.float32]:
         """Return the sketched scores of some rollouts, as wide as the longest [n, t, K], zero outside the mask."""
@@ -61,8 +87,7 @@ def promising_prompts(policy: Policy, first: int, count: int, config: SampleConf
     Raises:
         InputError: Too few candidates qualify.
     """
-    candidates = draw_prompts(policy.task, "train", first, 4 * count)
-    distinct = list({prompt.id: prompt for prompt in candidates}.values())
+    distinct = different_prompts(policy, first, 4 * count, among=4 * count)
     pilot = write(policy, distinct, config, seed).table
     paid = pilot.total_reward.reshape(len(distinct), -1)
     chosen = [prompt for prompt, one in zip(distinct, paid, strict=True) if np.ptp(one) > 0][:count]
@@ -80,12 +105,10 @@ def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 
     A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. The
     seed is that of the hash. B* is not: from half a pool it is noisier than what it is compared with (studies/LOG.md).
     """
-    table = written.table
     measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
-    measured = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
+    norms = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
     sketch, node = token_sketches(policy.model, written.rollouts, written.temperature, dim, seed, bar)
-    inputs = table.inputs(np.nan_to_num(measured.norm_sq), measured.rollout_norm_sq)
-    return Pool(written, inputs, np.where(table.mask, table.stats.energy, 0.0), sketch, node)
+    return Pool.of(written, norms.norm_sq, norms.rollout_norm_sq, sketch, node)
 
 
 def token_sketches(
@@ -180,26 +203,6 @@ def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> 
         part = EstimatorInputs(**{need: getattr(inputs, need)[rows] for need in needs})
         out[rows] = estimate(name, part, options).advantage
     return out
-
-
-def pool_grams(
-    pool: Pool, cuts: Sequence[Partition], anchors: Sequence[Label] = (REFERENCE,), batch: int | None = None
-) -> Iterator[PoolGram]:
-    """Yield the Gram matrices of all estimators, a few at a time, each time with the same ones first.
-
-    Estimators whose advantages are those of another one on every cut come with it, under the first one's name. The cuts
-    are of one group size; `anchors`, `rloo` among them, are the first labels of every matrix; `batch` as in
-    `every_estimate`.
-    """
-    estimates = [every_estimate(pool, cut, batch) for cut in cuts]
-    seen: dict[bytes, Label] = {}
-    first = {label: seen.setdefault(np.stack([e[label] for e in estimates]).tobytes(), label) for label in estimates[0]}
-    fixed = list(dict.fromkeys(first[label] for label in anchors))
-    labels = [*fixed, *(label for label, same in first.items() if label == same and label not in fixed)]
-    every = [_gradients(pool, cut, e, labels) for cut, e in zip(cuts, estimates, strict=True)]
-    for start in range(len(fixed), len(labels), BLOCK):
-        chosen = [*range(len(fixed)), *range(start, min(start + BLOCK, len(labels)))]
-        yield pool_gram([g[chosen] for g in every], cuts, [labels[m] for m in chosen])
 
 
 def gram_of_prompts(

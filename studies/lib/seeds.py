@@ -9,6 +9,7 @@ from otb_analysis.config import (
     ChainSumConfig,
     CriticConfig,
     EvaluateConfig,
+    GraphPathConfig,
     MeasureConfig,
     Schedule,
     SmallModelConfig,
@@ -32,6 +33,9 @@ BASE = TrainConfig(
 QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 """Task of the quick settings. It trains in seconds; little is learned."""
+QUICK_MODEL = SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64)
+QUICK_TAUGHT = WarmStartConfig(success_low=0.2, success_high=1.0, check_prompts=64)
+"""The policies of the quick settings whose rollouts are measured token by token."""
 
 
 def started(config: TrainConfig, work: Path) -> TrainConfig:
@@ -41,6 +45,27 @@ def started(config: TrainConfig, work: Path) -> TrainConfig:
         InputError: The step budget ran out below the band.
     """
     return replace(config, model=str(warm_started(config, work.parent / "warm")))
+
+
+def taught_config(task: str, start: WarmStartConfig, quick: bool) -> TrainConfig:
+    """Return the configuration of a small policy that stops at a supervised start."""
+    if not quick:
+        return TrainConfig(task=task, small_model=MODEL, warm_start=start)
+    return TrainConfig(
+        task=task, small_model=QUICK_MODEL, warm_start=QUICK_TAUGHT, chain_sum=ChainSumConfig(terms_max=2, largest=10),
+        graph_path=GraphPathConfig(nodes=4, edges=4, distance_min=1),
+    )  # fmt: skip
+
+
+def by_seed(rows: Rows, name: str) -> dict[int, float]:
+    """Return a column by seed."""
+    return {row["seed"]: row[name] for row in rows}
+
+
+def best_rate(sweep: Rows, name: str) -> float:
+    """Return the learning rate with the best mean of a column over the seeds of a sweep."""
+    means = {rate: np.mean([row[name] for row in select(sweep, rate=rate)]) for rate in distinct(sweep, "rate")}
+    return max(means, key=lambda rate: means[rate])
 
 
 def later_success(rows: Rows) -> dict[int, float]:

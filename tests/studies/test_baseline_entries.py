@@ -12,7 +12,7 @@ from otb_analysis.estimators import estimate, options_from_dict
 from otb_analysis.statistics import Partition, partitions
 from otb_analysis.tasks.task_calls import draw_prompts
 from studies.lib.policies import fresh_policy, write
-from studies.lib.pools import every_estimate, measure_pool, pool_grams
+from studies.lib.pools import every_estimate, measure_pool
 from studies.lib.record import load_study
 
 FOLDER = Path(__file__).parent.parent.parent / "studies" / "03_baseline_variance"
@@ -47,16 +47,19 @@ def pool():
     return measure_pool(policy, written, 64)
 
 
-def test_power_and_products_are_those_of_the_gram_matrix(entries, pool):
+def test_power_and_products_are_those_of_the_groups_own_gradients(entries, pool):
     cut = entries.cuts_of(pool, 2, 0)
-    way = entries.Way("otb", "exact")
     advantage = every_estimate(pool, cut)["otb", "exact"]
-    mean, power, apart, _ = entries.group_sums(pool, cut, {way: advantage}, {})
-    (block,) = (b for b in pool_grams(pool, [cut]) if ("otb", "exact") in b.labels)
-    m = block.labels.index(("otb", "exact"))
-    np.testing.assert_allclose(power[0], block.same[m, m], rtol=1e-4)
-    np.testing.assert_allclose(apart[0], block.apart[m, m], rtol=1e-3, atol=1e-4 * power.max())
-    np.testing.assert_allclose(mean[0] @ mean[0].T, block.across[m, m], rtol=1e-3, atol=1e-4 * power.max())
+    mean, power, apart, _ = entries.group_sums(pool, cut, {entries.Way("otb", "exact"): advantage}, {})
+    features = pool.features(np.arange(40))
+    per_rollout = np.einsum("nt,ntk->nk", advantage[:, : features.shape[1]], features)
+    g = np.stack([per_rollout[cut.group == a].mean(axis=0) for a in range(20)])
+    for p in range(5):
+        inner = g[cut.prompt == p] @ g[cut.prompt == p].T
+        assert power[0, p] == pytest.approx(np.diag(inner).mean(), rel=1e-4)
+        assert apart[0, p] == pytest.approx((inner.sum() - np.trace(inner)) / 12, rel=1e-3, abs=1e-4 * power.max())
+    means = np.stack([g[cut.prompt == p].mean(axis=0) for p in range(5)])
+    np.testing.assert_allclose(mean[0], means, rtol=1e-4, atol=1e-6)
 
 
 def test_products_within_an_update_are_those_of_its_pairs(entries, pool):

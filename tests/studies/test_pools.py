@@ -14,7 +14,6 @@ from studies.lib.pools import (
     every_estimate,
     gram_of_prompts,
     measure_pool,
-    pool_grams,
     promising_prompts,
     proved_of_pool,
     update_batches,
@@ -71,20 +70,6 @@ def test_energies_are_the_exact_norms_and_the_proxy_is_another(policy, pool):
     assert (pool.proxy[pool.inputs.mask] < pool.inputs.energy[pool.inputs.mask]).any()
 
 
-def test_grams_are_those_of_the_gradients_up_to_the_sketch(policy, pool):
-    cut = partitions(pool.inputs.group, 2, 1)[0]
-    blocks = list(pool_grams(pool, [cut]))
-    labels = [label for block in blocks for label in block.labels if label != ("rloo", "none")]
-    assert len(set(labels)) == len(labels) and all(block.labels[0] == ("rloo", "none") for block in blocks)
-    ids, mask, attention = pool.written.batch
-    for block in blocks:
-        for m, label in enumerate(block.labels):
-            weights = pool.written.rollouts.by_column(every_estimate(pool, cut)[label][None] / 2)
-            exact = group_gradient_gram(policy.model, ids, mask, weights, cut.group, attention)[0, 0]
-            power = np.diag(exact).reshape(2, 2).mean(axis=1)
-            np.testing.assert_allclose(block.same[m, m], power, rtol=0.15, atol=0.1 * power.max())
-
-
 @pytest.mark.parametrize("size", [4, 2])
 def test_gram_of_prompts_is_that_of_a_training_step_up_to_the_sketch(policy, pool, size):
     found = gram_of_prompts(pool, size, shuffles=2, seed=5)
@@ -125,17 +110,15 @@ def test_estimators_that_couple_prompts_see_one_group_of_each(pool):
         np.testing.assert_allclose(np.where(inside, found[batch], 0), expected)
 
 
-def test_energy_sources_are_named_and_alike_estimators_measured_once(pool):
+def test_energy_sources_are_named(pool):
     cut = partitions(pool.inputs.group, 2, 1)[0]
     found = every_estimate(pool, cut)
     assert {("otb", "exact"), ("otb", "proxy"), ("james_stein", "none")} <= found.keys()
     np.testing.assert_array_equal(found["otb", "exact"], found["otb_turn", "exact"])
-    kept = [label for block in pool_grams(pool, [cut]) for label in block.labels]
-    assert ("otb", "exact") in kept and ("otb_turn", "exact") not in kept and ("trloo", "none") not in kept
 
 
 def test_too_few_promising_prompts_are_one_sentence(policy):
-    with pytest.raises(InputError, match=r"prompts are answered rightly sometimes but 2 are wanted"):
+    with pytest.raises(InputError, match="but 2 are wanted"):
         promising_prompts(policy, 0, 2, SampleConfig(group_size=2, max_new_tokens=2), seed=0)
 
 
