@@ -20,12 +20,11 @@ FLOORS = (
     {"estimators", "statistics"},
     {"diagnostics", "enumeration"},
     {"store", "figures"},
-    {"checks"},
-    {"answers"},
     {"logit_stats", "gradients", "tasks"},
     {"rollouts"},
     {"measurement"},
-    {"audit", "training", "integrations"},
+    {"checks", "training", "integrations"},
+    {"answers", "recorded"},
     {"report"},
     {"study"},
     {"bench"},
@@ -64,10 +63,10 @@ ALLOWED_PACKAGES = (
     | {key: {"torch", "transformers", "peft"} for key in ("logit_stats", "gradients", "rollouts", "measurement")}
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
-    | {"audit": {"torch", "transformers", "pyarrow"}}
+    | {"recorded": {"torch", "transformers", "pyarrow"}}
     | {"integrations": {"torch", "transformers", "accelerate", "trl"}}
     | {"processes": {"torch", "accelerate"}, "devices": {"torch"}}
-    | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": set()}
+    | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": {"torch"}}
     | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
 )
 APP_ROOMS = LEAVES | {"answers", "store", "figures", "statistics", "diagnostics", "estimators", "energies", "arrays"}

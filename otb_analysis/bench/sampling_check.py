@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from otb_analysis.audit.sampling import SamplingCheck
 from otb_analysis.bench.config import SamplingCheckConfig
 from otb_analysis.bench.planted import Change, noise, planted_rollouts, repetition, temperature, top_p
 from otb_analysis.bench.publish import Report, notes_of, report_of
 from otb_analysis.bench.timing import threads
+from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.checks.sampling_report import ALARM, SEEN, SamplingReport, sampling_report
 from otb_analysis.checks.sampling_sums import SamplingSums
 from otb_analysis.config import OptimizeConfig, TrainConfig

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from otb_analysis.audit.sampling import SamplingCheck
 from otb_analysis.bench.config import SamplingCostConfig
 from otb_analysis.bench.demo_batch import sampled_step
 from otb_analysis.bench.publish import Report, notes_of, report_of
 from otb_analysis.bench.timing import least_seconds, threads
+from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.config import SampleConfig
 from otb_analysis.measurement.passes import forward_statistics
 

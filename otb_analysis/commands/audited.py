@@ -30,10 +30,10 @@ def audit_command(words: Sequence[str]) -> None:
         return
     with shown(), phase("otb audit"):
         with phase("loading PyTorch and transformers"):
-            from otb_analysis.audit.runs import refuse_existing, run_path
-            from otb_analysis.audit.score import check, load, score
             from otb_analysis.commands.audit_cost import audit_cost
             from otb_analysis.devices import words_of
+            from otb_analysis.recorded.runs import refuse_existing, run_path
+            from otb_analysis.recorded.score import check, load, score
             from otb_analysis.rollouts.models import quiet_loading
         quiet_loading()
         config = replace(config, run=config.run or run_path(config.rollouts, config, "audited").name)

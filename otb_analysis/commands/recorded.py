@@ -38,7 +38,7 @@ def score_command(words: Sequence[str]) -> None:
     first = os.environ.get("RANK", "0") == "0"  # only the first process prints
     with shown() if first else nullcontext(), phase("otb score"):
         with phase("loading PyTorch and transformers"):
-            from otb_analysis.audit.score import score
+            from otb_analysis.recorded.score import score
             from otb_analysis.rollouts.models import quiet_loading
         quiet_loading()
         path = score(config)
@@ -57,7 +57,7 @@ def import_command(words: Sequence[str]) -> None:
     command = parsed(ImportCommand, "import", words, ImportCommand())
     with shown(), phase("otb import"):
         with phase("loading PyTorch and transformers"):
-            from otb_analysis.audit.importing import import_rollouts
+            from otb_analysis.recorded.importing import import_rollouts
             from otb_analysis.rollouts.models import quiet_loading
         quiet_loading()
         path = import_rollouts(command.rollouts, command)

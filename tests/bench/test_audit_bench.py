@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from otb_analysis.audit.score import score
 from otb_analysis.bench.audit import QUICK, largest_gap, ratios, write_rollouts
 from otb_analysis.bench.config import AuditBenchConfig
 from otb_analysis.bench.publish import run_bench
 from otb_analysis.config import ScoreConfig
+from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
 
 

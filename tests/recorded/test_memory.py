@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from otb_analysis.answers import shares
-from otb_analysis.audit.records import RecordedRollout
-from otb_analysis.audit.score import Scorer, score
 from otb_analysis.config import AttributionSchedule, AuditConfig, MeasureConfig, Schedule
 from otb_analysis.gradients.batch import inputs
+from otb_analysis.recorded.records import RecordedRollout
+from otb_analysis.recorded.score import Scorer, score
 from otb_analysis.rollouts import models
 from otb_analysis.store import RunStore, RunWriter
 
@@ -126,7 +126,7 @@ def test_passes_are_micro_batches_whatever_the_steps_size(file_of, checkpoint, m
         )
         return model, tokenizer
 
-    monkeypatch.setattr("otb_analysis.audit.score.load_policy", loading)
+    monkeypatch.setattr("otb_analysis.recorded.score.load_policy", loading)
     score(replace(config(file_of(1), checkpoint, exact=1, gram=gram), micro_batch=SIZE))
     group, step = SIZE * 36, GROUPS * SIZE * 36
     assert largest and max(largest) <= max(80, group) < step / 2

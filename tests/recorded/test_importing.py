@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from otb_analysis.answers import RunAnswers, opened
-from otb_analysis.audit.importing import import_rollouts
 from otb_analysis.commands.cli import main
 from otb_analysis.config import ImportConfig
 from otb_analysis.diagnostics.changes import length_drift
 from otb_analysis.errors import InputError
 from otb_analysis.phases import NOTES
+from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.report.compare import comparison
 from otb_analysis.report.diagnosis import diagnosis_parts
 from otb_analysis.store import RunStore, step_series

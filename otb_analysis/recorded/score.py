@@ -10,22 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from otb_analysis.audit.encoding import Encoder
-from otb_analysis.audit.logprobs import refuse_wrong_logprobs
-from otb_analysis.audit.recorded_tables import logged_norm, provenance
-from otb_analysis.audit.rows import Tally
-from otb_analysis.audit.runs import (
-    GIVEN,
-    record_run,
-    refuse_existing,
-    remaining_estimators,
-    run_path,
-    source_of,
-    stored_config,
-    tell,
-)
-from otb_analysis.audit.sampling import SamplingCheck
-from otb_analysis.audit.steps import RecordedStep
+from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.config.audit import ScoreConfig
 from otb_analysis.devices import device_of, first_line, machine_facts, products
 from otb_analysis.errors import InputError, NonFiniteError
@@ -39,6 +24,21 @@ from otb_analysis.measurement.summary import summarize
 from otb_analysis.measurement.table import TokenTable, rollout_rows, token_rows, token_table
 from otb_analysis.phases import note, phase
 from otb_analysis.processes import Processes
+from otb_analysis.recorded.encoding import Encoder
+from otb_analysis.recorded.logprobs import refuse_wrong_logprobs
+from otb_analysis.recorded.recorded_tables import logged_norm, provenance
+from otb_analysis.recorded.rows import Tally
+from otb_analysis.recorded.runs import (
+    GIVEN,
+    record_run,
+    refuse_existing,
+    remaining_estimators,
+    run_path,
+    source_of,
+    stored_config,
+    tell,
+)
+from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Float

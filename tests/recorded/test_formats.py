@@ -6,12 +6,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from otb_analysis.audit.formats import FORMATS, find_source
-from otb_analysis.audit.formats.annotations import MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
-from otb_analysis.audit.formats.sequences import UNFINISHED
-from otb_analysis.audit.formats.texts import PADDED, UNSCORED
-from otb_analysis.audit.records import UNREAD
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.formats import FORMATS, find_source
+from otb_analysis.recorded.formats.annotations import MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
+from otb_analysis.recorded.formats.sequences import UNFINISHED
+from otb_analysis.recorded.formats.texts import PADDED, UNSCORED
+from otb_analysis.recorded.records import UNREAD
 
 NAN = float("nan")
 

@@ -6,11 +6,11 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from otb_analysis.audit.records import Message, RecordedRollout
-from otb_analysis.audit.rows import Tally
-from otb_analysis.audit.steps import RecordedStep
-from otb_analysis.audit.templates import chat_text, next_turn, restored
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import Message, RecordedRollout
+from otb_analysis.recorded.rows import Tally
+from otb_analysis.recorded.steps import RecordedStep
+from otb_analysis.recorded.templates import chat_text, next_turn, restored
 from otb_analysis.rollouts.drafts import draft_of
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, FinishReason, Rollouts, collate

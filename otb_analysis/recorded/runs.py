@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from otb_analysis.audit.formats import Source, find_source
-from otb_analysis.audit.rows import Tally, suffix_of
-from otb_analysis.audit.steps import Layout, RecordedStep, steps_of
 from otb_analysis.config.audit import RecordedConfig
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, count_to, note, phase, plural
 from otb_analysis.processes import SINGLE_PROCESS, Processes
+from otb_analysis.recorded.formats import Source, find_source
+from otb_analysis.recorded.rows import Tally, suffix_of
+from otb_analysis.recorded.steps import Layout, RecordedStep, steps_of
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.store.layout import check_run_name
 

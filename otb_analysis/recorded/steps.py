@@ -7,8 +7,8 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from otb_analysis.audit.records import RecordedRollout
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import RecordedRollout
 from otb_analysis.types import Int
 
 

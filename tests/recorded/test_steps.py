@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from otb_analysis.audit.records import RecordedRollout
-from otb_analysis.audit.rows import Place
-from otb_analysis.audit.steps import Layout, steps_of
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import RecordedRollout
+from otb_analysis.recorded.rows import Place
+from otb_analysis.recorded.steps import Layout, steps_of
 
 
 def records(*rows):

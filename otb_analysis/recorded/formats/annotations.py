@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otb_analysis.audit.rows import Place, Row, Tally, rows_of
+from otb_analysis.recorded.rows import Place, Row, Tally, rows_of
 
 STREAMS = ("advantages", "trainer_logprobs", "entropies")
 """Numbers per token that annotations have, by the names that messages get them under."""

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from otb_analysis.audit.encoding import shown_prompt
-from otb_analysis.audit.records import RecordedRollout
-from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.summary import zero_variance_groups
+from otb_analysis.recorded.encoding import shown_prompt
+from otb_analysis.recorded.records import RecordedRollout
+from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.store import StepTables
 from otb_analysis.types import Bool, Float
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.audit.encoding import NOT_ENDED, RESTORED, Encoder
-from otb_analysis.audit.records import Message, RecordedRollout
-from otb_analysis.audit.rows import Place
-from otb_analysis.audit.steps import Layout, grouped
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.encoding import NOT_ENDED, RESTORED, Encoder
+from otb_analysis.recorded.records import Message, RecordedRollout
+from otb_analysis.recorded.rows import Place
+from otb_analysis.recorded.steps import Layout, grouped
 from otb_analysis.rollouts.models import character_tokenizer
 
 TEMPLATE = (

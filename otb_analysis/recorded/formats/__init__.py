@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from otb_analysis.audit.formats.annotations import with_annotations
-from otb_analysis.audit.formats.chats import art
-from otb_analysis.audit.formats.sequences import miles_columns, nemo_rl, prime_rl, slime
-from otb_analysis.audit.formats.texts import plain, trl, verl
-from otb_analysis.audit.formats.traces import traces_of, verifiers
-from otb_analysis.audit.records import Fields, RecordedRollout, checked
-from otb_analysis.audit.rows import SUFFIXES, Place, Row, Tally, rows_of, suffix_of
 from otb_analysis.errors import InputError, nearest
+from otb_analysis.recorded.formats.annotations import with_annotations
+from otb_analysis.recorded.formats.chats import art
+from otb_analysis.recorded.formats.sequences import miles_columns, nemo_rl, prime_rl, slime
+from otb_analysis.recorded.formats.texts import plain, trl, verl
+from otb_analysis.recorded.formats.traces import traces_of, verifiers
+from otb_analysis.recorded.records import Fields, RecordedRollout, checked
+from otb_analysis.recorded.rows import SUFFIXES, Place, Row, Tally, rows_of, suffix_of
 
 NOT_AS_WRITTEN = (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError)
 """What reading a row raises that has another form than its format."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from otb_analysis.audit.records import Fields, Message, RecordedRollout
-from otb_analysis.audit.rows import Tally, number_in
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import Fields, Message, RecordedRollout
+from otb_analysis.recorded.rows import Tally, number_in
 
 FAILED = "message without a text (content is null) counts as empty"
 

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otb_analysis.audit.sampling_tests import (
+from otb_analysis.checks.sampling_sums import SUMS
+from otb_analysis.checks.sampling_tests import (
     LearnedDirection,
     TokenTest,
     direction_tests,
@@ -16,7 +17,6 @@ from otb_analysis.audit.sampling_tests import (
     temperature_tests,
     truncation_tests,
 )
-from otb_analysis.checks.sampling_sums import SUMS
 from otb_analysis.measurement.forward import PolicyLogits
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from otb_analysis.audit.records import Fields, RecordedRollout
-from otb_analysis.audit.rows import Tally, number_in
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import Fields, RecordedRollout
+from otb_analysis.recorded.rows import Tally, number_in
 from otb_analysis.rollouts.sampling import FinishReason
 from otb_analysis.types import Bool, Float
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.audit.rows import Place, Row, Tally
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.rows import Place, Row, Tally
 from otb_analysis.rollouts.sampling import FinishReason
 from otb_analysis.types import Bool, Float
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.table import TokenTable
+from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.types import Float
 
 LEAST_TOKENS = 8

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from otb_analysis.audit.records import Message
-from otb_analysis.audit.rows import Place
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import Message
+from otb_analysis.recorded.rows import Place
 
 MARKS = ("\ue000", "\ue001")
 """Characters for private use, which no prompt holds: they stand for the contents of messages."""

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.audit.score import score
 from otb_analysis.config import MeasureConfig, Schedule, ScoreConfig
+from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
 
 ROOT = Path(__file__).parents[2]

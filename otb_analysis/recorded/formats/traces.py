@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.audit.records import Fields, RecordedRollout
-from otb_analysis.audit.rows import Row, Tally
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import Fields, RecordedRollout
+from otb_analysis.recorded.rows import Row, Tally
 from otb_analysis.rollouts.sampling import FinishReason
 from otb_analysis.types import Float
 

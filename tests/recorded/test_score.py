@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from otb_analysis.answers import opened
-from otb_analysis.audit import score as module
-from otb_analysis.audit.logprobs import BEFORE, BEHIND, fault_of, refuse_wrong_logprobs
-from otb_analysis.audit.records import RecordedRollout
-from otb_analysis.audit.rows import Place
-from otb_analysis.audit.score import score
-from otb_analysis.audit.steps import RecordedStep
 from otb_analysis.config import AttributionSchedule, EstimatorConfig, MeasureConfig, SampleConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError, Interrupted
+from otb_analysis.recorded import score as module
+from otb_analysis.recorded.logprobs import BEFORE, BEHIND, fault_of, refuse_wrong_logprobs
+from otb_analysis.recorded.records import RecordedRollout
+from otb_analysis.recorded.rows import Place
+from otb_analysis.recorded.score import score
+from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.report.compare import comparison
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import load_policy

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from otb_analysis.audit.recorded_tables import recorded_tables
-from otb_analysis.audit.runs import record_run, remaining_estimators, run_path, source_of, stored_config
 from otb_analysis.config.audit import ImportConfig
 from otb_analysis.errors import InputError
 from otb_analysis.phases import note, phase
+from otb_analysis.recorded.recorded_tables import recorded_tables
+from otb_analysis.recorded.runs import record_run, remaining_estimators, run_path, source_of, stored_config
 from otb_analysis.rollouts.models import load_tokenizer
 from otb_analysis.store import RunStore
 

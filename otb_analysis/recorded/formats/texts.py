@@ -6,9 +6,9 @@ from typing import cast, get_args
 
 import numpy as np
 
-from otb_analysis.audit.records import Fields, Message, RecordedRollout
-from otb_analysis.audit.rows import Tally
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import Fields, Message, RecordedRollout
+from otb_analysis.recorded.rows import Tally
 from otb_analysis.rollouts.sampling import FinishReason
 
 ADDED_BY_TRL = ("step", "advantage", "mode")
