@@ -16,7 +16,7 @@ from otb_analysis.recorded.score import Policy as Loaded
 from otb_analysis.recorded.score import Scorer, check
 from otb_analysis.recorded.steps import Layout, steps_of
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.training.forecast import PlannedLevel, about, levels, seconds_per_position
+from otb_analysis.training.budget import PlannedLevel, about, levels, seconds_per_position
 from otb_analysis.training.policy.policy import Policy
 
 DEARER = 2.0
