@@ -1,6 +1,7 @@
 """The import rules of ARCHITECTURE.md, read from the source so that no import has to run."""
 
 import ast
+import graphlib
 import sys
 import tomllib
 from pathlib import Path
@@ -14,7 +15,7 @@ LIBRARY = ROOT / "otb_analysis"
 
 FLOORS = (
     {"types", "schema", "config", "errors", "extras", "phases"},
-    {"arrays", "custom", "devices"},
+    {"arrays", "atomic", "custom", "devices"},
     {"processes"},
     {"energies", "objectives"},
     {"estimators", "statistics"},
@@ -103,6 +104,19 @@ def test_library_file_imports_only_what_its_room_may(path):
     assert rooms_of(names) - {room(path)} <= ALLOWED_ROOMS[room(path)]
     assert {n.split(".")[0] for n in names} & HEAVY <= ALLOWED_PACKAGES[room(path)]
     assert not {n.split(".")[0] for n in names} & {"app", "studies", "tests"}
+
+
+def test_no_file_imports_itself_through_others():
+    """Inside rooms, too, and where an import stands in a function."""
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
+
+    def module(name: str) -> str:
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {name: {module(n) for n in imported(path)} - {"", name} for name, path in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises with the files of a circle
 
 
 def folder(path: Path) -> tuple[str, str | None]:

@@ -1,13 +1,12 @@
 """The run that recorded rollouts become: begun or gone on with, step by step, and its ending recorded."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from otb_analysis.config.audit import RecordedConfig
+from otb_analysis.config import RecordedConfig, plain_config
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, count_to, note, phase, plural
@@ -57,9 +56,8 @@ def run_path(path: Path, config: RecordedConfig, ending: str) -> Path:
 def stored_config(config: RecordedConfig, source: Source, made_by: str, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return what run.json keeps: the settings, and that the rollouts came from a file and not from training here."""
     origin = {"made_by": made_by, "path": str(source.path), "format": source.name, "about": source.format.about}
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     place = source.path.resolve()
-    return plain | {"rollouts": str(place), "task": place.name, "source": origin} | dict(more)
+    return plain_config(config) | {"rollouts": str(place), "task": place.name, "source": origin} | dict(more)
 
 
 def remaining_estimators() -> list[str]:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from otb_analysis import __version__
+from otb_analysis.atomic import atomic_file
 from otb_analysis.devices import device_of, words_of
 from otb_analysis.errors import StoreError
-from otb_analysis.store.atomic import atomic_file
 from otb_analysis.study.record import Cell, Rows, Tables, Value
 
 COST = "cost"

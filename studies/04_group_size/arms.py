@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from otb_analysis.config import SampleConfig, TrainConfig
+from otb_analysis.config import SampleConfig, TrainConfig, plain_config
 from otb_analysis.estimators import proved
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, SKY
 from otb_analysis.statistics import Update, pooled_statistics, update_ratios
 from otb_analysis.study import Tables
 from otb_analysis.study.formats import ratio_columns, statistics_columns
 from otb_analysis.study.gradients import drawn, estimator_gram, regrouped, scored
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram, Label, Proved

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.store import RunStore
 from otb_analysis.study import Cell, Rows, Study, Tables, distinct, select
 from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 
 from .arms import ARMS, CLIPPING, LABELS, MARGIN, PAIRS, UPDATES, Arm, pool_tables

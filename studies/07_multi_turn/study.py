@@ -21,6 +21,7 @@ from otb_analysis.config import (
     SampleConfig,
     TrainConfig,
     WarmStartConfig,
+    plain_config,
 )
 from otb_analysis.estimators import ESTIMATORS, proved
 from otb_analysis.measurement.table import TokenTable
@@ -32,7 +33,6 @@ from otb_analysis.study.formats import interval_columns, ratio_columns, statisti
 from otb_analysis.study.gradients import drawn, estimator_gram, regrouped, scored
 from otb_analysis.study.seeds import BASE, QUICK_START, started
 from otb_analysis.training.loop import train, train_step
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram, Label, Proved

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import SampleConfig, TrainConfig
+from otb_analysis.config import SampleConfig, TrainConfig, plain_config
 from otb_analysis.energies import lm_head_energy
 from otb_analysis.estimators import proved
 from otb_analysis.statistics import (
@@ -27,7 +27,6 @@ from otb_analysis.study.agreement import agreement_rows, calibrated
 from otb_analysis.study.formats import by_label, ratio_columns, statistics_columns
 from otb_analysis.study.pools import REFERENCE, every_estimate, gram_of_prompts
 from otb_analysis.training.critic.targets import explained_variance
-from otb_analysis.training.resume import plain_config
 from otb_analysis.types import Float, Gram, Proved
 
 from .pool import Measured, Size
