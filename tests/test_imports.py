@@ -166,6 +166,10 @@ def packages_a_base_install_has() -> set[str]:
     return named | set(sys.stdlib_module_names) | {"otb_analysis", "app"} | {p.stem for p in (ROOT / "app").iterdir()}
 
 
+MODELS = {"torch", "transformers", "tokenizers", "safetensors"}
+"""What the extra `torch` brings; rooms that work on models import it when they are loaded."""
+MODEL_ROOMS = {"devices", "logit_stats", "gradients", "rollouts", "measurement", "checks", "recorded", "training"}
+MODEL_ROOMS |= {"integrations", "study", "bench"}
 PEERS = {"trl", "opacus", "datasets", "verl"}
 """What `bench` measures against and `integrations` plugs into; they run in interpreters that have them."""
 
@@ -188,6 +192,10 @@ def when_loaded(tree: ast.AST) -> set[int]:
 )
 def test_optional_packages_are_imported_where_they_are_used(path):
     tree, base = ast.parse(path.read_text(encoding="utf-8")), packages_a_base_install_has()
+    if path.is_relative_to(LIBRARY) and (room(path) in MODEL_ROOMS or path.name == "demo.py"):
+        base |= MODELS
+    elif path.is_relative_to(ROOT / "app"):
+        base |= {"streamlit"}
     loaded = when_loaded(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from otb_analysis.commands.inspect import parsed
+from otb_analysis.commands.loading import models_loading
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.phases import phase
@@ -37,10 +38,8 @@ def model_command(words: Sequence[str]) -> None:
         return
     if config.name not in MODELS:
         raise InputError(f"model {config.name!r} cannot be fetched; {nearest(config.name, MODELS)}")
-    with shown(), phase("loading PyTorch and transformers"):
+    with shown(), models_loading("otb model fetch"):
         from otb_analysis.rollouts.fetching import fetch
-        from otb_analysis.rollouts.models import quiet_loading
-    quiet_loading()
     with shown(), phase(f"fetching {config.name}"):
         path = fetch(config.name)
     licence = MODELS[config.name].licence

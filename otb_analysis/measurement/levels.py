@@ -203,7 +203,7 @@ def level_of(name: str) -> Level:
     Raises:
         InputError: There is none of that name.
     """
-    level = import_attribute("level", name) if is_custom(name) else LEVELS.get(name)
+    level = LEVELS.get(name) or (import_attribute("level", name) if is_custom("level", name) else None)
     if not isinstance(level, Level):
         raise InputError(f"measure.further has {name!r}, which is no Level; {nearest(name, LEVELS)}")
     return level

@@ -13,8 +13,9 @@ from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.recorded.templates import chat_text, next_turn, restored
 from otb_analysis.rollouts.drafts import draft_of
 from otb_analysis.rollouts.models import special_id
-from otb_analysis.rollouts.sampling import Draft, FinishReason, Rollouts, collate
+from otb_analysis.rollouts.sampling import Draft, Rollouts, collate
 from otb_analysis.tasks import Prompt
+from otb_analysis.types import FinishReason
 
 NOT_ENDED = "completion without its end token, because the record does not say that it ended (--ended all scores one)"
 RESTORED = "prompt was put back into the chat template, because its text had lost its special tokens"
@@ -43,7 +44,7 @@ class Encoder:
         drafts = [self._draft(record) for record in step.records]
         texts = {int(g): record for g, record in zip(step.group, step.records, strict=True)}
         prompts = tuple(
-            Prompt(name, shown_prompt(one) or self._decoded(one.prompt_ids or ()), answer=one.answer or "")
+            Prompt(name, one.shown_prompt or self._decoded(one.prompt_ids or ()), answer=one.answer or "")
             for name, one in ((name, texts[g]) for g, name in enumerate(step.prompt_ids))
         )
         rollouts = collate(drafts, prompts, step.group, special_id(self.tokenizer, "pad"))
@@ -221,11 +222,3 @@ class Encoder:
 
     def _decoded(self, ids: tuple[int, ...]) -> str:
         return str(self.tokenizer.decode(list(ids)))
-
-
-def shown_prompt(record: RecordedRollout) -> str:
-    """Return a prompt as pages show it; empty where only its ids were recorded."""
-    if not record.messages:
-        return record.prompt or ""
-    first = next(i for i, message in enumerate(record.messages) if message.sampled)
-    return "\n".join(f"{message.role}: {message.content}" for message in record.messages[:first])

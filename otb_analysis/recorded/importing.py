@@ -6,10 +6,10 @@ import numpy as np
 
 from otb_analysis.config.audit import ImportConfig
 from otb_analysis.errors import InputError
+from otb_analysis.extras import require_models
 from otb_analysis.phases import note, phase
 from otb_analysis.recorded.recorded_tables import recorded_tables
 from otb_analysis.recorded.runs import record_run, remaining_estimators, run_path, source_of, stored_config
-from otb_analysis.rollouts.models import load_tokenizer
 from otb_analysis.store import RunStore
 
 
@@ -25,7 +25,10 @@ def import_rollouts(rollouts: Path, config: ImportConfig) -> Path:
     if config.tokenizer:
         if not Path(config.tokenizer).is_dir():
             raise InputError(f"--tokenizer is {config.tokenizer!r}, which is no directory; pass the model's.")
+        require_models("--tokenizer")
         with phase(f"loading the tokenizer {config.tokenizer}"):
+            from otb_analysis.rollouts.models import load_tokenizer
+
             tokenizer = load_tokenizer(config.tokenizer)
     path = run_path(rollouts, config, "imported")
     stored = stored_config(config, source, "otb import", {})

@@ -1,20 +1,22 @@
 """A step's tables without a model: rewards, lengths, and the per-token numbers that were recorded."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
+from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.errors import InputError
-from otb_analysis.measurement.summary import zero_variance_groups
-from otb_analysis.recorded.encoding import shown_prompt
 from otb_analysis.recorded.records import RecordedRollout
 from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.store import StepTables
 from otb_analysis.types import Bool, Float
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def recorded_tables(step: RecordedStep, tokenizer: PreTrainedTokenizerBase | None = None) -> StepTables:
+
+def recorded_tables(step: RecordedStep, tokenizer: "PreTrainedTokenizerBase | None" = None) -> StepTables:
     """Return what is known of a step without a model; what was not recorded is null.
 
     `tokenizer` decodes token ids; without ids it counts the tokens of texts.
@@ -51,7 +53,7 @@ def logged_norm(step: RecordedStep) -> dict[str, object]:
     return {} if first.grad_norm is None else {"grad_norm": first.grad_norm}
 
 
-def _policy_tokens(record: RecordedRollout, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+def _policy_tokens(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None") -> int | None:
     """Return how many tokens the policy sampled; None where neither ids nor a tokenizer says."""
     if (sampled := record.policy_tokens) is not None:
         return int(sampled.sum())
@@ -61,7 +63,7 @@ def _policy_tokens(record: RecordedRollout, tokenizer: PreTrainedTokenizerBase |
     return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
-def completion_text(record: RecordedRollout, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+def completion_text(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
     """Return a completion's text; None where only its ids were recorded and nothing decodes them."""
     if record.messages:
         first = next(i for i, message in enumerate(record.messages) if message.sampled)
@@ -84,12 +86,12 @@ def _starts(sampled: Bool) -> np.ndarray:
 
 
 def _rollout_rows(
-    step: RecordedStep, policy: Sequence[int | None], tokenizer: PreTrainedTokenizerBase | None
+    step: RecordedStep, policy: Sequence[int | None], tokenizer: "PreTrainedTokenizerBase | None"
 ) -> dict[str, object]:
     names, records = step.prompt_ids, step.records
     parts = dict.fromkeys(name for record in records for name in record.reward_parts)
     decoded = [
-        shown_prompt(r) or (str(tokenizer.decode(list(r.prompt_ids))) if tokenizer and r.prompt_ids else None)
+        r.shown_prompt or (str(tokenizer.decode(list(r.prompt_ids))) if tokenizer and r.prompt_ids else None)
         for r in records
     ]
     return {
@@ -109,7 +111,7 @@ def _rollout_rows(
 
 
 def _scalars(
-    step: RecordedStep, policy: Sequence[int | None], tokenizer: PreTrainedTokenizerBase | None
+    step: RecordedStep, policy: Sequence[int | None], tokenizer: "PreTrainedTokenizerBase | None"
 ) -> dict[str, object]:
     records, reward = step.records, np.array([record.reward for record in step.records])
     lengths = [n for n in policy if n is not None]
@@ -160,7 +162,7 @@ def _over_policy(records: Sequence[RecordedRollout], name: str) -> Float | None:
     return whole if whole.size else None
 
 
-def _token_rows(step: RecordedStep, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, object]:
+def _token_rows(step: RecordedStep, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, object]:
     """Return a row per completion token; the reward is paid at the last one that the policy sampled."""
     ids = np.concatenate([np.array(record.ids, np.int64) for record in step.records])
     lengths = np.array([len(record.ids or ()) for record in step.records])

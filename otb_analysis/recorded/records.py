@@ -9,8 +9,7 @@ import numpy as np
 
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.rows import Place, Row, Tally
-from otb_analysis.rollouts.sampling import FinishReason
-from otb_analysis.types import Bool, Float
+from otb_analysis.types import Bool, FinishReason, Float
 
 LOGPROBS = ("behavior_logprob", "logprob")
 COLUMNS = (*LOGPROBS, "entropy", "advantage")
@@ -57,6 +56,14 @@ class RecordedRollout:
             first = next(i for i, message in enumerate(self.messages) if message.sampled)
             return tuple((message.role, message.content) for message in self.messages[:first])
         return self.prompt if self.prompt_ids is None else self.prompt_ids
+
+    @property
+    def shown_prompt(self) -> str:
+        """The prompt as pages show it; empty where only its ids were recorded."""
+        if not self.messages:
+            return self.prompt or ""
+        first = next(i for i, message in enumerate(self.messages) if message.sampled)
+        return "\n".join(f"{message.role}: {message.content}" for message in self.messages[:first])
 
     @property
     def policy_tokens(self) -> Bool | None:

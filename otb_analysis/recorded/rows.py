@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from otb_analysis.errors import InputError
+from otb_analysis.extras import require
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json", ".parquet", ".pt")
@@ -115,6 +115,9 @@ def _parquet(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
 
 def _pickled(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
     """Yield the samples of a PyTorch file, which is loaded without running any code that is in it."""
+    require("torch", f"reading {path.name}")
+    import torch
+
     try:
         pack = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -135,6 +138,8 @@ def _samples(pack: Mapping[str, Any], path: Path) -> list[Row]:
 
     Raw rewards are those of the whole batch, of which a process may have a part: then places in it are stored, too.
     """
+    import torch
+
     samples, columns = pack.get("samples"), pack.get("rollout_data")
     if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples):
         return _paid(samples, pack.get("raw_reward"), [sample.get("rollout_position") for sample in samples])

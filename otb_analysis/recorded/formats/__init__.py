@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from otb_analysis.custom import import_attribute, is_custom, plugins
 from otb_analysis.errors import InputError, nearest
+from otb_analysis.phases import note
 from otb_analysis.recorded.formats.annotations import with_annotations
 from otb_analysis.recorded.formats.chats import art
 from otb_analysis.recorded.formats.sequences import miles_columns, nemo_rl, prime_rl, slime
@@ -103,7 +105,7 @@ class Source:
     @property
     def format(self) -> Format:
         """The format itself."""
-        return FORMATS[self.name]
+        return format_of(self.name)
 
     def records(self, weights: Mapping[str, float] | None = None) -> Iterator[RecordedRollout]:
         """Yield every rollout, file after file; none is kept.
@@ -141,20 +143,41 @@ class Source:
                     yield place, one
 
 
+def format_of(name: str) -> Format:
+    """Return a format of the catalogue, one that a package registers, or one of your own by module:attribute.
+
+    Raises:
+        InputError: There is none of that name, or what it names is no Format.
+    """
+    own = name not in FORMATS and is_custom("format", name)
+    kind = import_attribute("format", name) if own else FORMATS.get(name)
+    if kind is None:
+        raise InputError(f"--format is {name!r}; {nearest(name, [*FORMATS, *plugins('format')])}")
+    if not isinstance(kind, Format):
+        raise InputError(f"--format is {name!r}, which is a {type(kind).__name__}; name a Format.")
+    return kind
+
+
 def find_source(path: Path, name: str = "auto") -> Source:
     """Return the files at a path, a file or a directory, with their format.
 
     Raises:
         InputError: There is no such path or format, or nothing in it can be read as that format.
     """
-    if name != "auto" and name not in FORMATS:
-        raise InputError(f"--format is {name!r}; {nearest(name, FORMATS)}")
     if not path.exists():
         raise InputError(f"{path} does not exist; pass a file of rollouts, or a directory of such files.")
-    tried = [name] if name != "auto" else list(FORMATS)
+    # A package's formats come before `plain`, which many files fit.
+    tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
     for one in tried:
-        files = _files(path, FORMATS[one])
-        if files and (name != "auto" or FORMATS[one].fields <= _names(files[0], FORMATS[one])):
+        try:
+            kind = format_of(one)
+        except InputError as error:
+            if name != "auto":
+                raise
+            note(str(error))
+            continue
+        files = _files(path, kind)
+        if files and (name != "auto" or kind.fields <= _names(files[0], kind)):
             return Source(path, one, files, Tally())
     raise InputError(f"{path} {_why_not(path, name)}")
 
@@ -199,7 +222,7 @@ def _why_not(path: Path, name: str) -> str:
     if not files:
         return f"has no file that ends in {', '.join(SUFFIXES)}; pass what another trainer wrote."
     if name != "auto":
-        return f"has no file of the format {name}, which are called {' or '.join(FORMATS[name].names)}."
+        return f"has no file of the format {name}, which are called {' or '.join(format_of(name).names)}."
     names = ", ".join(sorted(_names(files[0], FORMATS["plain"]))) or "nothing"
     return (
         f"is in no known format: {files[0].name} has {names}; write prompt, completion, reward (and group) into each "

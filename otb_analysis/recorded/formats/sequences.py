@@ -7,8 +7,7 @@ import numpy as np
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.records import Fields, RecordedRollout
 from otb_analysis.recorded.rows import Tally, number_in
-from otb_analysis.rollouts.sampling import FinishReason
-from otb_analysis.types import Bool, Float
+from otb_analysis.types import Bool, FinishReason, Float
 
 UNFINISHED = "sample of slime that was aborted, or wholly masked, was left out"
 SLIME_ENDS: dict[str, FinishReason] = {"completed": "stop", "truncated": "length"}

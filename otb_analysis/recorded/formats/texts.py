@@ -9,7 +9,7 @@ import numpy as np
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.records import Fields, Message, RecordedRollout
 from otb_analysis.recorded.rows import Tally
-from otb_analysis.rollouts.sampling import FinishReason
+from otb_analysis.types import FinishReason
 
 ADDED_BY_TRL = ("step", "advantage", "mode")
 """Numbers in TRL's tables that are no rewards."""

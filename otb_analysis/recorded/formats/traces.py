@@ -8,8 +8,7 @@ import numpy as np
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.records import Fields, RecordedRollout
 from otb_analysis.recorded.rows import Row, Tally
-from otb_analysis.rollouts.sampling import FinishReason
-from otb_analysis.types import Float
+from otb_analysis.types import FinishReason, Float
 
 NOT_TRAINED = "trace of an agent that is not trained was left out"
 UNPAID = "trace without a reward was left out (its rollout failed, or nothing scored it)"
