@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from studies.lib import Cell, Study, Tables
 from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, best_rate, started
