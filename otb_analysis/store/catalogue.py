@@ -16,8 +16,8 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
+from pandas.util import hash_array as pandas_hash_array
 
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES, Column
@@ -50,6 +50,7 @@ _SQL = {
     "BOOLEAN": "BOOLEAN",
 }
 _ARROW = {_SQL[dtype]: kind for dtype, kind in ARROW.items()}
+hash_array: Any = pandas_hash_array
 WAIT = 60
 """Seconds to wait for a transaction of another process; they take milliseconds."""
 
@@ -255,11 +256,11 @@ def column_sums(name: str, column: pa.ChunkedArray | pa.Array, ends: Sequence[in
         else column.is_valid().to_numpy()
     )
     if pa.types.is_string(column.type):
-        seen = pd.util.hash_array(column.fill_null("").to_pandas().to_numpy(object), categorize=False)
+        seen = hash_array(column.fill_null("").to_pandas().to_numpy(object), categorize=False)
     else:  # flags and whole numbers as floats: a later step may make floats of a column
         whole = column.cast(pa.int64()) if not pa.types.is_floating(column.type) else column
         values = whole.fill_null(0).to_numpy().astype(np.float64) + 0.0  # −0 is stored as 0
-        seen = pd.util.hash_array(np.where(np.isnan(values), np.nan, values))  # one kind of NaN
+        seen = hash_array(np.where(np.isnan(values), np.nan, values))  # one kind of NaN
     place = np.arange(len(seen)) - np.repeat(np.asarray(ends)[:-1], np.diff(ends))
     with np.errstate(over="ignore"):
         seen = seen ^ np.uint64(crc32(name.encode()) + 1)

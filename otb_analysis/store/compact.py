@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from otb_analysis.atomic import atomic_file
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import advance, count_to
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier
-from otb_analysis.store.atomic import atomic_file
 from otb_analysis.store.catalogue import LARGE, SMALL, transaction
 from otb_analysis.store.encode import ARROW
 from otb_analysis.store.layout import find_run

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from otb_analysis.atomic import atomic_file
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION, TABLES
 from otb_analysis.store import catalogue
-from otb_analysis.store.atomic import atomic_file
 from otb_analysis.store.catalogue import SMALL
 from otb_analysis.store.encode import with_not_finite
 from otb_analysis.store.layout import CATALOGUE, refused_link

@@ -134,7 +134,7 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
     labels = tuple((names[code // len(sources)], sources[code % len(sources)]) for code in codes)
     groups = np.asarray(found, dtype=np.int64)
-    dim = rows["sketch_dim"].iloc[0] if "sketch_dim" in rows else None  # a run from before sketches has none
+    dim: Any = rows["sketch_dim"].iloc[0] if "sketch_dim" in rows else None  # a run from before sketches has none
     prompts = tuple(prompt_of[g] for g in groups.tolist()) if all(g in prompt_of for g in groups.tolist()) else None
     return Gram(inner, labels, int(rows["n_rollouts"].iloc[0]), prompts, groups, None if pd.isna(dim) else int(dim))
 

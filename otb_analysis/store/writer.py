@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from otb_analysis.atomic import atomic_file, atomic_folder
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.estimators import standing_for_truth
 from otb_analysis.phases import note
 from otb_analysis.schema import TABLES
 from otb_analysis.statistics import REFERENCE
 from otb_analysis.store import catalogue, earlier
-from otb_analysis.store.atomic import atomic_file, atomic_folder
 from otb_analysis.store.catalogue import LARGE, SMALL, transaction
 from otb_analysis.store.compact import merge, separate
 from otb_analysis.store.encode import Columns, encode, with_not_finite

@@ -122,7 +122,7 @@ def test_interrupt_in_the_middle_of_a_part_leaves_no_temporary_file(writer, tabl
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("otb_analysis.store.atomic.os.fsync", interrupted)
+    monkeypatch.setattr("otb_analysis.atomic.os.fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writer.write_step(0, tables(0))
     assert files(writer.path) == [".reserve", "run.json", "run.sqlite"]
