@@ -8,7 +8,7 @@ column. A changed bit, a lost row and an exchanged one change a sum.
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +115,12 @@ def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) 
         values |= {f"{table}_rows": n, f"{table}_sums": sums}
     db.execute(f"INSERT INTO written ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
     db.execute("UPDATE totals SET steps = steps + 1, changes = changes + 1, columns = ?", [_columns(db)])
+
+
+def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int, bytes]]) -> None:
+    """Add what was derived of a step: a size of smaller groups, 0 for whole ones, and numbers."""
+    rows = [(step, size, numbers, crc32(numbers)) for size, numbers in products]
+    db.executemany("INSERT INTO products (step, size, numbers, crc32) VALUES (?, ?, ?, ?)", rows)
 
 
 def replace_parts(db: sqlite3.Connection, step: int, parts: pa.Table) -> None:

@@ -6,7 +6,7 @@ catalogue (`products`), made when the step is written. They hold nothing of thei
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ import pandas as pd
 import pyarrow as pa
 from pandas.api.types import union_categoricals
 
-from otb_analysis.types import Float, Gram, Int, Label, ReducedGram
+from otb_analysis.estimators import standing_for_truth
+from otb_analysis.statistics import REFERENCE
+from otb_analysis.types import Float, Gram, Int, ReducedGram
 
 PRODUCT_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
 """The columns of text of `grams` and `subgroups`."""
-
-Truth = Label | frozenset[Label]
 
 
 def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
@@ -55,16 +55,30 @@ def subgroup_rows(step: int, grams: Mapping[int, Gram]) -> dict[str, np.ndarray]
     return joined | {"size": np.concatenate(sizes).astype(np.int64)}
 
 
-def products_of(grams: pa.Table, references: Sequence[Truth], prompt_of: Mapping[int, object]) -> bytes:
-    """Return what comparing a step's estimators with these references needs of its rows of `grams`, as bytes."""
-    gram = rebuild_gram(frame_of(grams), prompt_of).reduced(references)
-    arrays = [gram.own, gram.totals, *(array for pair in gram.means.values() for array in pair)]
-    means = [sorted(members) for members in gram.means]
-    return _packed(gram, arrays, {"means": means})
+def derived(config: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Iterator[tuple[int, bytes]]:
+    """Yield what comparisons read of a step's Gram matrices: of whole groups (size 0) reduced, of smaller ones whole.
+
+    Args:
+        config: The run's configuration, which says what is proved to stand for ∇J.
+        tables: The step's rows of `grams`, `subgroups` and `rollouts`, where it has them.
+    """
+    rollouts, prompts = tables.get("rollouts"), dict[int, object]()
+    if rollouts is not None and "prompt_id" in rollouts.column_names:
+        named = zip(rollouts["group"].to_pylist(), rollouts["prompt_id"].to_pylist(), strict=True)
+        prompts = {group: name for group, name in named if name is not None}
+    if (rows := tables.get("grams")) is not None and len(rows):
+        gram = rebuild_gram(frame_of(rows), prompts)
+        gram = gram.reduced((REFERENCE, standing_for_truth(gram.labels, config)))
+        arrays = [gram.own, gram.totals, *(array for pair in gram.means.values() for array in pair)]
+        yield 0, _packed(gram, arrays, {"means": [sorted(members) for members in gram.means]})
+    if (rows := tables.get("subgroups")) is not None and len(rows):
+        for size, some in frame_of(rows).groupby("size"):
+            gram = rebuild_gram(some, prompts)
+            yield int(str(size)), _packed(gram, [gram.inner], {})
 
 
 def reduced_gram(packed: bytes) -> ReducedGram:
-    """Return the matrix that `products_of` packed."""
+    """Return the matrix of whole groups that `derived` packed."""
     heading, (own, totals, *pairs) = _unpacked(packed)
     members = [frozenset((name, source) for name, source in some) for some in heading.pop("means")]
     means = dict(zip(members, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
@@ -73,15 +87,9 @@ def reduced_gram(packed: bytes) -> ReducedGram:
 
 
 def whole_gram(packed: bytes) -> Gram:
-    """Return the matrix of smaller groups that `packed_gram` packed."""
+    """Return the matrix of smaller groups that `derived` packed."""
     heading, (inner,) = _unpacked(packed)
     return Gram(inner, **_fields(heading))
-
-
-def packed_gram(rows: pa.Table, prompt_of: Mapping[int, object]) -> bytes:
-    """Return the Gram matrix of rows of one size of `subgroups`, as bytes."""
-    gram = rebuild_gram(frame_of(rows), prompt_of)
-    return _packed(gram, [gram.inner], {})
 
 
 def frame_of(rows: pa.Table) -> pd.DataFrame:

@@ -11,20 +11,17 @@ from typing import Any, Literal
 from zlib import crc32
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from otb_analysis.atomic import atomic_file, atomic_folder
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.estimators import standing_for_truth
 from otb_analysis.phases import note
 from otb_analysis.schema import TABLES
-from otb_analysis.statistics import REFERENCE
 from otb_analysis.store import catalogue, earlier
 from otb_analysis.store.catalogue import LARGE, SMALL, transaction
 from otb_analysis.store.compact import merge, separate
 from otb_analysis.store.encode import Columns, encode, with_not_finite
-from otb_analysis.store.gram import packed_gram, products_of
+from otb_analysis.store.gram import derived
 from otb_analysis.store.layout import CATALOGUE, check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
 from otb_analysis.store.parts import Part, as_rows, described, listed, parquet_bytes, remove_unlisted
@@ -148,12 +145,11 @@ class RunWriter:
                 if table in SMALL:
                     joined = [small[table], rows] if table in small else [rows]
                     small[table] = pa.concat_tables(joined, promote_options="default")
-            products = list(self._products(step, encoded))
+            config: Any = read_run_file(self.path).get("config") or {}
+            products = list(derived(config, encoded))
             with transaction(self.path, write=True) as db:
                 catalogue.add_step(db, step, small | {"parts": as_rows(parts)})
-                for size, numbers in products:
-                    one = (step, size, numbers, crc32(numbers))
-                    db.execute("INSERT INTO products (step, size, numbers, crc32) VALUES (?, ?, ?, ?)", one)
+                catalogue.add_products(db, step, products)
             for table, name, _, _ in of_others:
                 if table in SMALL:
                     (self.path / name).unlink()
@@ -215,21 +211,6 @@ class RunWriter:
                 if path.exists():
                     content = path.read_bytes()
                     yield table, f"{table}/{path.name}", pq.read_table(pa.BufferReader(content)), crc32(content)
-
-    def _products(self, step: int, tables: Mapping[str, pa.Table]) -> Iterator[tuple[int, bytes]]:
-        """Yield what comparisons read of this step's Gram matrices: of whole groups (size 0), and of smaller ones."""
-        config: Any = read_run_file(self.path).get("config") or {}
-        rollouts, prompts = tables.get("rollouts"), dict[int, object]()
-        if rollouts is not None and "prompt_id" in rollouts.column_names:
-            named = zip(rollouts["group"].to_pylist(), rollouts["prompt_id"].to_pylist(), strict=True)
-            prompts = {group: name for group, name in named if name is not None}
-        if (rows := tables.get("grams")) is not None and len(rows):
-            pairs = rows.group_by(["estimator", "energy_source"]).aggregate([]).to_pylist()
-            measured = [(pair["estimator"], pair["energy_source"]) for pair in pairs]
-            yield 0, products_of(rows, (REFERENCE, standing_for_truth(measured, config)), prompts)
-        if (rows := tables.get("subgroups")) is not None and len(rows):
-            for size in rows["size"].unique().to_pylist():
-                yield size, packed_gram(rows.filter(pc.field("size") == size), prompts)
 
     def _remove(self, step: int) -> None:
         """Remove a step that is there already, so that no reader sees half of it."""
