@@ -63,7 +63,7 @@ def peak(run):
 
 
 def peaks(file_of, checkpoint):
-    """Return the peaks of scoring a short file and one 8 times as long."""
+    """Return the peaks of scoring a short file and one many times as long."""
     short, long = (config(file_of(steps), checkpoint) for steps in (STEPS, STEPS * LONGER))
     score(short)  # what is loaded and cached once
     return peak(lambda: score(short)), peak(lambda: score(long))
