@@ -30,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One rollout as somebody recorded it; made by a format, read by `encoding` and `recorded_tables`."""
+    """One rollout as somebody recorded it; made by a format, read by `encoding` and `importing`."""
 
     place: Place
     reward: float
