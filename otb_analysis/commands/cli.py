@@ -6,23 +6,19 @@ import tomllib
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import reduce
 from inspect import getdoc
-from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-import tyro
 from rich.console import Console
 
 from otb_analysis import __version__
-from otb_analysis.bench.config import BENCHMARKS, BenchConfig
 from otb_analysis.commands.audited import audit_command
+from otb_analysis.commands.bench import bench_command
 from otb_analysis.commands.diagnose import attribution_command, diagnose_command
 from otb_analysis.commands.inspect import (
     compare_command,
     parsed,
-    print_all,
     print_comparison,
     report_command,
 )
@@ -135,23 +131,6 @@ def demo_command(words: Sequence[str]) -> None:
         serve(DashboardConfig(config.root, config.port))
     else:
         Console().print(f"Dashboard: otb dashboard --root {config.root}")
-
-
-def bench_command(words: Sequence[str]) -> None:
-    """Measure costs."""
-    kinds = reduce(or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in BENCHMARKS.items()))
-    config: BenchConfig = tyro.cli(
-        cast(Any, kinds), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
-    )
-    with shown(), phase(f"otb bench {words[0]}"):
-        from otb_analysis.bench.publish import bench_table, publish, run_bench
-        from otb_analysis.rollouts.models import quiet_loading
-
-        quiet_loading()
-        report = run_bench(config)
-    print_all([bench_table(report)])
-    if config.out is not None:
-        publish(config.out, report)
 
 
 def dashboard_command(words: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.bench.planted import noise, planted_rollouts, repetition, temperature, top_k, top_p
+from benchmarks.planted import noise, planted_rollouts, repetition, temperature, top_k, top_p
 from otb_analysis.checks import sampling_tests
 from otb_analysis.checks.sampling import SamplingCheck, position_bin
 from otb_analysis.checks.sampling_report import sampling_report
