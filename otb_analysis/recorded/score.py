@@ -29,13 +29,13 @@ from otb_analysis.recorded.logprobs import refuse_wrong_logprobs
 from otb_analysis.recorded.rows import Tally
 from otb_analysis.recorded.runs import (
     GIVEN,
+    note_tally,
     record_run,
     refuse_existing,
     remaining_estimators,
     run_path,
     source_of,
     stored_config,
-    tell,
 )
 from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.rollouts.models import load_policy, output_layer
@@ -87,7 +87,7 @@ def _scored(config: ScoreConfig, processes: Processes, policy: Policy | None) ->
     machine = machine_facts(model.device, scorer.precision)
     note(first_line(machine, scorer.why))
     record_run(path, config, stored, source, scorer.tables, processes, machine)
-    tell(sum(processes.gather(encoded), Tally()))
+    note_tally(sum(processes.gather(encoded), Tally()))
     return path
 
 

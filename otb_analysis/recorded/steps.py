@@ -72,10 +72,10 @@ def steps_of(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[Rec
     if first is None:
         return
     whole = chain([first], stream)
-    yield from _cut(whole, layout) if first.step is None else _named(whole, layout)
+    yield from _counted_steps(whole, layout) if first.step is None else _named_steps(whole, layout)
 
 
-def _named(records: Iterator[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
+def _named_steps(records: Iterator[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
     """Yield the steps that the records name."""
     part = [next(records)]
     for record in records:
@@ -93,7 +93,7 @@ def _named(records: Iterator[RecordedRollout], layout: Layout) -> Iterator[Recor
     yield grouped(part[-1].step, part, layout)
 
 
-def _cut(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
+def _counted_steps(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
     """Yield a step for so many groups in a row; a group that comes back after it ended is refused."""
     part: list[RecordedRollout] = []
     keys: list[Hashable] = []  # Of the groups in `part`

@@ -39,11 +39,11 @@ def draw_batch(trainer: Trainer, step: int) -> tuple[Rollouts, dict[str, object]
     if config.filter == "none":
         prompts = draw_prompts(trainer.task, "train", step * config.prompts, config.prompts)
         group = trainer.processes.shard(np.repeat(np.arange(len(prompts)), config.group_size))
-        return _drawn(trainer, prompts, group), {}
+        return _sampled_and_paid(trainer, prompts, group), {}
     return _filled(trainer, step)
 
 
-def _drawn(trainer: Trainer, prompts: list[Prompt], group: Int) -> Rollouts:
+def _sampled_and_paid(trainer: Trainer, prompts: list[Prompt], group: Int) -> Rollouts:
     with trainer.policy.sampling():
         rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, trainer.config.sample, group)
     with trainer.timed("estimate"):
@@ -60,8 +60,8 @@ def _filled(trainer: Trainer, step: int) -> tuple[Rollouts, dict[str, object]]:
         if fresh or not turn:  # a step has so many prompts in store that no two steps share one by its number
             start = (step * (config.filter_rounds if fresh else 1) + turn) * config.prompts
             prompts = draw_prompts(trainer.task, "train", start, config.prompts)
-        rollouts = _drawn(trainer, prompts, wanted if fresh else missing)
-        stays = _stays(rollouts, config)
+        rollouts = _sampled_and_paid(trainer, prompts, wanted if fresh else missing)
+        stays = _kept_by_filter(rollouts, config)
         totals += rollouts.reward.sum(axis=1).tolist()
         done = len(wanted) - len(missing)
         kept = rollouts.take(np.flatnonzero(stays))
@@ -75,11 +75,11 @@ def _filled(trainer: Trainer, step: int) -> tuple[Rollouts, dict[str, object]]:
         count = sum(len(part.group) for part in parts)
         missing = wanted[count:] if fresh else missing[~stays]
         if not len(missing):
-            return _joined(parts, fresh, config.prompts), _seen(totals, turn + 1, len(wanted))
+            return _concatenated(parts, fresh, config.prompts), _seen(totals, turn + 1, len(wanted))
     raise InputError(_never(config, step, len(wanted) - len(missing), totals))
 
 
-def _stays(rollouts: Rollouts, config: SampleConfig) -> Bool:
+def _kept_by_filter(rollouts: Rollouts, config: SampleConfig) -> Bool:
     """Which rollouts stay [N]: the filter's chances, by lot."""
     inputs = FilterInputs(
         total=rollouts.reward.sum(axis=1),
@@ -92,7 +92,7 @@ def _stays(rollouts: Rollouts, config: SampleConfig) -> Bool:
     return torch.rand(len(chance), dtype=torch.float64, device="cpu").numpy() < chance
 
 
-def _joined(parts: list[Rollouts], fresh: bool, prompts: int) -> Rollouts:
+def _concatenated(parts: list[Rollouts], fresh: bool, prompts: int) -> Rollouts:
     """Put the kept rollouts together, group after group."""
     every = tuple(prompt for part in parts for prompt in part.prompts)[:prompts] if fresh else parts[0].prompts
     whole = Rollouts.concatenate([replace(part, prompts=every) for part in parts])
