@@ -95,7 +95,7 @@ def _trained_too(decision: Decision, trained: Sequence[Label]) -> str:
     """Return how what trained stands, where several did and all are compared with `rloo`."""
     stands: dict[str, list[str]] = {}
     for label in trained:
-        one = decision.of(label)
+        one = decision.comparison_of(label)
         if one is not None and decision.best not in (None, one):
             state = "better than rloo, too" if one.better else "worse than rloo" if one.worse else "open against rloo"
             stands.setdefault(state, []).append(shown_name(label))

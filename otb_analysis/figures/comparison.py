@@ -22,9 +22,9 @@ from otb_analysis.statistics import (
     Interval,
     PairedRatios,
     decide,
+    is_informative,
     paired_ratios,
     pooled_statistics,
-    told,
 )
 from otb_analysis.types import Gram, Label, Proved
 
@@ -147,7 +147,7 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
     pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known, only=shown)}
     names, rows = labels(shown), []
     for label in shown:
-        one, statistics = decision.of(label), by_label[label]
+        one, statistics = decision.comparison_of(label), by_label[label]
         pair = pairs.get(label)
         proved = pair is not None and pair.c_known
         # What is measured along ∇J is known where ∇J is: both efficiencies then, and the SF of estimated step lengths.
@@ -186,7 +186,7 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
 def _shown(pair: PairedRatios | None, name: str) -> Interval | None:
     """Return a ratio but where prompts suffice for an interval and noise leaves none: a point would be chance."""
     ratio: Interval | None = getattr(pair, name, None)
-    return ratio if told(ratio) or (ratio is not None and ratio.n_clusters < MIN_CLUSTERS) else None
+    return ratio if is_informative(ratio) or (ratio is not None and ratio.n_clusters < MIN_CLUSTERS) else None
 
 
 def _rank(row: Row, base: Label) -> tuple[int, float]:
@@ -226,7 +226,7 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
             info.together: _together(row),
         }  # fmt: skip
         if beside is not None:
-            one = beside.of(row.key)
+            one = beside.comparison_of(row.key)
             name = f"efficiency ÷ {shown_name(beside.against)}, all {beside.looked_at}"
             record[name] = interval_cell(one.together if one else None, TWO)
         record["equiv."] = interval_cell(row.intervals["rollout_equivalents"], ".0f")

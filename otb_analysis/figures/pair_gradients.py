@@ -14,7 +14,16 @@ from otb_analysis.figures.gradient_table import MEASURES
 from otb_analysis.figures.numbers import interval_cell, shown_name
 from otb_analysis.figures.pair_curves import BLOCKS, PairPanel, differs
 from otb_analysis.figures.pairing import Pairing
-from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, REFERENCE, Interval, Update, decide, told, update_ratios
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    NOTHING,
+    REFERENCE,
+    Interval,
+    Update,
+    decide,
+    is_informative,
+    update_ratios,
+)
 from otb_analysis.statistics.moments.absolute import has_signal
 from otb_analysis.statistics.moments.gram import deleted_moments, prompts_of, truth_of, typical
 from otb_analysis.types import Gram, Label, Proved
@@ -107,7 +116,7 @@ def _own(a: tuple[Sequence[Gram], Label], b: tuple[Sequence[Gram], Label], known
     pair = update_ratios(above, below, truth, known)
     along = all(has_signal(deleted_moments(grams, label, truth)) for grams, label in (a, b))
     may = {"variance": True, "sf": pair.c_known or along, "efficiency": along}
-    ratios = tuple(one if told(one := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
+    ratios = tuple(one if is_informative(one := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
     what, decides = "updates as trained, each run on its own rollouts", "sf" if pair.c_known else "efficiency"
     return NoiseRow(what, ratios, len(a[0]), len(prompts_of(a[0])), decides)
 

@@ -10,7 +10,7 @@ def test_ends_of_an_interval_become_one_column_behind_its_estimate():
     )
     shown = results_table(table)
     assert list(shown) == ["arm", "sf", "sf, interval", "low"]
-    assert shown["sf, interval"].tolist() == ["1.25 to −2.00", pd.NA]
+    assert shown["sf, interval"].fillna("missing").tolist() == ["1.25 to −2.00", "missing"]
     assert shown["sf"].dtype == float
 
 
