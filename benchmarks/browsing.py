@@ -25,6 +25,8 @@ CONTROLS = {
     ),
 }
 """Kind of control → where it is, and keys that change it: the next ones where a slider is at its end."""
+QUIET = ["--server.headless", "true", "--server.address", "127.0.0.1", "--server.fileWatcherType", "none"]
+QUIET += ["--browser.gatherUsageStats", "false"]
 LONG, SECOND = 180_000, 1_000
 _STATE = "document.querySelector('[data-testid=stApp]')?.dataset.testScriptState"
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
@@ -60,20 +62,11 @@ def server(root: Path, port: int, script: Path | None = None) -> Iterator[Server
     here = Path(otb_analysis.__file__).parent
     app = next(path for path in (here.parent / "app", here / "_app") if path.is_dir())
     command = [sys.executable, "-P", "-m", "streamlit", "run", str(script or app / "streamlit_app.py")]
-    command += [
-        "--server.headless",
-        "true",
-        "--server.address",
-        "127.0.0.1",
-        "--server.port",
-        str(port),
-        "--server.fileWatcherType",
-        "none",
-    ]
+    command += [*QUIET, "--server.port", str(port), "--", "--root", str(root)]
     path = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [*command, "--browser.gatherUsageStats", "false", "--", "--root", str(root)], cwd=root.parent,
-        env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command, cwd=root.parent, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         yield Server(process, f"http://127.0.0.1:{port}")

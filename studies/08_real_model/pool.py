@@ -101,7 +101,7 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
         bar(done + 1, len(groups), f"{cell.name}: exact norms")
     part = written.rollouts.take(np.flatnonzero(rows))
     sketch, node = token_sketches(policy.model, part, written.temperature, size.buckets, bar=bar)
-    wide = np.pad(node, ((0, 0), (0, exact.shape[1] - node.shape[1])))
+    wide = np.pad(node, ((0, 0), (0, written.table.mask.shape[1] - node.shape[1])))
     keep(work, exact=exact[rows], hybrid=sketched[rows], whole=whole[rows], sketch=sketch, node=wide)
     tokens = int(written.table.mask[rows].sum())
     return {"measured": [{"cell": cell.name, "tokens": tokens, "distinct_tokens": len(sketch)}]}
