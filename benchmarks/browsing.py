@@ -94,7 +94,7 @@ def browser() -> Iterator[Any]:
         instance.close()
 
 
-def opened(context: Any, address: str) -> Any:
+def open_tab(context: Any, address: str) -> Any:
     """Open an address in a new tab once the server answers, and return the tab when the page has a heading."""
     tab = context.new_page()
     deadline = time.monotonic() + 60
@@ -110,7 +110,7 @@ def opened(context: Any, address: str) -> Any:
     return tab
 
 
-def settled(tab: Any) -> None:
+def wait_until_done(tab: Any) -> None:
     """Wait until the page has run to its end."""
     tab.wait_for_function(f"{_STATE} === 'notRunning'", timeout=LONG)
 
@@ -130,7 +130,7 @@ def first_chart(context: Any, served: Server, path: str) -> tuple[float, float] 
             return None
         tab.wait_for_timeout(10)
     taken = time.perf_counter() - began, served.processor - spent
-    settled(tab)
+    wait_until_done(tab)
     tab.close()
     return taken
 
@@ -149,7 +149,7 @@ def changed_controls(tab: Any) -> dict[str, float]:
     seconds: dict[str, float] = {}
     tab.wait_for_selector(CHART, timeout=LONG)  # not settled before: a page that was just opened runs twice
     for kind, (where, ways) in CONTROLS.items():
-        settled(tab)
+        wait_until_done(tab)
         found = tab.locator(f"[data-testid=stMain] {where}")
         taken = (_changed(tab, found.first, keys) for keys in ways if found.count())
         if (first := next((s for s in taken if s is not None), None)) is not None:
@@ -175,5 +175,5 @@ def ran_again(tab: Any, act: Callable[[], object], seconds: float = 5) -> bool:
         tab.wait_for_function("window.ran", timeout=seconds * SECOND, polling="raf")
     except Exception:  # Playwright's own
         return False
-    settled(tab)
+    wait_until_done(tab)
     return True

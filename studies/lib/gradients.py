@@ -94,7 +94,9 @@ def _side_by_side(
     return torch.from_numpy(ids), torch.from_numpy(mask), weights, group, torch.from_numpy(attention).long()
 
 
-def drawn(trainer: Trainer, n_prompts: int, group_size: int, seed: int = 1, start: int = PROMPTS_FROM) -> Rollouts:
+def drawn_groups(
+    trainer: Trainer, n_prompts: int, group_size: int, seed: int = 1, start: int = PROMPTS_FROM
+) -> Rollouts:
     """Sample groups of rollouts of training prompts `start` … from the trainer's policy as it is now.
 
     The trainer's random state is left alone.
@@ -106,7 +108,7 @@ def drawn(trainer: Trainer, n_prompts: int, group_size: int, seed: int = 1, star
         return sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, settings)
 
 
-def scored(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
+def scored_table(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
     """Return the token table of rollouts under the trainer's policy as it is now, whoever sampled them."""
     forward = trainer.policy.forward(rollouts, keep_graph=False)
     return trainer.table(compute_rewards(trainer.task, rollouts), forward, None)

@@ -115,7 +115,7 @@ def test_what_ruins_an_answer_is_found_by_the_score_that_knows_it():
     assert row["decisive"] == 40 and row["tokens"] == 800 and row["found_by_contrast"] == 1.0
     assert row["found_by_logprob"] < 0.4 and row["found_by_logprob_low"] is not None
     assert row["more"] == pytest.approx(1 - row["found_by_logprob"], abs=1e-4)
-    few = NAMES["decisive"](SUMMARIES.found(planted(400)), "p")
+    few = NAMES["decisive"](SUMMARIES.found_rows(planted(400)), "p")
     assert few["decisive"] == 20 and few["found_by_contrast"] == 1.0 and few["found_by_logprob_low"] is None
 
 

@@ -7,7 +7,7 @@ import torch
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import weighted_score_norms
 from otb_analysis.training.setup import Trainer
-from studies.lib.gradients import Weighed, drawn, prompt_gram, regrouped, scored
+from studies.lib.gradients import Weighed, drawn_groups, prompt_gram, regrouped, scored_table
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def pools(trainer):
     rng = np.random.default_rng(0)
     made = []
     for seed, size in ((1, 4), (2, 2)):
-        rollouts = drawn(trainer, 3, size, seed, start=0)
-        made.append((rollouts, rng.normal(size=(2, *scored(trainer, rollouts).mask.shape))))
+        rollouts = drawn_groups(trainer, 3, size, seed, start=0)
+        made.append((rollouts, rng.normal(size=(2, *scored_table(trainer, rollouts).mask.shape))))
     return made
 
 
@@ -59,8 +59,8 @@ def test_same_weights_in_both_batches_give_the_same_gradients(trainer, pools):
 
 
 def test_batches_of_different_prompts_are_refused(trainer, pools):
-    other = drawn(trainer, 3, 2, 0, start=50)
-    zeros = np.zeros(scored(trainer, other).mask.shape)
+    other = drawn_groups(trainer, 3, 2, 0, start=50)
+    zeros = np.zeros(scored_table(trainer, other).mask.shape)
     with pytest.raises(InputError, match="draw rollouts of the same prompts"):
         batches = [Weighed(pools[0][0], {("a", "none"): pools[0][1][0]}), Weighed(other, {("b", "none"): zeros})]
         prompt_gram(trainer.model, batches)
@@ -69,7 +69,7 @@ def test_batches_of_different_prompts_are_refused(trainer, pools):
 def test_drawing_is_repeatable_and_leaves_the_random_state_alone(trainer):
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    one, two, three = (drawn(trainer, 2, 3, seed, start=0) for seed in (5, 5, 6))
+    one, two, three = (drawn_groups(trainer, 2, 3, seed, start=0) for seed in (5, 5, 6))
     assert torch.equal(torch.get_rng_state(), before)
     np.testing.assert_array_equal(one.input_ids, two.input_ids)
     assert not np.array_equal(one.input_ids, three.input_ids)

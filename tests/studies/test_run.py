@@ -7,7 +7,7 @@ from jinja2 import UndefinedError
 from otb_analysis.commands.cli import main
 from otb_analysis.errors import InputError, StoreError
 from studies.lib import distinct, select
-from studies.lib.cache import CellCache, Finished, joined
+from studies.lib.cache import CellCache, Finished, joined_tables
 from studies.lib.record import find_studies_folder, find_study, load_study
 from studies.lib.report import index_page
 from studies.lib.results import read_tables, write_tables
@@ -205,7 +205,7 @@ def test_cost_has_minutes_memory_and_machine_of_each_cell(squares, tmp_path):
 def test_tables_of_cells_are_joined_in_their_order():
     first = Finished({"a": [{"n": 1}], "b": [{"m": 1}]}, 0.0, None, "here", 0.0)
     second = Finished({"a": [{"n": 2}, {"n": 3}]}, 0.0, None, "here", 0.0)
-    assert joined([first, second]) == {"a": [{"n": 1}, {"n": 2}, {"n": 3}], "b": [{"m": 1}]}
+    assert joined_tables([first, second]) == {"a": [{"n": 1}, {"n": 2}, {"n": 3}], "b": [{"m": 1}]}
 
 
 def test_broken_cell_file_names_itself_and_the_remedy(squares, tmp_path):
