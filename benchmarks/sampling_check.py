@@ -14,7 +14,7 @@ from benchmarks.config import SamplingCheckConfig
 from benchmarks.planted import Change, noise, planted_rollouts, repetition, temperature, top_p
 from benchmarks.publish import Report, notes_of, report_of
 from benchmarks.timing import threads
-from otb_analysis.audit.sampling import SamplingCheck
+from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.checks.sampling_report import ALARM, SEEN, SamplingReport, sampling_report
 from otb_analysis.checks.sampling_sums import SamplingSums
 from otb_analysis.config import OptimizeConfig, TrainConfig

@@ -1,6 +1,7 @@
 """The import rules of ARCHITECTURE.md, read from the source so that no import has to run."""
 
 import ast
+import graphlib
 import sys
 import tomllib
 from pathlib import Path
@@ -14,18 +15,17 @@ LIBRARY = ROOT / "otb_analysis"
 
 FLOORS = (
     {"types", "schema", "config", "errors", "extras", "phases"},
-    {"arrays", "custom", "devices"},
+    {"arrays", "atomic", "custom", "devices"},
     {"processes"},
     {"energies", "objectives"},
     {"estimators", "statistics"},
     {"diagnostics"},
     {"store", "figures"},
-    {"checks"},
-    {"answers"},
     {"logit_stats", "gradients", "tasks"},
     {"rollouts"},
     {"measurement"},
-    {"audit", "training", "integrations"},
+    {"checks", "training", "integrations"},
+    {"answers", "recorded"},
     {"report"},
     {"commands"},
     {"__main__"},
@@ -62,10 +62,10 @@ ALLOWED_PACKAGES = (
     | {key: {"torch", "transformers", "peft"} for key in ("logit_stats", "gradients", "rollouts", "measurement")}
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
-    | {"audit": {"torch", "transformers", "pyarrow"}}
+    | {"recorded": {"torch", "transformers", "pyarrow"}}
     | {"integrations": {"torch", "transformers", "accelerate", "trl"}}
     | {"processes": {"torch", "accelerate"}, "devices": {"torch"}}
-    | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": set()}
+    | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": {"torch"}}
     | {key: HEAVY - {"streamlit"} for key in ("commands", "__main__")}
 )
 CLONE_COMMANDS = {"bench": "benchmarks", "study": "studies"}
@@ -113,6 +113,19 @@ def test_library_file_imports_only_what_its_room_may(path):
     assert not {n.split(".")[0] for n in names} & {"app", "benchmarks", "studies", "tests"} - in_a_clone.get(
         path, set()
     )
+
+
+def test_no_file_imports_itself_through_others():
+    """Inside rooms, too, and where an import stands in a function."""
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
+
+    def module(name: str) -> str:
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {name: {module(n) for n in imported(path)} - {"", name} for name, path in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises with the files of a circle
 
 
 def folder(path: Path) -> tuple[str, str | None]:
@@ -176,6 +189,10 @@ def packages_a_base_install_has() -> set[str]:
     return named | set(sys.stdlib_module_names) | {"otb_analysis", "app"} | {p.stem for p in (ROOT / "app").iterdir()}
 
 
+MODELS = {"torch", "transformers", "tokenizers", "safetensors"}
+"""What the extra `torch` brings; rooms that work on models import it when they are loaded."""
+MODEL_ROOMS = {"devices", "logit_stats", "gradients", "rollouts", "measurement", "checks", "recorded", "training"}
+MODEL_ROOMS |= {"integrations"}
 PEERS = {"trl", "datasets", "verl"}
 """What `integrations` plugs into; they run in interpreters that have them."""
 
@@ -198,6 +215,10 @@ def when_loaded(tree: ast.AST) -> set[int]:
 )
 def test_optional_packages_are_imported_where_they_are_used(path):
     tree, base = ast.parse(path.read_text(encoding="utf-8")), packages_a_base_install_has()
+    if path.is_relative_to(LIBRARY) and (room(path) in MODEL_ROOMS or path.name == "demo.py"):
+        base |= MODELS
+    elif path.is_relative_to(ROOT / "app"):
+        base |= {"streamlit"}
     loaded = when_loaded(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):

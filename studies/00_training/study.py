@@ -10,9 +10,15 @@ from pathlib import Path
 from time import process_time
 
 from otb_analysis.commands.cli import from_toml
-from otb_analysis.config import CalculatorConfig, ChainSumConfig, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.config import (
+    CalculatorConfig,
+    ChainSumConfig,
+    SmallModelConfig,
+    TrainConfig,
+    WarmStartConfig,
+    plain_config,
+)
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import warm_started
 from studies.lib import Cell, Study, Tables

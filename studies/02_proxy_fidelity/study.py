@@ -22,6 +22,7 @@ from otb_analysis.config import (
     SmallModelConfig,
     TrainConfig,
     WarmStartConfig,
+    plain_config,
 )
 from otb_analysis.energies import lm_head_energy
 from otb_analysis.estimators import estimate
@@ -36,7 +37,6 @@ from otb_analysis.statistics import (
 )
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Gram, Label

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from studies.lib import Cell, Study, Tables
 from studies.lib.results import training_steps

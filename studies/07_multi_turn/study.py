@@ -21,13 +21,13 @@ from otb_analysis.config import (
     SampleConfig,
     TrainConfig,
     WarmStartConfig,
+    plain_config,
 )
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import gradient_noise_scale, paired_ratios, pooled_statistics, weight_statistics
 from otb_analysis.training.loop import train, train_step
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram, Proved

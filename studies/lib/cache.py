@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from otb_analysis import __version__
+from otb_analysis.atomic import atomic_file
 from otb_analysis.devices import device_of, words_of
 from otb_analysis.errors import StoreError
-from otb_analysis.store.atomic import atomic_file
 from studies.lib.record import Cell, Rows, Tables, Value
 
 COST, ARRAYS = "cost", "arrays.npz"

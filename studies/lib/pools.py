@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig
+from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, entry_of, estimate, proved, with_limit
 from otb_analysis.gradients import gradient_sketch
@@ -23,7 +23,6 @@ from otb_analysis.statistics import (
 )
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.critic.targets import explained_variance
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar, silent
 from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
 from studies.lib.formats import rounded

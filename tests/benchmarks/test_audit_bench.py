@@ -5,8 +5,8 @@ import pytest
 from benchmarks.audit import QUICK, largest_gap, ratios, write_rollouts
 from benchmarks.config import AuditBenchConfig
 from benchmarks.publish import run_bench
-from otb_analysis.audit.score import score
 from otb_analysis.config import ScoreConfig
+from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
 
 

@@ -276,7 +276,7 @@ def test_command_line_overrides_the_file_and_the_file_the_defaults(form, tmp_pat
 
 def test_every_default_can_be_written_in_toml_and_comes_back(tmp_path):
     # The reader is given each default by its own spelling.
-    from otb_analysis.training.resume import plain_config
+    from otb_analysis.config import plain_config
 
     def lines(table, prefix=""):
         own = [

@@ -17,6 +17,7 @@ from studies.lib.formats import (
     number,
     percent,
     span,
+    spanning,
 )
 
 FOUND = Interval(0.4142, 0.3614, 0.4649, 20, "a share")
