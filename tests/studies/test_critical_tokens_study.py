@@ -127,5 +127,5 @@ def test_fifths_hold_all_tokens_and_the_lowest_of_the_contrast_has_the_lowest_ef
 
 def test_without_right_and_wrong_answers_nothing_is_chosen(written):
     _, found = written
-    with pytest.raises(InputError, match="no prompt has right and wrong answers"):
+    with pytest.raises(InputError, match="right and wrong"):
         NAMES["chosen_tokens"](found, np.zeros(4, dtype=bool), 1, 0, 0)
