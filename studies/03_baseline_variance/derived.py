@@ -48,7 +48,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "cells": len(every) // len(AGAINST),
         "count": lambda against, word: sum(decision(row) == word for row in select(every, against=against)),
         "small": {word: sum(shown_order(row, UPDATES[0]) == word for row in every) for word in ("ahead", "behind")},
-        "gain": gain,
         "differs": lambda row: id(row) in marked,
         "entry_name": name_of,
         "best_first": lambda rows: sorted(rows, key=lambda row: -(row[f"gain{HEAD}"] or 1)),

@@ -43,7 +43,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     regression = next((row for row in trainings["training"] if row["arm"] == "energy_regression"), None)
     rewards = sorted(column(select(tables["sweep"], arm="energy_regression"), "reward"))
     return {
-        "listed": listed,
         "memory": MEMORY["energy_regression"]["memory"],
         "ridges": today_ridges(),
         "at_eight": {
@@ -53,7 +52,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "regression": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf"),
         "regression_bare": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf_bare"),
         "none_rows": full_parameter_rows(select(rows, estimator="none", size=4)),
-        "loo_rows": full_parameter_rows(select(rows, estimator="otb_loo", source="proxy", size=4)),
         "otb_rows": full_parameter_rows(select(rows, estimator="otb", source="proxy", size=4)),
         "proxy_log": column(select(tables["agreement"], source="proxy", of="w"), "log_within"),
         "toy_log": column(select(toy_agreement(), source="proxy", of="w"), "log_within"),

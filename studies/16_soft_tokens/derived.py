@@ -67,7 +67,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "slope_ratio": lambda arm: slope_ratio(tables["slopes"], arm),
         "progress": lambda arm: progress(tables, arm),
         "names": names,
-        "large": large,
     }
 
 
