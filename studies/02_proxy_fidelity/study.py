@@ -43,7 +43,7 @@ from otb_analysis.types import Float, Gram, Label
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.agreement import agreement_rows, calibrated
 from studies.lib.formats import by_label, ratio_columns
-from studies.lib.gradients import Weighed, prompt_gram
+from studies.lib.gradients import prompt_gram
 from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, trained, write
 from studies.lib.pools import promising_prompts, proved_of_pool
 from studies.lib.results import Gathered
@@ -196,7 +196,7 @@ def gram_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Floa
     for name in ESTIMATORS:
         for source, energy in energies.items():
             advantages[name, source] = estimate(name, written.table.inputs(energy)).advantage
-    gram = prompt_gram(policy.model, [Weighed(written.rollouts, advantages)], written.temperature)
+    gram = prompt_gram(policy.model, written.rollouts, advantages, written.temperature)
     return replace(gram, prompt=tuple(f"{written.temperature}: {prompt.id}" for prompt in written.rollouts.prompts))
 
 
