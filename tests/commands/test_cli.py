@@ -462,7 +462,7 @@ def test_dashboard_says_that_a_port_is_taken_and_that_a_folder_is_missing(tmp_pa
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("what", ["estimators", "logits", "engine", "score-sketch", "train"])
+@pytest.mark.parametrize("what", ["estimators", "logits", "engine", "sampling-check", "train"])
 def test_help_of_a_benchmark_explains_its_fields(what, capsys):
     with pytest.raises(SystemExit) as left:
         main(["bench", what, "--help"])
