@@ -7,9 +7,8 @@ from typing import Any
 import data
 import listing
 import scripts
-import selection
 import streamlit as st
-from kept import pick, pick_many, whole
+from address import box, segments
 from listing import Run
 from plain_text import plain
 from widgets import chart, chosen_runs, errors_as_sentences
@@ -38,16 +37,14 @@ def comparison(run: Run) -> None:
     verdict.markdown("Comparing the estimators …")
     sources = [s for s in SOURCES if s != "calibrated" or any(of == s for _, of in measured)]
     left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
-    words = {of: SOURCES[of] for of in sources}
-    source = str(pick(left.segmented_control, "Weights from", "energy", words, "proxy", required=True))
+    source = segments(left, "Weights from", "energy", {of: SOURCES[of] for of in sources}, "proxy")
     names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
-    against = selection.choose(
-        "against", "Compare with", names, "rloo" if "rloo" in names else names[0], within=middle, of=source
-    )
-    step = pick(right.selectbox, "Measured steps", "at", [ALL, *map(str, data.answers(run).grams)], ALL)
+    against = box(middle, "Compare with", "against", names, "rloo")
+    step = box(right, "Measured steps", "at", [ALL, *map(str, data.answers(run).grams)])
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
-    estimators = pick_many(st, "Estimators", "shown", names, usual, of=f"{run.name}-{source}", wrap=True)
-    forest(run, source, str(against), str(step), estimators)
+    # What is usual depends on what trained, so each run has a choice of its own.
+    estimators = st.multiselect("Estimators", names, usual, key=f"shown-{run.name}", bind="query-params", wrap=True)
+    forest(run, source, against, step, estimators)
     first, *rest = data.answers(run).lines
     verdict.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
@@ -103,9 +100,9 @@ def planned(run: Run) -> None:
 def over_steps(run: Run, labels: frozenset[Label]) -> None:
     """Draw the four measures over steps."""
     st.subheader("Over training", anchor=False)
-    window = whole(
-        st, "Measured steps pooled into one point", "pool", 1, MAX_WINDOW, data.default_window(run),
-        of=run.name, width=420,
+    window = st.slider(
+        "Measured steps pooled into one point", 1, MAX_WINDOW, data.default_window(run), key=f"pool-{run.name}",
+        bind="query-params", width=420,
         help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
     )  # fmt: skip
     table = data.statistics(run, window, labels)

@@ -16,6 +16,7 @@ EXTRAS = {
     "trl": ("trl", "trl"),
     "playwright": ("playwright", "dev"),
     "kaleido": ("kaleido", "figures"),
+    "matplotlib": ("matplotlib", "figures"),
     "ray": ("ray", "ray"),
     "wandb": ("wandb", ""),
     "trackio": ("trackio", ""),

@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.gradient_table import MEASURES, Measure, labels, trace_style
+from otb_analysis.figures.intervals import error_bars
 from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import linear_range, log_axis, step_axis
 from otb_analysis.figures.styles import Style
@@ -108,26 +109,17 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
 
 
 def _scatter(trace: Trace, shift: float, log: bool) -> go.Scatter:
-    bars = np.isfinite(trace.low) & np.isfinite(trace.high)
+    # Light bars, so that many do not hide the points.
+    red, green, blue = (int(trace.style.color[i : i + 2], 16) for i in (1, 3, 5))
+    drawable = np.where(trace.value > 0, trace.value, np.nan).astype(np.float32) if log else trace.value
     return go.Scatter(
-        x=trace.step + np.float32(shift), y=_drawable(trace.value, log), name=trace.label, legendgroup=trace.label,
+        x=trace.step + np.float32(shift), y=drawable, name=trace.label, legendgroup=trace.label,
         mode="lines+markers", line={"color": trace.style.color, "width": 1.6, "dash": trace.style.dash},
         marker={"symbol": trace.style.symbol, "size": 7},
-        error_y={
-            "type": "data", "symmetric": False, "thickness": 1, "width": 2, "visible": bool(bars.any()),
-            "color": _light(trace.style.color),
-            "array": np.where(bars, np.maximum(trace.high - trace.value, 0), 0).astype(np.float32),
-            "arrayminus": np.where(bars, np.maximum(trace.value - trace.low, 0), 0).astype(np.float32),
-        },
+        error_y=error_bars(trace.value, trace.low, trace.high, width=2, color=f"rgba({red}, {green}, {blue}, 0.45)"),
         text=[_hover(*row) for row in zip(trace.step, trace.value, trace.low, trace.high, strict=True)],
         hovertemplate="%{text}<extra>" + trace.label + "</extra>",
     )  # fmt: skip
-
-
-def _light(color: str) -> str:
-    """Return a colour of six hexadecimal digits as a light one, so that many bars do not hide the points."""
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red}, {green}, {blue}, 0.45)"
 
 
 def _finish_axes(figure: go.Figure, measure: Measure, traces: tuple[Trace, ...], where: dict[str, Any]) -> None:
@@ -144,10 +136,6 @@ def _finish_axes(figure: go.Figure, measure: Measure, traces: tuple[Trace, ...],
 
 def _joined(arrays: list[Float32]) -> Float32:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
-
-
-def _drawable(value: Float32, log: bool) -> Float32:
-    return np.where(value > 0, value, np.nan).astype(np.float32) if log else value
 
 
 def _hover(step: float, value: float, low: float, high: float) -> str:

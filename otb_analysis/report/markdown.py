@@ -2,8 +2,8 @@
 
 import re
 
-from otb_analysis.figures.curves import curves_svg
 from otb_analysis.figures.numbers import cell
+from otb_analysis.figures.svg import curves_svg
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
 
 

@@ -111,7 +111,7 @@ def test_what_is_loaded_for_good_is_left_out_of_the_collection_after_every_run(s
     assert len(seen) <= 1  # what the first run of the page loaded
 
 
-@pytest.mark.parametrize(("page", "query"), [*((page, {}) for page in PAGES), ("estimators", {"part": "proxy"})])
+@pytest.mark.parametrize(("page", "query"), [*((page, {}) for page in PAGES), ("estimators", {"part": "Proxy"})])
 def test_a_refresh_opens_as_many_parts_of_a_long_run_as_of_a_short_one(page, query, tmp_path, monkeypatch):
     short, long = (
         opened_by_refreshes(tmp_path / str(steps), page, query, steps, monkeypatch) for steps in (SHORT, LONG)

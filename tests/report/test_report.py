@@ -84,8 +84,8 @@ def test_the_page_names_its_command_and_shows_every_section(page, runs):
     titles = re.findall(r'<h2 id="s\d+">(.*?)</h2>', page)
     assert titles[:2] == ["Runs", "Alarms and health over steps"] and titles[-1] == "How the runs were made"
     assert len(titles) == 3 + 3 * len(runs)
-    # Learning and collapse once; estimators, fidelity and attribution for each run.
-    assert page.split("</head>")[1].count("Plotly.newPlot(") == 2 + 3 * len(runs)
+    # Learning once; health, estimators, fidelity and attribution for each run.
+    assert page.split("</head>")[1].count("Plotly.newPlot(") == 1 + 4 * len(runs)
     lines = [line for run in opened(runs).values() for line in run.lines]
     assert all(escape(line) in page for line in lines)
     assert "hold half of all |shares|" in page and "Horvitz" not in page
@@ -111,7 +111,7 @@ def test_markdown_has_the_tables_and_its_curves_beside_it(runs, tmp_path, capsys
     assert "and 2 pictures" in capsys.readouterr().out
     text = out.read_text(encoding="utf-8")
     images = re.findall(r"!\[.*?\]\((.*?)\)", text)
-    assert images == ["r_files/learning.svg", "r_files/collapse.svg"]
+    assert images == ["r_files/learning.svg", f"r_files/health-{runs[0].name}.svg"]
     assert all((tmp_path / name).read_text().startswith("<svg") for name in images)
     assert "The figure is in the HTML form of this report" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
