@@ -19,8 +19,8 @@ def box(within: Any, label: str, key: str, choices: Choices, default: Any = None
     first = default if default in words else next(iter(words))
     keep(key, words, first)
     return within.selectbox(
-        label, list(words), list(words).index(first), format_func=lambda one: words.get(one, str(one)), key=key, bind="query-params",
-        **options,
+        label, list(words), list(words).index(first), format_func=lambda one: words.get(one, str(one)), key=key,
+        bind="query-params", **options,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
         st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
         for title, formula in (*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE):
             st.markdown(f"**{plain(title)}** = {plain(formula)}")
-        st.markdown("Halving the step also cuts variance, so compare by efficiency or SF, not by variance alone.")
+        st.markdown("A shorter step has less variance anyway: compare by efficiency or by variance at equal progress.")
 
 
 def planned(run: Run) -> None:
@@ -100,6 +100,7 @@ def planned(run: Run) -> None:
 def over_steps(run: Run, labels: frozenset[Label]) -> None:
     """Draw the four measures over steps."""
     st.subheader("Over training", anchor=False)
+    st.caption("Does what holds over all steps hold at each of them?")
     window = st.slider(
         "Measured steps pooled into one point", 1, MAX_WINDOW, data.default_window(run), key=f"pool-{run.name}",
         bind="query-params", width=420,
@@ -130,10 +131,12 @@ def footnote(info: VarianceInfo, window: int) -> str:
     others = " and the others proved unbiased" if info.c_known else ""
     hollow = any(trace.style.symbol.endswith("-open") for traces in info.traces for trace in traces)
     lost += " Open marks only tell estimators apart." * hollow
-    against = f" ∇J is estimated by {', '.join(info.reference)}{others} on other prompts." if info.reference else ""
+    reference = ", ".join(info.reference)
+    against = f" The true gradient is estimated by {reference}{others} on other prompts." if reference else ""
     if info.undefined:
-        without = (
-            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, nor SF or c where c is not proved"
+        lost += (
+            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, nor variance at equal progress where "
+            "the step length is not proved: too few prompts to tell the true gradient from noise. Pool more steps, or "
+            "compare by the ratios above."
         )
-        lost += f"{without}: too few prompts to tell it from noise. Pool more steps, or compare by the ratios above."
     return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"

@@ -109,6 +109,7 @@ def drawn(pair: Pair, caption: str, python: str) -> None:
     shown: pd.DataFrame = noise_display(pair.noise)
     if len(shown):
         st.subheader("Gradient noise, B ÷ A", anchor=False)
+        st.caption("Whose update is noisier? Below 1 B is less noisy; of efficiency, above 1.")
         st.table(shown.map(plain), hide_index=True)
         download(noise_table(pair.noise), "compare-noise")
 

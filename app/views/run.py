@@ -23,9 +23,10 @@ from otb_analysis.figures.timeline import first_look, plot_timeline, timeline_in
 ROWS = 50
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
 FIRED = (
-    "Dated by the step at which you would have seen it while the run was going. **False alarms**: the largest share of "
-    "simulated healthy runs of 50 to 500 steps in which it ever fires (docs/results/alarms.md). **Study 05**: of 79 "
-    "runs that collapsed, how many it called before the collapse, and at all. No detector is shown to foresee one."
+    "What went wrong, since when, and how far to trust it. A step is the one at which you would have seen it while the "
+    "run was going. **False alarms**: the largest share of simulated healthy runs of 50 to 500 steps in which it ever "
+    "fires (docs/results/alarms.md). **Study 05**: of 79 runs that collapsed, how many it called before the collapse, "
+    "and at all. No detector is shown to foresee one."
 )
 SHARES = (
     "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
@@ -46,6 +47,9 @@ def timeline(run: Run, steps: pd.DataFrame, findings: list[Finding]) -> int:
     known = [int(step) for step in steps["step"]]
     bar, more, log = st.columns([4, 1, 1], vertical_alignment="bottom")
     keep("step", known, first := first_look(known, findings))
+    st.caption(
+        "What happened when: events first, then what changes as a run collapses. A click on a point chooses its step."
+    )
     at = int(bar.select_slider("Step", known, first, key="step", bind="query-params"))
     every = more.toggle("All panels", key="all", bind="query-params")
     log_y = log.toggle("Log axes", key="log", bind="query-params")

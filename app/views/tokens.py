@@ -167,7 +167,7 @@ def grid(pane: int, place: Place, drawn: Pane, title: str, chosen: Chosen | None
     chart(plot_tokens(drawn.info, title, at), key, python=python if can else "", clicked=on_point)
     width = grid_info(drawn.info).width
     many = f"Each cell holds {width} tokens and shows the one that stands out most. " if width > 1 else ""
-    st.caption(f"{many}Click a cell to choose its token.")
+    st.caption(f"Where in the answers such tokens stand. {many}Click a cell to choose its token.")
     download(drawn.tokens, f"tokens-of-one-prompt{'b' * pane}")
 
 

@@ -105,6 +105,7 @@ with page("Triage", "Which run is in trouble, since when, and in what does it di
         reasons(st.session_state["_runs"])
     chosen = chosen_runs()
     st.subheader("Learning curves", anchor=False)
+    st.caption("Does it learn, on prompts it trains on and on prompts it never sees?")
     differences = config_differences({run.name: data.config(run) for run in chosen})
     left, right = st.columns(2)
     window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)

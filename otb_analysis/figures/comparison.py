@@ -30,9 +30,9 @@ from otb_analysis.statistics import (
 from otb_analysis.types import Gram, Label, Proved
 
 RATIOS = (
-    ("sf", "SF ratio", "noise at equal progress; left is better"),
-    ("efficiency", "Efficiency ratio", "right is better"),
-    ("variance", "Variance ratio", "smaller for shorter steps, too"),
+    ("sf", "Variance at equal progress", "left is less noisy"),
+    ("efficiency", "Efficiency", "share along the true gradient; right is better"),
+    ("variance", "Batch variance", "smaller for shorter steps, too"),
 )
 DECIDES = {"variance": "sf", "efficiency": "efficiency"}
 """Which ratio decides, by how a pair is compared."""
@@ -84,7 +84,7 @@ class ComparisonInfo:
         """What points, intervals and their order are, in words."""
         where = "one measured step" if self.n_steps == 1 else f"{self.n_steps} measured steps"
         prompts = f"{self.n_prompts} prompt{'s' * (self.n_prompts != 1)}"
-        start = f"Ratios to {self.against} on the same rollouts, {prompts} of {where}."
+        start = f"How noisy each estimator is beside {self.against}, on the same rollouts: {prompts} of {where}."
         if self.n_prompts < MIN_CLUSTERS:
             return f"{start} Below {MIN_CLUSTERS} prompts these are points without intervals."
         if not self.sampled:

@@ -29,7 +29,7 @@ UNLIKE = "No gradient noise is compared: the runs differ in {}, and such gradien
 FEWEST = 4
 """Blocks of measured steps that two estimators are compared in, where so many steps were measured."""
 
-TITLES = {"efficiency": "efficiency", "sf": "SF (variance at equal progress)", "variance": "variance"}
+TITLES = {"efficiency": "efficiency", "sf": "variance at equal progress", "variance": "variance"}
 
 
 @dataclass(frozen=True)

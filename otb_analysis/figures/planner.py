@@ -18,9 +18,12 @@ def by_cost(planner: Planner) -> bool:
 
 def planner_words(planner: Planner) -> str:
     """Return what the picture shows, in one line."""
-    what, over = f"{planner.n_rollouts} rollouts in groups of N", f"over groups of {planner.recorded_size}"
-    costs = f"Cost of {what} {over}, below 1 is better; bars hold together with 95 %. No efficiency by itself is told."
-    words = costs if by_cost(planner) else f"Efficiency of {what}."
+    what, over = f"the same {planner.n_rollouts} rollouts", f"in groups of {planner.recorded_size}"
+    costs = (
+        f"What {what} would cost in groups of other sizes, beside what they cost {over}: below 1 is better. Bars hold "
+        "together with 95 %. No efficiency by itself is known."
+    )
+    words = costs if by_cost(planner) else f"How efficient {what} would be in groups of other sizes."
     return f"{words} Star: shown to be a curve's best. Open: by formula."
 
 
