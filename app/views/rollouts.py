@@ -94,6 +94,7 @@ def listed(run: Run, what: RolloutFilter) -> None:
             "completion": st.column_config.TextColumn("answer", width="large"),
             "prompt": st.column_config.TextColumn(width="medium"),
             "reward": st.column_config.NumberColumn(format="%.3g"),
+            "finish_reason": st.column_config.TextColumn("finish reason"),
         },
     )  # fmt: skip
     cut = "" if total == len(table) else f" The first {len(table)} are shown; narrow the filters for the others."

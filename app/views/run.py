@@ -138,6 +138,6 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     if st.toggle("Compare all baselines on this run's own rollouts", key="advise", bind="query-params"):
         with errors_as_sentences():
             st.markdown("  \n".join(map(plain, data.answers(data.measured(run)).lines)))
-    st.subheader("Degenerate input", anchor=False)
-    st.caption("Allowed, but nothing can be learned or measured from it. Counted over all steps.")
+    st.subheader("Rollouts that teach nothing", anchor=False)
+    st.caption("How often nothing could be learned or measured, counted over all steps. It is allowed, and no error.")
     st.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")

@@ -90,10 +90,10 @@ class ComparisonInfo:
         if not self.sampled:
             return f"{start} Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
         if not self.looked_at:
-            return f"{start} What is judged has no interval here, so nothing is told from {self.against}."
+            return f"{start} What is judged has no interval here, so no estimator can be told from {self.against}."
         order = "Proved step lengths first." if any(row.told for row in self.rows) else (
-            f"No interval of {self.together} leaves out 1, so nothing is told from {self.against} and the order says "
-            "nothing."
+            f"No interval of {self.together} leaves out 1: no estimator can be told from {self.against}, and their "
+            "order says nothing."
         )  # fmt: skip
         return f"{start} 95 % intervals over prompts: thick, one look; thin, {self.together}. {order}"
 

@@ -8,7 +8,7 @@ import pandas as pd
 from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.formulas import ALARM_FORMULAS, ATTRIBUTION_FORMULAS, FIDELITY_FORMULAS
 from otb_analysis.answers.holders import Attributed
-from otb_analysis.answers.learning import overview_table, provenance_table
+from otb_analysis.answers.learning import provenance_table
 from otb_analysis.answers.proxy import MEASURED_GROUPS
 from otb_analysis.errors import InputError
 from otb_analysis.figures.alarms import alarms_line, alarms_table
@@ -28,6 +28,7 @@ from otb_analysis.figures.learning import learning_info, plot_learning
 from otb_analysis.figures.runs import config_differences
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
 from otb_analysis.report.audit import planner_parts
+from otb_analysis.report.compare import learning_grid
 from otb_analysis.report.diagnosis import holder_grids
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
 from otb_analysis.store import attributed_steps, largest_attributed_step
@@ -37,7 +38,6 @@ Runs = Mapping[str, RunAnswers]
 WINDOW = 10
 """Steps of the running means."""
 
-LEARNED = "Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖, clipped: last 20 steps."
 DEGENERATE = "Degenerate input over all steps: allowed, but nothing can be learned from it."
 
 TOP = 12
@@ -50,7 +50,7 @@ def overview(runs: Runs) -> Section:
     differences = config_differences({name: run.config for name, run in runs.items()})
     parts: list[Part] = [
         *(f"{name}: {run.alarm}" for name, run in runs.items() if run.alarm),
-        Grid(LEARNED, overview_table(runs)),
+        learning_grid(runs),
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), info),
     ]
     alike = Counter(run.design for run in runs.values() if run.grams)

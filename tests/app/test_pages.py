@@ -189,7 +189,7 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
     assert not open_page(tmp_path, "triage", monkeypatch).warning
     assert part.name not in texts(open_page(tmp_path, "run", monkeypatch))  # its last step, which is another
     collapse = open_page(tmp_path, "run", monkeypatch, step="10")
-    assert part.name in texts(collapse) and "Degenerate input" in [h.value for h in collapse.subheader]
+    assert part.name in texts(collapse) and "Rollouts that teach nothing" in [h.value for h in collapse.subheader]
     app = open_page(tmp_path, "tokens", monkeypatch)
     assert not app.exception
     assert part.name in texts(app)

@@ -88,7 +88,7 @@ def test_the_page_names_its_command_and_shows_every_section(page, runs):
     assert page.split("</head>")[1].count("Plotly.newPlot(") == 1 + 4 * len(runs)
     lines = [line for run in opened(runs).values() for line in run.lines]
     assert all(escape(line) in page for line in lines)
-    assert "hold half of all |shares|" in page and "Horvitz" not in page
+    assert "hold half of the gradient" in page and "Horvitz" not in page
 
 
 def test_text_from_runs_is_never_markup():
