@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from html import escape
 from html.parser import HTMLParser
 
@@ -14,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from otb_analysis.answers import opened
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, MeasureConfig, Schedule
+from otb_analysis.figures.curves import curves_info
 from otb_analysis.figures.numbers import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Picture, Section
 from otb_analysis.report.html import to_html
@@ -103,6 +105,15 @@ def test_text_from_runs_is_never_markup():
 def test_cells_are_read_as_numbers_words_and_dashes():
     shown = [cell(x) for x in (0.123456, 12, True, None, float("nan"), pd.NA, pd.NaT, "x", pd.Series([7])[0])]
     assert shown == ["0.123", "12", "yes", "–", "–", "–", "–", "x", "7"]
+
+
+def test_markdown_without_matplotlib_names_its_pictures(monkeypatch):
+    info = curves_info({}, (), {})
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text, files = to_markdown(
+        Document("t", "c", "n", (Section("s", (Picture("p", "Curves.", go.Figure(), info),)),)), "f"
+    )
+    assert "Curves. The figure is in the HTML form" in text and not files
 
 
 def test_markdown_has_the_tables_and_its_curves_beside_it(runs, tmp_path, capsys):
