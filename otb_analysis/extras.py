@@ -21,6 +21,7 @@ EXTRAS = {
     "trl": ("trl", "trl"),
     "playwright": ("playwright", "dev"),
     "kaleido": ("kaleido", "figures"),
+    "matplotlib": ("matplotlib", "figures"),
     "wandb": ("wandb", ""),
     "trackio": ("trackio", ""),
 }

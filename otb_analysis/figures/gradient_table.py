@@ -30,11 +30,11 @@ class Measure:
 
 MEASURES = (
     Measure(
-        "efficiency", "Efficiency", "share of the update along ∇J",
-        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J. Higher is better.",
+        "efficiency", "Efficiency", "share of the update along the true gradient",
+        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J, the true gradient.",
     ),
     Measure(
-        "sf", "Variance at equal progress", "SF = variance / c², norm², lower is better",
+        "sf", "Variance at equal progress", "variance ÷ c², norm²; lower is better",
         "Variance at equal progress: SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
     ),
     Measure(
@@ -42,7 +42,7 @@ MEASURES = (
         "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.", log=True,
     ),
     Measure(
-        "projection", "Projection c", "1 = as long as ∇J",
+        "projection", "Step length c", "along the true gradient; 1 is as long as it",
         "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
     ),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from otb_analysis.diagnostics import trained_labels
 from otb_analysis.figures.comparison import RATIOS, Row, compared
 from otb_analysis.figures.curves import Quantity
 from otb_analysis.figures.gradient_table import MEASURES
+from otb_analysis.figures.intervals import columns_of
 from otb_analysis.figures.numbers import interval_cell, shown_name
 from otb_analysis.figures.pair_curves import BLOCKS, PairPanel, differs
 from otb_analysis.figures.pairing import Pairing
@@ -37,7 +38,7 @@ UNLIKE = "No gradient noise is compared: the runs differ in {}, and such gradien
 FEWEST = 4
 """Blocks of measured steps that two estimators are compared in, where so many steps were measured."""
 
-TITLES = {"efficiency": "efficiency", "sf": "SF (variance at equal progress)", "variance": "variance"}
+TITLES = {"efficiency": "efficiency", "sf": "variance at equal progress", "variance": "variance"}
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,7 @@ def noise_table(info: NoiseInfo) -> pd.DataFrame:
     for row in info.rows:
         record: dict[str, object] = {"what": row.what, "steps": row.n_steps, "prompts": row.n_prompts}
         for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
-            ends = (None, None, None) if ratio is None else (ratio.estimate, ratio.low, ratio.high)
-            record |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+            record |= columns_of(name, ratio)
         rows.append(record)
     return pd.DataFrame(rows)
 

@@ -89,7 +89,7 @@ def test_all_their_tokens_are_shown_and_the_megabyte_is_cut(huge_root, monkeypat
 
 
 def test_the_proxy_is_compared_on_all_of_them(huge_root, monkeypatch):
-    said = texts(open_page(huge_root, "estimators", monkeypatch, run="answers", part="proxy"))
+    said = texts(open_page(huge_root, "estimators", monkeypatch, run="answers", part="Proxy"))
     assert "32,000 tokens compared, from all 32,000 with an exact norm." in said
 
 
@@ -116,8 +116,8 @@ def good_run(tmp_path_factory) -> Path:
 
 def opened(root: Path, name: str, monkeypatch, run):
     """A page, or the second part of Estimators, at the step that is broken."""
-    part = {"part": "proxy"} if name == "proxy" else {}
-    asked = {"compare": "runs", "step": "10", "level": "prompt", "advise": "true", "run": run} | part
+    part = {"part": "Proxy"} if name == "proxy" else {}
+    asked = {"compare": "Two runs", "step": "10", "level": "prompts", "advise": "true", "run": run} | part
     if name == "triage":
         del asked["step"]
     return open_page(root, "estimators" if part else name, monkeypatch, **asked)

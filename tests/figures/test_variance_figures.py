@@ -114,7 +114,7 @@ def test_nothing_is_ranked_where_nothing_is_told_apart(vectors):
     g = np.eye(12)[0] + 0.3 * random.normal(size=(4, 32, 12))
     labels = (RLOO, ("a", "none"), ("b", "none"), ("c", "none"))
     info = comparison_info([Gram(np.einsum("mpd,nqd->mnpq", g, g), labels, 256)])
-    assert [row.key for row in info.rows] == list(labels) and "the order says nothing" in info.words
+    assert [row.key for row in info.rows] == list(labels) and "order says nothing" in info.words
     assert "all 3 together" in display_table(info)
 
 
