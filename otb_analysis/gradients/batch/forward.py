@@ -14,6 +14,7 @@ from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import layer_by_layer
 from otb_analysis.gradients.batch.layout import Layout, padded
+from otb_analysis.gradients.batch.scope import layer_input
 from otb_analysis.gradients.batch.soft import SoftTokens, drawn_logprobs, soft_inputs
 
 BLOCK = 32
@@ -125,12 +126,12 @@ def _watched(batch: ScoreBatch) -> Iterator[list[_OutputCall]]:
         yield calls
         return
 
-    def note(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def note(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         # In scope "lm_head" the layer is evaluated on the scope's leaves, not on its own tensors.
         used = [module.weight, module.bias] if batch.scope.head is None else [*batch.scope.parameters, module.bias]
-        calls.append(_OutputCall(args[0], output, used[0], used[1]))
+        calls.append(_OutputCall(layer_input(args, kwargs), output, used[0], used[1]))
 
-    with head.register_forward_hook(note):
+    with head.register_forward_hook(note, with_kwargs=True):
         yield calls
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -26,11 +26,14 @@ Forward = Callable[[ScoreBatch, tuple[Rollout, ...]], Tensor]
 
 @dataclass(frozen=True)
 class Functional:
-    """log π of sampled tokens as a function of the tensors in scope; made by `functional`."""
+    """log π of sampled tokens as a function of the tensors in scope."""
 
     batch: ScoreBatch
-    parameters: tuple[Tensor, ...]  # The scope's tensors at the model's own weights, in float32 or better
-    fixed: dict[str, Tensor]  # Float32 copies of the weights outside the scope by name, where the model's are narrower
+
+    @cached_property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The scope's tensors at the model's own weights."""
+        return tuple(p.detach() for p in self.batch.scope.parameters)
 
     def logprobs(
         self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...], layout: Layout | None = None
@@ -41,7 +44,7 @@ class Functional:
     def microbatches(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[tuple[Rollout, ...], Layout]]:
         """Rollouts that run together and how they lie in the pass; what they have in common is read once."""
         for micro in microbatches(rollouts):
-            yield micro, layout_of(self.batch, micro, dtype=self.parameters[0].dtype)
+            yield micro, layout_of(self.batch, micro)
 
     @torch.no_grad()
     def evaluate(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Float:
@@ -52,14 +55,12 @@ class Functional:
         return result
 
     def _call(self, forward: Forward, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Tensor:
-        scope = self.batch.scope
-        swapped = dict(self.fixed)
+        scope, named = self.batch.scope, dict[str, Tensor]()
         if scope.head is None:
-            swapped |= dict(zip(scope.names, parameters, strict=True))
+            named = {f"model.{name}": tensor for name, tensor in zip(scope.names, parameters, strict=True)}
         else:
             scope = replace(scope, parameters=tuple(parameters))
         call = _Call(replace(self.batch, scope=scope), forward)
-        named = {f"model.{name}": tensor for name, tensor in swapped.items()}
         with plain_kernels(self.batch.model), _padding_rows_held(self.batch.model):
             # Tied names must move together, though only one of them is in `named`.
             return functional_call(call, named, (rollouts,), tie_weights=True)
@@ -89,19 +90,6 @@ class _Call(nn.Module):
 
     def forward(self, rollouts: tuple[Rollout, ...]) -> Tensor:
         return self.run(self.batch, rollouts)
-
-
-def functional(batch: ScoreBatch) -> Functional:
-    """Take a batch's weights out of its model.
-
-    Weights in float32 or float64 are shared, not copied. A half-precision model is evaluated on float32 copies of all
-    its weights, since a direction's differences drown in half precision; that takes 4 bytes a parameter.
-    """
-    inside = {id(p) for p in batch.scope.parameters}
-    outside = [*batch.model.named_parameters(), *batch.model.named_buffers()]
-    # Only narrower weights are copied; those in scope come as `parameters`.
-    fixed = {name: _wide(t) for name, t in outside if _wide(t).dtype != t.dtype and id(t) not in inside}
-    return Functional(batch, tuple(_wide(p) for p in batch.scope.parameters), fixed)
 
 
 def check_direction(direction: Direction, function: Functional) -> tuple[Tensor, ...]:
@@ -147,11 +135,6 @@ def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
     ends = np.cumsum([len(r.columns) for r in rollouts])[:-1]
     for rollout, part in zip(rollouts, np.split(values.detach().double().cpu().numpy(), ends), strict=True):
         into[rollout.row, rollout.columns] = part
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """A detached float32 (or wider) version; anything but half precision shares its storage."""
-    return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
 
 
 @contextmanager

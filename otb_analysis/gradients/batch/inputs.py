@@ -45,9 +45,9 @@ class Rollout:
         """Positions that a forward pass has: up to the last token that a sampled one is predicted from."""
         return int(self.targets[-1])
 
-    def blocks(self, size: int) -> Iterator["Rollout"]:
-        """The same rollout with at most `size` consecutive sampled tokens at a time."""
-        for k in range(0, len(self.columns), size):
+    def blocks(self, size: int, first: int = 0) -> Iterator["Rollout"]:
+        """The same rollout with at most `size` consecutive sampled tokens at a time, from the `first` on."""
+        for k in range(first, len(self.columns), size):
             yield replace(self, targets=self.targets[k : k + size], columns=self.columns[k : k + size])
 
 
@@ -115,14 +115,14 @@ def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
 
 
 def microbatches(rollouts: Sequence[Rollout], positions: int | None = None) -> Iterator[tuple[Rollout, ...]]:
-    """Cut rollouts into batches of at most so many padded positions (`BATCH_POSITIONS`), like lengths together.
+    """Cut rollouts into batches of at most so many padded positions, like lengths together; a longer one is alone.
 
-    On an accelerator they are `GRAPH` times as many.
+    By default these are `BATCH_POSITIONS`, and on an accelerator `GRAPH` times as many.
     """
     batch: tuple[Rollout, ...] = ()
     # Longest first: the first rollout of a batch is then as long as its padded rows.
     for rollout in sorted(rollouts, key=lambda r: -r.length):
-        most = working_set(rollout.ids.device, positions or BATCH_POSITIONS, GRAPH)
+        most = positions or working_set(rollout.ids.device, BATCH_POSITIONS, GRAPH)
         if batch and (len(batch) + 1) * batch[0].length > most:
             yield batch
             batch = ()

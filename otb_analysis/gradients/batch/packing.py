@@ -16,21 +16,15 @@ _PACKED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 """By model, kind of attention and dtype, how long the rollouts are up to which packing was seen right, or NEVER."""
 
 
-def layout_of(
-    batch: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | None = None, dtype: torch.dtype | None = None
-) -> Layout:
-    """One packed row where that is less work and the model gives it the same numbers, else a padded row per rollout.
-
-    `dtype` is that of the activations, where it is not the model's own.
-    """
+def layout_of(batch: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | None = None) -> Layout:
+    """One packed row where that is less work and the model gives it the same numbers, else a padded row per rollout."""
     plain = padded(rollouts)
     attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
     kind = next(batch.model.parameters()).dtype
     tree = tree_of(rollouts) if tree is None else tree
-    # In half precision rounding hides what a window of attention does: there nothing could be seen.
+    # Weights that are packed in bytes have activations of some other dtype.
     if attention not in ("eager", "sdpa") or kind.itemsize < 4 or not packing_pays(tree):
         return plain
-    # Compared in the model's own dtype, whatever the dtype of the pass to come.
     one_row = packed(rollouts, tree, kind)
     longest, seen = max(r.length for r in rollouts), _PACKED.setdefault(batch.model, {})
     key = f"{attention} {kind}"
@@ -38,9 +32,7 @@ def layout_of(
     # So they are compared again for every rollout that is longer than those seen right before.
     if key not in seen or 0 < seen[key] < longest:
         seen[key] = longest if _same_logprobs(batch, rollouts, (plain, one_row)) else NEVER
-    if seen[key] == NEVER:
-        return plain
-    return one_row if dtype in (None, kind) else packed(rollouts, tree, dtype)
+    return plain if seen[key] == NEVER else one_row
 
 
 @torch.no_grad()

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scope:
     """The tensors to differentiate by; made by `select_scope`, read by every engine."""
 
@@ -39,15 +40,20 @@ class Scope:
         bias = rest[0] if rest else self.head.bias
         calls: list[bool] = []
 
-        def on_leaves(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        def on_leaves(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Tensor) -> Tensor:
             calls.append(True)
             # The layer runs a second time, on leaves; the cut input ends the graph here.
-            return nn.functional.linear(args[0].detach(), weight, bias)
+            return nn.functional.linear(layer_input(args, kwargs).detach(), weight, bias)
 
-        with self.head.register_forward_hook(on_leaves):
+        with self.head.register_forward_hook(on_leaves, with_kwargs=True):
             yield
         if not calls:
             raise unreached(self.head)
+
+
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a layer of one input was called with, by position or by name."""
+    return next(iter((*args, *kwargs.values())))
 
 
 def select_scope(model: nn.Module, scope: str) -> Scope:

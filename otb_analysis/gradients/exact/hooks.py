@@ -68,9 +68,8 @@ def traced(
         # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
         context.enter_context(batch.scope.active())
         for name in dict.fromkeys(names):
-            before, after = _watch(name, shape, trace, tap)
-            context.enter_context(modules[name].register_forward_pre_hook(before))
-            context.enter_context(modules[name].register_forward_hook(after, with_kwargs=True))
+            watch = _watch(name, shape, trace, tap)
+            context.enter_context(modules[name].register_forward_hook(watch, with_kwargs=True))
         if len(rollouts) == 1:
             # The fused attention kernels have no rule for many signals at once.
             context.enter_context(many_signals(rollouts[0].length))
@@ -78,24 +77,12 @@ def traced(
     return trace
 
 
-def _watch(
-    name: str, shape: tuple[int, int], trace: Trace, tap: Tap | None
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that remember a layer's input and output, with one row per rollout, or hand them to `tap`.
+def _watch(name: str, shape: tuple[int, int], trace: Trace, tap: Tap | None) -> Callable[..., Any]:
+    """A hook that remembers a layer's input and output, with one row per rollout, or hands them to `tap`.
 
-    `shape` is that of the pass, rollouts and positions. A layer on flattened positions is given them unflattened.
+    `shape` is that of the pass, rollouts and positions. A layer on flattened positions is seen with them unflattened.
     """
-    rows, flattened = shape[0], list[bool]()
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not args or not _flattened(module, args[0], shape):
-            return None
-        flattened.append(True)
-        return args[0].unflatten(0, shape), *args[1:]
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        seen = observed(module, args, kwargs, output)
-        return seen.flatten(0, 1) if flattened and flattened.pop() else seen
+    rows = shape[0]
 
     def observed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # A layer that runs twice has two signals; which of them a rule saw would be chance.
@@ -104,6 +91,9 @@ def _watch(
         inputs = args[0] if args else None
         if not (isinstance(inputs, Tensor) and isinstance(output, Tensor)):
             return output
+        if _flattened(module, inputs, shape):
+            x, y = inputs.unflatten(0, shape), output.unflatten(0, shape)
+            return observed(module, (x, *args[1:]), kwargs, y).flatten(0, 1)
         if type(module).__name__.endswith("LearnedPositionalEmbedding"):
             inputs = output.detach()  # positions are read, whatever the arguments are
         if rows > 1 and (inputs.shape[0] not in (1, rows) or output.shape[0] != inputs.shape[0]):
@@ -125,7 +115,7 @@ def _watch(
         trace.inputs[name], trace.outputs[name] = inputs, output
         return output
 
-    return before, after
+    return observed
 
 
 def _flattened(module: nn.Module, x: object, shape: tuple[int, int]) -> bool:

@@ -17,6 +17,9 @@ from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 
 SIGNAL_BYTES = 1 << 27
 """What the signals of one block may occupy at the widest layer below the cut; longer rollouts get smaller blocks."""
+TOGETHER_BYTES = 1 << 20
+"""What one signal may occupy at all layers together, for those of a block to be taken off the pass at its end: watching
+every layer takes a tenth longer on short texts."""
 
 Take = Callable[[ParameterUse, Tensor], None]
 """Is handed a use below the cut and the coordinates [C, ...] of C gradients in it."""
@@ -65,6 +68,8 @@ class DecomposedRollout:
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
+        each = rollout.length * plan.widths * batch.scope.parameters[0].element_size()
+        self._together = each <= TOGETHER_BYTES
         self._uses: dict[str, list[ParameterUse]] = {}  # By module below the cut
         for use in plan.below:
             self._uses.setdefault(use.module, []).append(use)
@@ -86,12 +91,18 @@ class DecomposedRollout:
     def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, Tensor, _Arrivals]:
         """A pass over the rollout or a prefix, as far as `cut`, whose layers below the cut hand over their signals."""
         zero, arrivals, seen = self.batch.scope.parameters[0].new_zeros((), requires_grad=True), _Arrivals(), Trace()
+        versions: list[tuple[Tensor, int]] = []
 
         def tap(name: str, inputs: Tensor, output: Tensor) -> Tensor:
             seen.inputs[name], seen.outputs[name] = inputs, output
-            return _Tap.apply(output, zero, name, arrivals) if name in self._uses else output  # pyright: ignore[reportReturnType]
+            versions.append((output, output._version))
+            tapped = name in self._uses and not self._together
+            return _Tap.apply(output, zero, name, arrivals) if tapped else output  # pyright: ignore[reportReturnType]
 
         trace = traced(self.batch, (rollout,), self.plan.modules, cut, tap)
+        if self._together and any(output._version != before for output, before in versions):
+            self._together = False  # the model changes outputs in place: a tap returns a copy
+            return self._traced(rollout, cut)
         trace.inputs |= seen.inputs
         trace.outputs |= seen.outputs
         return trace, zero, arrivals
@@ -164,6 +175,11 @@ class DecomposedRollout:
             for use in self._uses[name]:
                 take(use, self._coordinates(use, kept[use], at_output[:, 0], mix, weights))
 
+        if self._together:
+            signals = pull_back(source, [trace.outputs[name] for name in self._uses], seeds)
+            for name, at_output in zip(self._uses, signals, strict=True):
+                arrived(name, at_output)
+            return
         arrivals.take = arrived
         try:
             pull_back(source, [zero], seeds)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.batch.scope import layer_input
 from otb_analysis.gradients.exact.hooks import ReachedCut
 from otb_analysis.gradients.exact.layers import UnfitError
 
@@ -114,8 +115,8 @@ class BlockStructure:
             torch.set_grad_enabled(True)  # until the caller's `no_grad` ends
             return seen.output if isinstance(output, Tensor) else (seen.output, *output[1:])
 
-        def into_head(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
-            seen.into_head.append(args[0])
+        def into_head(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Tensor) -> None:
+            seen.into_head.append(layer_input(args, kwargs))
 
         with ExitStack() as handles:
             handles.enter_context(plain_kernels(self.model))
@@ -123,7 +124,7 @@ class BlockStructure:
                 handles.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
                 handles.enter_context(block.register_forward_hook(after))
             if self.head is not None:
-                handles.enter_context(self.head.register_forward_hook(into_head))
+                handles.enter_context(self.head.register_forward_hook(into_head, with_kwargs=True))
             yield seen
 
     @contextmanager

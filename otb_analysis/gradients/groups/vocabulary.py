@@ -23,10 +23,8 @@ CHECKED = 4
 
 def agree(logits: Tensor, targets: Tensor, logprob: Tensor, temperature: float) -> bool:
     """Tell whether log-probabilities [K] follow from the logits of the first few tokens [k, V], up to rounding."""
-    few, coarse = len(logits), logits.dtype.itemsize < 4
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    expected = z.log_softmax(-1).gather(-1, targets[:few, None])[:, 0]
-    return torch.allclose(expected, logprob[:few].to(expected), rtol=0, atol=0.2 if coarse else 1e-3)
+    expected = (logits / temperature).log_softmax(-1).gather(-1, targets[: len(logits), None])[:, 0]
+    return torch.allclose(expected, logprob[: len(logits)].to(expected), rtol=0, atol=1e-3)
 
 
 @dataclass
@@ -50,11 +48,11 @@ class Ends:
         if not agree(z, self.targets, logprob, temperature):
             raise UnfitError("its logits are not what its output layer returns")
 
-    def read(self, ids: Tensor, signals: Tensor, embedding: nn.Embedding | None) -> None:
-        """Note the signals [r, *ids, d] at the embedding's output; a padding entry has no gradient."""
-        self.ids = ids.flatten()
-        self.embedded = signals.reshape(len(signals), len(self.ids), signals.shape[-1])
-        if embedding is not None and embedding.padding_idx is not None:
+    def read(self, ids: Sequence[Tensor], signals: Sequence[Tensor], embedding: nn.Embedding) -> None:
+        """Note what each pass read [n, ℓ], and the signals there [r, n, ℓ, d]; a padding entry has no gradient."""
+        self.ids = torch.cat([x.flatten() for x in ids])
+        self.embedded = torch.cat([x.flatten(1, -2) for x in signals], 1)
+        if embedding.padding_idx is not None:
             self.embedded[:, self.ids == embedding.padding_idx] = 0
 
 

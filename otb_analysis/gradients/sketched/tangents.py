@@ -24,7 +24,7 @@ from otb_analysis.gradients.exact.norm_accumulators import outer_norms
 from otb_analysis.gradients.exact.passes import DecomposedRollout
 from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 from otb_analysis.gradients.exact.reference import token_alignments
-from otb_analysis.gradients.exact.verdicts import Verdicts, is_coarse, probe
+from otb_analysis.gradients.exact.verdicts import Verdicts, probe
 from otb_analysis.gradients.sketched.directions import Directions
 from otb_analysis.gradients.sketched.dual import Tape, dual, primal_of, tangent_of
 from otb_analysis.gradients.sketched.parameter_tangents import (
@@ -153,7 +153,7 @@ def _check(batch: ScoreBatch, plan: Plan) -> None:
     one = replace(batch, rollouts=(rollout,), shape=(1, len(rollout.ids)))
     slopes = [token_alignments(one, directions.rank_one(k))[0, rollout.columns] for k in (0, 1)]
     expected = torch.from_numpy(np.stack(slopes, 1))
-    if float((got - expected).norm()) > (0.2 if is_coarse(batch) else 1e-3) * float(expected.norm()):
+    if float((got - expected).norm()) > 1e-3 * float(expected.norm()):
         raise UnfitError(
             f"scores along a direction are {got[:, 0].tolist()} on a probe where the reference gives "
             f'{expected[:, 0].tolist()}; pass method="gaussian".'
