@@ -36,17 +36,13 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
     if id(model) in _PLAIN_NOW:
         yield
         return
-    modules = list(model.modules())
-    inner = next((m for m in modules if isinstance(m, PreTrainedModel)), None)
-    attention = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
     with ExitStack() as undo:
         undo.enter_context(layer_by_layer(model))
+        undo.enter_context(plain_attention(model))
         undo.enter_context(_put(_PLAIN_NOW, id(model), layers_of(model)))
-        for module in modules:
+        for module in model.modules():
             own = vars(module)
             if "config" in own:
-                if getattr(own["config"], "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
-                    undo.enter_context(_put(vars(own["config"]), "_attn_implementation_internal", attention))
                 names = vars(sys.modules[type(module).__module__])
                 if _fused(names.get("apply_rotary_pos_emb")):
                     undo.enter_context(_put(names, "apply_rotary_pos_emb", _rotated))
@@ -55,6 +51,19 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
             if type(module).__name__ == "DoraLinearLayer":
                 # Its own way sends a unit matrix through both adapters, as if that were a text.
                 undo.enter_context(_put(own, "get_lora_weight", _lora_weight))
+        yield
+
+
+@contextmanager
+def plain_attention(model: nn.Module) -> Iterator[None]:
+    """Attend by a kernel that takes float32 inside the block."""
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    attention = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
+    with ExitStack() as undo:
+        for module in model.modules():
+            config = vars(module).get("config")
+            if getattr(config, "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
+                undo.enter_context(_put(vars(config), "_attn_implementation_internal", attention))
         yield
 
 
@@ -73,6 +82,9 @@ def layer_by_layer(model: nn.Module) -> Iterator[None]:
                 undo.enter_context(_put(own, "_compiled_call_impl", None))
             if "_orig_mod" in own["_modules"]:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
+            if "is_transposed" in own and next(module.parameters()).dtype == torch.float64:
+                # The grouped products of experts take no float64.
+                undo.enter_context(_put(vars(own["config"]), "_experts_implementation_internal", "eager"))
         yield
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, prepare
+from otb_analysis.gradients.batch.kernels import plain_attention
 from otb_analysis.gradients.batch.memory import refuse_beyond
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.gradients.batch.soft import SoftTokens
@@ -29,7 +30,8 @@ def widened(model: nn.Module) -> Iterator[bool]:
     """Put float32 copies in place of all weights in bfloat16 and float16, 4 bytes each; tell whether there are any.
 
     Products in half precision leave norms that are off by percents. Inside the block the model's layers hold the
-    copies, of a tied weight one; afterwards its own tensors. A block inside of another one copies nothing.
+    copies, of a tied weight one, and attention is by a kernel that takes them; afterwards all is as it was. A block
+    inside of another one copies nothing.
 
     Raises:
         InputError: The copies do not fit in memory.
@@ -53,7 +55,8 @@ def widened(model: nn.Module) -> Iterator[bool]:
     try:
         for held, name, t in places:
             held[name] = wide[id(t)]
-        yield True
+        with plain_attention(model):
+            yield True
     finally:
         for held, name, t in places:
             held[name] = t
