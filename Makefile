@@ -11,7 +11,7 @@ WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
-.PHONY: help install demo demo-real test test-all test-verl check format bench dashboard clean
+.PHONY: help install demo demo-real test test-all test-lowest test-verl check format bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[train,tasks,models,report,figures,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[all,dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## train twice with every measurement, print the comparison, serve the dashboard (SERVE=0 stops before serving)
@@ -45,6 +45,9 @@ test-all: $(STAMP) .venv-trl/.installed .cache/ray/.installed  ## all tests, the
 	$(PYTEST)
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations $(TIMEOUT)
 	OMP_NUM_THREADS=1 .cache/ray/bin/python -m pytest tests/store/test_ray.py --confcutdir=tests/store $(TIMEOUT)
+
+test-lowest:     ## the tests that take minutes with the lowest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 $(PYTHON) .ci/lowest.py -n $(WORKERS) --dist loadfile
 
 test-verl: .cache/verl/.installed  ## our estimators against verl's own, in an environment of 2.2 GB (no GPU packages)
 	OMP_NUM_THREADS=1 .cache/verl/bin/python -m pytest tests/integrations -k verl

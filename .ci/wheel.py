@@ -1,7 +1,8 @@
-"""The wheel where there is no clone: built, installed without extras into .cache/wheel, and used elsewhere.
+"""The wheel where there is no clone: built, installed into fresh environments, and used elsewhere.
 
-Trains a few steps, on an estimator of one's own too; compares; asks for a study; opens and serves the dashboard. Fails
-at the first thing that is not as promised.
+Without extras it reads a run, imports rollouts, compares and reports, and asks for the extra of what needs one. With
+the extras torch and dashboard it trains a few steps, on an estimator of one's own too; compares; asks for a study
+and a benchmark; opens and serves the dashboard. Fails at the first thing that is not as promised.
 """
 
 import json
@@ -17,8 +18,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV, BUILT = ROOT / ".cache" / "wheel", ROOT / ".cache" / "wheel-built"
-PYTHON, OTB = VENV / "bin" / "python", VENV / "bin" / "otb"
+BUILT = ROOT / ".cache" / "wheel-built"
+BASE, WHOLE = ROOT / ".cache" / "wheel-base" / "bin", ROOT / ".cache" / "wheel" / "bin"
+"""Of an environment with the wheel alone, and of one with the extras torch and dashboard."""
 SMALL = "--small-model.layers 1 --small-model.width 32 --small-model.feed-forward 48 --chain-sum.terms-max 2 "
 SMALL += "--warm-start.success-low 0.01 --warm-start.success-high 0.95 --warm-start.check-prompts 64 "
 SMALL += "--sample.prompts 4 --sample.group-size 4 --evaluate.prompts 16"
@@ -48,26 +50,52 @@ def run(*words: object, code: int = 0, **settings: object) -> str:
     return said
 
 
-def install() -> None:
-    """Build the wheel and install it; torch is the one that constraints.txt names."""
+def build() -> Path:
+    """Build the wheel, look at what is in it, and return it."""
     shutil.rmtree(BUILT, ignore_errors=True)
-    if not PYTHON.exists():
-        run(sys.executable, "-m", "venv", VENV)
-    pip = (PYTHON, "-m", "pip", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--wheel-dir", BUILT, ROOT)
+    run(sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--wheel-dir", BUILT, ROOT)
     (wheel,) = BUILT.glob("*.whl")
-    run(*pip, "install", "-c", ROOT / "constraints.txt", wheel)
-    run(*pip, "install", "--no-deps", "--force-reinstall", wheel)  # of an unchanged version, too
     inside = set(zipfile.ZipFile(wheel).namelist())
     tracked = run("git", "-C", ROOT, "ls-files", "otb_analysis", "app").splitlines()
     expected = {re.sub("^app/", "otb_analysis/_app/", name) for name in tracked}
     assert expected <= inside, f"the wheel lacks {sorted(expected - inside)}"
-    missing = "import importlib.util as u; print([m for m in ('accelerate', 'peft', 'math_verify') if u.find_spec(m)])"
-    assert run(PYTHON, "-c", missing, cwd="/").strip() == "[]", "the environment has extras; delete .cache/wheel"
+    others = {name for name in inside if not name.startswith(("otb_analysis/", "otb_analysis-"))}
+    assert not others, f"the wheel has {sorted(others)}"
+    return wheel
 
 
-def use(folder: Path) -> None:
-    """Use the installed commands in an empty folder outside of any repository."""
+def install(wheel: Path, extras: str, bin: Path, absent: tuple[str, ...]) -> None:
+    """Install the wheel with some extras, as constraints.txt has them; modules that it must not bring are absent."""
+    if not (bin / "python").exists():
+        run(sys.executable, "-m", "venv", bin.parent)
+    pip = (bin / "python", "-m", "pip", "--quiet", "install")
+    run(*pip, "-c", ROOT / "constraints.txt", f"{wheel}{extras}")
+    run(*pip, "--no-deps", "--force-reinstall", wheel)  # of an unchanged version, too
+    missing = f"import importlib.util as u; print([m for m in {absent!r} if u.find_spec(m)])"
+    assert run(bin / "python", "-c", missing, cwd="/").strip() == "[]", f"it has extras; delete {bin.parent}"
+
+
+def read(folder: Path, run_folder: Path) -> None:
+    """Use the wheel without extras on a run that another environment trained, and on rollouts."""
+    work = folder / "base"
+    shutil.copytree(run_folder, work / "runs" / run_folder.name)
+    rows = ({"prompt": f"{i // 4}+1=", "completion": str(i % 4), "reward": float(i % 4 == 1)} for i in range(32))
+    (work / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def otb(*words: str, code: int = 0) -> str:
+        return run(BASE / "otb", *words, code=code, cwd=work)
+
+    assert "otb import" in otb("--help")
+    assert "mine-imported is complete" in otb("import", "mine.jsonl").replace("\n", " ")
+    assert run_folder.name in otb("compare", run_folder.name)
+    otb("diagnose", run_folder.name)
+    otb("report", run_folder.name, "mine-imported", "--out", "page.html")
+    assert otb("train", code=2).strip().endswith("'FILE.whl[torch]' from a wheel.")
+    assert otb("dashboard", code=2).strip().endswith("'FILE.whl[dashboard]' from a wheel.")
+
+
+def use(folder: Path) -> Path:
+    """Use the commands with a model in an empty folder outside of any repository; return a run that they trained."""
     work, home, scratch = (folder / name for name in ("work", "home", "scratch"))
     for made in (work, home, scratch):
         made.mkdir()
@@ -75,7 +103,7 @@ def use(folder: Path) -> None:
     environment |= {"HOME": str(home), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
 
     def otb(words: str, code: int = 0) -> str:
-        return run(OTB, *words.split(), code=code, cwd=work, env=environment)
+        return run(WHOLE / "otb", *words.split(), code=code, cwd=work, env=environment)
 
     assert otb("--version").startswith("otb-analysis ")
     otb(f"train --run first --optimize.steps 3 --measure.exact.every 1 --measure.exact.prompts 0 {SMALL}")
@@ -93,21 +121,23 @@ def use(folder: Path) -> None:
     assert "first" in compared and "my_estimators:plain" in compared and "token_optimal_loo" in compared, compared
     otb("diagnose first")
     otb("report first --out report.html")
-    for words in ("study", "study 00_training --quick"):
+    for words in ("study", "study 00_training --quick", "bench alarms"):
         said = otb(words, code=2)
-        assert said.startswith("otb: studies need a clone of the repository") and said.count("\n") == 1, said
+        assert "works in a clone" in said and said.count("\n") == 1, said
     said = otb("train --lora.rank 2", code=2)
     assert said.splitlines()[-1].endswith("pip install '.[train]' in a clone, 'FILE.whl[train]' from a wheel."), said
+    kept = shutil.copytree(work / "runs" / "first", folder / "first")
     shutil.rmtree(work / "runs")
     concluded = otb("demo --no-serve")
     assert "Next: " in concluded and "Estimators on the same rollouts" in concluded, concluded
-    run(PYTHON, "-c", OPEN_PAGES, cwd=work, env=environment)
+    run(WHOLE / "python", "-c", OPEN_PAGES, cwd=work, env=environment)
     dashboard(work, environment)
+    return kept
 
 
 def dashboard(work: Path, environment: dict[str, str]) -> None:
     """Serve the dashboard, ask it for its health, and stop it."""
-    command = [str(OTB), "dashboard", "--port", "8901"]
+    command = [str(WHOLE / "otb"), "dashboard", "--port", "8901"]
     with subprocess.Popen(command, cwd=work, env=environment, stdout=subprocess.PIPE, text=True) as serving:
         try:
             assert serving.stdout is not None
@@ -134,7 +164,9 @@ def answered(address: str, patience: float) -> str | None:
 
 
 if __name__ == "__main__":
-    install()
+    built = build()
+    install(built, "", BASE, ("torch", "transformers", "streamlit"))
+    install(built, "[torch,dashboard]", WHOLE, ("accelerate", "peft", "math_verify"))
     with tempfile.TemporaryDirectory() as folder:
-        use(Path(folder))
+        read(Path(folder), use(Path(folder)))
     print("The wheel works where there is no clone.")

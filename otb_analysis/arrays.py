@@ -121,3 +121,12 @@ def unsqueeze(x: ArrayLike, mask: Bool) -> Float:
     out = np.zeros(mask.shape)
     out[mask] = np.asarray(x)[squeezed_mask(mask)]
     return out
+
+
+def zero_variance_groups(reward: Float, group: Int) -> Bool:
+    """Return, by group index, whether its rewards [N] are all equal; groups of one or none are not counted."""
+    size = np.bincount(group)
+    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+    np.minimum.at(low, group, reward)
+    np.maximum.at(high, group, reward)
+    return (low == high) & (size > 1)

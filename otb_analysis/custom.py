@@ -1,25 +1,46 @@
-"""Imports a user's own code by `module:attribute`, from the working directory too, and names every failure."""
+"""A user's own code: imported by `module:attribute`, or by the name under which an installed package registers it.
+
+Every failure is one sentence with its name. A package registers estimators, tasks, formats of recorded rollouts and
+levels of measuring as entry points of the groups `otb_analysis.estimators`, `.tasks`, `.formats` and `.levels`.
+"""
 
 import sys
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from otb_analysis.errors import InputError, nearest
 
 
-def is_custom(name: str) -> bool:
-    """Return whether a name has the form module:attribute, which no name of a catalogue has."""
-    return ":" in name
+@cache
+def plugins(kind: str) -> dict[str, EntryPoint]:
+    """Return what installed packages register of a kind (estimator, task, format, level), by name; none is imported."""
+    return {point.name: point for point in entry_points(group=f"otb_analysis.{kind}s")}
+
+
+def is_custom(kind: str, name: str) -> bool:
+    """Return whether a name that no catalogue has is a module:attribute, or one that a package registers."""
+    return ":" in name or name in plugins(kind)
 
 
 def import_attribute(kind: str, name: str) -> Any:
-    """Import what `module:attribute` names; the directory the command runs in is searched too.
+    """Import what a name stands for: what a package registers, or module:attribute, also from the working directory.
 
     Raises:
         InputError: The module cannot be imported, or has no such attribute.
     """
+    if name in plugins(kind):
+        point = plugins(kind)[name]
+        try:
+            return point.load()
+        except Exception as error:  # someone else's package can fail in any way
+            package = point.dist.name if point.dist else point.module
+            raise InputError(
+                f"{kind} {name!r} of package {package} cannot be imported ({one_line(error)}); mend or uninstall it."
+            ) from error
     module, _, attribute = name.partition(":")
     here = Path.cwd()
     sys.path.insert(0, str(here))

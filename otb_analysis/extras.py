@@ -1,11 +1,16 @@
 """Optional packages: imported only where they are used, and asked for by the name of their extra."""
 
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 
 from otb_analysis.errors import InputError
 
 EXTRAS = {
+    "torch": ("torch", "torch"),
+    "transformers": ("transformers", "torch"),
+    "networkx": ("networkx", "torch"),
+    "streamlit": ("streamlit", "dashboard"),
     "accelerate": ("accelerate", "train"),
     "peft": ("peft", "train"),
     "math_verify": ("math-verify", "train"),
@@ -29,8 +34,16 @@ def require(module: str, purpose: str) -> None:
     Raises:
         InputError: It is not installed; the sentence says what installs it.
     """
-    loaded = module in sys.modules  # None there hides a package, as tests do
-    if (sys.modules[module] if loaded else find_spec(module)) is None:
+    found: object = None
+    with suppress(ImportError):  # raised by whatever hides a package, as tests do
+        found = sys.modules[module] if module in sys.modules else find_spec(module)
+    if found is None:
         package, extra = EXTRAS[module]
         how = f"'.[{extra}]' in a clone, 'FILE.whl[{extra}]' from a wheel" if extra else f"'{package}'"
         raise InputError(f"{package} is needed for {purpose}; pip install {how}.")
+
+
+def require_models(purpose: str) -> None:
+    """Refuse to go on without PyTorch and transformers, which bring models and tokenizers; as `require` does."""
+    for module in ("torch", "transformers"):
+        require(module, purpose)

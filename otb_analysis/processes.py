@@ -11,19 +11,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from otb_analysis.devices import device_of
 from otb_analysis.errors import InputError, ProcessError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.types import Float, Int
+
+if TYPE_CHECKING:  # a single process needs no torch
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -45,9 +44,9 @@ class Processes:
 
     rank: int = 0  # This process. Process 0 owns run.json, the `steps` parts, checkpoints and the final model
     size: int = 1
-    device: torch.device | None = None  # Where this process runs its model; None leaves the model where it is
+    device: "torch.device | None" = None  # Where this process runs its model; None leaves the model where it is
     sharded: bool = False  # True when each process keeps a part of every parameter (FSDP2)
-    host: ProcessGroup | None = None  # Group of all processes for exchanges in main memory
+    host: "ProcessGroup | None" = None  # Group of all processes for exchanges in main memory
     # Called with one sentence before another process's failure ends this one.
     record: Callable[[str], None] = field(default=lambda reason: None)
     _heard: str | None = None
@@ -65,7 +64,10 @@ class Processes:
         if int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return cls()
         require("accelerate", "a run of several processes")
+        import torch.distributed as dist
         from accelerate import PartialState
+
+        from otb_analysis.devices import device_of
 
         kind = device_of(device, measures=False)
         if kind.index is not None:
@@ -73,7 +75,7 @@ class Processes:
         cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or kind.type == "cpu"
         state = PartialState(cpu=cpu, timeout=PATIENCE)
         host = dist.new_group(backend="gloo", timeout=PATIENCE)
-        assert isinstance(host, ProcessGroup)
+        assert isinstance(host, dist.ProcessGroup)
         processes = cls(state.process_index, state.num_processes, state.device, sharded, host)
         threading.Thread(target=processes._watch, args=(_store(),), daemon=True).start()
         return processes
@@ -100,6 +102,8 @@ class Processes:
         """
         if self.size == 1:
             return [value]
+        import torch.distributed as dist
+
         values: list[Any] = [None] * self.size
         with _lost_named():
             dist.all_gather_object(values, value, group=self.host)
@@ -113,6 +117,8 @@ class Processes:
         """
         if self.size == 1:
             return run()
+        import torch.distributed as dist
+
         result: list[Any] = [run() if self.first else None]
         with _lost_named():
             dist.broadcast_object_list(result, src=0, group=self.host)
@@ -126,15 +132,22 @@ class Processes:
         """Return [n, T'] of all processes as one [N, width], padded with zeros."""
         return np.concatenate([widened(part, width) for part in self.gather(x)])
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: "Iterable[torch.nn.Parameter]") -> None:
         """Sum `.grad` over processes, in place. Without a gradient on some process, a parameter counts as zero there.
 
         Each process must hold whole parameters, with the gradients of its own rollouts.
         """
         if self.size == 1:
             return
+        import torch
+        import torch.distributed as dist
+
+        sums = []
         with _lost_named():
-            sums = [dist.all_reduce(_gradient(parameter), async_op=True) for parameter in parameters]
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                sums.append(dist.all_reduce(parameter.grad, async_op=True))
             for work in sums:
                 if work is not None:
                     work.wait()
@@ -178,7 +191,7 @@ class Processes:
             return None
         return None
 
-    def _watch(self, store: Store) -> None:
+    def _watch(self, store: "Store") -> None:
         """Record another process's failure. End this process if it still waits for the failed one."""
         while not self._ended.wait(LOOK):
             try:
@@ -213,20 +226,16 @@ def total_of(processes: Processes, sums: dict[str, float]) -> dict[str, float]:
     return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for p in parts for n in p)}
 
 
-def full(x: Tensor) -> Tensor:
+def full(x: "torch.Tensor") -> "torch.Tensor":
     """Return a tensor whole, whether or not it is sharded."""
-    whole: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
+    whole: Callable[[], torch.Tensor] | None = getattr(x, "full_tensor", None)
     return x if whole is None else whole()
 
 
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
-def _store() -> Store:
+def _store() -> "Store":
     """Return the processes' common store over a new connection, so that a thread may use it."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
     return _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
 
 

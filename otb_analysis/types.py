@@ -9,7 +9,7 @@ Column t of an [N, T] array describes completion token y_t: its own log-probabil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
 Label = tuple[str, str]  # (estimator, energy source), as stored
+FinishReason = Literal["stop", "length", "turns", "unknown"]
+"""How a rollout ended: end token, length budget used up, turn limit."""
 
 
 @dataclass(frozen=True)

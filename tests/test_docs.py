@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import tyro
 
-from otb_analysis.audit.score import score
 from otb_analysis.commands.cli import COMMANDS, from_toml
 from otb_analysis.config import ScoreConfig, TrainConfig
 from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.recorded.score import score
 from otb_analysis.schema import GRADIENTS
 from otb_analysis.statistics import MIN_CLUSTERS
 

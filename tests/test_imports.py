@@ -1,6 +1,7 @@
 """The import rules of ARCHITECTURE.md, read from the source so that no import has to run."""
 
 import ast
+import graphlib
 import sys
 import tomllib
 from pathlib import Path
@@ -14,21 +15,18 @@ LIBRARY = ROOT / "otb_analysis"
 
 FLOORS = (
     {"types", "schema", "config", "errors", "extras", "phases"},
-    {"arrays", "custom", "devices"},
+    {"arrays", "atomic", "custom", "devices"},
     {"processes"},
     {"energies", "objectives"},
     {"estimators", "statistics"},
-    {"diagnostics", "enumeration"},
+    {"diagnostics"},
     {"store", "figures"},
-    {"checks"},
-    {"answers"},
     {"logit_stats", "gradients", "tasks"},
     {"rollouts"},
     {"measurement"},
-    {"audit", "training", "integrations"},
+    {"checks", "training", "integrations"},
+    {"answers", "recorded"},
     {"report"},
-    {"study"},
-    {"bench"},
     {"commands"},
     {"__main__"},
 )
@@ -64,12 +62,15 @@ ALLOWED_PACKAGES = (
     | {key: {"torch", "transformers", "peft"} for key in ("logit_stats", "gradients", "rollouts", "measurement")}
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
-    | {"audit": {"torch", "transformers", "pyarrow"}}
+    | {"recorded": {"torch", "transformers", "pyarrow"}}
     | {"integrations": {"torch", "transformers", "accelerate", "trl"}}
     | {"processes": {"torch", "accelerate"}, "devices": {"torch"}}
-    | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": set()}
-    | {key: HEAVY - {"streamlit"} for key in ("study", "bench", "commands", "__main__")}
+    | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": {"torch"}}
+    | {key: HEAVY - {"streamlit"} for key in ("commands", "__main__")}
 )
+CLONE_COMMANDS = {"bench": "benchmarks", "study": "studies"}
+"""Commands that work in a clone alone, and the folder beside the package that each of them opens."""
+OUTSIDE = {"app", "benchmarks", "studies", "tests"}
 APP_ROOMS = LEAVES | {"answers", "store", "figures", "statistics", "diagnostics", "estimators", "energies", "arrays"}
 
 
@@ -84,6 +85,11 @@ def imported(path: Path) -> set[str]:
             stem = ".".join([*base, *([node.module] if node.module else [])])
             names |= {f"{stem}.{alias.name}" for alias in node.names}
     return names
+
+
+def outside(path: Path) -> set[str]:
+    """What a file imports from the clone but from outside of the library."""
+    return {n for n in imported(path) if n.split(".")[0] in OUTSIDE}
 
 
 def room(path: Path) -> str:
@@ -103,7 +109,23 @@ def test_library_file_imports_only_what_its_room_may(path):
     assert room(path) in ALLOWED_ROOMS, f"{path.name} is in no known room; add it to ARCHITECTURE.md and to this test"
     assert rooms_of(names) - {room(path)} <= ALLOWED_ROOMS[room(path)]
     assert {n.split(".")[0] for n in names} & HEAVY <= ALLOWED_PACKAGES[room(path)]
-    assert not {n.split(".")[0] for n in names} & {"app", "studies", "tests"}
+    in_a_clone = {LIBRARY / "commands" / f"{name}.py": {beside} for name, beside in CLONE_COMMANDS.items()}
+    assert not {n.split(".")[0] for n in names} & {"app", "benchmarks", "studies", "tests"} - in_a_clone.get(
+        path, set()
+    )
+
+
+def test_no_file_imports_itself_through_others():
+    """Inside rooms, too, and where an import stands in a function."""
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
+
+    def module(name: str) -> str:
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {name: {module(n) for n in imported(path)} - {"", name} for name, path in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises with the files of a circle
 
 
 def folder(path: Path) -> tuple[str, str | None]:
@@ -138,12 +160,26 @@ def test_page_has_no_loose_text_which_streamlit_would_show(path):
     assert not [n.lineno for n in body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "studies").rglob("*.py")), ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_study_file_imports_the_library_and_its_own_folder(path):
-    names = imported(path)
-    assert rooms_of(names) <= set(ALLOWED_ROOMS)
-    others = {n for n in names if n.split(".")[0] in {"app", "studies", "tests"}}
-    assert all(n.startswith(f"studies.{path.parent.name}.") for n in others)
+STUDIES = ROOT / "studies"
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("[0-9]*/*.py")), ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_study_file_imports_the_library_what_studies_share_and_its_own_folder(path):
+    assert all(n.startswith(("studies.lib.", f"studies.{path.parent.name}.")) for n in outside(path))
+
+
+@pytest.mark.parametrize("path", sorted((STUDIES / "lib").rglob("*.py")), ids=lambda p: str(p.relative_to(STUDIES)))
+def test_what_studies_share_names_no_study_and_enumeration_stands_alone(path):
+    enumerated = path.parent.name == "enumeration"
+    assert all(n.startswith("studies.lib.enumeration." if enumerated else "studies.lib.") for n in outside(path))
+    if enumerated:
+        assert rooms_of(imported(path)) <= set().union(*FLOORS[:5])
+        assert not {n.split(".")[0] for n in imported(path)} & HEAVY
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.stem)
+def test_benchmark_imports_the_library_other_benchmarks_and_enumeration(path):
+    assert all(n.startswith(("benchmarks.", "studies.lib.enumeration.")) for n in outside(path))
 
 
 def packages_a_base_install_has() -> set[str]:
@@ -153,8 +189,12 @@ def packages_a_base_install_has() -> set[str]:
     return named | set(sys.stdlib_module_names) | {"otb_analysis", "app"} | {p.stem for p in (ROOT / "app").iterdir()}
 
 
-PEERS = {"trl", "opacus", "datasets", "verl"}
-"""What `bench` measures against and `integrations` plugs into; they run in interpreters that have them."""
+MODELS = {"torch", "transformers", "tokenizers", "safetensors"}
+"""What the extra `torch` brings; rooms that work on models import it when they are loaded."""
+MODEL_ROOMS = {"devices", "logit_stats", "gradients", "rollouts", "measurement", "checks", "recorded", "training"}
+MODEL_ROOMS |= {"integrations"}
+PEERS = {"trl", "datasets", "verl"}
+"""What `integrations` plugs into; they run in interpreters that have them."""
 
 
 def when_loaded(tree: ast.AST) -> set[int]:
@@ -175,11 +215,15 @@ def when_loaded(tree: ast.AST) -> set[int]:
 )
 def test_optional_packages_are_imported_where_they_are_used(path):
     tree, base = ast.parse(path.read_text(encoding="utf-8")), packages_a_base_install_has()
+    if path.is_relative_to(LIBRARY) and (room(path) in MODEL_ROOMS or path.name == "demo.py"):
+        base |= MODELS
+    elif path.is_relative_to(ROOT / "app"):
+        base |= {"streamlit"}
     loaded = when_loaded(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
             names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             foreign = {str(name).split(".")[0] for name in names} - base
             plugged_in = path.parent == LIBRARY / "integrations" and foreign <= PEERS  # imported by its peer only
-            used_late = id(node) not in loaded and foreign <= set(EXTRAS) | PEERS
+            used_late = id(node) not in loaded and foreign <= set(EXTRAS) | PEERS | set(CLONE_COMMANDS.values())
             assert not foreign or plugged_in or used_late, (node.lineno, foreign)

@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from otb_analysis.audit.runs import source_of, stored_config
-from otb_analysis.audit.score import Policy as Loaded
-from otb_analysis.audit.score import Scorer, check
-from otb_analysis.audit.steps import Layout, steps_of
 from otb_analysis.config import AuditConfig, MeasureConfig, SampleConfig, SampledSchedule, Schedule, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.gram_method import GramMethod, gram_method
 from otb_analysis.measurement.level import first_groups, positions
 from otb_analysis.measurement.levels import drawn_share
 from otb_analysis.phases import phase, plural
+from otb_analysis.recorded.runs import source_of, stored_config
+from otb_analysis.recorded.score import Policy as Loaded
+from otb_analysis.recorded.score import Scorer, check
+from otb_analysis.recorded.steps import Layout, steps_of
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.training.forecast import PlannedLevel, about, levels, seconds_per_position
+from otb_analysis.training.budget import PlannedLevel, about, levels, seconds_per_position
 from otb_analysis.training.policy.policy import Policy
 
 DEARER = 2.0

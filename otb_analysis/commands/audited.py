@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from otb_analysis.commands.inspect import parsed, print_all
+from otb_analysis.commands.loading import models_loading
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import AuditConfig
 from otb_analysis.errors import InputError
@@ -29,13 +30,11 @@ def audit_command(words: Sequence[str]) -> None:
         _finish(config.root / config.run, config, command)
         return
     with shown(), phase("otb audit"):
-        with phase("loading PyTorch and transformers"):
-            from otb_analysis.audit.runs import refuse_existing, run_path
-            from otb_analysis.audit.score import check, load, score
+        with models_loading("otb audit of rollouts"):
             from otb_analysis.commands.audit_cost import audit_cost
             from otb_analysis.devices import words_of
-            from otb_analysis.rollouts.models import quiet_loading
-        quiet_loading()
+            from otb_analysis.recorded.runs import refuse_existing, run_path
+            from otb_analysis.recorded.score import check, load, score
         config = replace(config, run=config.run or run_path(config.rollouts, config, "audited").name)
         check(config)
         refuse_existing(config.root / config.run, config)

@@ -6,27 +6,24 @@ import tomllib
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import reduce
-from importlib.metadata import version
 from inspect import getdoc
-from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-import tyro
 from rich.console import Console
 
-from otb_analysis.bench.config import BENCHMARKS, BenchConfig
+from otb_analysis import __version__
 from otb_analysis.commands.audited import audit_command
+from otb_analysis.commands.bench import bench_command
 from otb_analysis.commands.diagnose import attribution_command, diagnose_command
 from otb_analysis.commands.inspect import (
     compare_command,
     parsed,
-    print_all,
     print_comparison,
     report_command,
 )
 from otb_analysis.commands.keeping import aggregate_command, compact_command
+from otb_analysis.commands.loading import models_loading
 from otb_analysis.commands.models import model_command
 from otb_analysis.commands.query import query_command, tokens_command
 from otb_analysis.commands.recorded import import_command, score_command, tell
@@ -36,6 +33,7 @@ from otb_analysis.commands.study import study_command
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.errors import STOPS, InputError, Interrupted, nearest
+from otb_analysis.extras import require
 from otb_analysis.phases import phase
 
 USAGE = """\
@@ -76,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(USAGE)
         return 0 if words else 2
     if words[0] == "--version":
-        sys.stdout.write(f"otb-analysis {version('otb-analysis')}\n")
+        sys.stdout.write(f"otb-analysis {__version__}\n")
         return 0
     try:
         if words[0] not in COMMANDS:
@@ -113,10 +111,8 @@ def train_command(words: Sequence[str]) -> None:
 
 
 def _trained(config: TrainConfig, *bar: Any) -> Path:
-    with phase("loading PyTorch and transformers"):
-        from otb_analysis.rollouts.models import quiet_loading
+    with models_loading("otb train"):
         from otb_analysis.training.loop import train
-    quiet_loading()
     try:
         return train(config, *bar)
     except KeyboardInterrupt as stop:  # the run itself says what it keeps
@@ -126,32 +122,15 @@ def _trained(config: TrainConfig, *bar: Any) -> Path:
 def demo_command(words: Sequence[str]) -> None:
     """Train twice, compare, serve."""
     config = parsed(DemoConfig, "demo", words, DemoConfig())
-    with shown(), phase("loading PyTorch and transformers"):
+    if config.serve:
+        require("streamlit", "the dashboard, which --no-serve leaves out")
+    with shown(), models_loading("otb demo"):
         from otb_analysis.commands.demo import run_demo
-        from otb_analysis.rollouts.models import quiet_loading
-    quiet_loading()
     print_comparison(run_demo(config))
     if config.serve:
         serve(DashboardConfig(config.root, config.port))
     else:
         Console().print(f"Dashboard: otb dashboard --root {config.root}")
-
-
-def bench_command(words: Sequence[str]) -> None:
-    """Measure costs."""
-    kinds = reduce(or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in BENCHMARKS.items()))
-    config: BenchConfig = tyro.cli(
-        cast(Any, kinds), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
-    )
-    with shown(), phase(f"otb bench {words[0]}"):
-        from otb_analysis.bench.publish import bench_table, publish, run_bench
-        from otb_analysis.rollouts.models import quiet_loading
-
-        quiet_loading()
-        report = run_bench(config)
-    print_all([bench_table(report)])
-    if config.out is not None:
-        publish(config.out, report)
 
 
 def dashboard_command(words: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from otb_analysis.config import (
     SampleConfig,
     Schedule,
     TrainConfig,
+    plain_config,
 )
 from otb_analysis.devices import device_of
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
@@ -29,7 +30,6 @@ from otb_analysis.phases import OPEN, Phase, note, phase
 from otb_analysis.rollouts.models import quiet_loading
 from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import plain_config
 
 ESTIMATORS_COMPARED = ("group_mean", "otb")
 STEPS, PROMPTS = 31, 32

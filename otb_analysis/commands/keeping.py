@@ -47,8 +47,8 @@ def aggregate_command(words: Sequence[str]) -> None:
     if config.out.suffix not in FORMATS:
         raise InputError(f"--out is {config.out}; pass a file that ends in {' or '.join(FORMATS)}.")
     with shown(), phase("aggregating"):
+        from otb_analysis.atomic import atomic_file
         from otb_analysis.store.aggregate import aggregate, aggregate_on_ray, partitions
-        from otb_analysis.store.atomic import atomic_file
 
         found = partitions([run_path(config.root, n) for n in config.runs or complete_runs(config.root)], config.bin)
         table = aggregate_on_ray(found, config.workers) if config.ray else aggregate(found)

@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 import tyro
 
 from otb_analysis.commands.inspect import parsed
+from otb_analysis.commands.loading import models_loading
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.phases import phase
+from otb_analysis.rollouts.named_models import CACHE, MODELS
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,6 @@ class ModelConfig:
 def model_command(words: Sequence[str]) -> None:
     """Fetch or list models."""
     config = parsed(ModelConfig, "model", words, ModelConfig())
-    with shown(), phase("loading PyTorch and transformers"):
-        from otb_analysis.rollouts.models import quiet_loading
-        from otb_analysis.rollouts.named_models import CACHE, MODELS, fetch
     if config.action == "list" or not config.name:
         for name, model in MODELS.items():
             state = "fetched" if (CACHE / name).is_dir() else f"otb model fetch {name}"
@@ -39,7 +38,8 @@ def model_command(words: Sequence[str]) -> None:
         return
     if config.name not in MODELS:
         raise InputError(f"model {config.name!r} cannot be fetched; {nearest(config.name, MODELS)}")
-    quiet_loading()
+    with shown(), models_loading("otb model fetch"):
+        from otb_analysis.rollouts.fetching import fetch
     with shown(), phase(f"fetching {config.name}"):
         path = fetch(config.name)
     licence = MODELS[config.name].licence

@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 
 from otb_analysis.commands.inspect import parsed, print_all
+from otb_analysis.commands.loading import models_loading
 from otb_analysis.commands.watching import shown
 from otb_analysis.config import ImportConfig, ScoreConfig
 from otb_analysis.phases import phase
@@ -37,10 +38,8 @@ def score_command(words: Sequence[str]) -> None:
     config = parsed(ScoreConfig, "score", words, ScoreConfig(), score_command.__doc__)
     first = os.environ.get("RANK", "0") == "0"  # only the first process prints
     with shown() if first else nullcontext(), phase("otb score"):
-        with phase("loading PyTorch and transformers"):
-            from otb_analysis.audit.score import score
-            from otb_analysis.rollouts.models import quiet_loading
-        quiet_loading()
+        with models_loading("otb score"):
+            from otb_analysis.recorded.score import score
         path = score(config)
     if first:
         tell(path)
@@ -56,10 +55,8 @@ def import_command(words: Sequence[str]) -> None:
     """Import rollouts."""
     command = parsed(ImportCommand, "import", words, ImportCommand())
     with shown(), phase("otb import"):
-        with phase("loading PyTorch and transformers"):
-            from otb_analysis.audit.importing import import_rollouts
-            from otb_analysis.rollouts.models import quiet_loading
-        quiet_loading()
+        from otb_analysis.recorded.importing import import_rollouts
+
         path = import_rollouts(command.rollouts, command)
     tell(path)
     from otb_analysis.answers import RunAnswers

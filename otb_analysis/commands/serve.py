@@ -12,6 +12,7 @@ from pathlib import Path
 
 import otb_analysis
 from otb_analysis.errors import InputError, Interrupted
+from otb_analysis.extras import require
 
 PORTS_TRIED = 20
 STOPPED = (0, -2, 130)
@@ -37,8 +38,9 @@ def serve(config: DashboardConfig) -> None:
     """Run Streamlit on the app until it is stopped, after printing the link.
 
     Raises:
-        InputError: The app is not part of this installation, no port is free, or Streamlit ended by itself.
+        InputError: Streamlit or the app is missing from this installation, no port is free, or Streamlit ended itself.
     """
+    require("streamlit", "otb dashboard")
     here = Path(otb_analysis.__file__).parent
     app = next((p for p in (here.parent / "app", here / "_app") if (p / "streamlit_app.py").is_file()), None)
     if app is None:

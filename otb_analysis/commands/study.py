@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from otb_analysis.commands.clone import enter_clone
 from otb_analysis.commands.inspect import parsed, print_json
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, Interrupted, StoreError
@@ -40,14 +41,15 @@ class StudyConfig:
 def study_command(words: Sequence[str]) -> None:
     """Run a study."""
     config = parsed(StudyConfig, "study", words, StudyConfig())
+    enter_clone("otb study")
     if config.json:
         print_json(_committed(config))
         return
     with shown(), phase("starting") as whole:
         from otb_analysis.devices import use, words_of
         from otb_analysis.rollouts.models import quiet_loading
-        from otb_analysis.study.record import find_studies_folder, find_study
-        from otb_analysis.study.run import Setting, run_study
+        from studies.lib.record import find_studies_folder, find_study
+        from studies.lib.run import Setting, run_study
 
         folder = find_study(config.name, find_studies_folder())
         quiet_loading()
@@ -67,7 +69,7 @@ def study_command(words: Sequence[str]) -> None:
 def _committed(config: StudyConfig) -> object:
     """Return what the page Studies shows of one study, or of all."""
     from otb_analysis.store import committed_studies, study_table, study_tables
-    from otb_analysis.study.record import find_studies_folder, find_study
+    from studies.lib.record import find_studies_folder, find_study
 
     if config != StudyConfig(config.name, json=True):
         raise InputError("--json prints what is committed; leave the other options of otb study out.")

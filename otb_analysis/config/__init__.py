@@ -32,6 +32,7 @@ from otb_analysis.config.train import (
     SmallModelConfig,
     TrainConfig,
     WarmStartConfig,
+    plain_config,
 )
 
 __all__ = [
@@ -66,4 +67,5 @@ __all__ = [
     "StepSchedule",
     "TrainConfig",
     "WarmStartConfig",
+    "plain_config",
 ]

@@ -1,8 +1,9 @@
 """A whole run: the policy it starts from, its rollouts, and everything the other files describe."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
 from otb_analysis.config.measuring import EvaluateConfig, MeasureConfig
@@ -143,3 +144,8 @@ class DemoConfig(DeviceConfig):
     threads: int = 1  # Threads of each of the two runs.
     serve: bool = True  # Serve the dashboard afterwards.
     port: int = 8501  # Port of the dashboard, on loopback.
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """Return a configuration as nested plain values, as JSON reads run.json back: paths are text, tuples lists."""
+    return json.loads(json.dumps(asdict(config), default=str))

@@ -1,4 +1,4 @@
-"""A custom estimator: `module:function` names a function of `EstimatorInputs` that returns advantages [N, T].
+"""A custom estimator: `module:function`, or a package's, names a function of `EstimatorInputs` to advantages [N, T].
 
 What the function reads is found by trial calls on a few made-up rollouts, so nothing has to be declared: an input
 without which it fails is needed, one without which it goes on is used where it is there. Whether it is unbiased is not
@@ -28,7 +28,7 @@ _specs: dict[str, tuple[Callable[..., Any], EstimatorSpec]] = {}
 
 
 def custom_spec(name: str) -> EstimatorSpec:
-    """Return the EstimatorSpec of `module:function`, after trial calls; the same function is tried once.
+    """Return the EstimatorSpec of a custom function, after trial calls; the same function is tried once.
 
     Its options are the function's other parameters that have a number or a text as default.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps
-from otb_analysis.custom import is_custom
+from otb_analysis.custom import is_custom, plugins
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, selector
 from otb_analysis.estimators.custom import custom_estimate, custom_spec
@@ -22,19 +22,19 @@ BLOCK_ELEMENTS = 1 << 16  # Entries of [rows, T] worked on at once; whole groups
 
 
 def entry_of(name: str) -> EstimatorSpec:
-    """Return the EstimatorSpec of a name in `ESTIMATORS`, of a portfolio of them, or of a custom `module:function`.
+    """Return the EstimatorSpec of a name in `ESTIMATORS`, of a portfolio of them, or of one of your own.
 
     Raises:
         InputError: No estimator has that name, or the portfolio or the custom function cannot be used.
     """
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
     if is_portfolio(name):
         return portfolio(name, ESTIMATORS)
-    if is_custom(name):
+    if is_custom("estimator", name):
         return custom_spec(name)
-    if name not in ESTIMATORS:
-        hint = nearest(name, ESTIMATORS)
-        raise InputError(f"estimator {name!r} does not exist; {hint} Your own is named module:function.")
-    return ESTIMATORS[name]
+    hint = nearest(name, [*ESTIMATORS, *plugins("estimator")])
+    raise InputError(f"estimator {name!r} does not exist; {hint} Your own is named module:function.")
 
 
 def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
@@ -90,7 +90,7 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     used = (use for use in entry.uses if use != "state" and getattr(inputs, use) is not None)
     names = (*entry.needed(options), *used)
     check_shapes(inputs, names)
-    if is_custom(name):
+    if name not in ESTIMATORS and not is_portfolio(name):
         return custom_estimate(name, entry, inputs, names, options)
     mask = np.asarray(inputs.mask)
     if not entry.takes_gaps and has_gaps(mask):

@@ -174,6 +174,6 @@ class EstimatorSpec:
     def shown_by(self) -> str:
         """The test that shows whether it is biased."""
         if self.unbiased and self.batch_coupled:
-            return "tests/enumeration/test_across.py::test_no_bias_in_batches_of_three_prompts"
+            return "tests/studies/enumeration/test_across.py::test_no_bias_in_batches_of_three_prompts"
         claim = "unbiased_have_no_bias" if self.unbiased else "biased_have_a_bias"
-        return f"tests/enumeration/test_bias.py::test_entries_called_{claim}"
+        return f"tests/studies/enumeration/test_bias.py::test_entries_called_{claim}"

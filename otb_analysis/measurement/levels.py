@@ -31,7 +31,7 @@ from otb_analysis.measurement.tokens import DrawnTokens, TokenMeasurements
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Bool, Float
 
-# Measured like the costs in `training/forecast.py`, beside a pass of the same rollouts: the small model (0.4 M
+# Measured like the costs in `training/budget.py`, beside a pass of the same rollouts: the small model (0.4 M
 # parameters, 26 tokens a rollout), a Llama of 42 M (28 tokens), SmolLM2-135M (78 tokens).
 #
 #                                    0.4 M     42 M    135 M
@@ -203,7 +203,7 @@ def level_of(name: str) -> Level:
     Raises:
         InputError: There is none of that name.
     """
-    level = import_attribute("level", name) if is_custom(name) else LEVELS.get(name)
+    level = LEVELS.get(name) or (import_attribute("level", name) if is_custom("level", name) else None)
     if not isinstance(level, Level):
         raise InputError(f"measure.further has {name!r}, which is no Level; {nearest(name, LEVELS)}")
     return level

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.measurement.measurer import Measurement
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.measurement.tokens import TokenMeasurements
@@ -50,15 +51,6 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "n_sketched_prompts": measurement.tokens.n_sketched,
         "measurement_gaps": measurement.gaps,
     }
-
-
-def zero_variance_groups(reward: Float, group: np.ndarray) -> Bool:
-    """Return, by group index, whether its rewards are all equal; groups of one or none are not counted."""
-    size = np.bincount(group)
-    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
-    np.minimum.at(low, group, reward)
-    np.maximum.at(high, group, reward)
-    return (low == high) & (size > 1)
 
 
 def level_scalars(measured: TokenMeasurements) -> dict[str, object]:

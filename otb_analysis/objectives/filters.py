@@ -2,7 +2,7 @@
 
 The trainer samples again until the batch is full (`training.filling`). So rollouts are no longer i.i.d. from the
 policy: those that a `rollout` filter keeps are i.i.d. from π(y)·k(y)/E k, and a `group` filter keeps whole groups by
-their outcome. `enumeration.filters` shows what that does to the mean of an update.
+their outcome. `studies.lib.enumeration.filters` shows what that does to the mean of an update.
 """
 
 from dataclasses import dataclass

@@ -11,6 +11,7 @@ from otb_analysis.answers.audit import AuditReport
 from otb_analysis.answers.formulas import AUDIT_FORMULAS
 from otb_analysis.answers.proxy import Proxy
 from otb_analysis.answers.shares import Share
+from otb_analysis.atomic import atomic_file
 from otb_analysis.checks.bookkeeping import bookkeeping_lines
 from otb_analysis.checks.sampling_sums import ZScores
 from otb_analysis.checks.sampling_text import sampling_lines
@@ -23,7 +24,6 @@ from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
 from otb_analysis.report.estimators import estimator_parts
 from otb_analysis.report.html import to_html
 from otb_analysis.report.record import written
-from otb_analysis.store.atomic import atomic_file
 
 BEST = "* best of its curve: intervals show that its neighbours are worse. † by formula, not measured."
 COST = (

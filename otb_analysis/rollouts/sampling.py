@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,10 +16,7 @@ from otb_analysis.rollouts.generation import Generation, Generator, NonFiniteLog
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.tasks import Prompt, Task, Turn
 from otb_analysis.tasks.task_calls import ask_reply
-from otb_analysis.types import Bool, Float, Int
-
-FinishReason = Literal["stop", "length", "turns", "unknown"]
-
+from otb_analysis.types import Bool, FinishReason, Float, Int
 
 BY_COLUMN = {"input_ids": 0, "attention_mask": 0, "mask": 0, "turn": 0, "reward": 0, "behavior_logprob": np.nan}
 """The fields [N, L] of `Rollouts`, with what widening them fills in."""

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from otb_analysis.atomic import atomic_file
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import advance, count_to
 from otb_analysis.schema import TABLES
-from otb_analysis.store.atomic import atomic_file
 from otb_analysis.store.checksum import BLANK, CHECKSUM, stamp
 from otb_analysis.store.digest import forget
 from otb_analysis.store.encode import ARROW

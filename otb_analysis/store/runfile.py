@@ -11,9 +11,9 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from otb_analysis.atomic import atomic_file
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION
-from otb_analysis.store.atomic import atomic_file
 from otb_analysis.store.checksum import CHANGED, checksum_of
 from otb_analysis.store.layout import RUN_FILE, refused_link
 from otb_analysis.store.liveness import this_process

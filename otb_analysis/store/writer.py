@@ -13,9 +13,9 @@ from zlib import crc32
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from otb_analysis.atomic import atomic_file, atomic_folder
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
-from otb_analysis.store.atomic import atomic_file, atomic_folder
 from otb_analysis.store.checksum import (
     BLANK,
     CHECKSUM,

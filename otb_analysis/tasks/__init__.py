@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.custom import is_custom
+from otb_analysis.custom import is_custom, plugins
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 from otb_analysis.tasks.calculator import Calculator
@@ -38,23 +38,22 @@ TASKS = {
 
 
 def make_task(config: TrainConfig) -> Task:
-    """Build the configured task: one of the catalogue, or a custom one by module:attribute.
+    """Build the configured task: one of the catalogue, one that a package registers, or one by module:attribute.
 
     Raises:
         InputError: No task has that name, or its settings are impossible.
     """
-    if is_custom(config.task):
+    if config.task in TASKS:
+        return TASKS[config.task](config)
+    if is_custom("task", config.task):
         return load_task(config)
-    if config.task not in TASKS:
-        raise InputError(
-            f"task {config.task!r} does not exist; {nearest(config.task, TASKS)} Your own is named module:attribute."
-        )
-    return TASKS[config.task](config)
+    hint = nearest(config.task, [*TASKS, *plugins("task")])
+    raise InputError(f"task {config.task!r} does not exist; {hint} Your own is named module:attribute.")
 
 
 def task_files(config: TrainConfig) -> list[Path]:
     """Return the files whose content the task depends on beside its configuration; what is cached is keyed by them."""
-    if is_custom(config.task):
+    if config.task not in TASKS:
         file = source_file(config.task)
         return [] if file is None else [file]
     if config.task == "math_jsonl":

@@ -1,4 +1,4 @@
-"""A custom task: `--task module:attribute` loads it from any module that can be imported here."""
+"""A custom task: `--task module:attribute` loads it from any module that can be imported here; a package's by name."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.custom import import_attribute, one_line
+from otb_analysis.custom import import_attribute, one_line, plugins
 from otb_analysis.errors import STOPS, InputError
 from otb_analysis.tasks.base import Task
 
@@ -30,8 +30,9 @@ def load_task(config: TrainConfig) -> Task:
 
 
 def source_file(task: str) -> Path | None:
-    """Return the file of the module that a loaded `module:attribute` came from, or None when it has none."""
-    file = getattr(sys.modules.get(task.partition(":")[0]), "__file__", None)
+    """Return the file of the module that a loaded task of one's own came from, or None when it has none."""
+    module = plugins("task")[task].module if task in plugins("task") else task.partition(":")[0]
+    file = getattr(sys.modules.get(module), "__file__", None)
     return Path(file) if file else None
 
 

@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from string import ascii_lowercase
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 
 from otb_analysis.config.tasks import GraphPathConfig
 from otb_analysis.errors import InputError
+from otb_analysis.extras import require
 from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn
 from otb_analysis.tasks.splits import draw_prompt
+
+if TYPE_CHECKING:
+    from networkx import Graph
 
 
 class GraphPath(SingleTurn):
@@ -39,7 +43,10 @@ class GraphPath(SingleTurn):
             raise InputError(
                 f"graph_path.distance_min is {config.distance_min}; choose from 1 to {config.nodes - 1}, below nodes."
             )
-        self.config, self.seed = config, seed
+        require("networkx", "the task graph_path")
+        import networkx
+
+        self.config, self.seed, self.networkx = config, seed, networkx
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return problem `index` of a split: the goal can be reached, in no fewer than `distance_min` edges."""
@@ -53,9 +60,9 @@ class GraphPath(SingleTurn):
         start, goal = (names[k] for k in rng.choice(nodes, size=2, replace=False))
         text = ",".join(names[i] + names[j] for i, j in turned) + f":{start}>{goal}="
         graph = self._graph(text)
-        if start not in graph or goal not in graph or not nx.has_path(graph, start, goal):
+        if start not in graph or goal not in graph or not self.networkx.has_path(graph, start, goal):
             return None
-        path = nx.shortest_path(graph, start, goal)
+        path = self.networkx.shortest_path(graph, start, goal)
         if len(path) - 1 < self.config.distance_min:
             return None
         return Prompt(id=self._name(turned, start, goal), text=text, answer="".join(path))
@@ -65,9 +72,11 @@ class GraphPath(SingleTurn):
         ordered = edges if self.config.directed else [sorted(edge) for edge in edges]
         return ",".join(sorted(ascii_lowercase[i] + ascii_lowercase[j] for i, j in ordered)) + f":{start}>{goal}"
 
-    def _graph(self, text: str) -> nx.Graph:
+    def _graph(self, text: str) -> "Graph":
         edges = text.partition(":")[0].split(",")
-        return (nx.DiGraph if self.config.directed else nx.Graph)([(edge[0], edge[1]) for edge in edges])
+        return (self.networkx.DiGraph if self.config.directed else self.networkx.Graph)(
+            [(edge[0], edge[1]) for edge in edges]
+        )
 
     def demonstration(self, prompt: Prompt) -> Sequence[Turn]:
         """Return a path without repetition, one of all at random, always the same for a problem."""
@@ -80,7 +89,7 @@ class GraphPath(SingleTurn):
         graph, path = self._graph(text), [start]
         while path[-1] != goal:
             at, free = path[-1], graph.subgraph(set(graph) - set(path[:-1]))
-            ways = [node for node in free[at] if nx.has_path(free.subgraph(set(free) - {at}), node, goal)]
+            ways = [node for node in free[at] if self.networkx.has_path(free.subgraph(set(free) - {at}), node, goal)]
             path.append(ways[rng.integers(len(ways))])
         return "".join(path)
 

@@ -1,18 +1,19 @@
-"""What measuring may take, what it took, and what is measured for it.
+"""What measuring costs, and what a budget measures.
 
-`measure.budget` b allows b seconds of measuring for every second that the run takes without it. First it buys every
-estimator's gradient on the prompts of an interval, at any length of the answers; then drawn tokens, then the norms of
-whole groups, then attribution. The prices are forecast from one timed forward and backward pass, and replaced by the
-true seconds of each measured step; the steps that are left are then planned anew. Schedules that the user changed are
-kept, and their cost is taken off first, as is that of the level forward.
+Costs are forecast in multiples of one timed forward and backward pass; the seconds of the first event of each level
+replace them. `measure.budget` b saves b seconds for every second that the run takes without measuring, and an event
+takes place once it is saved for. The seconds buy every estimator's gradient on the prompts of an interval, at any
+length of the answers; then drawn tokens, the norms of whole groups, and attribution. Schedules that the user changed
+are kept, and their cost is taken off first, as is that of the level forward.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 
 from otb_analysis.config import (
     AttributionSchedule,
@@ -22,29 +23,183 @@ from otb_analysis.config import (
     StepSchedule,
     TrainConfig,
 )
-from otb_analysis.measurement.level import positions
-from otb_analysis.measurement.levels import drawn_share, level_of
-from otb_analysis.phases import EXPECTED, note, plural
+from otb_analysis.measurement.forward import completion_logprobs
+from otb_analysis.measurement.gram_method import EXACT, SKETCHED, GramMethod
+from otb_analysis.measurement.level import first_groups, positions, read_once, seen
+from otb_analysis.measurement.levels import NORM, drawn_share, level_of
+from otb_analysis.phases import EXPECTED, duration, note, plural
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.statistics import MIN_CLUSTERS
-from otb_analysis.training.forecast import PlannedLevel, levels
+from otb_analysis.statistics import MIN_CLUSTERS, smaller_sizes
+from otb_analysis.training.policy.policy import Policy
+from otb_analysis.types import Bool
 
+# Measured, beside a pass of the same rollouts, on one busy core: the small model (0.4 M parameters, 26 tokens a
+# rollout), a Llama of 42 M (28 tokens), SmolLM2-135M (78 tokens). Small models pay for calls rather than arithmetic.
+#
+#                                    0.4 M     42 M    135 M
+#   exact norms (13 and 25 seen)      9–16      6.4      8.0
+#   smaller groups, each size            2        –        –
+#
+# Prompts made up a third of the positions there.
+WHOLE, SMALLER = 1.5, 0.2
+"""Exact norms of whole rollouts; the Gram matrix of one smaller group size, as a part of the whole one's cost."""
+TIMED = 256
+"""Most positions of the rollouts whose pass is timed."""
+REPEATED, LONG_ENOUGH = 5, 0.2
+"""Most passes that are timed, and the seconds of them that suffice."""
+FAR, SHORT = 2.0, 1.0
+"""A forecast that was off by more than this factor is corrected with a note, if more than so many seconds."""
+LISTED = 5
+"""Steps that are named one by one."""
 PAIR = 2
 """Fewest prompts of a measured step: a variance between prompts needs two."""
 SPREAD = 6
 """Measured steps that are wanted before more prompts are measured at each: enough for a curve over the run."""
 MARGIN = 1.2
 """A forecast counts this many times, until the true seconds are known."""
-WAITED = 3
-"""Steps whose time is known before more than half of the budget is spent at once: the first step is a slow one."""
-EXACT = "exact norms"
+ROUNDING = 1e-9
+"""Added to the number of prompts that a sum pays for."""
+NORMS = "exact norms"
 """The phase of exact norms, which are part of the step itself where the estimator trains on them."""
-KEPT = ("price", "known", "spent", "usual", "forward", "prompts", "planned_for")
-"""What a resumed run goes on from, beside its schedules."""
 OFF: dict[str, StepSchedule] = {
     "gradients": Schedule(), "sampled": SampledSchedule(), "exact": Schedule(), "attribution": AttributionSchedule(),
 }  # fmt: skip
 """What a budget buys, in this order."""
+KEPT = ("price", "timed", "saved", "credited", "other", "usual", "prompts")
+"""What a resumed run goes on from."""
+
+
+@dataclass(frozen=True)
+class PlannedLevel:
+    """One thing that is measured."""
+
+    name: str  # The phase in which it is measured
+    what: str  # Words for the sentence
+    due: Callable[[int], bool]  # Whether it runs at a step
+    multiple: float  # Its cost in forward and backward passes of its rollouts
+    rows: Bool  # True at those rollouts [N]
+
+    def seconds(self, rollouts: Rollouts, per_position: float) -> float:
+        """Return what one event takes where a forward and backward pass takes so many seconds per position."""
+        return self.multiple * per_position * positions(rollouts, self.rows)
+
+
+def levels(
+    config: TrainConfig, rollouts: Rollouts, exact_always: bool = False, gram: GramMethod | None = None
+) -> list[PlannedLevel]:
+    """Return everything that a run measures, with its cost on rollouts such as these.
+
+    `exact_always`: the training estimator reads exact norms of all rollouts at each step. `gram`: how the Gram matrix
+    is measured, by default exactly unless the configuration asks for sketches.
+    """
+    measure, group, every = config.measure, rollouts.group, np.ones(len(rollouts.group), bool)
+    exact, gradients, planned = measure.exact, measure.gradients, list[PlannedLevel]()
+    normed = first_groups(group, every, exact.prompts) & (exact.every > 0)
+    compared = normed | (first_groups(group, every, gradients.prompts) & (gradients.every > 0))
+
+    def prompts(rows: Bool) -> str:
+        return f"{plural(len(np.unique(group[rows])), 'prompt')} ({plural(int(rows.sum()), 'rollout')})"
+
+    def norms(rows: Bool) -> float:
+        return WHOLE + NORM[measure.engine if rollouts.soft is None else "reference"] * seen(rollouts, rows)
+
+    if exact_always:
+        planned.append(PlannedLevel(NORMS, "exact norms of every rollout", lambda step: True, norms(every), every))
+    elif normed.any():
+        planned.append(PlannedLevel(NORMS, prompts(normed), exact.due, norms(normed), normed))
+    if compared.any():
+        usual = SKETCHED if measure.gram == "sketch" else EXACT * read_once(rollouts, compared)
+        passes, what = gram.passes if gram else usual, "" if (compared == normed).all() else prompts(compared)
+
+        def due(step: int) -> bool:
+            return exact.due(step) or gradients.due(step)
+
+        planned.append(PlannedLevel("Gram matrix", what, due, passes, compared))
+        if measure.subgroups and (sizes := len(smaller_sizes(group[compared]))):
+            planned.append(PlannedLevel("smaller groups", "", due, SMALLER * sizes * passes, compared))
+    for name, plan in measure.levels.items():
+        if plan.every > 0:
+            level = level_of(name)
+            rows = first_groups(group, ~normed, plan.prompts) if isinstance(plan, Schedule) else every
+            cost = level.passes(plan, rollouts, rows)
+            planned.append(PlannedLevel(level.phase, level.words(plan), plan.due, cost, rows))
+    return planned
+
+
+def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
+    """Time a forward and backward pass of the first rollouts, after one that warms up; a short pass is repeated."""
+    ends = np.cumsum(rollouts.attention_mask.sum(axis=1))
+    rows = np.arange(max(1, int(np.searchsorted(ends, TIMED, side="right"))))
+    part, times = rollouts.take(rows), list[float]()
+    while len(times) < 2 or (len(times) < REPEATED and sum(times) < LONG_ENOUGH):
+        start = perf_counter()
+        with policy.arithmetic():
+            total = completion_logprobs(policy.model, part, policy.temperature).logprob.sum()
+        gradients = torch.autograd.grad(total, policy.parameters, allow_unused=True)
+        float(next(g for g in gradients if g is not None).sum())  # waits for a GPU
+        times.append(perf_counter() - start)
+    return float(np.median(times[1:])) / int(ends[rows[-1]])
+
+
+class Forecast:
+    """Notes before a run's first measured step what its schedules will take, and corrects itself afterwards."""
+
+    def __init__(self, config: TrainConfig, exact_always: bool):
+        self.config, self.exact_always = config, exact_always
+        self.levels: list[PlannedLevel] = []
+        self.seconds: dict[str, float] = {}  # Of one event, by phase
+        self.corrected = False
+
+    def announce(self, step: int, rollouts: Rollouts, per_position: float, usual: float) -> None:
+        """Note what measuring will take from a step on; a step takes `usual` seconds without it."""
+        self.levels = levels(self.config, rollouts, self.exact_always)
+        self.seconds = {level.name: level.seconds(rollouts, per_position) for level in self.levels}
+        EXPECTED.update(self.seconds)
+        steps, together = self.steps(step), dict[tuple[int, ...], list[str]]()
+        for level in self.levels:
+            if level.what and (due := tuple(filter(level.due, steps))):
+                together.setdefault(due, []).append(level.what)
+        what = ", ".join(f"{' and '.join(dict.fromkeys(words))} at {listed(due)}" for due, words in together.items())
+        costs = [self.cost(s) for s in steps]
+        alike = len({round(c, 9) for c in costs}) == 1
+        often = (" each time" if alike else " the first time") + f", {about(sum(costs))} in all"
+        cost = f"about {about(costs[0])}{often if len(steps) > 1 else ''}"
+        note(f"Measuring {what}: {cost}; a step takes about {about(usual)} besides.")
+
+    def steps(self, first: int) -> list[int]:
+        """Return the measured steps from `first` on."""
+        rest = range(first, self.config.optimize.steps)
+        return [step for step in rest if any(level.due(step) for level in self.levels)]
+
+    def cost(self, step: int) -> float:
+        """Return the forecast seconds of measuring at a step."""
+        return sum(self.seconds[level.name] for level in self.levels if level.due(step))
+
+    def correct(self, step: int) -> None:
+        """Replace the forecast by the times of the first measured step, with a note where it was far off."""
+        if self.corrected or not self.cost(step):  # nothing was measured yet, or no pass timed
+            return
+        self.corrected, before = True, self.cost(step)
+        self.seconds = {name: EXPECTED.get(name, value) for name, value in self.seconds.items()}
+        took = self.cost(step)
+        if max(before, took) > SHORT and not 1 / FAR <= took / before <= FAR:
+            rest = sum(map(self.cost, self.steps(step + 1)))
+            more = f"; about {about(rest)} more are to come" if rest else ""
+            note(f"Measuring took {about(took)} and not {about(before)}{more}.")
+
+
+def about(seconds: float) -> str:
+    """Return a time to two digits where it is short: 0.4 s, 9 s, 1:20 min."""
+    return f"{seconds:.1f} s" if seconds < 9.95 and f"{seconds:.1f}"[-1] != "0" else duration(seconds)
+
+
+def listed(steps: Sequence[int]) -> str:
+    """Return steps in words: step 0; steps 0, 20, 40; or 12 steps (0, 5, 10, … 55)."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    if len(steps) <= LISTED:
+        return f"steps {', '.join(map(str, steps))}"
+    return f"{plural(len(steps), 'step')} ({', '.join(map(str, steps[:3]))}, … {steps[-1]})"
 
 
 def planned_levels(measure: MeasureConfig, exact_always: bool) -> list[str]:
@@ -63,40 +218,8 @@ def planned_levels(measure: MeasureConfig, exact_always: bool) -> list[str]:
 
 def phases_of(name: str) -> tuple[str, ...]:
     """Return the phases in which a level is measured."""
-    usual = {"exact": (EXACT,), "gradients": ("Gram matrix", "smaller groups")}
+    usual = {"exact": (NORMS,), "gradients": ("Gram matrix", "smaller groups")}
     return usual[name] if name in usual else (level_of(name).phase,)
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Forecast seconds of every level on rollouts such as these."""
-
-    config: TrainConfig
-    rollouts: Rollouts
-    per_position: float  # Seconds of a forward and backward pass per position
-    exact_always: bool  # The training estimator reads exact norms at each step: they are part of the step itself
-
-    def levels(self, measure: MeasureConfig) -> list[tuple[PlannedLevel, float]]:
-        """Return what a configuration measures beside the training itself, with the seconds of one event."""
-        every = levels(replace(self.config, measure=measure), self.rollouts, self.exact_always)
-        second = MARGIN * self.per_position
-        return [(lv, second * lv.multiple * positions(self.rollouts, lv.rows)) for lv in every[self.exact_always :]]
-
-    def own(self) -> float:
-        """Return the seconds of the exact norms that the training estimator reads at each step."""
-        always = levels(self.config, self.rollouts, self.exact_always)[: self.exact_always]
-        return sum(self.per_position * lv.multiple * positions(self.rollouts, lv.rows) for lv in always)
-
-    def of(self, name: str) -> float:
-        """Return the seconds of one event of a level, by the prompt where it measures whole groups."""
-        measure = self.config.measure
-        off = {n: replace(getattr(measure, n), every=0) for n in measure.schedules if n not in measure.further}
-        if name in off:
-            once = {"every": 1, "first": 0} | ({"prompts": 0} if isinstance(off[name], Schedule) else {})
-            off[name] = replace(off[name], **once)
-        alone = replace(measure, **off, further={} if name in off else {name: 1})
-        event = sum(seconds for level, seconds in self.levels(alone) if level.name in phases_of(name))
-        return event / prompts_due(alone, name, 0, len(self.rollouts.prompts))
 
 
 def prompts_due(measure: MeasureConfig, name: str, step: int, most: int) -> int:
@@ -107,208 +230,164 @@ def prompts_due(measure: MeasureConfig, name: str, step: int, most: int) -> int:
     return schedule.due(step) and (min(schedule.prompts or most, most) if isinstance(schedule, Schedule) else 1)
 
 
-def spread(schedule: Any, first: int, steps: int, events: int) -> Any:
-    """Return a schedule of just so many events, evenly spread from step `first` to the last step of a run."""
-    events = min(events, steps - first)
-    every = (steps - first) // events if events else 0
-    return replace(schedule, every=every, first=steps - 1 - (events - 1) * every if events else first)
-
-
 class Budget:
-    """Seconds that measuring may take and has taken, and what is measured for them."""
+    """Seconds that measuring may take, saved step by step, and what is measured for them at the next step."""
 
     def __init__(self, config: TrainConfig, exact_always: bool):
         self.config, self.exact_always = config, exact_always
-        self.share, self.steps = config.measure.budget, config.optimize.steps
-        self.levels = planned_levels(config.measure, exact_always)  # Whose schedule is planned
-        # What is measured from now on: what the user set, until the first step is timed
+        self.share, self.steps, self.most = config.measure.budget, config.optimize.steps, config.sample.prompts
+        self.levels = planned_levels(config.measure, exact_always)
         default = MeasureConfig()
-        off = {n: schedule for n, schedule in OFF.items() if getattr(config.measure, n) == getattr(default, n)}
-        self.measure = replace(config.measure, **off)
+        off = {n: plan for n, plan in OFF.items() if getattr(config.measure, n) == getattr(default, n)}
+        self.given = replace(config.measure, **off)  # The schedules that the user set
+        self.measure = self.given  # What is measured at the next step
+        self.asked: dict[str, int] = {}  # Events that they will have by level, or prompts of them
         self.price: dict[str, float] = {}  # Seconds of one event by level, or of one prompt of it
-        self.known: dict[str, bool] = {}  # Levels whose price is no forecast any more
-        self.spent = 0.0  # Seconds of measuring so far
+        self.timed: list[str] = []  # Levels whose price is no forecast any more
+        self.saved = dict.fromkeys(self.levels, 0.0)  # Seconds that wait for the next event of each level
+        self.credited = 0.0  # Seconds that were saved so far
+        self.other = 0.0  # Seconds of the level forward, and of measuring beside its events
         self.usual: list[float] = []  # Seconds of everything else, by step
-        self.forward: list[float] = []  # Seconds of the level forward, which are part of `spent`, by step
         self.prompts = 0  # Whose gradients were measured so far
-        self.planned_for = self.steps  # Steps of the run for which the schedules were made
 
     def begin(self, step: int, rollouts: Rollouts, per_position: float, usual: float, forward: float) -> MeasureConfig:
-        """Plan the run at its first step and return what is measured.
+        """Forecast the prices at the first step, say how far they reach, and return what that step measures.
 
-        A step takes `usual` seconds without measuring, and more where it trains on exact norms. Its forward statistics,
-        which are always there, take `forward`.
+        A step takes `usual` seconds without measuring. Its forward statistics, which are always there, take `forward`.
         """
-        if not self.price:
-            if "sampled" in self.levels:
-                self.measure = replace(self.measure, sampled=SampledSchedule(share=drawn_share(rollouts), by="proxy"))
-            prices = Prices(replace(self.config, measure=self.measure), rollouts, per_position, self.exact_always)
-            usual += prices.own()
-            given = {name for name, schedule in self.measure.schedules.items() if schedule.every}
-            priced = {*self.levels, *given, *(["gradients"] if self.measure.exact.every else [])}
-            unpriced = {"exact"} if self.exact_always else set()  # they are part of the step itself
-            self.price = {name: prices.of(name) for name in sorted(priced - unpriced)}
-            seconds = (self.share * usual - forward) * (self.steps - step)
-            self._plan(step, seconds, early=True)
-            if self.cost(step, self.levels, step + 1) > seconds / 2:
-                self._plan(min(step + WAITED, self.steps - 1), seconds, early=True)
-            if self.share * usual < forward:
-                note(
-                    f"measure.budget is {self.share:g}, but the level forward, which always runs, takes "
-                    f"{forward / usual:.1%} of a step: nothing else is planned while that is so."
-                )
-            else:
-                note(self.interval(step))
+        if "sampled" in self.levels:
+            self.given = replace(self.given, sampled=SampledSchedule(share=drawn_share(rollouts), by="proxy"))
+        own = ("exact",) if self.exact_always else ()  # these are part of the step itself
+        names = [name for name in self.given.schedules if name not in own]
+        for name in names:
+            self.asked[name] = sum(prompts_due(self.given, name, step, self.most) for step in range(self.steps))
+            if name not in self.price and (self.asked[name] or name in self.levels):
+                self.price[name] = self._forecast(name, rollouts, per_position)
+        self._save_and_plan(step, usual, forward)
+        note(self.reach(step, usual, forward))
         return self.measure
 
+    def _forecast(self, name: str, rollouts: Rollouts, per_position: float) -> float:
+        """Return the seconds of one event of a level, by the prompt where it measures whole groups."""
+        plans = {n: replace(plan, every=0) for n, plan in self.given.schedules.items() if n not in self.given.further}
+        if name in plans:
+            once = {"every": 1, "first": 0} | ({"prompts": 0} if isinstance(plans[name], Schedule) else {})
+            plans[name] = replace(plans[name], **once)
+        alone = replace(self.given, **plans, further={} if name in plans else {name: 1})
+        events = levels(replace(self.config, measure=alone), rollouts)
+        seconds = sum(lv.seconds(rollouts, per_position) for lv in events if lv.name in phases_of(name))
+        return MARGIN * seconds / prompts_due(alone, name, 0, len(rollouts.prompts))
+
     def record(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Add a step's seconds by column, as the trainer times them; plan anew after a step that measured."""
+        """Add a step's seconds by column, as the trainer times them, and plan the next step."""
         by_phase = {name.removeprefix("seconds_"): value for name, value in seconds.items()}
-        forward = by_phase.get("forward", 0.0)
-        measured = by_phase.get("measure", 0.0) + forward - self.own()
-        self.spent += measured
-        self.forward.append(forward)
+        own = EXPECTED.get(NORMS, 0.0) if self.exact_always else 0.0  # what the estimator trains on is no measuring
+        measured = by_phase.get("measure", 0.0) + by_phase.get("forward", 0.0) - own
         self.usual.append(sum(by_phase.values()) - by_phase.get("evaluate", 0.0) - measured)
-        worse, due = 1.0, self._due(step)  # How far the forecast was too low, which it then is of other levels, too
+        due, worse = {name: prompts_due(self.measure, name, step, self.most) for name in self.price}, 1.0
         for name, prompts in due.items():
-            forecast, surprise = self.price[name], not self.known.get(name) and name not in self.measure.further
-            self.known[name] = True
-            self.price[name] = sum(EXPECTED.get(phase, 0.0) for phase in phases_of(name)) / prompts or forecast
-            worse = max(worse, self.price[name] / forecast) if forecast and surprise else worse
-        self.price = {n: p if self.known.get(n) else p * worse for n, p in self.price.items()}
+            if not prompts:
+                continue
+            took = sum(EXPECTED.get(phase, 0.0) for phase in phases_of(name)) or self.price[name] * prompts
+            if name not in self.timed:
+                self.timed.append(name)
+                worse = max(worse, took / (self.price[name] * prompts)) if name in self.levels else worse
+            self.price[name] = took / prompts
+            measured -= took
+            if name in self.levels:
+                self.saved[name] -= took
+        # A forecast that was too low for one level is too low for the others, too
+        self.price = {name: p if name in self.timed else p * worse for name, p in self.price.items()}
+        self.other += measured
         self.prompts += due.get("gradients", 0)
-        # The first step is a slow one: its successors may be cheaper, and so may allow less than was planned
-        usual, forward, rest = float(np.median(self.usual)), float(np.median(self.forward)), self.steps - step - 1
-        left = self.share * usual * self.steps - self.spent - forward * rest
-        planned = self.cost(step + 1)
-        more = self.planned_for != self.steps or not planned  # the run became longer, or pays for what was too dear
-        if rest > 0 and (due or more or planned > max(0.0, left)):
-            self.planned_for = self.steps
-            self._plan(step + 1, left)
+        self._save_and_plan(step + 1, float(np.median(self.usual)), by_phase.get("forward", 0.0))
 
-    def own(self) -> float:
-        """Return the seconds of the last step's exact norms that the training estimator read: they are no measuring."""
-        return EXPECTED.get(EXACT, 0.0) if self.exact_always else 0.0
+    def _income(self, usual: float, other: float) -> float:
+        """Return what all steps so far and the next one may spend on the levels that are planned.
 
-    def cost(self, first: int, names: Collection[str] | None = None, end: int | None = None) -> float:
-        """Return the seconds that the plan takes from a step to `end`, by default the run's, for all levels or some."""
-        steps = range(first, self.steps if end is None else end)
-        due = (item for step in steps for item in self._due(step).items())
-        return sum(prompts * self.price[name] for name, prompts in due if names is None or name in names)
-
-    def _due(self, step: int) -> dict[str, int]:
-        """Return how many prompts each level measures at a step, of those that are due."""
-        most = self.config.sample.prompts
-        return {name: n for name in self.price if (n := prompts_due(self.measure, name, step, most))}
-
-    def _plan(self, first: int, seconds: float, early: bool = False) -> None:
-        """Choose the schedules from step `first` on that take at most so many seconds; `early`: it begins there.
-
-        An interval's prompts are paid for first. Beyond them each level may take half of what is left, and gradients
-        what nobody took. Where the gradients of two prompts are too dear even once, tokens of all prompts are drawn.
+        What the user set is paid evenly over the run, at today's prices.
         """
-        off = {name: replace(getattr(self.measure, name), every=0) for name in self.levels}
-        self.measure = replace(self.measure, **off)
-        left, caps = max(0.0, seconds - self.cost(first)), dict[str, float]()  # what the user set is paid first
-        if "gradients" not in self.levels:
-            self._attribute(first, left)
+        fixed = sum(prompts * self.price.get(name, 0.0) for name, prompts in self.asked.items()) / self.steps
+        return self.share * (sum(self.usual) + usual) - self.other - other - fixed * (len(self.usual) + 1)
+
+    def _save_and_plan(self, step: int, usual: float, other: float) -> None:
+        """Save what the next step may spend, and choose what it measures.
+
+        The prompts of an interval are paid for first. Beyond them each level saves half of what those before it left.
+        """
+        if not self.price or not self.levels or step >= self.steps:
             return
-        each = self.price["gradients"]
-        missing, whole = max(MIN_CLUSTERS - self.prompts, 0), int(left / each)
-        part = max(min(whole, missing), whole // 2)
-        for again in (False, True):
-            self.measure = replace(self.measure, gradients=self._pairs(first, part, missing, early))
-            rest = left - self.cost(first, ["gradients"])
-            for name in ("sampled", "exact", "attribution"):
-                if name in self.levels:
-                    alone = name == "attribution" or not self.measure.gradients.every
-                    allowed = min(rest, caps[name]) if again else rest if alone else rest / 2
-                    (self._attribute if name == "attribution" else partial(self._follow, name))(first, allowed)
-                    caps[name] = self.cost(first, [name])
-                    rest -= caps[name]
-            part = int((left - sum(caps.values())) / each)
+        income = self._income(usual, other)
+        left, first = income - self.credited, self.levels[0]
+        early = first == "gradients" and self.prompts < MIN_CLUSTERS
+        for turn, name in enumerate((*self.levels, first)):  # what nobody needs goes to the first one
+            part = left if early or left < 0 or turn >= len(self.levels) - 1 else left / 2
+            part = min(part, max(0.0, self.price[name] * self.most - self.saved[name]))
+            self.saved[name] += part
+            left -= part
+        self.credited = income - left  # where everything is measured, seconds are left over
+        to_come = max(0.0, income) / (len(self.usual) + 1) * (self.steps - step - 1)
+        due = self._due_next(to_come if early else to_come / 2)
+        plans = {name: getattr(self.given, name) for name in due}
+        for name, plan in plans.items():
+            prompts = {"prompts": due[name]} if isinstance(plan, Schedule) else {}
+            plans[name] = replace(plan, every=1, first=0, **prompts)
+        self.measure = replace(self.given, **plans)
 
-    def _pairs(self, first: int, paid: int, missing: int, early: bool) -> Schedule:
-        """Return when so many prompts are measured, of which an interval still lacks some.
+    def _due_next(self, to_come: float) -> dict[str, int]:
+        """Return how many prompts the planned levels measure next; gradients will get `to_come` seconds more.
 
-        As many prompts at one step give more pairs than over several steps. So prompts are added as soon as `SPREAD`
-        steps are measured, and steps once all prompts are.
+        As many prompts at one step give more pairs than over several steps. So prompts are added as soon as the run
+        pays for `SPREAD` measured steps. Where it pays for no pair, tokens of all prompts are drawn. The norms of one
+        prompt are measured where those of all compared ones are too dear.
         """
-        rest, most = self.steps - first, self.config.sample.prompts
-        plans = [(p, min(rest, paid // p)) for p in range(min(PAIR, most), most + 1)]
-        plans = [plan for plan in plans if plan[0] * plan[1] >= missing] or plans
-        often = [plan for plan in plans if plan[1] >= min(SPREAD, rest)]
-        prompts, events = often[-1] if often else plans[0]
-        if early and events:
-            return Schedule(prompts=prompts, every=-(-rest // events), first=first)
-        return spread(Schedule(prompts=prompts), first, self.steps, events)
+        saved, due = self.saved, dict[str, int]()
+        if "gradients" in saved:
+            pair = min(PAIR, self.most)
+            pays = int((max(0.0, saved["gradients"]) + to_come) / self.price["gradients"] + ROUNDING)
+            if pays < pair and "sampled" in saved:
+                saved["sampled"] += max(0.0, saved["gradients"])
+                saved["gradients"] = min(0.0, saved["gradients"])
+                due["sampled"] = self.most
+            elif pays >= pair:
+                due["gradients"] = min(
+                    pays, max(pair, min(self.most, (self.prompts + pays) // min(SPREAD, self.steps)))
+                )
+        paid = {name: int(max(0.0, seconds) / self.price[name] + ROUNDING) for name, seconds in saved.items()}
+        if prompts := due.get("gradients", 0) * (due.get("gradients", 0) <= paid.get("gradients", 0)):
+            whole = saved.get("exact", 0.0) + to_come / 2 >= prompts * self.price.get("exact", np.inf)
+            due |= {"sampled": prompts, "exact": prompts if whole else 1}
+        if "gradients" not in saved or self.prompts >= MIN_CLUSTERS:
+            due["attribution"] = 1
+        return {name: prompts for name, prompts in due.items() if prompts <= paid.get(name, 0)}
 
-    def _follow(self, name: str, first: int, seconds: float) -> None:
-        """Measure a level at as many of the steps with gradients as the seconds pay for, of the same prompts.
-
-        The norms of all of them let estimators that read norms be compared; where that is too dear, one prompt's are
-        measured.
-        """
-        gradients, price = self.measure.gradients, self.price[name]
-        if name == "sampled" and not gradients.every:
-            events = int(max(seconds, 0.0) / (price * self.config.sample.prompts))
-            drawn = spread(replace(self.measure.sampled, prompts=0), first, self.steps, events)
-            self.measure = replace(self.measure, sampled=drawn)
-            return
-        steps = sum(map(gradients.due, range(first, self.steps)))
-        for prompts in (gradients.prompts, 1) if name == "exact" else (gradients.prompts,):
-            events = min(steps, int(max(seconds, 0.0) / (price * max(prompts, 1))))
-            if events:
-                plan = {"prompts": prompts, "every": gradients.every * -(-steps // events), "first": gradients.first}
-                self.measure = replace(self.measure, **{name: replace(getattr(self.measure, name), **plan)})
-                return
-        self.measure = replace(self.measure, **{name: replace(getattr(self.measure, name), every=0)})
-
-    def _attribute(self, first: int, seconds: float) -> None:
-        """Attribute as often as the seconds pay for, from the step on at which an interval has its prompts."""
-        if "attribution" in self.levels:
-            most, prompts, start = self.config.sample.prompts, self.prompts, first
-            for step in range(first, self.steps) if prompts < MIN_CLUSTERS else ():
-                prompts += (count := self.measure.prompts_due(step, most)[1])
-                start = step if count else start
-                if prompts >= MIN_CLUSTERS:
-                    break
-            events = int(max(seconds, 0.0) / self.price["attribution"])
-            self.measure = replace(
-                self.measure, attribution=spread(self.measure.attribution, start, self.steps, events)
-            )
-
-    def interval(self, first: int) -> str:
-        """Say how many measured steps, up to which step, the prompts of an interval take."""
-        counts = {
-            s: n for s in range(first, self.steps) if (n := self.measure.prompts_due(s, self.config.sample.prompts)[1])
-        }
-        if not counts:
-            return "No prompt's gradients are measured, so no interval will be shown; raise --measure.budget."
-        reached = [
-            step for step, total in zip(counts, np.cumsum(list(counts.values())), strict=True) if total >= MIN_CLUSTERS
-        ]
-        if not reached:
+    def reach(self, step: int, usual: float, forward: float) -> str:
+        """Say by which step the prompts of an interval are measured, or why they will not be."""
+        if self.share * usual < forward:
             return (
-                f"An interval takes {MIN_CLUSTERS} prompts and this run measures {sum(counts.values())}; raise "
-                "--measure.budget or --optimize.steps."
+                f"measure.budget is {self.share:g}, but the level forward, which always runs, takes "
+                f"{forward / usual:.1%} of a step: nothing else is measured while that is so."
             )
-        steps = plural(list(counts).index(reached[0]) + 1, "step")
-        return f"The {MIN_CLUSTERS} prompts of an interval take {steps}, until step {reached[0]}."
+        if "gradients" not in self.levels:
+            return (
+                f"measure.budget pays for {' and '.join(self.levels) or 'nothing'} beside the schedules that you set."
+            )
+        rate, lacking = self._income(usual, forward) / (len(self.usual) + 1), MIN_CLUSTERS - self.prompts
+        steps = lacking * self.price["gradients"] / rate if rate > 0 else np.inf
+        if step + steps <= self.steps:
+            return f"The {MIN_CLUSTERS} prompts of an interval will be measured by about step {step + int(steps)}."
+        pays = int(rate * (self.steps - step) / self.price["gradients"]) if rate > 0 else 0
+        return (
+            f"An interval takes {MIN_CLUSTERS} prompts, and this budget pays for about {self.prompts + pays}; raise "
+            "--measure.budget or --optimize.steps."
+        )
 
     def state(self) -> dict[str, Any]:
         """Return plain values from which a resumed run goes on."""
-        schedules = {name: asdict(getattr(self.measure, name)) for name in self.levels}
-        return {name: getattr(self, name) for name in KEPT} | {"schedules": schedules}
+        return {name: getattr(self, name) for name in KEPT}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        if "gradients" in self.levels and "gradients" not in state["schedules"]:
-            # Of a version that planned norms first: this one plans anew, with what is left.
-            for name in ("spent", "usual", "forward", "planned_for"):
-                setattr(self, name, state.get(name, getattr(self, name)))
-            return
-        schedules = {name: replace(getattr(self.measure, name), **plan) for name, plan in state["schedules"].items()}
-        self.measure = replace(self.measure, **schedules)
-        for name in KEPT:
-            setattr(self, name, state.get(name, getattr(self, name)))
+        """Restore what `state` returned; an earlier version's state is left out, so that saving begins anew."""
+        if set(KEPT) <= set(state):
+            for name in KEPT:
+                setattr(self, name, state[name])

@@ -7,13 +7,14 @@ from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.tasks import Task
 from otb_analysis.tasks.reasoning_gym import ReasoningGym
 from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.training.budget import planned_levels
 
 
 def too_few_prompts(config: TrainConfig, task: Task) -> str:
     """Return what to change where the gradients of too few prompts are measured for an interval, else nothing."""
     measure, most, total = config.measure, config.sample.prompts, config.optimize.steps
     counts = {step: count for step in range(total) if (count := measure.prompts_due(step, most)[1])}
-    if not counts or measure.budget:  # a budget says it once it has planned
+    if not counts or (measure.budget and "gradients" in planned_levels(measure, False)):  # the budget will say it
         return ""
     ids, used = set[str](), 0
     for step, count in counts.items():  # the prompts that the run will draw

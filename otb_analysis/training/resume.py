@@ -1,10 +1,8 @@
 """Begin a run, or go on with one that was stopped."""
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 
-from otb_analysis.config import TrainConfig
+from otb_analysis.config import TrainConfig, plain_config
 from otb_analysis.errors import InputError
 from otb_analysis.phases import note, plural
 from otb_analysis.store import RunStore, RunWriter
@@ -91,11 +89,6 @@ def kept(config: TrainConfig) -> str:
         often = f"checkpoint.every is {config.checkpoint.every}"
         more = f"it has no checkpoint yet ({often}), so --if-exists resume begins anew"
     return f"stopped after step {steps[-1]}; {count} can be read in {path}; {more}."
-
-
-def plain_config(config: TrainConfig) -> dict[str, object]:
-    """Return a configuration as nested plain values, as JSON reads run.json back: paths are text, tuples lists."""
-    return json.loads(json.dumps(asdict(config), default=str))
 
 
 def _flat(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

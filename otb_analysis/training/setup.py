@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from otb_analysis.config import MeasureConfig, TrainConfig
+from otb_analysis.config import TrainConfig
 from otb_analysis.devices import device_of, machine_facts, products, random_state, set_random_state
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, NormalEquations, options_from_dict, with_limit
@@ -25,19 +25,18 @@ from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.importance import learning_rate_factor
 from otb_analysis.objectives.shaping import SHAPINGS, ShapingInputs
 from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
-from otb_analysis.phases import note, phase
+from otb_analysis.phases import EXPECTED, note, phase
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
 from otb_analysis.rollouts.generation_vllm import VllmGenerator
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.tasks import Task, make_task
-from otb_analysis.training.budget import Budget
+from otb_analysis.training.budget import Budget, Forecast, seconds_per_position
 from otb_analysis.training.check import check, trains_on_exact
 from otb_analysis.training.critic.critic import make_critic
 from otb_analysis.training.critic.nets import CriticBatch
 from otb_analysis.training.critic.targets import critic_target, explained_variance
-from otb_analysis.training.forecast import Forecast
 from otb_analysis.training.policy.objective import Objective, TokenBatch
 from otb_analysis.training.policy.optimizer import PolicyOptimizer
 from otb_analysis.training.policy.policy import Policy
@@ -106,8 +105,10 @@ class Trainer:
         self.measurer = GradientMeasurer(model, measured.measure, config.sample.temperature, trained, asdict(config))
         self.cut_noted = False  # that every answer of some step was cut off
         self.budget = Budget(measured, self.trains_on_exact) if config.measure.budget else None
-        self.forecast = Forecast(measured, self.trains_on_exact, self._plan if self.budget else None)
-        self._measure_what_is_planned()
+        self.forecast = Forecast(measured, self.trains_on_exact)
+        self.announced = False  # what measuring will cost
+        if self.budget is not None:
+            self.measurer.config = self.budget.measure
         self.seconds: dict[str, float] = {}  # since the last record, by phase
         self.clock: Callable[[], float] = perf_counter
 
@@ -163,32 +164,31 @@ class Trainer:
         return {f"seconds_{phase}": value for phase, value in taken.items()}
 
     def announce(self, step: int, rollouts: Rollouts) -> None:
-        """Note what measuring will cost, before a step first measures; a failure here does not stop the run."""
-        # One update needs the backward pass alone; several take whole passes in every epoch.
-        left = 2 / 3 if self.one_update else self.config.objective.epochs
-        if self.processes.first and not self.processes.sharded:
-            with suppress(Exception):
-                so_far = sum(self.seconds.values()) - self.seconds.get("evaluate", 0.0)  # few steps are evaluated
-                self.forecast.announce(step, self.policy, rollouts, so_far, left)
-                self._measure_what_is_planned()
-
-    def _plan(self, step: int, rollouts: Rollouts, per_position: float, usual: float) -> MeasureConfig:
-        """Return what the budget measures; the statistics of this step's forward pass tell what those cost."""
-        assert self.budget is not None
-        forward = self.seconds.get("forward", 0.0)
-        return self.budget.begin(step, rollouts, per_position, usual - forward, forward)
+        """Before a step first measures, say what that will cost; a failure here does not stop the run."""
+        plans = self.measurer.config.schedules.values()
+        due = self.budget or self.trains_on_exact or any(plan.due(step) for plan in plans)
+        if self.announced or not due or not self.processes.first or self.processes.sharded:
+            return
+        with suppress(Exception):
+            with phase("timing one forward and backward pass"):
+                each = seconds_per_position(self.policy, rollouts)
+            self.announced = True
+            # One update needs the backward pass alone; several take whole passes in every epoch.
+            passes = 2 / 3 if self.one_update else self.config.objective.epochs
+            EXPECTED["update"] = passes * each * float(rollouts.attention_mask.sum())
+            usual = sum(self.seconds.values()) - self.seconds.get("evaluate", 0.0) + EXPECTED["update"]
+            if self.budget is None:
+                self.forecast.announce(step, rollouts, each, usual)
+            else:
+                forward = self.seconds.get("forward", 0.0)
+                self.measurer.config = self.budget.begin(step, rollouts, each, usual - forward, forward)
 
     def keep_budget(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Tell the budget what a step took, measure what it plans from now on, and correct the forecast by that."""
-        to_come = None
-        if self.budget is not None:
+        """Tell the budget what a step took and measure what it pays for at the next, or correct the forecast."""
+        if self.budget is None:
+            self.forecast.correct(step)
+        else:
             self.budget.record(step, seconds)
-            self._measure_what_is_planned()
-            to_come = self.budget.cost(step + 1) + self.budget.own() * (self.budget.steps - step - 1)
-        self.forecast.correct(step, to_come)
-
-    def _measure_what_is_planned(self) -> None:
-        if self.budget is not None:
             self.measurer.config = self.budget.measure
 
     @property
@@ -309,7 +309,6 @@ class Trainer:
         set_random_state(self.model.device, state["random"])
         if self.budget is not None and state.get("budget"):
             self.budget.load_state(state["budget"])
-            self._measure_what_is_planned()
 
 
 def _plain_sums(sums: NormalEquations) -> dict[str, list]:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from otb_analysis.figures.styles import BLUE, GREY
-from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.figures.styles import BLUE
+from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import interval_curve
+from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import interval_curve, seed_curves
 
 MINUTES = 20
 """What a seed may take."""
@@ -44,9 +44,5 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
 def _panel(task: str, curves: Rows) -> Panel:
     points = {step: over_seeds(select(curves, step=step)) for step in sorted(distinct(curves, "step"))}
     mean = interval_curve(points, "", "mean over seeds, 95 % interval", BLUE)
-    seeds = [
-        Curve(column(rows, "step"), column(rows, "success"), "one seed", color=GREY, width=1.0)
-        for rows in (select(curves, seed=seed) for seed in distinct(curves, "seed"))
-    ]
-    rules = [(GOALS[task][name], name) for name in ("target", "aim")]
+    rules, seeds = [(GOALS[task][name], name) for name in ("target", "aim")], seed_curves(curves, "success")
     return Panel(task, "success on held-out prompts", "step", [mean, *seeds], rules, (0.0, 1.0), percent=True)

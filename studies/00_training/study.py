@@ -11,13 +11,19 @@ from time import process_time
 from typing import Any
 
 from otb_analysis.commands.cli import from_toml
-from otb_analysis.config import CalculatorConfig, ChainSumConfig, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.config import (
+    CalculatorConfig,
+    ChainSumConfig,
+    SmallModelConfig,
+    TrainConfig,
+    WarmStartConfig,
+    plain_config,
+)
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import warm_started
+from studies.lib import Cell, Study, Tables
 
 HERE = Path(__file__).parent
 SEEDS = {"chain_sum": (0, 1, 2), "calculator": (0, 1, 2)}

@@ -8,15 +8,15 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from otb_analysis.enumeration.catalogue import spread
-from otb_analysis.enumeration.facts import COMPARED, GROUPS, LARGE, SETTINGS, SMALL
-from otb_analysis.enumeration.off_policy import CASES
 from otb_analysis.figures.styles import GREY, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import above, below
 from otb_analysis.types import Float
+from studies.lib import Rows, column, distinct, select
+from studies.lib.enumeration.catalogue import spread
+from studies.lib.enumeration.facts import COMPARED, GROUPS, LARGE, SETTINGS, SMALL
+from studies.lib.enumeration.off_policy import CASES
+from studies.lib.formats import above, below
 
 ROUNDING = 1e-9
 """Identities hold to rounding: below this."""

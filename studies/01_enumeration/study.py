@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.enumeration.derailment import Derailment, derailment_samples
-from otb_analysis.enumeration.facts import (
+from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.enumeration.derailment import Derailment, derailment_samples
+from studies.lib.enumeration.facts import (
     GROUPS,
     LARGE,
     SETTINGS,
@@ -21,8 +23,6 @@ from otb_analysis.enumeration.facts import (
     ratio_row,
     size_row,
 )
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.training.runtime.progress import Bar
 
 POLICIES = {"population": 60, "ragged": 60, "equal": 24, "ratios": 60, "prompts": 20, "sizes": 60}
 QUICK_POLICIES = {"population": 4, "ragged": 4, "equal": 2, "ratios": 3, "prompts": 2, "sizes": 1}

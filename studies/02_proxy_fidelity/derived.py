@@ -8,8 +8,8 @@ import numpy as np
 from otb_analysis.config import SampleConfig
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Panel, svg
-from otb_analysis.study import Row, Rows, distinct, select
-from otb_analysis.study.formats import above, below, interval_curve
+from studies.lib import Row, Rows, distinct, select
+from studies.lib.formats import above, below, interval_curve
 
 from .study import MARGIN, SOURCES, UPDATES
 

@@ -22,6 +22,7 @@ from otb_analysis.config import (
     SmallModelConfig,
     TrainConfig,
     WarmStartConfig,
+    plain_config,
 )
 from otb_analysis.energies import lm_head_energy
 from otb_analysis.estimators import estimate
@@ -34,18 +35,17 @@ from otb_analysis.statistics import (
     pooled_statistics,
     weight_statistics,
 )
-from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
-from otb_analysis.study.agreement import agreement_rows, calibrated
-from otb_analysis.study.formats import by_label, ratio_columns
-from otb_analysis.study.gradients import Weighed, prompt_gram
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, trained, write
-from otb_analysis.study.pools import promising_prompts, proved_of_pool
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Gram, Label
+from studies.lib import Cell, Study, Tables, interval_columns, rounded
+from studies.lib.agreement import agreement_rows, calibrated
+from studies.lib.formats import by_label, ratio_columns
+from studies.lib.gradients import Weighed, prompt_gram
+from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, trained, write
+from studies.lib.pools import promising_prompts, proved_of_pool
 
 MODELS = {
     "qwen3-s": ("qwen3", SmallModelConfig(layers=2, width=48, feed_forward=120)),

@@ -1,6 +1,5 @@
 """What the pools say: every entry's variance and efficiency, at every group size and size of the update."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +14,13 @@ from otb_analysis.statistics.moments import measures
 from otb_analysis.statistics.moments.absolute import may_be_shown, noise_scale, shown_efficiency
 from otb_analysis.statistics.moments.paired import four_measures, measure_interval, moment_ratios
 from otb_analysis.statistics.moments.vectors import vector_moments
-from otb_analysis.study import Cell, Tables, interval_columns, rounded
-from otb_analysis.study.pools import Pool, proved_of_pool
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool
+from studies.lib import Cell, Tables, interval_columns, rounded
+from studies.lib.pools import Pool, proved_of_pool
 
 from .entries import ACROSS, ALONE, ASKED_SIZES, EXACT, HALF, OFFSET, UPDATES, Gradients, Way, gradients
-from .pool import kept, load_drawn, load_pool
+from .pool import load_drawn, load_pool
 
 HEAD = 32
 BEST = "energy_regression"
@@ -67,19 +66,11 @@ CONSTANTS: dict[str, Any] = {
 
 
 def comparison(cell: Cell, size: Size, work: Path, bar: Bar) -> Tables:
-    """Compare every entry on the pools of a policy; moments of every prompt are kept beside the cells."""
+    """Compare every entry on the pools of a policy."""
     draw, wide, deep = cell.after
     mixed = load_drawn(draw, work).mixed
     plan = [("wide", wide, n) for n in size.wide] + [("deep", deep, n) for n in size.deep]
-    tables: dict[str, list[dict[str, Any]]] = {
-        "estimators": [],
-        "pairs": [],
-        "signal": [],
-        "coupling": [],
-        "regimes": [],
-    }
-    stored: dict[str, Any] = {}
-    names: dict[str, list[list[Any]]] = {}
+    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     for done, (kind, measured, n) in enumerate(plan):
         pool = load_pool(measured, work)
         both = mixed if kind == "wide" and n in ASKED_SIZES else None
@@ -91,15 +82,9 @@ def comparison(cell: Cell, size: Size, work: Path, bar: Bar) -> Tables:
                 if table != "estimators" or kind == "deep" or not only:
                     tables[table] += [key | row for row in rows]
             tables["coupling"] += [key | row for row in coupling_rows(found, moments)]
-            name = f"{kind}-{n}-{only}"
-            names[name] = [list(way) for way in moments]
-            stored[name] = np.stack([np.stack([m.power, m.mean_sq, m.along, m.truth_sq]) for m in moments.values()])
         if kind == "deep" and n == REGIME_SIZE:
             tables["regimes"] += [{"policy": cell.settings["policy"]} | row for row in regimes(cell, pool, found)]
         bar(done + 1, len(plan), f"{cell.name}: {kind}, groups of {n}")
-    stored["names"] = np.array(json.dumps(names))
-    with kept(work, cell).open("wb") as file:
-        np.savez(file, **stored)
     return tables
 
 

@@ -8,8 +8,8 @@ from scipy import stats
 
 from otb_analysis.figures.styles import BLUE, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.study import Row, Rows, column, distinct, select
-from otb_analysis.study.formats import above, below, interval
+from studies.lib import Row, Rows, column, distinct, select
+from studies.lib.formats import above, below, interval
 
 from .compare import AGAINST, AHEAD, BEST, FULL, HEAD, KINDS, MARGIN, REGIME_SIZE, REGIMES
 from .entries import ASKED_SIZES, HALF, OFFSET, UPDATES

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate, with_limit
 from otb_analysis.statistics import Partition, partitions
-from otb_analysis.study.pools import Pool
 from otb_analysis.types import Bool, Float, Int
+from studies.lib.pools import Pool
 
 ALONE = (
     *("none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "classic_optimal", "classic_optimal_loo"),

@@ -9,8 +9,6 @@ Measured on 192 prompts × 16 before: exact norms and sketches take 74 s of proc
 and the comparison stay inside 90 minutes, and no prompts had to be given up.
 """
 
-import hashlib
-import json
 import pickle
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,19 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import CriticConfig, MeasureConfig, SampleConfig, TrainConfig
-from otb_analysis.errors import InputError, StoreError
-from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.config import CriticConfig, SampleConfig, TrainConfig
+from otb_analysis.errors import InputError
 from otb_analysis.statistics import weight_statistics
-from otb_analysis.study import Cell, Tables, rounded
-from otb_analysis.study.critics import critic_batches, fitted_critic, with_values
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
-from otb_analysis.study.pools import Pool, token_sketches
-from otb_analysis.tasks.task_calls import draw_prompts
-from otb_analysis.training.critic.targets import explained_variance
 from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Bool
+from studies.lib import Cell, Tables, rounded
+from studies.lib.cache import keep, kept
+from studies.lib.critics import critic_batches, fitted_critic, with_values
+from studies.lib.policies import ScoredRollouts, different_prompts, fresh_policy, taught, write
+from studies.lib.pools import Pool, measure_pool
 
 KINDS = ("wide", "deep")
 LENGTHS = {"chain_sum": 32, "graph_path": 16}
@@ -39,6 +34,7 @@ CRITIC = CriticConfig(kind="model", learning_rate=1e-3)
 LESSON = SampleConfig(prompts=64, group_size=8)
 """Rollouts of a batch that the critic of `value` is fitted to."""
 FIRST_PROMPT, FIRST_LESSON = 40_000_000, 60_000_000
+DRAWN = "drawn.pickle"
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,8 @@ class Drawn:
 
 def drawn(cell: Cell, size: Size, config: TrainConfig, work: Path, bar: Bar) -> Tables:
     """Teach a policy and let it write: for its critic, the pilot, and both pools."""
-    policy = fresh_policy(config)
-    fit(policy.model, policy.tokenizer, policy.task, config)
-    length = LENGTHS[config.task]
-    candidates = draw_prompts(policy.task, "train", FIRST_PROMPT, 4 * size.prompts)
-    prompts = list({prompt.id: prompt for prompt in candidates}.values())[: size.prompts]
+    policy, length = taught(config), LENGTHS[config.task]
+    prompts = different_prompts(policy, FIRST_PROMPT, size.prompts)
     sample = SampleConfig(prompts=len(prompts), group_size=size.pilot, max_new_tokens=length)
     pilot = write(policy, prompts, sample, seed=1, at_once=192).table.total_reward.reshape(len(prompts), -1)
     mixed = np.ptp(pilot, axis=1) > 0
@@ -88,87 +81,43 @@ def drawn(cell: Cell, size: Size, config: TrainConfig, work: Path, bar: Bar) -> 
         "deep": write(policy, few, replace(sample, group_size=size.deep_rollouts), seed=3, at_once=32),
     }
     pools = {name: with_values(policy, critic, written) for name, written in pools.items()}
-    path = kept(work, cell)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps((dict(policy.model.state_dict()), pools, mixed)))
+    (work / DRAWN).write_bytes(pickle.dumps((dict(policy.model.state_dict()), pools, mixed)))
     return {"drawn": [{"policy": cell.settings["policy"], "prompts": len(prompts), "mixed": float(mixed.mean())}]}
 
 
 def measured(cell: Cell, size: Size, config: TrainConfig, work: Path, bar: Bar) -> Tables:
     """Measure every token of one pool: exact norms of tokens and rollouts, and a sketch of its score."""
     draw, kind = load_drawn(cell.after[0], work), cell.name.partition("-")[0]
-    policy, written = fresh_policy(config), draw.pools[kind]
+    policy = fresh_policy(config)
     policy.model.load_state_dict(draw.weights)
-    measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
-    norms = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
-    sketch, node = token_sketches(policy.model, written.rollouts, written.temperature, size.buckets, bar=bar)
-    with kept(work, cell).open("wb") as file:
-        np.savez(file, exact=np.nan_to_num(norms.norm_sq), whole=norms.rollout_norm_sq, sketch=sketch, node=node)
-    facts = {"policy": cell.settings["policy"], "pool": kind, **pool_facts(policy, load_pool(cell, work))}
-    return {"policies": [facts], "prompts": [facts_of | {"pool": kind} for facts_of in prompt_facts(cell, work)]}
+    pool = measure_pool(policy, draw.pools[kind], size.buckets, bar=bar)
+    keep(work, **pool.arrays)
+    policy_name = {"policy": cell.settings["policy"]}
+    mixed = draw.mixed if kind == "wide" else np.ones(size.deep_prompts, bool)
+    facts = policy_name | {"pool": kind, "parameters": policy.model.num_parameters()} | pool.facts()
+    return {"policies": [facts], "prompts": [policy_name | r | {"pool": kind} for r in prompt_facts(pool, mixed)]}
 
 
-def pool_facts(policy: Policy, pool: Pool) -> dict[str, Any]:
-    """Return what a pool holds."""
-    table = pool.written.table
-    assert pool.inputs.energy is not None
-    weights = weight_statistics(pool.inputs.energy, table.mask, table.total_reward, table.group)
-    prompts = len(pool.written.rollouts.prompts)
-    return {
-        "parameters": policy.model.num_parameters(),
-        "prompts": prompts,
-        "rollouts": len(table.group) // prompts,
-        "tokens": int(table.mask.sum()),
-        "distinct_tokens": len(pool.sketch),
-        "success": float(table.total_reward.mean()),
-        "explained": rounded(explained_variance(table)),
-        "corr": rounded(weights.pooled_total_reward_corr),
-    }
-
-
-def prompt_facts(cell: Cell, work: Path) -> list[dict[str, Any]]:
+def prompt_facts(pool: Pool, mixed: Bool) -> list[dict[str, Any]]:
     """Return success, corr(W_T, R) and length spread of every prompt, and whether the pilot answered it both ways."""
-    pool, draw = load_pool(cell, work), load_drawn(cell.after[0], work)
     inputs, paid = pool.inputs, pool.written.table.total_reward
     assert inputs.energy is not None
     correlation = weight_statistics(inputs.energy, inputs.mask, paid, inputs.group).total_reward_corr
-    length, wide = inputs.mask.sum(axis=1), cell.name.startswith("wide")
-    rows = []
-    for p in range(len(pool.written.rollouts.prompts)):
+    length, rows = inputs.mask.sum(axis=1), []
+    for p, both in enumerate(mixed):
         mine = inputs.group == p
-        rows.append({
-            "policy": cell.settings["policy"],
-            "prompt": p,
-            "mixed": bool(draw.mixed[p]) if wide else True,
-            "success": float(paid[mine].mean()),
-            "corr": rounded(correlation[p], 3),
-            "length": rounded(length[mine].mean(), 3),
-            "spread": rounded(length[mine].std() / length[mine].mean(), 3),
-        })  # fmt: skip
+        row = {"prompt": p, "mixed": bool(both), "success": float(paid[mine].mean())}
+        row |= {"corr": rounded(correlation[p], 3), "length": rounded(length[mine].mean(), 3)}
+        rows.append(row | {"spread": rounded(length[mine].std() / length[mine].mean(), 3)})
     return rows
 
 
 def load_drawn(draw: Cell, work: Path) -> Drawn:
     """Return what a policy wrote."""
-    return Drawn(*pickle.loads(_existing(kept(work, draw)).read_bytes()))
+    return Drawn(*pickle.loads(kept(draw, work, DRAWN).read_bytes()))
 
 
 def load_pool(cell: Cell, work: Path) -> Pool:
     """Return a measured pool."""
     written = load_drawn(cell.after[0], work).pools[cell.name.partition("-")[0]]
-    arrays = np.load(_existing(kept(work, cell)))
-    inputs = written.table.inputs(arrays["exact"], arrays["whole"])
-    proxy = np.where(written.table.mask, written.table.stats.energy, 0.0)
-    return Pool(written, inputs, proxy, arrays["sketch"], arrays["node"])
-
-
-def kept(work: Path, cell: Cell) -> Path:
-    """Return where a cell keeps its arrays: named after all that they depend on."""
-    key = hashlib.sha256(json.dumps(dict(cell.settings), sort_keys=True).encode()).hexdigest()[:12]
-    return work.parent / "pools" / f"{cell.name}-{key}"
-
-
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise StoreError(f"{path} is missing; delete runs/studies/03_baseline_variance, and it is measured again.")
-    return path
+    return Pool.of(written, **np.load(kept(cell, work)))

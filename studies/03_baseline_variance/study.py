@@ -7,9 +7,10 @@ compared: any estimator on any cut into groups is a sum of vectors.
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from otb_analysis.config import ChainSumConfig, GraphPathConfig, SmallModelConfig, TrainConfig, WarmStartConfig
-from otb_analysis.study import Cell, Study, Tables
+from otb_analysis.config import WarmStartConfig
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables
+from studies.lib.seeds import taught_config
 
 from . import compare, pool
 
@@ -19,28 +20,13 @@ SETTINGS = {
     "graph_path": ("graph_path", WarmStartConfig(success_low=0.35, success_high=0.60)),
 }
 """Task and how far its policy was taught."""
-MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
-QUICK_MODEL = SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64)
-QUICK_START = WarmStartConfig(success_low=0.2, success_high=1.0, check_prompts=64)
-
-
-def config_of(name: str, quick: bool) -> TrainConfig:
-    """Return the configuration of a policy."""
-    task, start = SETTINGS[name]
-    if quick:
-        return TrainConfig(
-            task=task, small_model=QUICK_MODEL, warm_start=QUICK_START,
-            chain_sum=ChainSumConfig(terms_max=2, largest=10),
-            graph_path=GraphPathConfig(nodes=4, edges=4, distance_min=1),
-        )  # fmt: skip
-    return TrainConfig(task=task, small_model=MODEL, warm_start=start)
 
 
 def cells(size: pool.Size, compared: compare.Size, quick: bool) -> list[Cell]:
     """Return what each policy draws, its two pools, and what is compared on them."""
     made = list[Cell]()
     for name in SETTINGS:
-        config = config_of(name, quick)
+        config = taught_config(*SETTINGS[name], quick)
         policy = {"task": config.task, "task_settings": asdict(getattr(config, config.task)), "policy": name}
         learner = {"model": asdict(config.small_model), "start": asdict(config.warm_start), "quick": quick}
         drawn = {**policy, **learner, **asdict(replace(size, buckets=0)), **pool.CONSTANTS}
@@ -54,7 +40,7 @@ def cells(size: pool.Size, compared: compare.Size, quick: bool) -> list[Cell]:
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Draw, measure or compare the rollouts of a policy."""
     quick = cell.settings["quick"]
-    size, config = pool.SMALL if quick else pool.FULL, config_of(cell.settings["policy"], quick)
+    size, config = pool.SMALL if quick else pool.FULL, taught_config(*SETTINGS[cell.settings["policy"]], quick)
     kind = cell.name.partition("-")[0]
     if kind == "draw":
         return pool.drawn(cell, size, config, work, bar)

@@ -4,17 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from otb_analysis.config import SampleConfig, TrainConfig
-from otb_analysis.estimators import proved
+from otb_analysis.config import TrainConfig
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, SKY
 from otb_analysis.statistics import Update, pooled_statistics, update_ratios
-from otb_analysis.study import Tables
-from otb_analysis.study.formats import ratio_columns, statistics_columns
-from otb_analysis.study.gradients import drawn, estimator_gram, regrouped, scored
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram, Label, Proved
+from studies.lib import Tables
+from studies.lib.formats import ratio_columns, statistics_columns
+from studies.lib.gradients import drawn, estimator_gram, regrouped, scored
+from studies.lib.pools import proved_of_pool
 
 
 @dataclass(frozen=True)
@@ -91,16 +90,11 @@ def pool_tables(starts: Sequence[TrainConfig], prompts: int, rollouts: int, bar:
         for n, found in grams.items():
             found.append(estimator_gram(trainer, regrouped(pool, n), table, LABELS))
             bar(number + 1, len(starts), f"pool: start {number}, groups of {n}")
-    known = {n: known_in_groups(n) for n in grams}
+    known = {n: proved_of_pool(LABELS, prompts, n) for n in grams}
     return {
         "pool": [row for n in grams for row in pool_rows(grams[n], n, known[n])],
         "ratios": [ratio_row(grams, known, *pair) for pair in PAIRS],
     }
-
-
-def known_in_groups(n: int) -> Proved:
-    """Return what is proved on pools, which are drawn plainly from the policy that is measured."""
-    return proved(LABELS, plain_config(TrainConfig(sample=SampleConfig(group_size=n))))
 
 
 def pool_rows(grams: Sequence[Gram], n: int, known: Proved) -> list[dict[str, Any]]:

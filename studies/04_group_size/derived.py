@@ -6,12 +6,13 @@ from typing import Any
 from otb_analysis.config import SampleConfig
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import above, ends, interval_curve, mean_curve
-from otb_analysis.study.seeds import later_success, paired_difference
+from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import above, ends, interval_curve, mean_curve
+from studies.lib.seeds import best_rate, by_seed, later_success, paired_difference
 
-from .arms import ARMS, MARGIN, RIDGE, RIVALS, UPDATES
-from .study import chosen_rate
+from .arms import ARMS, MARGIN, UPDATES
+from .arms import RIDGE as RIDGE
+from .arms import RIVALS as RIVALS
 
 WORDS = {name: arm.words.replace(",", "") for name, arm in ARMS.items()}
 LARGE = ("mean32", "rloo4-wide")
@@ -39,7 +40,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     curves, sweep = tables["curves"], tables["sweep"]
     arms = distinct(curves, "arm")
     shared = {"rollouts": after_rollouts(curves), "updates": after_updates(curves)}
-    rates = {name: chosen_rate(select(sweep, arm=name)) for name in distinct(sweep, "arm")}
+    rates = {name: best_rate(select(sweep, arm=name), "mean") for name in distinct(sweep, "arm")}
     last = {name: max(column(select(curves, arm=name), "step")) for name in arms}
     gains = {
         (arm, base): gained(shared[equal], arm, base)
@@ -48,8 +49,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         if arm in arms and base in arms
     }
     return {
-        "RIDGE": RIDGE,
-        "RIVALS": RIVALS,
         "LIMIT": SampleConfig().max_new_tokens,
         "shared": shared,
         "means": {name: _mean(later_success(_of(shared, name)).values()) for name in arms},
@@ -132,6 +131,6 @@ def _gap_curve(shared: Rows, arm: str, base: str) -> Curve:
     """The paired difference of two arms at each evaluation that both have."""
     points = {}
     for step in sorted(distinct(select(shared, arm=arm), "step")):
-        one, other = ({row["seed"]: row["success"] for row in select(shared, arm=n, step=step)} for n in (arm, base))
+        one, other = (by_seed(select(shared, arm=name, step=step), "success") for name in (arm, base))
         points[step] = paired_difference(one, other, f"held-out success of {arm} minus that of {base}")
     return interval_curve(points, "", WORDS[arm], ARMS[arm].color)

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Rows, Study, Tables, distinct, select
-from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables
+from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, best_rate, started
 
 from .arms import ARMS, CLIPPING, LABELS, MARGIN, PAIRS, UPDATES, Arm, pool_tables
 
@@ -104,14 +103,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if cell.name.startswith("sweep"):
         plan = [(rate, seed) for rate in ARMS[name].rates for seed in size.sweep_seeds]
         return {"sweep": [swept(name, rate, seed, size, (quick, work, bar)) for rate, seed in plan]}
-    rate = chosen_rate(cell.given["sweep"])
+    rate = best_rate(cell.given["sweep"], "mean")
     return {"curves": trained(name, rate, cell.settings["seed"], size, (quick, work, bar))}
-
-
-def chosen_rate(sweep: Rows) -> float:
-    """Return the learning rate with the best mean held-out success over the sweep's seeds."""
-    means = {rate: float(np.mean([r["mean"] for r in select(sweep, rate=rate)])) for rate in distinct(sweep, "rate")}
-    return max(means, key=lambda rate: means[rate])
 
 
 def swept(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, Bar]) -> dict[str, Any]:

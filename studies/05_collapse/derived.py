@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.figures.styles import GREY
-from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Row, Rows, column, distinct, select
-from otb_analysis.study.formats import above, below, mean_curve
-from otb_analysis.study.seeds import paired_difference
+from studies.lib import Row, Rows, column, distinct, select
+from studies.lib.formats import above, below, mean_curve, seed_curves
+from studies.lib.seeds import paired_difference
 
 from . import forecast
 from .study import ARMS, LEVEL, SHAPE, STALENESSES
@@ -168,10 +167,6 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
 
 
 def _panel(name: str, curves: Rows) -> Panel:
-    seeds = [
-        Curve(column(rows, "step"), column(rows, "reward"), "one seed", color=GREY, width=1.0)
-        for rows in (select(curves, seed=seed) for seed in distinct(curves, "seed"))
-    ]
     middle = mean_curve(curves, "step", "reward", name, ARMS[name].color, width=3.0)
     note = "mean reward of the last 6 steps"
-    return Panel(name, note, "step", [*seeds, middle], y_range=(0.0, 1.0), percent=True)
+    return Panel(name, note, "step", [*seed_curves(curves, "reward"), middle], y_range=(0.0, 1.0), percent=True)

@@ -6,7 +6,7 @@ import numpy as np
 from scipy import stats
 
 from otb_analysis.diagnostics import DETECTORS
-from otb_analysis.study import Rows, column, distinct, mean, select
+from studies.lib import Rows, column, distinct, mean, select
 
 from .study import ARMS
 

@@ -9,8 +9,8 @@ import pandas as pd
 from otb_analysis.diagnostics import StepAttribution, diagnose
 from otb_analysis.statistics import top_share
 from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
-from otb_analysis.study import Tables, known
 from otb_analysis.types import Float
+from studies.lib import Tables, known
 
 WINDOW, DROP, LASTING = 6, 0.5, 6
 """Collapsed: mean reward over 6 steps at most half of the highest such mean so far, and so for 6 steps on end."""

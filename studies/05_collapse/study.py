@@ -19,15 +19,15 @@ from otb_analysis.config import (
     SampleConfig,
     TrainConfig,
     WarmStartConfig,
+    plain_config,
 )
 from otb_analysis.config.measuring import AttributionSchedule
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Study, Tables
-from otb_analysis.study.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables
+from studies.lib.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, started
 
 from .runs import RULE, run_tables
 

@@ -4,15 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from scipy import stats
 
-from otb_analysis.enumeration.off_policy import CASES
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.statistics import Interval, cluster_jackknife
-from otb_analysis.study import Row, Rows, distinct, interval_columns, rounded, select
-from otb_analysis.study.formats import interval_curve
+from otb_analysis.statistics import Interval
+from studies.lib import Row, Rows, distinct, interval_columns, rounded, select
+from studies.lib.enumeration.off_policy import CASES
+from studies.lib.formats import interval_curve, ratio_interval
 
 from .study import BUDGETS, DIVERGENCES
 
@@ -65,9 +64,8 @@ def over_none(policies: Rows) -> Rows:
 
 def mean_ratio(policies: Rows, budget: int, name: str) -> Interval | None:
     """Return a ratio's mean efficiency over that of `none`; policies are the clusters."""
-    columns = [f"efficiency_{budget} {which}" for which in (name, PLAIN)]
-    pairs = np.array([[row[column] for column in columns] for row in policies])
-    return cluster_jackknife(pairs, lambda means: means[..., 0] / means[..., 1], f"efficiency of {name} over {PLAIN}")
+    above, below = ([row[f"efficiency_{budget} {which}"] for row in policies] for which in (name, PLAIN))
+    return ratio_interval(above, below, f"efficiency of {name} over {PLAIN}")
 
 
 def with_q(rows: Rows, name: str) -> list[dict[str, Any]]:

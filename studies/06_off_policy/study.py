@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from otb_analysis.enumeration.drift import effective_share, farthest, sampled_at
-from otb_analysis.enumeration.off_policy import CASES, case_moments, mean_shift, touched
-from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
 from otb_analysis.statistics import cluster_jackknife
-from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float
+from studies.lib import Cell, Study, Tables, interval_columns, rounded
+from studies.lib.enumeration.drift import effective_share, farthest, sampled_at
+from studies.lib.enumeration.off_policy import CASES, case_moments, mean_shift, touched
+from studies.lib.enumeration.trees import Tree, TreeSpec, random_tree
 
 SPEC = TreeSpec(vocabulary=3, horizon=4, shared=8, end_token=True)
 DRIFTS = ("behind", "random")

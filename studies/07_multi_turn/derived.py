@@ -7,9 +7,9 @@ from typing import Any
 from otb_analysis.figures.styles import ESTIMATOR_STYLES, SKY
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, distinct, select
-from otb_analysis.study.formats import above, below, interval_curve, mean_curve
-from otb_analysis.study.seeds import later_success, paired_difference
+from studies.lib import Rows, distinct, select
+from studies.lib.formats import above, below, interval_curve, mean_curve
+from studies.lib.seeds import later_success, paired_difference
 
 from .study import TRAINED
 

@@ -21,21 +21,22 @@ from otb_analysis.config import (
     SampleConfig,
     TrainConfig,
     WarmStartConfig,
+    plain_config,
 )
-from otb_analysis.estimators import ESTIMATORS, proved
+from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import gradient_noise_scale, paired_ratios, pooled_statistics, weight_statistics
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Study, Tables
-from otb_analysis.study.formats import interval_columns, ratio_columns, statistics_columns
-from otb_analysis.study.gradients import drawn, estimator_gram, regrouped, scored
-from otb_analysis.study.seeds import BASE, QUICK_START, started
 from otb_analysis.training.loop import train, train_step
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
-from otb_analysis.types import Gram, Label, Proved
+from otb_analysis.types import Gram, Proved
+from studies.lib import Cell, Study, Tables
+from studies.lib.formats import interval_columns, ratio_columns, statistics_columns
+from studies.lib.gradients import drawn, estimator_gram, regrouped, scored
+from studies.lib.pools import proved_of_pool
+from studies.lib.seeds import BASE, QUICK_START, started
 
 COMPARED = (
     "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "trloo", "tempo_loo", "sequence_optimal",
@@ -127,7 +128,7 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         for n in size.sizes:
             grams[n].append(estimator_gram(trainer, regrouped(rollouts, n), table, labels))
             bar(number + 1, len(size.seeds), f"{stage}: seed {seed}, groups of {n}")
-    known = {n: known_in_groups(labels, n) for n in size.sizes}
+    known = {n: proved_of_pool(labels, UPDATE_PROMPTS, n) for n in size.sizes}
     rows = [{"stage": stage, "size": n} | row for n in size.sizes for row in statistics_rows(grams[n], known[n])]
     signal = [
         {"stage": stage, "size": n, "prompts": sum(gram.n_prompts for gram in grams[n]) * n // size.pool}
@@ -135,11 +136,6 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         for n in size.sizes
     ]
     return {"rollouts": facts, "signal": signal, "estimators": rows}
-
-
-def known_in_groups(labels: Sequence[Label], n: int) -> Proved:
-    """Return what is proved on pools, which are drawn plainly from the policy that is measured."""
-    return proved(labels, plain_config(replace(CONFIG, sample=SampleConfig(prompts=UPDATE_PROMPTS, group_size=n))))
 
 
 def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | None]:

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.energies import lm_head_energy
-from otb_analysis.estimators import proved
 from otb_analysis.statistics import (
     Interval,
     Update,
@@ -20,15 +18,12 @@ from otb_analysis.statistics import (
     pooled_statistics,
     sketch_noise,
     update_ratios,
-    weight_statistics,
 )
-from otb_analysis.study import Cell, Tables, interval_columns, rounded
-from otb_analysis.study.agreement import agreement_rows, calibrated
-from otb_analysis.study.formats import by_label, ratio_columns, statistics_columns
-from otb_analysis.study.pools import REFERENCE, every_estimate, gram_of_prompts
-from otb_analysis.training.critic.targets import explained_variance
-from otb_analysis.training.resume import plain_config
 from otb_analysis.types import Float, Gram, Proved
+from studies.lib import Cell, Tables, interval_columns, rounded
+from studies.lib.agreement import agreement_rows, calibrated
+from studies.lib.formats import by_label, ratio_columns, statistics_columns
+from studies.lib.pools import REFERENCE, every_estimate, gram_of_prompts, proved_of_pool
 
 from .pool import Measured, Size
 
@@ -67,7 +62,7 @@ def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
             for p in {min(p, size.prompts) for p in UPDATES}
         }
         grams = {p: by_batch[min(p, size.prompts)] for p in UPDATES}
-        known = known_projections(grams[UPDATES[0]], size, n)
+        known = proved_of_pool(grams[UPDATES[0]].labels, size.prompts, n)
         rows["estimators"] += [{"size": n} | row for row in estimator_rows(grams, known, size.buckets)]
         rows["pairs"] += [{"size": n} | row for row in pair_rows(grams, known)]
         rows["signal"].append({"size": n} | signal_columns(grams[UPDATES[0]], known))
@@ -78,29 +73,15 @@ def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
     }
 
 
-def known_projections(gram: Gram, size: Size, n: int) -> Proved:
-    """Return which estimators are proved unbiased in groups of n."""
-    config = TrainConfig(sample=SampleConfig(prompts=size.prompts, group_size=n, max_new_tokens=size.tokens))
-    return proved(gram.labels, plain_config(config))
-
-
 def facts(found: Measured, exact: Float) -> dict[str, Any]:
     """Return what was written: success, tokens, tails, and corr(W_T, R) within prompts."""
-    table, sketch = found.pool.written.table, found.pool.sketch
+    table = found.pool.written.table
     energy = np.sort(exact[table.mask])[::-1]
-    weights = weight_statistics(exact, table.mask, table.total_reward, table.group)
-    paid = np.array([table.total_reward[table.group == g] for g in np.unique(table.group)])
-    return {
-        "prompts": len(paid),
-        "rollouts": paid.size,
-        "tokens": energy.size,
-        "distinct_tokens": len(sketch),
-        "success": float(paid.mean()),
-        "mixed": float((np.ptp(paid, axis=1) > 0).mean()),
-        "corr": rounded(weights.pooled_total_reward_corr),
-        "explained": rounded(explained_variance(table)),
-        "top_share": rounded(float(energy[: max(1, energy.size // 100)].sum() / energy.sum())),
-    }
+    paid = table.total_reward.reshape(len(np.unique(table.group)), -1)
+    mixed, top = (np.ptp(paid, axis=1) > 0).mean(), energy[: max(1, energy.size // 100)].sum() / energy.sum()
+    own = {"rollouts": paid.size, "mixed": float(mixed), "top_share": rounded(float(top))}
+    names = ("prompts", "rollouts", "tokens", "distinct_tokens", "success", "mixed", "corr", "explained", "top_share")
+    return {name: (found.pool.facts() | own)[name] for name in names}
 
 
 def estimator_rows(grams: Mapping[int, Gram], known: Proved, buckets: int) -> list[dict[str, Any]]:

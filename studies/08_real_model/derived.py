@@ -10,10 +10,10 @@ from otb_analysis.estimators.spec import RegressionOptions
 from otb_analysis.figures.styles import BLUE, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import below, interval_curve
-from otb_analysis.study.results import read_tables
-from otb_analysis.study.seeds import paired_difference
+from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import below, interval_curve
+from studies.lib.results import read_tables
+from studies.lib.seeds import paired_difference
 
 from .compare import SIZES
 from .pool import FULL as POOL

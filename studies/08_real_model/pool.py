@@ -1,7 +1,5 @@
 """A policy's rollouts on a task: drawn once, then measured token by token, a few prompts at a time."""
 
-import hashlib
-import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,21 +18,19 @@ from otb_analysis.config import (
     SampleConfig,
     TrainConfig,
 )
-from otb_analysis.errors import InputError, StoreError
+from otb_analysis.errors import InputError
 from otb_analysis.gradients import sketch_score_norms
 from otb_analysis.measurement.level import by_policy_token
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.rollouts.models import load_policy
-from otb_analysis.study import Cell, Tables, rounded
-from otb_analysis.study.critics import critic_batches, fitted_critic, with_values
-from otb_analysis.study.policies import Policy, ScoredRollouts, write
-from otb_analysis.study.pools import Pool, token_sketches
-from otb_analysis.tasks import Prompt, make_task
-from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.loop import train
 from otb_analysis.training.policy.policy import quiet_peft
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float
+from studies.lib import Cell, Tables, rounded
+from studies.lib.cache import keep, kept
+from studies.lib.critics import critic_batches, fitted_critic, with_values
+from studies.lib.policies import Policy, ScoredRollouts, different_prompts, pretrained, write
+from studies.lib.pools import Pool, token_sketches
 
 from .training import FULL as TRAINING
 from .training import LORA, SUMS, config_of
@@ -48,6 +44,7 @@ TASKS = {
 CRITIC = CriticConfig(kind="head", updates=24)
 """What `value` and `tvm` centre by: a head on hidden states, fitted to rollouts of further prompts."""
 FIRST_PROMPT, FIRST_LESSON = 50_000_000, 70_000_000
+DRAWN_FILE = "drawn.pickle"
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,14 @@ SMALL = Size(
 
 
 def drawn(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar: Bar) -> Tables:
-    """Sample the rollouts of a policy, score them, and keep them beside the cells."""
+    """Sample the rollouts of a policy, score them, and keep them for the cells that measure them."""
     policy = policy_of(cell.settings, size, start, work, bar)
     sample = SampleConfig(prompts=16, group_size=4, max_new_tokens=size.tokens)
     lessons = critic_batches(policy, FIRST_LESSON, size.lessons, sample, 1000, bar)
-    prompts = different_prompts(policy, size.prompts)
+    prompts = different_prompts(policy, FIRST_PROMPT, size.prompts)
     written = write(policy, prompts, replace(sample, group_size=size.rollouts), seed=2, at_once=size.block)
     written = with_values(policy, fitted_critic(policy, CRITIC, lessons, bar), written)
-    _file(work, cell).parent.mkdir(parents=True, exist_ok=True)
-    _file(work, cell).write_bytes(pickle.dumps(written))
+    (work / DRAWN_FILE).write_bytes(pickle.dumps(written))
     return {"rollouts": rollout_rows(cell.settings["policy"], written)}
 
 
@@ -105,8 +101,8 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
         bar(done + 1, len(groups), f"{cell.name}: exact norms")
     part = written.rollouts.take(np.flatnonzero(rows))
     sketch, node = token_sketches(policy.model, part, written.temperature, size.buckets, bar=bar)
-    with _file(work, cell).open("wb") as file:
-        np.savez(file, exact=exact[rows], hybrid=sketched[rows], whole=whole[rows], sketch=sketch, node=node)
+    wide = np.pad(node, ((0, 0), (0, exact.shape[1] - node.shape[1])))
+    keep(work, exact=exact[rows], hybrid=sketched[rows], whole=whole[rows], sketch=sketch, node=wide)
     tokens = int(written.table.mask[rows].sum())
     return {"measured": [{"cell": cell.name, "tokens": tokens, "distinct_tokens": len(sketch)}]}
 
@@ -138,37 +134,33 @@ class Measured:
 def load(cell: Cell, work: Path) -> Measured:
     """Return what the cells before this one measured, as one pool."""
     draw, *blocks = cell.after
+    parts = [np.load(kept(block, work)) for block in blocks]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    first = np.cumsum([0, *(len(part["sketch"]) for part in parts)])
+    numbered = np.concatenate([part["node"] + k for part, k in zip(parts, first[:-1], strict=True)])
     written = load_rollouts(draw, work)
-    parts = [np.load(_existing(_file(work, block))) for block in blocks]
-    exact, whole, sketched = (np.concatenate([part[name] for part in parts]) for name in ("exact", "whole", "hybrid"))
-    offset = np.cumsum([0, *(len(part["sketch"]) for part in parts)])
-    node = np.zeros(written.table.mask.shape, dtype=np.int64)
-    width = np.cumsum([0, *(len(part["node"]) for part in parts)])
-    for k, part in enumerate(parts):
-        rows = slice(width[k], width[k + 1])
-        node[rows, : part["node"].shape[1]] = part["node"] + offset[k]
-    inputs = written.table.inputs(np.nan_to_num(exact), whole)
-    proxy = np.where(written.table.mask, written.table.stats.energy, 0.0)
-    sketch = np.concatenate([part["sketch"] for part in parts])
-    return Measured(Pool(written, inputs, proxy, sketch, np.where(written.table.mask, node, 0)), sketched)
+    joined["node"] = np.where(written.table.mask, numbered, 0)
+    hybrid_norms = joined.pop("hybrid")
+    return Measured(Pool.of(written, **joined), hybrid_norms)
 
 
 def load_rollouts(draw: Cell, work: Path) -> ScoredRollouts:
     """Return the rollouts that a cell drew."""
-    return pickle.loads(_existing(_file(work, draw)).read_bytes())
+    return pickle.loads(kept(draw, work, DRAWN_FILE).read_bytes())
 
 
 def policy_of(settings: Mapping[str, Any], size: Size, start: TrainConfig | None, work: Path, bar: Bar) -> Policy:
     """Return the policy that is measured: a pretrained model, or that with adapters trained for some updates."""
     name = settings["policy"]
     config = start or TrainConfig(model="smollm2", task="reasoning_gym", reasoning_gym=TASKS[name])
-    model, tokenizer = load_policy(config.model)
+    policy = pretrained(config)
     if name.endswith("-lora"):
         from peft import PeftModel
 
         with quiet_peft():
-            PeftModel.from_pretrained(model, str(_adapter(size, start, work, bar)), is_trainable=True)
-    return Policy(model.eval(), tokenizer, make_task(config))
+            PeftModel.from_pretrained(policy.model, str(_adapter(size, start, work, bar)), is_trainable=True)
+    policy.model.eval()
+    return policy
 
 
 def _adapter(size: Size, start: TrainConfig | None, work: Path, bar: Bar) -> Path:
@@ -179,16 +171,10 @@ def _adapter(size: Size, start: TrainConfig | None, work: Path, bar: Bar) -> Pat
     if size is SMALL:
         sample = SampleConfig(prompts=4, group_size=4, max_new_tokens=size.tokens)
         config = replace(config, sample=sample, optimize=OptimizeConfig(steps=size.updates, learning_rate=1e-3))
-    path = work.parent / "pools" / "adapter"
+    path = work.parent / "adapter"
     if not (path / "model" / "adapter").is_dir():
         train(replace(config, evaluate=replace(config.evaluate, every=0), root=path.parent, run=path.name), bar)
     return path / "model" / "adapter"
-
-
-def different_prompts(policy: Policy, count: int) -> list[Prompt]:
-    """Return the first so many different training prompts: no pilot chooses among them."""
-    candidates = draw_prompts(policy.task, "train", FIRST_PROMPT, 4 * count)
-    return list({prompt.id: prompt for prompt in candidates}.values())[:count]
 
 
 def rollout_rows(name: str, written: ScoredRollouts) -> list[dict[str, Any]]:
@@ -206,15 +192,3 @@ def rollout_rows(name: str, written: ScoredRollouts) -> list[dict[str, Any]]:
         }
         for n, g in enumerate(rollouts.group)
     ]
-
-
-def _file(work: Path, cell: Cell) -> Path:
-    """Return where a cell keeps its arrays: named after all that they depend on."""
-    key = hashlib.sha256(json.dumps(dict(cell.settings), sort_keys=True).encode()).hexdigest()[:12]
-    return work.parent / "pools" / f"{cell.name}-{key}"
-
-
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise StoreError(f"{path} is missing; delete runs/studies/08_real_model, and its rollouts are measured again.")
-    return path

@@ -8,10 +8,10 @@ import numpy as np
 from otb_analysis.estimators import estimate, options_from_dict
 from otb_analysis.estimators.spec import FEATURES, RegressionOptions
 from otb_analysis.statistics import Partition, paired_ratios
-from otb_analysis.study import Cell, Tables
-from otb_analysis.study.formats import by_label, ratio_columns
-from otb_analysis.study.pools import REFERENCE, Pool, gram_of_prompts, in_batches, turns
 from otb_analysis.types import Float, Label
+from studies.lib import Cell, Tables
+from studies.lib.formats import by_label, ratio_columns
+from studies.lib.pools import REFERENCE, Pool, gram_of_prompts, in_batches, turns
 
 from .pool import Measured, Size
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.study import Cell, Study, Tables
-from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables
+from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, started
 
 from . import pool, training
 from .compare import AGAINST, CALIBRATION_SHARE, SIZES, UPDATES, comparison

@@ -22,9 +22,10 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.store import RunStore
-from otb_analysis.study import Cell, Rows, Tables, distinct, rounded, select
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Tables, rounded
+from studies.lib.seeds import best_rate
 
 ARMS = ("rloo", "otb", "energy_regression", "none")
 MEMORY = {"energy_regression": {"memory": 0.9}}
@@ -107,14 +108,12 @@ def measure(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar: 
         short = replace(size, steps=size.sweep_steps)
         plan = [(rate, seed) for rate in size.rates for seed in size.sweep_seeds]
         runs = [(rate, seed, trained(config_of(short, arm, rate, seed, start), work, 0, bar)) for rate, seed in plan]
+        means = [{"reward": float(np.mean([row["reward"] for row in rows]))} for *_, rows in runs]
         return {
-            "sweep": [
-                {"arm": arm, "rate": rate, "seed": seed, "reward": float(np.mean([row["reward"] for row in rows]))}
-                for rate, seed, rows in runs
-            ]
+            "sweep": [{"arm": arm, "rate": r, "seed": k} | mean for (r, k, _), mean in zip(runs, means, strict=True)]
         }
     if "rate" not in cell.settings:
-        table, rate = "training", chosen_rate(cell.given["sweep"])
+        table, rate = "training", best_rate(cell.given["sweep"], "reward")
     elif cell.given["training"][0]["rate"] == cell.settings["rate"]:
         return {"common_rate": cell.given["training"]}
     else:
@@ -122,12 +121,6 @@ def measure(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar: 
     seed = cell.settings["seed"]
     rows = trained(config_of(size, arm, rate, seed, start), work, size.heldout, bar)
     return {table: [{"arm": arm, "seed": seed, "rate": rate} | row for row in rows]}
-
-
-def chosen_rate(sweep: Rows) -> float:
-    """Return the learning rate with the best mean reward over the sweep's updates and seeds."""
-    means = {r: float(np.mean([row["reward"] for row in select(sweep, rate=r)])) for r in distinct(sweep, "rate")}
-    return max(means, key=lambda rate: means[rate])
 
 
 def trained(config: TrainConfig, work: Path, heldout: int, bar: Bar) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.enumeration.derailment import ON, Derailment
 from otb_analysis.types import Float
+from studies.lib.enumeration.derailment import ON, Derailment
 
 from .updates import ARMS, arm_advantages
 

@@ -9,7 +9,7 @@ from scipy import stats
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
+from studies.lib import Rows, column, distinct, select
 
 from .points import BEST, STEPS
 from .setup import OPTIMIZE

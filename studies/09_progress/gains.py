@@ -15,11 +15,11 @@ from otb_analysis.measurement.forward import completion_logprobs
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.sampling import Rollouts, sample
-from otb_analysis.study.critics import with_values
-from otb_analysis.study.policies import write
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.types import Float, Int
+from studies.lib.critics import with_values
+from studies.lib.policies import write
 
 from .setup import Checkpoint, flat
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otb_analysis.study import Rows, Tables, rounded, select
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float
+from studies.lib import Rows, Tables, rounded, select
 
 from .gains import HeldOut, held_out, moved, pool_gain, sampled_success, sequence_logprob, slope_of
 from .setup import Checkpoint

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from otb_analysis.study import rounded
 from otb_analysis.types import Float
+from studies.lib import rounded
 
 from .measured import LINES, STEPS
 from .setup import clip_factor

@@ -1,6 +1,5 @@
 """A checkpoint: a policy with AdamW's moments as training left them, a critic, and how far it may be moved."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,17 +21,15 @@ from otb_analysis.config import (
     WarmStartConfig,
 )
 from otb_analysis.devices import device_of
-from otb_analysis.errors import StoreError
-from otb_analysis.rollouts.models import load_policy
-from otb_analysis.study import Cell, Tables, rounded
-from otb_analysis.study.critics import critic_batches, fitted_critic
-from otb_analysis.study.policies import Policy
-from otb_analysis.study.seeds import BASE, QUICK_START, QUICK_TASK, started
-from otb_analysis.tasks import make_task
 from otb_analysis.training.critic.critic import Critic, make_critic
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
+from studies.lib import Cell, Tables, rounded
+from studies.lib.cache import kept
+from studies.lib.critics import critic_batches, fitted_critic
+from studies.lib.policies import Policy, pretrained
+from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, started
 
 LENGTHS = {"chain_sum": 32, "graph_path": 16}
 """Tokens an answer may have."""
@@ -43,6 +40,7 @@ BANDS = {"low": (0.18, 0.28), "middle": (0.36, 0.48), "high": (0.60, 0.72)}
 CRITIC = CriticConfig(kind="model", learning_rate=1e-3)
 FIRST_LESSON, FIRST_BATCH = 60_000_000, 80_000_000
 """Indices of the first training prompts that the critic, and the measured updates, see."""
+STATE = "state.pt"
 EPSILON = 1e-8
 """AdamW's."""
 OPTIMIZE = OptimizeConfig(learning_rate=1e-3)
@@ -132,10 +130,8 @@ def made(cell: Cell, training: Training, quick: bool, work: Path, bar: Bar) -> T
     critic = fitted_critic(
         policy, CRITIC, critic_batches(policy, FIRST_LESSON, training.lessons, lesson, 1000, bar), bar
     )
-    path = file_of(cell, work)
-    path.mkdir(parents=True, exist_ok=True)
-    trainer.save(path / "model")
-    torch.save({"moments": moments, "critic": critic.state()}, path / "state.pt")
+    trainer.save(work / "model")
+    torch.save({"moments": moments, "critic": critic.state()}, work / STATE)
     norms = np.array([step["grad_norm"] for step in steps], float)
     scale = (moments["unclipped"][1] / moments["clipped"][1])[moments["clipped"][1] > 0].sqrt()
     return {
@@ -166,15 +162,14 @@ def _unclipped_moments(trainer: Trainer) -> Mapping[Any, list[Tensor]]:
 
 def load(made_by: Cell, training: Training, quick: bool, work: Path) -> Checkpoint:
     """Return what a cell trained."""
-    settings, path = made_by.settings, existing(file_of(made_by, work))
-    model, tokenizer = load_policy(path / "model")
+    settings, path = made_by.settings, kept(made_by, work, STATE)
     config = config_of(settings["task"], settings["band"], training, quick)
-    policy = Policy(model.eval(), tokenizer, make_task(config))
-    state = torch.load(path / "state.pt", map_location=device_of(), weights_only=True)
-    critic = make_critic(TrainConfig(critic=CRITIC), model, tokenizer)
+    policy = pretrained(replace(config, model=str(path.parent / "model")))
+    state = torch.load(path, map_location=device_of(), weights_only=True)
+    critic = make_critic(TrainConfig(critic=CRITIC), policy.model, policy.tokenizer)
     assert critic is not None
     critic.load_state(state["critic"])
-    base = parameters_to_vector(model.parameters()).detach().clone()
+    base = parameters_to_vector(policy.model.parameters()).detach().clone()
     moments = {name: (first, second) for name, (first, second) in state["moments"].items()}
     return Checkpoint(policy, critic, config.sample, base, moments, training.updates)
 
@@ -189,21 +184,3 @@ def settings_of(policy: str, training: Training, quick: bool) -> Mapping[str, An
         "start": asdict(config.warm_start), "optimize": asdict(OPTIMIZE), "critic": asdict(CRITIC),
         "length": LENGTHS[task],
     }  # fmt: skip
-
-
-def file_of(cell: Cell, work: Path) -> Path:
-    """Return where a cell keeps its arrays: named after all that they depend on."""
-    facts = [dict(cell.settings), [[other.name, dict(other.settings)] for other in cell.after]]
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    return work.parent.parent / "arrays" / f"{cell.name}-{key}"
-
-
-def existing(path: Path) -> Path:
-    """Return a path.
-
-    Raises:
-        StoreError: Nothing is there.
-    """
-    if not path.exists():
-        raise StoreError(f"{path} is missing; delete runs/studies/09_progress, and it is measured again.")
-    return path

@@ -5,21 +5,21 @@ held-out prompts, by importance weights and by sampling anew; on the derailment 
 """
 
 import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from otb_analysis.study import Cell, Study, Tables, rounded
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.cache import keep, kept
 
 from . import derailed, measured, points, setup
 from .updates import ARMS
 
 POOL, PART = ("prompts", "rollouts", "blocks", "pilot"), ("part", "sampled", "sampled_prompts")
 """What the pool and the pilot depend on, and what a cell of gains depends on besides."""
+HELD_OUT = "pool.pickle"
 POLICIES = tuple(f"{task}-{band}" for task in setup.LENGTHS for band in setup.BANDS)
 
 
@@ -90,32 +90,25 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if kind == "points":
         return compared(cell, size, work)
     if kind == "derailment":
-        return keep(cell, work, derailed.measured(cell.settings))
+        keep(work, **derailed.measured(cell.settings))
+        return {}
     at, key = setup.load(cell.after[0], size.training, quick, work), {"policy": cell.settings["policy"]}
     if kind == "pilot":
         tables, pool = measured.pilot(at, size.judging, key, bar)
-        setup.file_of(cell, work).write_bytes(pickle.dumps(pool))
+        (work / HELD_OUT).write_bytes(pickle.dumps(pool))
         return tables
     if kind == "products":
-        return keep(cell, work, measured.inner_products(at, size.judging, bar))
-    pool = pickle.loads(setup.existing(setup.file_of(cell.after[1], work)).read_bytes())
-    found = measured.gains(at, pool, size.judging, cell.settings["part"], cell.given["pilot"], bar)
-    return keep(cell, work, found)
-
-
-def keep(cell: Cell, work: Path, arrays: Mapping[str, Any]) -> Tables:
-    """Keep a cell's arrays beside the cells; return its mark, since a cell without a table is none."""
-    path = setup.file_of(cell, work)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
+        keep(work, **measured.inner_products(at, size.judging, bar))
+    else:
+        pool = pickle.loads(kept(cell.after[1], work, HELD_OUT).read_bytes())
+        keep(work, **measured.gains(at, pool, size.judging, cell.settings["part"], cell.given["pilot"], bar))
     return {}
 
 
 def compared(cell: Cell, size: Size, work: Path) -> Tables:
     """Return points and correlations, and how sampling anew agrees with importance weights."""
     arrays = {
-        one.name: dict(np.load(setup.existing(setup.file_of(one, work))))
+        one.name: dict(np.load(kept(one, work)))
         for one in cell.after
         if one.name.split("-")[0] in ("products", "gains", "derailment")
     }
@@ -127,11 +120,8 @@ def compared(cell: Cell, size: Size, work: Path) -> Tables:
         judged.append(points.of_policy(policy, arrays[f"products-{policy}"], parts, best))
         checks += [{"policy": policy} | row for row in points.check_rows(parts)]
     judged += [points.of_process(name, arrays[name]) for name in arrays if name.startswith("derailment-")]
-    facts = [
-        {"policy": name, "success": rounded(float(arrays[name]["success"]))}
-        for name in arrays
-        if name.startswith("derailment-")
-    ]
+    processes = [name for name in arrays if name.startswith("derailment-")]
+    facts = [{"policy": name, "success": rounded(float(arrays[name]["success"]))} for name in processes]
     return points.tables(judged, size.replicates) | {"checks": checks, "processes": facts}
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from otb_analysis.estimators import EstimatorInputs, estimate, with_limit
 from otb_analysis.measurement.forward import completion_logprobs
-from otb_analysis.study.critics import with_values
-from otb_analysis.study.policies import write
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.types import Float
+from studies.lib.critics import with_values
+from studies.lib.policies import write
 
 from .setup import FIRST_BATCH, Checkpoint, flat
 

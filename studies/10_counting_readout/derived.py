@@ -7,8 +7,8 @@ from typing import Any
 from otb_analysis.figures.styles import BLUE, GREEN, GREY, ORANGE
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import seed_mean
-from otb_analysis.study import Rows, column, distinct, interval_columns, select
-from otb_analysis.study.formats import interval_curve
+from studies.lib import Rows, column, distinct, interval_columns, select
+from studies.lib.formats import interval_curve
 
 POLICIES = {
     ("direct", "untrained"): "untrained",
@@ -103,7 +103,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             [
                 interval_curve(by_layer, "cos_probe", "probe", BLUE),
                 interval_curve(by_layer, "cos_shift", "movement of the state with the count", ORANGE),
-                interval_curve(by_chance, "c", "chance", GREY, True),
+                interval_curve(by_chance, "c", "chance", GREY, dashed=True),
             ],
             y_range=(0.0, 0.2),
         ),

@@ -17,12 +17,12 @@ from otb_analysis.devices import device_of
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.statistics.inference.intervals import jackknife_interval
 from otb_analysis.statistics.inference.passing import share_interval
-from otb_analysis.study import Cell, Tables, interval_columns
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.counting import Counting
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool, Float, Int
+from studies.lib import Cell, Tables, interval_columns
 
 from .states import DIGITS, States, digit_ids, digit_rows, last_position, read, readings, shares
 

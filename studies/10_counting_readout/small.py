@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from otb_analysis.config import CountingConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.rollouts.models import output_layer
 from otb_analysis.rollouts.sampling import encode_prompt
-from otb_analysis.study import Cell, Tables, rounded
-from otb_analysis.study.policies import Policy, fresh_policy
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import IGNORED, demonstrations, make_optimizers, supervised_step
+from studies.lib import Cell, Tables, rounded
+from studies.lib.policies import Policy, fresh_policy
 
 from .states import States, digit_ids, digit_rows, read, readings, shares
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from otb_analysis.diagnostics.readout import count_shift, linear_probe, row_cosines, rows_share
 from otb_analysis.gradients import token_score_norms
 from otb_analysis.rollouts.models import output_layer
-from otb_analysis.study import rounded
 from otb_analysis.types import Bool, Float, Int
+from studies.lib import rounded
 
 DIGITS = 10
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from otb_analysis.study import Cell, Study, Tables
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables
 
 from . import real, small
 from .real import FITTED, JUDGED

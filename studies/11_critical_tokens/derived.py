@@ -9,8 +9,8 @@ import numpy as np
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, cluster_jackknife
-from otb_analysis.study import Rows, column, distinct, interval_columns, select
 from otb_analysis.types import Float
+from studies.lib import Rows, column, distinct, interval_columns, select
 
 from .summaries import DECISIVE, DRAWN, FINDERS, KINDS, LOWEST, SCORES, SIZES
 

@@ -7,10 +7,10 @@ from otb_analysis.devices import random_forked
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.generation import Generation, TransformersGenerator
 from otb_analysis.rollouts.sampling import Draft, Rollouts, collate
-from otb_analysis.study.policies import Policy
 from otb_analysis.tasks import Turn
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool, Float, Int
+from studies.lib.policies import Policy
 
 
 def token_effects(

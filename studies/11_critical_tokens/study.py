@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from otb_analysis.config import (
     ChainSumConfig,
@@ -20,22 +19,16 @@ from otb_analysis.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from otb_analysis.devices import random_forked
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
-from otb_analysis.gradients import token_score_norms
 from otb_analysis.measurement.contrast import contrasts
-from otb_analysis.measurement.level import MeasuredPolicy, by_policy_token
+from otb_analysis.measurement.level import MeasuredPolicy
 from otb_analysis.measurement.levels import shares
-from otb_analysis.rollouts.generation import TransformersGenerator
-from otb_analysis.rollouts.models import load_policy
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
-from otb_analysis.tasks import make_task
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.training.warm_start import demonstrations, make_optimizers, success_rate, supervised_step
 from otb_analysis.types import Bool, Int
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.policies import Policy, ScoredRollouts, demonstrated, exact_norms, fresh_policy, pretrained, write
 
 from .effects import token_effects
 from .summaries import summaries
@@ -45,6 +38,7 @@ MODEL = SmallModelConfig(layers=2, width=64)
 SUMS = ReasoningGymConfig(
     name=("chain_sum",), config=('{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}',), shots=1
 )
+REASONING: dict[str, Any] = {"task": "reasoning_gym", "reasoning_gym": SUMS}
 RIGHT = 0.5
 """Reward from which an answer is right."""
 ENOUGH, CHECK, STEPS = 0.4, 100, 2000
@@ -77,7 +71,8 @@ def cells(quick: bool) -> list[Cell]:
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Replace tokens, and return how their effects go with the contrast and with what the gradient says."""
     s = cell.settings
-    policy = small_policy(s, bar) if s["policy"] == "small" else real_policy()
+    small = s["policy"] == "small"
+    policy = small_policy(s, bar) if small else pretrained(TrainConfig(model="smollm2", **REASONING))
     prompts = distinct_prompts(policy.task, "train", s["prompts"])
     sample = SampleConfig(prompts=len(prompts), group_size=s["group"], max_new_tokens=s["length"])
     written = write(policy, prompts, sample, seed=1000 + s["seed"], at_once=16)
@@ -113,9 +108,8 @@ def scores(policy: Policy, written: ScoredRollouts, right: Bool, rows: Int, s: A
         "logprob": table.stats.logprob,
     }
     columns |= shares(MeasuredPolicy(policy.model, "all", 1.0), written.rollouts, advantage / len(right), split=True)
-    ids, mask, attention = written.rollouts.tensors(torch.device("cpu"), rows)
-    norm = token_score_norms(policy.model, ids, mask, attention).norm_sq
-    return columns | {"norm": by_policy_token(written.rollouts, norm, rows)}
+    some = np.isin(np.arange(len(right)), rows)[:, None]
+    return columns | {"norm": exact_norms(policy, written, table.mask & some)}
 
 
 def chosen_tokens(written: ScoredRollouts, right: Bool, each: int, positions: int, seed: int) -> Bool:
@@ -141,26 +135,11 @@ def small_policy(s: Any, bar: Bar) -> Policy:
         seed=s["seed"], warm_start=WarmStartConfig(max_steps=s["steps"]),
     )  # fmt: skip
     policy = fresh_policy(config)
-    optimizers = make_optimizers(policy.model, config.warm_start.learning_rate)
-    generator, sample = TransformersGenerator(policy.model, policy.tokenizer), SampleConfig(max_new_tokens=s["length"])
-    heldout = distinct_prompts(policy.task, "heldout", 128)
-    torch.manual_seed(s["seed"])
-    for step, batch in enumerate(demonstrations(policy.tokenizer, policy.task, config.warm_start), start=1):
-        supervised_step(policy.model, optimizers, batch)
-        if step % CHECK == 0:
-            with random_forked(policy.model.device):
-                torch.manual_seed(step)
-                success = success_rate(generator, policy.tokenizer, policy.task, heldout, sample)
-            bar(step, s["steps"], f"{success:.0%} success")
-            if success >= s["enough"]:
-                return policy
+    for step, success, _ in demonstrated(policy, config, CHECK, 128, s["length"]):
+        bar(step, s["steps"], f"{success:.0%} success")
+        if success >= s["enough"]:
+            return policy
     raise InputError(f"the small policy did not reach {s['enough']:.0%} success; allow more demonstrations.")
-
-
-def real_policy() -> Policy:
-    """Return SmolLM2 on sums of digits."""
-    model, tokenizer = load_policy("smollm2")
-    return Policy(model.eval(), tokenizer, make_task(TrainConfig(task="reasoning_gym", reasoning_gym=SUMS)))
 
 
 STUDY = Study(

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import rankdata
 
-from otb_analysis.study import rounded
 from otb_analysis.types import Float, Int
+from studies.lib import rounded
 
 SCORES = {
     "contrast": "contrast",

@@ -9,9 +9,9 @@ from otb_analysis.diagnostics.allocation import allocate, bernoulli_variance, vi
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE, PINK
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, cluster_jackknife, jackknife_interval
-from otb_analysis.study import Rows, column, distinct, interval_columns, select
-from otb_analysis.study.formats import interval_curve
 from otb_analysis.types import Float, Int
+from studies.lib import Rows, column, distinct, interval_columns, select
+from studies.lib.formats import interval_curve, ratio_interval
 
 from .study import EARLIER, MOST, SIZES, UPDATE
 
@@ -45,9 +45,8 @@ def over_equal_exact(worlds: Rows) -> list[dict[str, Any]]:
             for arm in WORDS:
                 own = {"where": f"enumerated, {law}", "size": size, "arm": arm}
                 for name in ("efficiency", "within"):
-                    pairs = [column(select(same, arm=one), name) for one in (arm, "equal")]
-                    found = cluster_jackknife(np.array(pairs).T, lambda m: m[..., 0] / m[..., 1], f"{name} over equal")
-                    own |= interval_columns(name, found)
+                    one, equal = (column(select(same, arm=which), name) for which in (arm, "equal"))
+                    own |= interval_columns(name, ratio_interval(one, equal, f"{name} over equal"))
                 for name in ("bias", "projection"):
                     own[name] = float(np.mean(column(select(same, arm=arm), name)))
                 rows.append(own)
@@ -67,8 +66,7 @@ def over_equal_pooled(prompts: Rows) -> list[dict[str, Any]]:
                 update = (UPDATE, 2 * UPDATE if arm == "half" else UPDATE)
                 row = {"where": f"pool, {task}", "size": size, "arm": arm, "bias": None, "projection": None}
                 row |= interval_columns("efficiency", efficiency_ratio(q, along, within, update))
-                found = cluster_jackknife(np.stack(within[::-1], 1), lambda m: m[..., 0] / m[..., 1], "within")
-                rows.append(row | interval_columns("within", found))
+                rows.append(row | interval_columns("within", ratio_interval(within[1], within[0], "within")))
     return rows
 
 

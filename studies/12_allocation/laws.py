@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from otb_analysis.enumeration.trees import Tree
 from otb_analysis.types import Float
+from studies.lib.enumeration.trees import Tree
 
 
 @dataclass(frozen=True)

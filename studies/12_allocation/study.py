@@ -7,20 +7,18 @@ a population whose groups have N rollouts on average; an update draws its prompt
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
-from otb_analysis.config import SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.config import SampleConfig, WarmStartConfig
 from otb_analysis.diagnostics.allocation import allocate, bernoulli_variance, vip_variance
-from otb_analysis.enumeration.trees import Tree, TreeSpec, random_tree
-from otb_analysis.gradients import gradient_sketch
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
-from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Int
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.enumeration.trees import Tree, TreeSpec, random_tree
+from studies.lib.policies import Policy, ScoredRollouts, different_prompts, group_sketches, taught, write
+from studies.lib.seeds import taught_config
 
 from .laws import Laws, from_rollouts, from_tree
 
@@ -39,12 +37,9 @@ UPDATE = 32
 """Prompts of the update whose efficiency is stated."""
 TASKS = {"chain_sum": 32, "graph_path": 16}
 """Tasks of the pools, and tokens an answer may have."""
-MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
 START = WarmStartConfig(success_low=0.35, success_high=0.60)
 PROMPTS, POOL, BUCKETS, FIRST_PROMPT = 192, 64, 1024, 70_000_000
 QUICK = {"worlds": 17, "world": 16}
-QUICK_MODEL = SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64)
-QUICK_START = WarmStartConfig(success_low=0.2, success_high=1.0, check_prompts=64)
 QUICK_POOL = {"prompts": 20, "pool": 16, "buckets": 256}
 
 
@@ -54,14 +49,11 @@ def cells(quick: bool) -> list[Cell]:
     worlds = QUICK if quick else {"worlds": WORLDS, "world": WORLD}
     tree = {"spec": asdict(SPEC), "noise": NOISE}
     exact = [Cell(f"exact-{name}", {"law": list(law), **tree, **worlds, **shared}) for name, law in SUCCESS.items()]
-    pool = QUICK_POOL if quick else {"prompts": PROMPTS, "pool": POOL, "buckets": BUCKETS}
-    learner = {"model": asdict(QUICK_MODEL if quick else MODEL), "start": asdict(QUICK_START if quick else START)}
+    pool: dict[str, Any] = {**QUICK_POOL} if quick else {"prompts": PROMPTS, "pool": POOL, "buckets": BUCKETS}
+    learner = taught_config("chain_sum", START, quick)
+    pool |= {"model": asdict(learner.small_model), "start": asdict(learner.warm_start), "quick": quick, **shared}
     some = {"chain_sum": 32} if quick else TASKS
-    pools = [
-        Cell(f"pool-{task}", {"task": task, "length": length, "quick": quick, **pool, **learner, **shared})
-        for task, length in some.items()
-    ]
-    return [*exact, *pools]
+    return [*exact, *(Cell(f"pool-{task}", {"task": task, "length": length, **pool}) for task, length in some.items())]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -150,14 +142,8 @@ def worth(laws: Laws, n: Float, weight: Float, update: int) -> dict[str, float |
 def pooled(cell: Cell, bar: Bar) -> Tables:
     """Return of each prompt what its earlier rollouts say, its size in each arm, and q, a and b from other rollouts."""
     s = cell.settings
-    task, quick = s["task"], s["quick"]
-    config = TrainConfig(
-        task=task, small_model=QUICK_MODEL if quick else MODEL, warm_start=QUICK_START if quick else START
-    )
-    policy = fresh_policy(config)
-    fit(policy.model, policy.tokenizer, policy.task, config)
-    drawn = draw_prompts(policy.task, "train", FIRST_PROMPT, 2 * s["prompts"])
-    chosen = list({prompt.id: prompt for prompt in drawn}.values())[: s["prompts"]]
+    task, policy = s["task"], taught(taught_config(s["task"], START, s["quick"]))
+    chosen = different_prompts(policy, FIRST_PROMPT, s["prompts"])
     earlier = SampleConfig(prompts=len(chosen), group_size=max(s["earlier"]), max_new_tokens=s["length"])
     past = write(policy, chosen, earlier, seed=1, at_once=64).table.total_reward.reshape(len(chosen), -1)
     bar(1, 3, f"{cell.name}: earlier rollouts")
@@ -182,16 +168,11 @@ def pooled(cell: Cell, bar: Bar) -> Tables:
 def rollout_sketches(policy: Policy, written: ScoredRollouts, buckets: int) -> Float:
     """Return a count sketch of S_i = Σ_t s_{i,t} of every rollout [N, K]: one backward pass per different rollout."""
     first, back = written.distinct()
-    ids, mask, attention = (x[torch.as_tensor(first)] for x in written.batch)
-    weights = mask.numpy()[:, None, :].astype(float)
-    found = np.concatenate([
-        gradient_sketch(
-            policy.model, ids[k : k + 256], mask[k : k + 256], weights[k : k + 256],
-            np.arange(len(ids[k : k + 256])), attention[k : k + 256], dim=buckets, temperature=written.temperature,
-        )[:, 0]
-        for k in range(0, len(ids), 256)
-    ])  # fmt: skip
-    return found[back].astype(float)
+    group = np.full(len(back), -1)
+    group[first] = np.arange(len(first))
+    return group_sketches(policy, written, written.table.mask[None].astype(float), group, buckets)[0][back].astype(
+        float
+    )
 
 
 STUDY = Study(

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
-from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.objectives.token_weights import StapoOptions
-from otb_analysis.study import Rows, distinct, select
-from otb_analysis.study.formats import interval_curve, known
+from studies.lib import Rows, distinct, select
+from studies.lib.formats import interval_curve, side_by_side
 
-from .pools import LOT
+from .pools import LOT as LOT
 
 DEFAULT = StapoOptions()
 COLORS = (BLUE, GREEN, PINK)
@@ -25,8 +25,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     return {
         "shares": clipped(tables["thresholds"]),
         "default": {row["policy"]: row for row in select(tables["thresholds"], **at)},
-        "options": DEFAULT,
-        "lot": LOT,
         "small": small,
         "real": real,
         "names": distinct(tables["arms"], "policy"),
@@ -56,10 +54,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     ]
     arms = []
     for k, (arm, color) in enumerate(DRAWN.items()):
-        own = select(tables["arms"], arm=arm)
-        x = [at + 0.12 * (k - 1) for at in range(1, len(own) + 1)]
-        y, low, high = ([known(row[f"efficiency{end}"]) for row in own] for end in ("", "_low", "_high"))
-        arms.append(Curve(x, y, arm, low, high, color, width=0))
+        arms.append(side_by_side(select(tables["arms"], arm=arm), k, "efficiency", arm, color))
     note = f"of 10,000; H < {DEFAULT.entropy} nats, A > 0"
     rule = (1.0, "the paper's 0.01 %")
     panels = [

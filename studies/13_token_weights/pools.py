@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from otb_analysis.config import SampleConfig
 from otb_analysis.estimators import estimate
-from otb_analysis.gradients import gradient_sketch, token_score_norms
 from otb_analysis.objectives.token_weights import StapoOptions, TokenWeightInputs, token_weights
 from otb_analysis.statistics import Partition, PoolGram, pool_gram
-from otb_analysis.study.policies import Policy, ScoredRollouts, write
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool, Float, Int
+from studies.lib.policies import Policy, ScoredRollouts, exact_norms, group_sketches, write
 
 ARMS = ("rloo", "stapo", "drawn", "delightful")
 """`drawn` silences as many tokens as `stapo`, by lot among those with A > 0."""
@@ -98,45 +96,13 @@ def _block(
         found.gradients.append(group_sketches(policy, written, weights, group, setting.buckets))
 
 
-def exact_norms(policy: Policy, written: ScoredRollouts, chosen: Bool) -> Float:
-    """Return ‖s‖² of chosen tokens [N, T], zero at the others."""
-    rows = np.flatnonzero(chosen.any(axis=1))
-    out = np.zeros(chosen.shape)
-    if len(rows):
-        ids, _, attention = (x[torch.as_tensor(rows)] for x in written.batch)
-        at = written.rollouts.by_column(chosen[None].astype(float))[rows, 0] > 0
-        found = token_score_norms(
-            policy.model, ids, torch.as_tensor(at), attention, temperature=written.temperature
-        ).norm_sq
-        wide = np.zeros((len(chosen), found.shape[1]))
-        wide[rows] = found
-        out = np.where(chosen, written.rollouts.by_token(wide), 0.0)
-    return out
-
-
-def group_sketches(policy: Policy, written: ScoredRollouts, weights: Float, group: Int, buckets: int) -> Float:
-    """Return a count sketch of Σ weights·s of every group [M, G, K], a few groups at a time."""
-    by_column, parts = written.rollouts.by_column(weights), []
-    for first in range(0, int(group.max()) + 1, 64):
-        rows = np.flatnonzero((group >= first) & (group < first + 64))
-        ids, mask, attention = (x[torch.as_tensor(rows)] for x in written.batch)
-        parts.append(
-            gradient_sketch(
-                policy.model, ids, mask, by_column[rows], group[rows] - first, attention, dim=buckets,
-                temperature=written.temperature,
-            )
-        )  # fmt: skip
-    return np.concatenate(parts).transpose(1, 0, 2)
-
-
 def gram_of(found: Found, setting: Setting) -> PoolGram:
     """Return the Gram matrices of the arms; the groups are those of the first prompts, in order."""
     gradients = np.concatenate(found.gradients, axis=1)
     per = setting.rollouts // setting.group
     groups = np.arange(gradients.shape[1])
-    return pool_gram(
-        [gradients], [Partition(np.repeat(groups, setting.group), groups // per)], [(arm, "none") for arm in ARMS]
-    )
+    cut = Partition(np.repeat(groups, setting.group), groups // per)
+    return pool_gram([gradients], [cut], [(arm, "none") for arm in ARMS])
 
 
 def _place(prompt: Int) -> Int:

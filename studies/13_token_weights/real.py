@@ -12,14 +12,11 @@ import torch
 from otb_analysis.config import ReasoningGymConfig, SampleConfig, TrainConfig
 from otb_analysis.gradients import token_score_norms
 from otb_analysis.objectives.token_weights import StapoOptions
-from otb_analysis.rollouts.models import load_policy
-from otb_analysis.statistics import Interval, cluster_jackknife
-from otb_analysis.study import Cell, Tables, interval_columns
-from otb_analysis.study.policies import Policy, ScoredRollouts, write
-from otb_analysis.tasks import make_task
-from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float, Int
+from studies.lib import Cell, Tables, interval_columns
+from studies.lib.formats import ratio_interval
+from studies.lib.policies import Policy, ScoredRollouts, different_prompts, pretrained, write
 
 TASK = ReasoningGymConfig(name=("letter_counting",), config=('{"min_words": 1, "max_words": 2}',))
 PROMPTS, ROLLOUTS, TOKENS, NORMS, FIRST = 48, 8, 24, 48, 80_000_000
@@ -34,28 +31,28 @@ def cell(pairs: tuple[tuple[float, float], ...]) -> Cell:
 def measure(cell: Cell, bar: Bar) -> Tables:
     """Return expected shares by thresholds, and exact norms of tokens that would be silenced and of others."""
     s = cell.settings
-    config = TrainConfig(model="smollm2", task="reasoning_gym", reasoning_gym=TASK)
-    model, tokenizer = load_policy(config.model)
-    policy = Policy(model.eval(), tokenizer, make_task(config))
-    candidates = draw_prompts(policy.task, "train", FIRST, 4 * s["prompts"])
-    prompts = list({prompt.id: prompt for prompt in candidates}.values())[: s["prompts"]]
+    policy = pretrained(TrainConfig(model="smollm2", task="reasoning_gym", reasoning_gym=TASK))
     sample = SampleConfig(group_size=s["rollouts"], max_new_tokens=s["tokens"])
-    written = write(policy, prompts, sample, seed=3, at_once=16)
+    written = write(policy, different_prompts(policy, FIRST, s["prompts"]), sample, seed=3, at_once=16)
     bar(1, 3, "sampled")
     mass, rare, prompt = rare_mass(policy, written, s["pairs"])
     bar(2, 3, "contexts scored")
     rows = []
     for k, (probability, entropy) in enumerate(s["pairs"]):
-        share = per_prompt_mean(mass[:, k], prompt)
-        rows.append(
-            {"policy": cell.name, "probability": probability, "entropy": entropy} | interval_columns("share", share)
-        )
+        share = ratio_interval(np.bincount(prompt, mass[:, k]), np.bincount(prompt), "share of tokens", "linear")
+        row = {"policy": cell.name, "probability": probability, "entropy": entropy}
+        rows.append(row | interval_columns("share", share))
     default = s["pairs"].index([StapoOptions().probability, StapoOptions().entropy])
     norms = rare_norms(policy, written, rare, mass[:, default], s["norms"])
     bar(3, 3, "norms")
-    whole = {"policy": cell.name, "parameters": model.num_parameters(), "tokens": len(prompt), "prompts": s["prompts"]}
+    whole = {
+        "policy": cell.name,
+        "parameters": policy.model.num_parameters(),
+        "tokens": len(prompt),
+        "prompts": s["prompts"],
+    }
     whole |= {"rollouts": s["rollouts"], "success": float(written.table.total_reward.mean()), "norms": len(norms)}
-    ratio = cluster_jackknife(norms, lambda m: m[..., 0] / m[..., 1], "mean ‖s‖² of silenced over drawn tokens")
+    ratio = ratio_interval(norms[:, 0], norms[:, 1], "mean ‖s‖² of silenced over drawn tokens")
     return {"thresholds": rows, "policies": [whole | interval_columns("norm_ratio", ratio)]}
 
 
@@ -107,9 +104,3 @@ def rare_norms(policy: Policy, written: ScoredRollouts, rare: Int, mass: Float, 
             )
             out[k, side] = found.norm_sq[0, at]
     return out
-
-
-def per_prompt_mean(x: Float, prompt: Int) -> Interval | None:
-    """Return the mean over tokens with an interval over prompts."""
-    table = np.stack([np.bincount(prompt, x), np.bincount(prompt)], axis=1)
-    return cluster_jackknife(table, lambda m: m[..., 0] / m[..., 1], "share of tokens", "linear")

@@ -11,10 +11,6 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.config import (
-    ChainSumConfig,
-    GraphPathConfig,
-    SmallModelConfig,
-    TrainConfig,
     WarmStartConfig,
 )
 from otb_analysis.objectives.token_weights import DelightOptions, StapoOptions
@@ -26,13 +22,12 @@ from otb_analysis.statistics import (
     paired_ratios,
     pool_statistics,
 )
-from otb_analysis.study import Cell, Study, Tables, interval_columns, rounded
-from otb_analysis.study.formats import by_label, ratio_columns, statistics_columns
-from otb_analysis.study.policies import fresh_policy
-from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Gram
+from studies.lib import Cell, Study, Tables, interval_columns, rounded
+from studies.lib.formats import by_label, ratio_columns, ratio_interval, statistics_columns
+from studies.lib.policies import different_prompts, taught
+from studies.lib.seeds import taught_config
 
 from . import real
 from .pools import ARMS, SUMS, Found, Setting, collect, gram_of
@@ -43,7 +38,6 @@ POLICIES = {
     "graph_path": ("graph_path", 16, WarmStartConfig(success_low=0.35, success_high=0.60)),
 }
 """Task, tokens an answer may have, and how far the policy was taught."""
-MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
 PAIRS = tuple((p, h) for p in (0.001, 0.01, 0.05) for h in (0.1, 0.5, 1.0))
 """Thresholds (τ_p, τ_h) at which shares are counted; the default is one of them."""
 FULL = Setting(512, 128, 0, group=8, gram=256, buckets=2048, block=32, pairs=PAIRS)
@@ -51,19 +45,6 @@ SMALL = Setting(24, 16, 0, group=8, gram=24, buckets=256, block=24, pairs=PAIRS)
 UPDATE = 32
 """Prompts of the update whose efficiency and shares of ‖ḡ‖² are stated."""
 FIRST_PROMPT = 90_000_000
-QUICK_MODEL = SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64)
-QUICK_START = WarmStartConfig(success_low=0.2, success_high=1.0, check_prompts=64)
-
-
-def config_of(name: str, quick: bool) -> TrainConfig:
-    """Return the configuration of a small policy."""
-    task, _, start = POLICIES[name]
-    if quick:
-        return TrainConfig(
-            task=task, small_model=QUICK_MODEL, warm_start=QUICK_START,
-            chain_sum=ChainSumConfig(terms_max=2, largest=10), graph_path=GraphPathConfig(nodes=4, edges=4),
-        )  # fmt: skip
-    return TrainConfig(task=task, small_model=MODEL, warm_start=start)
 
 
 def cells(quick: bool) -> list[Cell]:
@@ -71,8 +52,8 @@ def cells(quick: bool) -> list[Cell]:
     size = asdict(SMALL if quick else FULL) | {"pairs": [list(pair) for pair in PAIRS]}
     options = {"stapo": asdict(StapoOptions()), "delightful": asdict(DelightOptions())}
     made = []
-    for name, (task, length, _) in POLICIES.items():
-        config = config_of(name, quick)
+    for name, (task, length, start) in POLICIES.items():
+        config = taught_config(task, start, quick)
         learner = {"model": asdict(config.small_model), "start": asdict(config.warm_start)}
         learner |= {"task": task, "task_settings": asdict(getattr(config, task)), "update": UPDATE}
         made.append(Cell(name, size | learner | options | {"length": length, "quick": quick, "arms": list(ARMS)}))
@@ -85,11 +66,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         return real.measure(cell, bar)
     s = cell.settings
     setting = Setting(**{name: s[name] for name in asdict(FULL) if name != "pairs"}, pairs=PAIRS)
-    config = config_of(cell.name, s["quick"])
-    policy = fresh_policy(config)
-    fit(policy.model, policy.tokenizer, policy.task, config)
-    drawn = draw_prompts(policy.task, "train", FIRST_PROMPT, 4 * setting.prompts)
-    prompts = list({prompt.id: prompt for prompt in drawn}.values())[: setting.prompts]
+    policy = taught(taught_config(s["task"], POLICIES[cell.name][2], s["quick"]))
+    prompts = different_prompts(policy, FIRST_PROMPT, setting.prompts)
     found = collect(policy, prompts, setting, bar)
     gram = gram_of(found, setting)
     key = {"policy": cell.name}
@@ -115,11 +93,7 @@ def carried(sums: Float) -> dict[str, float | None]:
         lambda m: m[..., k["norm_silenced"]] / m[..., k["silenced"]] / (m[..., k["norm_drawn"]] / m[..., k["drawn"]]),
         "mean ‖s‖² of silenced over drawn tokens",
     )
-    share = cluster_jackknife(
-        sums,
-        lambda m: m[..., k["power_silenced"]] / m[..., k["power_all"]],
-        "share of ΣA²‖s‖²",
-    )
+    share = ratio_interval(sums[:, k["power_silenced"]], sums[:, k["power_all"]], "share of ΣA²‖s‖²")
     return interval_columns("norm_ratio", ratio) | interval_columns("power_share", share)
 
 
@@ -128,9 +102,7 @@ def shares(found: Found, sums: Float) -> list[dict[str, float | None]]:
     grid, tokens = np.concatenate(found.grid), sums[:, SUMS.index("tokens")]
     rows = []
     for k, (probability, entropy) in enumerate(PAIRS):
-        share = cluster_jackknife(
-            np.stack([grid[:, k], tokens], 1), lambda m: m[..., 0] / m[..., 1], "share of tokens", "linear"
-        )
+        share = ratio_interval(grid[:, k], tokens, "share of tokens", "linear")
         rows.append({"probability": probability, "entropy": entropy} | interval_columns("share", share))
     return rows
 

@@ -8,8 +8,9 @@ import numpy as np
 from otb_analysis.figures.styles import BLUE, ORANGE
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import seed_mean
-from otb_analysis.study import Rows, column, distinct, interval_columns, select
-from otb_analysis.study.formats import mean_curve
+from studies.lib import Rows, column, distinct, interval_columns, select
+from studies.lib.formats import mean_curve
+from studies.lib.seeds import by_seed
 
 COLORS = {"characters": BLUE, "triads": ORANGE}
 QUANTITIES = {
@@ -34,10 +35,7 @@ def end_of(curves: Rows, task: str) -> dict[str, Any]:
     last = max(column(select(curves, task=task), "step"))
     row: dict[str, Any] = {"task": task, "step": last}
     for name in ("success", "nats"):
-        found = {
-            tokens: {one["seed"]: one[name] for one in select(curves, task=task, tokens=tokens, step=last)}
-            for tokens in COLORS
-        }
+        found = {tokens: by_seed(select(curves, task=task, tokens=tokens, step=last), name) for tokens in COLORS}
         seeds = sorted(found["triads"].keys() & found["characters"].keys())
         row |= {f"{name}_{tokens}": float(np.mean(list(values.values()))) for tokens, values in found.items()}
         difference = seed_mean([found["triads"][k] - found["characters"][k] for k in seeds], f"difference in {name}")
@@ -47,38 +45,26 @@ def end_of(curves: Rows, task: str) -> dict[str, Any]:
 
 def ratios(policies: Rows) -> list[dict[str, Any]]:
     """Return the mean over seeds of triads over characters, of the seeds in which both were good enough."""
-    by_seed = {tokens: {row["seed"]: row for row in select(policies, tokens=tokens)} for tokens in COLORS}
-    seeds = sorted(by_seed["triads"].keys() & by_seed["characters"].keys())
     rows = []
     for name, words in QUANTITIES.items():
-        pairs = [(by_seed["triads"][seed][name], by_seed["characters"][seed][name]) for seed in seeds]
-        known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        if not known:
-            continue
-        found = seed_mean([a / b for a, b in known], f"ratio of {words}", "log")
-        means = {
-            f"{tokens}": float(np.mean([pair[k] for pair in known]))
-            for k, tokens in enumerate(("triads", "characters"))
-        }
-        rows.append({"quantity": name, "words": words, "seeds": len(known)} | means | interval_columns("ratio", found))
+        triads, characters = (by_seed(select(policies, tokens=tokens), name) for tokens in ("triads", "characters"))
+        seeds = sorted(triads.keys() & characters.keys())
+        known = [(triads[k], characters[k]) for k in seeds if triads[k] is not None and characters[k] is not None]
+        if known:
+            means = dict(zip(("triads", "characters"), map(float, np.mean(known, axis=0)), strict=True))
+            row = {"quantity": name, "words": words, "seeds": len(known)} | means
+            found = seed_mean([a / b for a, b in known], f"ratio of {words}", "log")
+            rows.append(row | interval_columns("ratio", found))
     return rows
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw mean held-out success over steps."""
     curves = [dict(row) | {"step": row["step"] / 1000} for row in tables["curves"]]
-    panels = [
-        Panel(
-            f"Sums of terms up to {task}",
-            "held-out success, mean over seeds",
-            "thousand steps",
-            [
-                mean_curve(select(curves, task=task, tokens=tokens), "step", "success", tokens, color)
-                for tokens, color in COLORS.items()
-            ],
-            y_range=(0.0, 1.0),
-            percent=True,
-        )
-        for task in distinct(curves, "task")
-    ]
+    panels, note = [], "held-out success, mean over seeds"
+    for task in distinct(curves, "task"):
+        own = {tokens: select(curves, task=task, tokens=tokens) for tokens in COLORS}
+        means = [mean_curve(rows, "step", "success", tokens, COLORS[tokens]) for tokens, rows in own.items()]
+        title = f"Sums of terms up to {task}"
+        panels.append(Panel(title, note, "thousand steps", means, y_range=(0.0, 1.0), percent=True))
     return {"success.svg": svg(panels, columns=3)}

@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
-from otb_analysis.devices import random_forked
 from otb_analysis.estimators import estimate
-from otb_analysis.gradients import gradient_sketch, token_score_norms
-from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.statistics import Partition, pool_gram
 from otb_analysis.statistics.moments.gram import deleted_moments
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.study.policies import Policy, fresh_policy, write
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.training.warm_start import IGNORED, demonstrations, make_optimizers, success_rate, supervised_step
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.policies import Policy, demonstrated, exact_norms, fresh_policy, group_sketches, write
 
 TASKS = {
     "19": ChainSumConfig(terms_min=2, terms_max=3, largest=19),
@@ -75,23 +70,12 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         seed=s["seed"], warm_start=WarmStartConfig(max_steps=s["steps"]),
     )  # fmt: skip
     policy = fresh_policy(config)
-    optimizers = make_optimizers(policy.model, config.warm_start.learning_rate)
-    generator, sample = TransformersGenerator(policy.model, policy.tokenizer), SampleConfig(max_new_tokens=s["length"])
-    heldout = distinct_prompts(policy.task, "heldout", s["heldout"])
     key = {"task": s["task"], "tokens": s["tokens"], "seed": s["seed"]}
     curve: list[dict[str, Any]] = []
     policies: list[dict[str, Any]] = []
-    every, nats = s["steps"] // s["checks"], list[float]()
-    torch.manual_seed(s["seed"])
-    for step, batch in enumerate(demonstrations(policy.tokenizer, policy.task, config.warm_start), start=1):
-        written = int((batch[1][:, 1:] != IGNORED).sum()) / len(batch[1])
-        nats.append(supervised_step(policy.model, optimizers, batch) * written)
-        if step % every:
-            continue
-        with random_forked(policy.model.device):
-            torch.manual_seed(step)
-            success = success_rate(generator, policy.tokenizer, policy.task, heldout, sample)
-        curve.append(key | {"step": step, "success": success, "nats": rounded(float(np.mean(nats[-every:])))})
+    checks = demonstrated(policy, config, s["steps"] // s["checks"], s["heldout"], s["length"])
+    for step, success, nats in checks:
+        curve.append(key | {"step": step, "success": success, "nats": rounded(nats)})
         if s["measured"] and not policies and success >= s["enough"]:
             policies.append(key | {"step": step, "success": success} | measured(policy, s))
         bar(step, s["steps"], f"{cell.name}: {success:.0%}")
@@ -108,16 +92,13 @@ def measured(policy: Policy, s: Any) -> dict[str, float | None]:
     sample = SampleConfig(prompts=len(prompts), group_size=s["pool"], max_new_tokens=s["length"])
     written = write(policy, prompts, sample, seed=1000 + s["seed"])
     table = written.table
-    ids, mask, attention = written.batch
-    norm = written.by_token(token_score_norms(policy.model, ids, mask, attention).norm_sq)
+    norm = exact_norms(policy, written, table.mask)
     digits = table.mask & np.isin(table.token_id, digit_ids(policy))
     group = np.arange(len(table.group)) // s["group"]
     advantage = estimate("rloo", replace(table.inputs(None), group=group)).advantage
     weights = np.stack([advantage, advantage * digits]) / s["group"]
     groups = np.arange(int(group.max()) + 1)
-    gradients = gradient_sketch(
-        policy.model, ids, mask, written.rollouts.by_column(weights), group, attention, dim=s["buckets"]
-    ).transpose(1, 0, 2)
+    gradients = group_sketches(policy, written, weights, group, s["buckets"])
     cut = Partition(group, groups // (s["pool"] // s["group"]))
     gram = pool_gram([gradients], [cut], [("rloo", "none"), ("digits", "none")]).gram()
     variance, scale = {}, None

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE
-from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import ends, known
+from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import side_by_side
 
 LABELS = {"dynamic, other prompts": BLUE, "dynamic, same prompt again": ORANGE, "prs": GREY}
 
@@ -44,9 +44,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     curves = []
     for k, (label, color) in enumerate(LABELS.items()):
         found = [cosines(tables["batches"], label, name) for name in names]
-        y, low, high = ([known(ends(one)[end]) for one in found] for end in range(3))
-        x = [at + 0.12 * (k - 1) for at in range(1, len(names) + 1)]
-        curves.append(Curve(x, y, label, low, high, color, width=0))
+        curves.append(side_by_side(found, k, "", label, color))
     note = "1: the filter changes lengths at most"
     axis = ", ".join(f"{k} {name}" for k, name in enumerate(names, 1))
     return {"filters.svg": svg([Panel("Cosine of the mean update and ∇J", note, axis, curves, ((1.0, ""),))])}

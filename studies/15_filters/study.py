@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.enumeration.facts import GROUP
-from otb_analysis.enumeration.filters import Filtered, batch_cosine, filtered, profiled
-from otb_analysis.enumeration.groups import group_moments
-from otb_analysis.enumeration.trees import Tree, random_tree
 from otb_analysis.objectives.filters import RejectionOptions
 from otb_analysis.objectives.shaping import ProfiledOptions
-from otb_analysis.study import Cell, Study, Tables, rounded
 from otb_analysis.training.runtime.progress import Bar
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.enumeration.facts import GROUP
+from studies.lib.enumeration.filters import Filtered, batch_cosine, filtered, profiled
+from studies.lib.enumeration.groups import group_moments
+from studies.lib.enumeration.trees import Tree, random_tree
 
 N = 4
 ESTIMATORS = ("none", "rloo", "otb", "otb_loo", "otb_carry_loo", "sequence_optimal_loo", "grpo")

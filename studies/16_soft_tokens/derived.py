@@ -8,15 +8,16 @@ import numpy as np
 from otb_analysis.figures.styles import BLUE, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.study import Rows, column, distinct, select
-from otb_analysis.study.formats import ends, known
+from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import ends, known
+from studies.lib.seeds import by_seed
 
 PARTS = {"": ("all parameters", BLUE), "_rest": ("without the table of embeddings", ORANGE)}
 
 
 def over_discrete(rows: Rows, arm: str, name: str, against: str = "") -> Interval | None:
     """Return the mean over policies of a number over that of the discrete arm, policy by policy."""
-    base = {row["seed"]: row[against or name] for row in select(rows, arm="discrete")}
+    base = by_seed(select(rows, arm="discrete"), against or name)
     return seed_mean([row[name] / base[row["seed"]] for row in select(rows, arm=arm)], name, "log")
 
 
@@ -39,7 +40,7 @@ def table_share(rows: Rows, arm: str) -> Interval | None:
 
 def slope_ratio(rows: Rows, arm: str) -> Interval | None:
     """Return the mean over policies of the slope of J over that of the discrete arm."""
-    base = {row["seed"]: row["slope"] for row in select(rows, arm="discrete")}
+    base = by_seed(select(rows, arm="discrete"), "slope")
     return seed_mean([row["slope"] / base[row["seed"]] for row in select(rows, arm=arm)], "slope over discrete")
 
 

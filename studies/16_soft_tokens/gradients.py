@@ -7,26 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients import count_sketch, gradient_sketch
+from otb_analysis.gradients import count_sketch
 from otb_analysis.gradients.batch.soft import SoftTokens, embeddings_of, mixtures
-from otb_analysis.study.policies import Policy, ScoredRollouts
 from otb_analysis.types import Float, Int
+from studies.lib.policies import Policy, ScoredRollouts, group_sketches
 
 TABLE, REST = r"embed_tokens", r"^(?!.*embed_tokens)"
 
 
 def by_scores(policy: Policy, written: ScoredRollouts, weights: Float, group: Int, buckets: int) -> Float:
     """Return sketches of Σ weights·s of every group [M, G, 2·buckets], weights [M, N, T]."""
-    ids, mask, attention = written.batch
-    by_column, soft = written.rollouts.by_column(weights), written.rollouts.soft
-    parts = [
-        gradient_sketch(
-            policy.model, ids, mask, by_column, group, attention, dim=buckets, scope=scope,
-            temperature=written.temperature, soft=soft,
-        )
-        for scope in (TABLE, REST)
-    ]  # fmt: skip
-    return np.concatenate(parts, axis=-1).transpose(1, 0, 2).astype(np.float64)
+    parts = [group_sketches(policy, written, weights, group, buckets, scope) for scope in (TABLE, REST)]
+    return np.concatenate(parts, axis=-1).astype(np.float64)
 
 
 def through_tokens(policy: Policy, written: ScoredRollouts, weights: Float, group: Int, buckets: int) -> Float:

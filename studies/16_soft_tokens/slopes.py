@@ -17,9 +17,9 @@ from otb_analysis.gradients import batch_gradient
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.sampling import sample
-from otb_analysis.study.policies import Policy, write
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import distinct_prompts
+from studies.lib.policies import Policy, write
 
 AT_ONCE = 256
 """Prompts sampled side by side."""

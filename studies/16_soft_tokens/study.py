@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.estimators import estimate
-from otb_analysis.gradients import token_score_norms
 from otb_analysis.statistics.moments.vectors import vector_moments
-from otb_analysis.study import Cell, Study, Tables, rounded
-from otb_analysis.study.policies import Policy, ScoredRollouts, fresh_policy, write
 from otb_analysis.tasks.task_calls import distinct_prompts
 from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.training.warm_start import fit
 from otb_analysis.types import EstimatorInputs, Float
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.policies import Policy, ScoredRollouts, exact_norms, taught, write
 
 from .gradients import by_scores, through_tokens
 from .slopes import slopes
@@ -72,8 +69,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         task="chain_sum", chain_sum=ChainSumConfig(**s["task"]), small_model=SmallModelConfig(**s["model"]),
         seed=s["seed"], warm_start=replace(START, success_low=s["low"], success_high=s["high"]), sample=sample,
     )  # fmt: skip
-    policy = fresh_policy(config)
-    fit(policy.model, policy.tokenizer, policy.task, config)
+    policy = taught(config)
     if cell.name.startswith("slopes"):
         bar(0, 1, cell.name)
         return {"slopes": [{"seed": s["seed"]} | row for row in slopes(policy, s, sample)]}
@@ -99,7 +95,7 @@ def measured(
     table, buckets = written.table, s["buckets"]
     inputs = table.inputs(None)
     few = table.group < s["measured"]
-    norm = exact_norms(policy, written, few)
+    norm = exact_norms(policy, written, table.mask & few[:, None])
     advantage = {name: estimate(name, inputs).advantage for name in ("rloo", "none")}
     part = EstimatorInputs(inputs.reward[few], inputs.mask[few], inputs.group[few], norm[few])
     advantage["otb_loo"] = np.zeros(table.mask.shape)
@@ -119,16 +115,6 @@ def measured(
     found["none"] = over(variance(none), variance(rloo))
     found["otb_loo"] = over(variance(otb[: s["measured"]]), variance(rloo[: s["measured"]]))
     return {name: rounded(value) for name, value in found.items()}, truth
-
-
-def exact_norms(policy: Policy, written: ScoredRollouts, few: np.ndarray) -> Float:
-    """Return ‖s‖² of the tokens of some rollouts [N, T], 0 elsewhere."""
-    ids, mask, attention = written.batch
-    chosen = mask & torch.as_tensor(few)[:, None]
-    found = token_score_norms(
-        policy.model, ids, chosen, attention, temperature=written.temperature, soft=written.rollouts.soft
-    )
-    return np.where(written.table.mask & few[:, None], written.rollouts.by_token(found.norm_sq), 0.0)
 
 
 def norms_of(written: ScoredRollouts, norm: Float) -> dict[str, float | None]:

@@ -13,12 +13,11 @@ import pytest
 
 from otb_analysis.answers import RunAnswers, compare
 from otb_analysis.commands.cli import main
-from otb_analysis.config import EstimatorConfig, MeasureConfig, SampleConfig, TrainConfig
+from otb_analysis.config import EstimatorConfig, MeasureConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.figures.gradient_table import statistics_table
 from otb_analysis.figures.planner import planner_table
 from otb_analysis.statistics import gradient_statistics, pooled_statistics
 from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
-from otb_analysis.training.resume import plain_config
 from otb_analysis.types import Gram
 
 LABELS = (

@@ -12,9 +12,9 @@ import pytest
 
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import audit_run
-from otb_analysis.audit.importing import import_rollouts
-from otb_analysis.audit.score import score
 from otb_analysis.config import AuditConfig, ImportConfig
+from otb_analysis.recorded.importing import import_rollouts
+from otb_analysis.recorded.score import score
 from otb_analysis.report import write_report
 from otb_analysis.report.audit import write_audit
 from otb_analysis.store import RunStore, RunWriter

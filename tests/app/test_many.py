@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.bench.synthetic_run import Shape, synthetic_step, write_synthetic_run
+from benchmarks.synthetic_run import Shape, synthetic_step, write_synthetic_run
 from otb_analysis.store import RunWriter
 from tests.app.conftest import write_step
 from tests.app.test_pages import PAGES, open_page, texts

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from otb_analysis.audit.importing import import_rollouts
-from otb_analysis.audit.score import score
 from otb_analysis.checks.bookkeeping import (
     Bookkeeping,
     bookkeeping_lines,
@@ -16,6 +14,8 @@ from otb_analysis.checks.recorded_advantages import check_advantages
 from otb_analysis.checks.trainer_loss import WHOLE, TrainerLoss, trainer_loss
 from otb_analysis.config import EstimatorConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError
+from otb_analysis.recorded.importing import import_rollouts
+from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
 
 REWARDS = np.array([[1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]])

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.audit import sampling_tests
-from otb_analysis.audit.sampling import SamplingCheck, position_bin
-from otb_analysis.audit.sampling_tests import LEAK, PENALTIES, TEMPERATURES, TOP_P, repeats
-from otb_analysis.audit.score import score
-from otb_analysis.bench.planted import noise, planted_rollouts, repetition, temperature, top_k, top_p
+from benchmarks.planted import noise, planted_rollouts, repetition, temperature, top_k, top_p
+from otb_analysis.checks import sampling_tests
+from otb_analysis.checks.sampling import SamplingCheck, position_bin
 from otb_analysis.checks.sampling_report import sampling_report
 from otb_analysis.checks.sampling_sums import SamplingSums
+from otb_analysis.checks.sampling_tests import LEAK, PENALTIES, TEMPERATURES, TOP_P, repeats
 from otb_analysis.checks.sampling_text import sampling_lines
 from otb_analysis.config import ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.forward import PolicyLogits
 from otb_analysis.measurement.passes import forward_statistics
 from otb_analysis.measurement.table import token_table
+from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
 from otb_analysis.tasks import Prompt
 

@@ -13,10 +13,9 @@ from rich.console import Console
 
 from otb_analysis.commands import demo
 from otb_analysis.commands.demo import DemoConfig, demo_configs, is_complete, run_demo, train_together
-from otb_analysis.config import EstimatorConfig, OptimizeConfig, SampleConfig
+from otb_analysis.config import EstimatorConfig, OptimizeConfig, SampleConfig, plain_config
 from otb_analysis.errors import InputError, Interrupted, StoreError
 from otb_analysis.store import RunStore
-from otb_analysis.training.resume import plain_config
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ import pytest
 
 from otb_analysis.commands import sentinel
 from otb_analysis.commands.cli import from_toml, main
-from otb_analysis.config import TrainConfig
+from otb_analysis.config import TrainConfig, plain_config
 from otb_analysis.store import RunWriter, StepTables
-from otb_analysis.training.resume import plain_config
 
 
 class Server(HTTPServer):

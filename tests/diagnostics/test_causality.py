@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from otb_analysis.bench.alarm_series import calm_series
-from otb_analysis.bench.alarms import AT, CASES, LENGTH
+from benchmarks.alarm_series import calm_series
+from benchmarks.alarms import AT, CASES, LENGTH
 from otb_analysis.diagnostics import DETECTORS
 
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.groups import batch_means, group_moments
-from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import (
     ESTIMATORS,
@@ -20,6 +18,8 @@ from otb_analysis.estimators import (
     registered,
     with_limit,
 )
+from studies.lib.enumeration.groups import batch_means, group_moments
+from studies.lib.enumeration.trees import TreeSpec, random_tree
 
 BLEND = "blend_otb_regression"
 

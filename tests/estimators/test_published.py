@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.groups import batch_means, group_moments
-from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import EstimatorInputs, QuantileOptions, estimate, options_from_dict
+from studies.lib.enumeration.groups import batch_means, group_moments
+from studies.lib.enumeration.trees import TreeSpec, random_tree
 
 
 def paid(*returns, group=None, length=None):

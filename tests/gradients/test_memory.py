@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.memory import in_fresh_process
+from benchmarks.peer_side import peak
 from otb_analysis import gradients
-from otb_analysis.bench.memory import in_fresh_process
-from otb_analysis.bench.peer_side import peak
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import ENGINES, group_gradient_gram, token_score_norms, weighted_score_norms
 from otb_analysis.gradients.batch import widening

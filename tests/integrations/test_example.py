@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from otb_analysis.audit.importing import import_rollouts
-from otb_analysis.audit.score import score
 from otb_analysis.config import ImportConfig, ScoreConfig
+from otb_analysis.recorded.importing import import_rollouts
+from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
 
 EXAMPLE = Path(__file__).parent.parent.parent / "docs" / "examples" / "trl"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.audit.importing import import_rollouts
-from otb_analysis.audit.score import score
 from otb_analysis.config import ImportConfig, ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.integrations.recorder import RolloutRecorder
+from otb_analysis.recorded.importing import import_rollouts
+from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
 
 

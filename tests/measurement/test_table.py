@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import available, estimate
@@ -13,7 +14,7 @@ from otb_analysis.logit_stats import logit_stats
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.forward import forward_pass
 from otb_analysis.measurement.measurer import GradientMeasurer, Measurement
-from otb_analysis.measurement.summary import sampling_check, summarize, zero_variance_groups
+from otb_analysis.measurement.summary import sampling_check, summarize
 from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows, token_table
 from otb_analysis.measurement.tokens import TokenMeasurements
 from otb_analysis.rollouts.generation import TransformersGenerator

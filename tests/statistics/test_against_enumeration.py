@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration import population
-from otb_analysis.enumeration.groups import group_moments
-from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.estimators import EstimatorInputs, estimate
 from otb_analysis.statistics import group_gradients, partitions, pool_gram, position_optimum
+from studies.lib.enumeration import population
+from studies.lib.enumeration.groups import group_moments
+from studies.lib.enumeration.trees import TreeSpec, random_tree
 
 NAMES = ("rloo", "group_mean", "otb", "otb_loo", "token_optimal")
 LABELS = [(name, "none" if name in ("rloo", "group_mean") else "exact") for name in NAMES]

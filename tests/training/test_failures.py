@@ -25,13 +25,13 @@ from otb_analysis.config import (
     Schedule,
     SmallModelConfig,
     WarmStartConfig,
+    plain_config,
 )
 from otb_analysis.errors import InputError, Interrupted, NonFiniteError, StoreError
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore, writer
 from otb_analysis.training import loop, setup
 from otb_analysis.training.policy.objective import Objective
-from otb_analysis.training.resume import plain_config
 from otb_analysis.training.runtime.checkpoint import checkpoints
 from otb_analysis.training.setup import Trainer
 

@@ -20,8 +20,8 @@ from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.store import RunStore
 from otb_analysis.tasks import Prompt
-from otb_analysis.training import forecast
-from otb_analysis.training.forecast import (
+from otb_analysis.training import setup
+from otb_analysis.training.budget import (
     EXACT,
     NORM,
     WHOLE,
@@ -110,11 +110,10 @@ def test_engine_and_length_set_the_price_of_exact_norms():
     assert cost["reference"] > 1.5 * cost["fast"] - WHOLE
 
 
-def told(config, step=0, each=0.01, usual=0.4, rollouts=None):
+def told(config, step=0, each=0.01, usual=0.4):
     found = Forecast(config, False)
-    found.levels = levels(config, rollouts or batch())
-    found.seconds = {lv.name: lv.multiple * each * positions(rollouts or batch(), lv.rows) for lv in found.levels}
-    return found, found.sentence(step, usual)
+    found.announce(step, batch(), each, usual)
+    return found, NOTES.pop()
 
 
 def test_sentence_says_what_at_which_steps_for_how_long():
@@ -163,8 +162,8 @@ def test_seconds_are_given_to_two_digits(seconds, words):
     ],
 )
 def test_forecast_is_corrected_aloud_where_it_was_far_off(factor, sentence):
-    NOTES.clear()
     found, _ = told(config_of(exact=Schedule(every=20, prompts=2)), each=0.05)
+    NOTES.clear()
     before = found.cost(0)
     EXPECTED.update({name: factor * value for name, value in found.seconds.items()})
     found.correct(0)
@@ -178,12 +177,13 @@ def test_forecast_is_corrected_aloud_where_it_was_far_off(factor, sentence):
 
 
 def test_forecast_is_corrected_at_the_first_measured_step_and_not_before():
-    NOTES.clear()
     found, _ = told(config_of(exact=Schedule(every=20, prompts=2, first=10)), each=0.05)
     EXPECTED.update({name: 3 * value for name, value in found.seconds.items()})
+    NOTES.clear()
     found.correct(0)
-    found.correct(10, 7.0)
-    assert NOTES.pop().endswith("about 7 s more are to come.")
+    assert not NOTES
+    found.correct(10)
+    assert "more are to come" in NOTES.pop()
 
 
 def test_timed_pass_leaves_gradients_weights_and_random_state_alone(trainer):
@@ -219,7 +219,7 @@ def test_forecast_that_fails_does_not_end_the_run(tiny_config, tmp_path, monkeyp
     def broken(*given):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(forecast, "seconds_per_position", broken)
+    monkeypatch.setattr(setup, "seconds_per_position", broken)
     store = RunStore(train(replace(tiny_config, root=tmp_path)))
     assert store.info["status"] == "complete"
     assert store.steps_df()["measurement_gaps"].tolist() == [0, 0, 0]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from otb_analysis.audit.score import score
 from otb_analysis.config import (
     ContrastSchedule,
     CriticConfig,
@@ -19,6 +18,7 @@ from otb_analysis.config import (
     Schedule,
     ScoreConfig,
 )
+from otb_analysis.recorded.score import score
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore
 from otb_analysis.tasks import make_task

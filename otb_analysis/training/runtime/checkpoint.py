@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from otb_analysis.atomic import atomic_file, atomic_folder
 from otb_analysis.errors import StoreError
-from otb_analysis.store.atomic import atomic_file, atomic_folder
 
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d+)\.pt")

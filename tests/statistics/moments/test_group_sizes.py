@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.groups import group_moments
-from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.statistics.moments.group_sizes import pair_law, single_law
+from studies.lib.enumeration.groups import group_moments
+from studies.lib.enumeration.trees import TreeSpec, random_tree
 
 SPECS = {
     "shared": TreeSpec(horizon=2, shared=5),

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from otb_analysis.enumeration.groups import group_gradients, multisets
-from otb_analysis.enumeration.trees import TreeSpec, random_tree
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import (
     Proved,
@@ -16,6 +14,8 @@ from otb_analysis.statistics import (
     with_portfolio,
 )
 from otb_analysis.types import Gram
+from studies.lib.enumeration.groups import group_gradients, multisets
+from studies.lib.enumeration.trees import TreeSpec, random_tree
 
 MEMBERS = (("otb", "exact"), ("otb_loo", "exact"), ("rloo", "none"))
 

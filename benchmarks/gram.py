@@ -1,0 +1,111 @@
+"""What one measured step costs, in forward and backward passes of its rollouts: norms, Gram matrix, smaller groups.
+
+The Gram matrix of all estimators is measured three ways: from the gradients of each prompt's basis rows, block by
+block, as the library does it; from one backward pass per row; and from count sketches of the basis' gradients, which
+any model allows. Rewards are drawn by lot, so that every model has something to compare.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.config import GramConfig
+from benchmarks.demo_batch import sampled_step
+from benchmarks.peer_side import peak
+from benchmarks.publish import Report, notes_of, report_of, settings_of
+from benchmarks.timing import least_seconds, threads
+from otb_analysis.config import SampleConfig
+from otb_analysis.gradients import group_gradient_gram, sketched_group_gram
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Batch, prepare
+from otb_analysis.measurement.advantages import every_advantage
+from otb_analysis.measurement.levels import shares
+from otb_analysis.measurement.table import TokenTable
+from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.training.setup import Trainer
+from otb_analysis.types import Float
+
+DIM = 1 << 20
+"""Buckets of a sketch: an inner product is off by √(2/DIM), .14 % of ‖g‖‖g'‖."""
+PASS, BASIS, ROWS, SKETCH = (
+    "forward and backward pass",
+    "Gram matrix, of a basis",
+    "Gram matrix, a pass per row",
+    "Gram matrix, sketches of a basis",
+)
+
+
+COLUMNS = {
+    "what": "{what}",
+    "seconds": "{seconds:.2f}",
+    "× fwd+bwd": "{passes:.1f}",
+    "memory ÷ parameters": "{memory:.2f}",
+}
+
+
+def run(config: GramConfig) -> Report:
+    """Time everything that one step can measure on the rollouts of a model.
+
+    Raises:
+        InputError: The model cannot be loaded.
+    """
+    with threads(config.threads):
+        trainer, rollouts = sampled_step(
+            SampleConfig(config.prompts, config.group_size, config.max_new_tokens), config.model
+        )
+        table = _table(trainer, rollouts)
+        norms = trainer.measurer.norms(rollouts, np.arange(config.prompts))
+        advantages = every_advantage(table, norms, np.ones(len(rollouts.group), bool))
+        weights = rollouts.by_column(np.stack(list(advantages.values())) / config.group_size)
+        calls = _calls(config, trainer, rollouts, table, weights)
+        least = least_seconds(calls, config.repeats)
+        peaks = {name: peak(calls[name]) for name in (PASS, BASIS)}
+    size = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    rows = []
+    for name, seconds in least.items():
+        memory = None if (held := peaks.get(name)) is None else held / size
+        rows.append({"what": name, "seconds": seconds, "passes": seconds / least[PASS], "memory": memory})
+    model = Path(config.model).name
+    # A path belongs to a machine; the command names it PATH.
+    public = replace(config, model=model if model == config.model else "PATH")
+    flat = weights.transpose(1, 0, 2).reshape(weights.shape[1], -1)
+    counts = f"{rollouts.mask.sum():,} tokens, {len(flat)} rows, {len(np.unique(flat, axis=0))} different"
+    title = f"One measured step of {model}: {config.prompts} prompts × {config.group_size} rollouts, {counts}"
+    names = {"name": f"gram_{model}", "settings": settings_of(config) | {"model": model}}
+    return report_of(public, title, COLUMNS, rows, notes=notes_of(config, dim=DIM), **names)
+
+
+def _table(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
+    """The token table with rewards by lot, 0 or 1 at the last token."""
+    last = np.arange(rollouts.mask.shape[1]) == rollouts.attention_mask.sum(axis=1, keepdims=True) - 1
+    lot = np.random.default_rng(0).integers(2, size=(len(last), 1))
+    rollouts = replace(rollouts, reward=(last * lot).astype(float))
+    return trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), None)
+
+
+def _calls(
+    config: GramConfig, trainer: Trainer, rollouts: Rollouts, table: TokenTable, weights: Float
+) -> dict[str, Callable[[], object]]:
+    measure, model, groups = trainer.measurer, trainer.model, np.arange(config.prompts)
+    ids, mask, real = rollouts.tensors(model.device)
+    problem, norms = prepare(model, Batch(ids, mask, real), "all", 1.0), measure.norms(rollouts, groups)
+    gram = partial(group_gradient_gram, model, ids, mask, weights, rollouts.group, real)
+
+    def passes() -> None:
+        for group in groups:
+            values = sampled_logprobs(problem, tuple(r for r in problem.rollouts if rollouts.group[r.row] == group))
+            torch.autograd.grad(values.sum(), problem.scope.parameters)
+
+    calls: dict[str, Callable[[], object]] = {
+        PASS: passes,
+        "exact norms": lambda: measure.norms(rollouts, groups),
+        BASIS: gram,
+        "smaller groups": lambda: measure.subgroups(rollouts, table, norms, groups),
+        "attribution": lambda: shares(measure.policy, rollouts, table.mask / len(rollouts.group), split=True),
+        SKETCH: partial(sketched_group_gram, model, ids, mask, weights, rollouts.group, real, dim=DIM),
+    }
+    return calls | ({ROWS: partial(gram, engine="reference")} if config.rows else {})

@@ -1,0 +1,91 @@
+"""What the store costs: appending a step, the variance of a column by step and position, what each page opens with.
+
+Everything is read by a new `RunStore`, so nothing is held from before; the operating system may hold the files.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from benchmarks.config import StoreConfig
+from benchmarks.peer_side import peak
+from benchmarks.publish import Report, mebibytes_cell, notes_of, report_of
+from benchmarks.synthetic_run import Shape, synthetic_step, write_synthetic_run
+from benchmarks.timing import interleaved, timed
+from otb_analysis.estimators import standing_for_truth
+from otb_analysis.figures.gradient_table import evenly, statistics_table
+from otb_analysis.statistics import REFERENCE
+from otb_analysis.store import EXACT_ROWS, RolloutFilter, RunStore, find_rollouts, runs_df
+
+COLUMNS = {"what": "{what}", "seconds": "{seconds:.3f}", "extra memory, MiB": mebibytes_cell}
+DUCKDB, PANDAS = "variance by step and position, DuckDB", "variance by step and position, pandas"
+VARIANCE = """SELECT step, t // 64 AS bin, count(*) AS n, avg(entropy) AS mean, var_samp(entropy) AS variance
+FROM tokens WHERE mask GROUP BY step, bin ORDER BY step, bin"""
+
+
+def run(config: StoreConfig) -> Report:
+    """Write synthetic runs, and time reading them.
+
+    Raises:
+        InputError: There are runs of these names under `root`.
+        StoreError: The disk refuses.
+    """
+    shape = Shape(config.steps, config.measured, config.tokens, config.prompts, config.group_size, config.estimators)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = config.root or Path(temporary)
+        for seed in range(config.runs):
+            write_synthetic_run(root, f"synthetic-{seed}", shape, seed)
+        calls = _appending(Path(temporary), config, shape) | reads(root, "synthetic-0")
+        calls = {name: call for name, call in calls.items() if config.pandas or name != PANDAS}
+        timings = interleaved({name: timed(call) for name, call in calls.items()}, config.repeats)
+        rows = [
+            {"what": name, "seconds": timing.minimum, "memory": peak(calls[name])} for name, timing in timings.items()
+        ]
+    title = f"The store: {config.runs} runs of {shape.tokens:,} tokens, {shape.steps} steps, {shape.measured} measured"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
+
+
+def variance_in_pandas(path: Path) -> pd.DataFrame:
+    """Return the answer to `VARIANCE` as pandas computes it from the same files."""
+    names = ["step", "t", "mask", "entropy"]
+    parts = [pq.read_table(part, columns=names) for part in sorted((path / "tokens").glob("*.parquet"))]
+    tokens = pd.concat([part.to_pandas() for part in parts])
+    tokens = tokens[tokens["mask"]]
+    tokens["bin"], tokens["entropy"] = tokens["t"] // 64, tokens["entropy"].astype(float)
+    measures = {"n": ("entropy", "size"), "mean": ("entropy", "mean"), "variance": ("entropy", "var")}
+    return tokens.groupby(["step", "bin"]).agg(**measures).reset_index()
+
+
+def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
+    """Return what reads a run, by name: the variance both ways, and what the first chart of each page needs."""
+    path = root / run
+
+    def estimators() -> pd.DataFrame:
+        grams = RunStore(path).reduced_grams((REFERENCE, standing_for_truth((), {})))
+        return statistics_table(grams, at=evenly(list(grams)))
+
+    def tokens() -> pd.DataFrame:
+        store = RunStore(path)
+        return store.tokens_df(store.complete_steps()[-1:], where='"group" = 0')
+
+    proxy = f"SELECT energy_proxy, grad_norm_sq FROM tokens WHERE {EXACT_ROWS}"
+    return {
+        DUCKDB: lambda: RunStore(path).sql(VARIANCE),
+        PANDAS: lambda: variance_in_pandas(path),
+        "Triage: list of runs": lambda: runs_df(root),
+        "Run: every step": lambda: RunStore(path).steps_df(),
+        "Rollouts: a search over all steps": lambda: find_rollouts(RunStore(path), RolloutFilter(text="token1")),
+        "Tokens: one prompt": tokens,
+        "Estimators: measures over steps": estimators,
+        "Proxy: measured tokens": lambda: RunStore(path).sql(proxy),
+    }
+
+
+def _appending(root: Path, config: StoreConfig, shape: Shape) -> dict[str, Callable[[], object]]:
+    writer = write_synthetic_run(root / "appended", "run", Shape(1, 1, 1, 2, 2, 2), finish=False)
+    tables = synthetic_step(np.random.default_rng(0), 1, shape, config.append, measured=False)
+    return {f"append a step of {config.append:,} tokens": lambda: writer.write_step(1, tables)}

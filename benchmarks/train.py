@@ -1,0 +1,164 @@
+"""Tokens per second of sampling and updating beside TRL's GRPOTrainer, and what every measurement adds to a step.
+
+Both train the same model on the same prompts and take turns, one step each. The notes below the table say what each
+phase holds.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.config import TrainBenchConfig
+from benchmarks.memory import in_fresh_process
+from benchmarks.peer import peer
+from benchmarks.peer_side import peak
+from benchmarks.publish import Column, Report, mebibytes_cell, notes_of, report_of
+from benchmarks.timing import CLOCKS, least_seconds, threads
+from benchmarks.train_cases import BUDGETS, LEARNING_RATE, PHASES, Steps, Turn, bench_config, levels
+from otb_analysis.config import TrainConfig
+from otb_analysis.phases import plural
+from otb_analysis.store import RunWriter
+from otb_analysis.tasks import make_task
+from otb_analysis.tasks.task_calls import draw_prompts
+
+OURS, TRL = "otb train", "TRL GRPOTrainer"
+SCRIPT = Path(__file__).with_name("trl_train_peer.py")
+REPEATS, WRITINGS, MEMORY_STEPS = {"M": 3, "R": 3}, 9, {"small": 3, "M": 1, "R": 1}
+"""Steps at most; repetitions of writing one; steps of the memory."""
+FREE = "level forward and store"
+BOTH = PHASES[2]
+COLUMNS: dict[str, Column] = {
+    "model": "{model}",
+    "what": "{what}",
+    "seconds": "{seconds:.4f}",
+    "tokens/s": "{rate:,.0f}",
+    "median": "{rate_median:,.0f}",
+    "× TRL": "{to_trl:.2f}",
+    "medians": "{to_trl_median:.2f}",
+    "% of step": lambda row: None if row["share"] is None else f"{100 * row['share']:.1f}",
+    "MiB": mebibytes_cell,
+}
+
+
+def run(config: TrainBenchConfig) -> Report:
+    """Measure every model.
+
+    Raises:
+        InputError: The peer's interpreter does not work.
+    """
+    rows: list[dict[str, Any]] = []
+    with threads(config.threads), TemporaryDirectory() as folder:
+        for model in ("small",) if config.quick else config.models:
+            run = bench_config(model, Path(folder), config.quick)
+            rows += [{"model": model, "share": None, "memory": None} | row for row in _measured(model, run, config)]
+    title = f"A training step: sampling, update, measurement, {plural(config.threads, 'thread')}"
+    name = "train_smollm2" if config.models == ("R",) else "train"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS), name=name)
+
+
+def peaks(config: TrainConfig, steps: int, number: int) -> list[int | None]:
+    """Return the peak bytes of so many steps of ours, after a step that warms up; for a fresh process."""
+    torch.set_num_threads(number)
+    ours = Steps(config)
+    ours.turn()
+    return [peak(ours.turn) for _ in range(steps)]
+
+
+def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Iterator[dict[str, Any]]:
+    ours = Steps(config, CLOCKS[bench.clock])
+    repeats = min(bench.repeats, REPEATS.get(model, bench.repeats))
+    ours.turn()
+    turns: dict[str, list[Turn]] = {OURS: []}
+    trl = bench.trl_python
+    with nullcontext() if trl is None else peer(trl, SCRIPT, _spec(config, repeats, bench)) as rival:
+        for _ in range(repeats):
+            turns[OURS].append(ours.turn())
+            if rival is not None:
+                answer = rival.answer()
+                turn = Turn(answer["sample"], answer["update"], answer["seconds"], answer["tokens"])
+                turns.setdefault(TRL, []).append(turn)
+    yield from _phase_rows(turns, {} if bench.quick else _memory(config, MEMORY_STEPS[model], bench))
+    yield from _level_rows(model, config, bench, ours, turns[OURS])
+
+
+def _spec(config: TrainConfig, repeats: int, bench: TrainBenchConfig, memory: bool = False) -> dict[str, object]:
+    """What the peer is told; it warms up with one step of its own."""
+    prompts = draw_prompts(make_task(config), "train", 0, config.sample.prompts * (repeats + 1))
+    return {
+        "model": str(Path(config.model).absolute()),
+        "threads": bench.threads,
+        "device": "cpu",
+        "prompts": [prompt.text for prompt in prompts],
+        "prompts_per_step": config.sample.prompts,
+        "group_size": config.sample.group_size,
+        "max_new_tokens": config.sample.max_new_tokens,
+        "steps": repeats + 1,
+        "learning_rate": LEARNING_RATE,
+        "clock": "wall" if memory else bench.clock,
+        "memory": memory,
+    }
+
+
+def _memory(config: TrainConfig, steps: int, bench: TrainBenchConfig) -> dict[str, int | None]:
+    """Median peak of a step of each, in processes of their own that time nothing."""
+    held = {OURS: in_fresh_process(peaks, config, steps, bench.threads) or [None]}
+    if bench.trl_python is not None:
+        with peer(bench.trl_python, SCRIPT, _spec(config, steps, bench, memory=True)) as rival:
+            held[TRL] = [rival.answer()["bytes"] for _ in range(steps)]
+    known = {name: [value for value in values if value is not None] for name, values in held.items()}
+    return {name: int(median(values)) if values else None for name, values in known.items()}
+
+
+def _phase_rows(turns: Mapping[str, list[Turn]], memory: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
+    for phase in PHASES:
+        rates = {name: [turn.rate(phase) for turn in steps] for name, steps in turns.items()}
+        for name in (OURS, TRL):
+            row: dict[str, Any] = {"what": f"{phase}, {name}"}
+            if name in rates:
+                row |= {"rate": max(rates[name]), "rate_median": median(rates[name])}
+                row |= {"memory": memory.get(name) if phase == BOTH else None}
+            if TRL in rates:
+                row |= {"to_trl": row["rate"] / max(rates[TRL])}
+                row |= {"to_trl_median": row["rate_median"] / median(rates[TRL])}
+            yield row
+
+
+def _level_rows(
+    model: str, config: TrainConfig, bench: TrainBenchConfig, ours: Steps, turns: Sequence[Turn]
+) -> Iterator[dict[str, Any]]:
+    """What statistics, store and levels add to a step, over the best step without any of them."""
+    forward, outside, whole = (min(getattr(turn, x) for turn in turns) for x in ("statistics", "outside", "whole"))
+    store = outside + _store_seconds(config, bench, ours)
+    step, tokens = whole - outside - forward, int(ours.tables.steps["n_tokens"])  # pyright: ignore[reportArgumentType]
+    for what, seconds in {"level forward": forward, "store": store, FREE: forward + store}.items():
+        rate = None if what == FREE or seconds <= 0 else tokens / seconds
+        yield {"what": what, "seconds": seconds, "rate": rate, "share": seconds / step}
+    for level in levels() if model == "small" else {}:
+        seconds, measured = _level_cost(config, level, ours.clock)
+        yield {"what": f"level {level}", "seconds": seconds, "rate": measured / seconds, "share": seconds / step}
+
+
+def _store_seconds(config: TrainConfig, bench: TrainBenchConfig, ours: Steps) -> float:
+    """Time the writing of one new step: one written again costs its removal too, which no step of a run does."""
+    writer, steps = RunWriter.create(config.root, config.run_name, {}, if_exists="replace"), count()
+    write = {"store": lambda: writer.write_step(next(steps), ours.tables)}
+    return least_seconds(write, 1 if bench.quick else WRITINGS, ours.clock)["store"]
+
+
+def _level_cost(config: TrainConfig, level: str, clock: Callable[[], float] = perf_counter) -> tuple[float, int]:
+    """Time of a level at a step where it is due, after one at which its engine looks at the model; tokens measured."""
+    steps = Steps(replace(config, measure=replace(config.measure, **{level: levels()[level]})), clock)
+    steps.turn()
+    seconds, tokens = steps.turn().measured, steps.tables.tokens
+    assert tokens is not None
+    values = np.ma.asarray(tokens["attribution" if level == "attribution" else "grad_norm_sq"])
+    return seconds, int(np.ma.count(np.ma.masked_invalid(values)))

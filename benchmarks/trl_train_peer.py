@@ -1,0 +1,130 @@
+"""TRL's GRPOTrainer, one step per turn, for `otb bench train`; needs torch and trl>=1.16,<1.17 and nothing of ours.
+
+Started by `peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
+The phases: `sample` is its generation alone, `update` its forward pass and loss, backward pass, clipping and optimizer,
+each timed where it is called; all else counts for neither, `seconds` is the whole step.
+"""
+
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from runpy import run_path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+SIDE = run_path(str(Path(__file__).with_name("peer_side.py")))
+
+
+class Clock:
+    """Seconds of the calls it wraps, and what they drew."""
+
+    def __init__(self, name: str) -> None:
+        self.now = {"wall": perf_counter, "cpu": process_time}[name]
+        self.seconds: dict[str, float] = {}
+        self.tokens = 0
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call, timed under a name; a result of (token ids, …) is counted where that is what it returns."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self.now()
+            result = call(*args, **kwargs)
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
+            if name == "sample":
+                self.tokens += sum(map(len, result[0]))
+            return result
+
+        return timed
+
+
+class Turns(TrainerCallback):
+    """Waits for a line before every step after the first, and answers when the step is done."""
+
+    def __init__(self, clock: Clock, memory: bool):
+        self.clock, self.memory = clock, memory
+        self.start, self.warm = 0.0, False
+        self.before: int | None = None
+        self.optimizer: Any = None
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Wait; the first step warms up."""
+        if self.warm and not sys.stdin.readline():
+            sys.exit(0)
+        if self.memory:  # what it hands back to the kernel has to be asked for again, so such steps are not timed
+            self.before = SIDE["forget_peak"]()
+        optimizer = kwargs["optimizer"]
+        if optimizer is not self.optimizer:  # made, and wrapped, when training begins
+            optimizer.step, self.optimizer = self.clock.around("update", optimizer.step), optimizer
+        self.clock.seconds, self.clock.tokens, self.start = {}, 0, self.clock.now()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Say what the step took."""
+        seconds = self.clock.now() - self.start
+        phases = self.clock.seconds
+        held = None if self.before is None else max(0, SIDE["kilobytes"]("VmHWM") - self.before) * 1024
+        facts = {"seconds": seconds, "sample": phases["sample"], "update": phases["update"]}
+        SIDE["say"](facts | {"tokens": self.clock.tokens, "bytes": held})
+        self.warm = True
+
+
+def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Pay something that differs within groups; its value is of no interest here."""
+    return [float(len(str(text)) % 2) for text in completions]
+
+
+def main() -> None:
+    """Make the trainer, warm it up, then take one step per line."""
+    spec = json.loads(sys.argv[1])
+    torch.set_num_threads(spec["threads"])
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    clock = Clock(spec["clock"])
+    with tempfile.TemporaryDirectory() as folder:
+        settings = trl.GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=spec["prompts_per_step"] * spec["group_size"],
+            num_generations=spec["group_size"],
+            gradient_accumulation_steps=1,
+            max_completion_length=spec["max_new_tokens"],
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            beta=0.0,
+            num_iterations=1,
+            max_steps=spec["steps"],
+            learning_rate=spec["learning_rate"],
+            lr_scheduler_type="constant",
+            max_grad_norm=1.0,
+            bf16=False,
+            fp16=False,
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            use_cpu=spec["device"] == "cpu",
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = trl.GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
+            reward_funcs=reward,
+            args=settings,
+            train_dataset=datasets.Dataset.from_dict({"prompt": spec["prompts"]}),
+            callbacks=[Turns(clock, spec["memory"])],
+        )
+        trainer._generate_single_turn = clock.around("sample", trainer._generate_single_turn)
+        trainer.compute_loss = clock.around("update", trainer.compute_loss)
+        trainer.accelerator.backward = clock.around("update", trainer.accelerator.backward)
+        trainer.accelerator.clip_grad_norm_ = clock.around("update", trainer.accelerator.clip_grad_norm_)
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The studies, one folder each, and in `lib` what they share."""

@@ -1,0 +1,152 @@
+"""`docs/catalogue.md`, generated: `python -m studies.lib.enumeration.catalogue` rewrites it."""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.objectives.aggregation import AGGREGATIONS
+from otb_analysis.objectives.filters import FILTERS
+from otb_analysis.objectives.ratios import RATIOS
+from otb_analysis.objectives.shaping import SHAPINGS
+from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
+from otb_analysis.statistics.moments import measures
+from otb_analysis.types import Float
+from studies.lib.enumeration.facts import GROUP, GROUP_SIZE, SETTINGS
+from studies.lib.enumeration.groups import group_moments
+from studies.lib.enumeration.off_policy import CASES, DRIFT, case_moments, drifted, mean_shift, touched
+from studies.lib.enumeration.pages import page, table
+from studies.lib.enumeration.token_weights import PEAKED, WEIGHT_CASES, weighed_moments
+from studies.lib.enumeration.trees import random_tree
+
+ROUNDING = 1e-9
+"""What holds exactly comes out below this."""
+TARGETS: dict[str, Callable[[float], float]] = {
+    "grpo": lambda p: (p * (1 - p)) ** -0.5,
+    "maxrl": lambda p: sum((1 - p) ** (k - 1) for k in range(1, GROUP_SIZE)),
+}
+"""Entries with a target of their own: its gradient over ∇J where rewards are 0 or 1, p the success rate."""
+
+DRAWN, POLICIES = 12, 60
+"""Random policies behind the biases, and behind the shifts."""
+BIAS_COLUMNS = ("estimator", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000", "`rloo` ahead above P")
+SHIFT_COLUMNS = (
+    "ratio", "moved, tabular", "policies", "moved, shared", "policies", "off", "touched", "quoted",
+)  # fmt: skip
+WEIGHT_COLUMNS = ("weight", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 1000", "share with m < ½")
+
+
+def catalogue(bias: str, shift: str, weights: str) -> str:
+    """Return the whole page as Markdown around its three enumerated tables."""
+    return page(
+        "catalogue.md.j2",
+        estimators=ESTIMATORS,
+        ratios=RATIOS,
+        aggregations=AGGREGATIONS,
+        token_weights=TOKEN_WEIGHTS,
+        shapings=SHAPINGS,
+        filters=FILTERS,
+        drawn=DRAWN,
+        policies=POLICIES,
+        group_size=GROUP_SIZE,
+        drift=DRIFT,
+        bias_table=bias,
+        shift_table=shift,
+        weight_table=weights,
+        vars=vars,
+        repr=repr,
+    )
+
+
+def main(path: Path = Path("docs/catalogue.md")) -> None:
+    """Write the page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(catalogue(bias_table(), shift_table(), weight_table()), encoding="utf-8")
+
+
+def shift_table() -> str:
+    """Return how far the baseline J moves E ĝ under each ratio, over random policies of two kinds."""
+    tabular, shared = (
+        [drifted(SETTINGS[f"{kind}, terminal"], seed) for seed in range(POLICIES)] for kind in ("tabular", "shared")
+    )
+    rows = []
+    for label, case in CASES.items():
+        row = [label]
+        for trees in (tabular, shared):
+            shift = np.array([mean_shift(tree, case) for tree in trees])
+            row += [spread(shift), f"{(shift > ROUNDING).sum()} of {POLICIES}"]
+        row.append(_median([case_moments(tree, case).relative_bias for tree in shared]))
+        row.append(_median([touched(tree, case) for tree in shared]))
+        rows.append([*row, case.quoted])
+    return table(SHIFT_COLUMNS, rows)
+
+
+def bias_table() -> str:
+    """Return bias, projection, variance and efficiency of every estimator, medians over random policies."""
+    trees = [random_tree(GROUP, np.random.default_rng(seed)) for seed in range(DRAWN)]
+    reference = [group_moments("rloo", tree, GROUP_SIZE) for tree in trees]
+    rows = []
+    for name in ESTIMATORS:
+        moments = [group_moments(name, tree, GROUP_SIZE) for tree in trees]
+        pairs = list(zip(moments, reference, strict=True))
+        bias = _median([m.relative_bias for m in moments])
+        if name in TARGETS:
+            targets = [TARGETS[name](tree.objective) * tree.gradient for tree in trees]
+            off = [np.linalg.norm(m.mean - t) / np.linalg.norm(t) for m, t in zip(moments, targets, strict=True)]
+            bias += f" ({_median(off)})"
+        crossing = float(np.median([float(measures.crossing(m.measured(r))) for m, r in pairs]))
+        rows.append([
+            f"`{name}`",
+            bias,
+            _median([m.projection for m in moments]),
+            _median([m.variance / r.variance for m, r in pairs]),
+            _median([m.sf / r.sf for m, r in pairs]),
+            _median([m.efficiency(1) for m in moments]),
+            _median([m.efficiency(1000) for m in moments]),
+            "∞" if math.isinf(crossing) else f"{crossing:.0f}",
+        ])  # fmt: skip
+    return table(BIAS_COLUMNS, rows)
+
+
+def weight_table() -> str:
+    """Return what each token weight makes of `rloo`, medians over random policies that are sure of most tokens."""
+    trees = [random_tree(PEAKED, np.random.default_rng(seed)) for seed in range(POLICIES)]
+    reference = [weighed_moments(tree, "none", GROUP_SIZE)[0] for tree in trees]
+    rows = []
+    for label, (name, options) in WEIGHT_CASES.items():
+        found = [weighed_moments(tree, name, GROUP_SIZE, options) for tree in trees]
+        pairs = [(m, r) for (m, _), r in zip(found, reference, strict=True)]
+        rows.append([
+            label,
+            _median([m.relative_bias for m, _ in pairs]),
+            _median([m.projection for m, _ in pairs]),
+            _median([m.variance / r.variance for m, r in pairs]),
+            _median([m.sf / r.sf for m, r in pairs]),
+            _median([m.efficiency(1) / r.efficiency(1) for m, r in pairs]),
+            _median([m.efficiency(1000) / r.efficiency(1000) for m, r in pairs]),
+            _median([share for _, share in found]),
+        ])  # fmt: skip
+    return table(WEIGHT_COLUMNS, rows)
+
+
+def _median(x: Sequence[Any]) -> str:
+    return number(float(np.median(x)))
+
+
+def number(x: float) -> str:
+    """Return three decimals, and a bare 0 for rounding."""
+    return "0" if abs(x) < ROUNDING else f"{x:.3f}"
+
+
+def spread(x: Float) -> str:
+    """Return the median and the quartiles."""
+    low, middle, high = np.quantile(x, [0.25, 0.5, 0.75])
+    return number(middle) if number(low) == number(high) else f"{number(middle)} [{number(low)}, {number(high)}]"
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Groups of N rollouts: every multiset of completions with its probability, through the public `estimate`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+from math import comb, factorial, prod
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import entry_of, estimate
+from otb_analysis.types import EstimatorInputs, Float, Int, NormalEquations
+from studies.lib.enumeration.moments import GroupMoments, weighted_moments
+from studies.lib.enumeration.population import position_optimum, values
+from studies.lib.enumeration.trees import Tree
+
+MOST_GROUPS = 200_000
+
+
+def multisets(tree: Tree, n: int, chance: Float | None = None) -> tuple[Int, Float]:
+    """Return every group of n rollouts up to order [K, N], with its probability [K].
+
+    P = N!/Π_k c_k! · Π_k p_k^{c_k}: no estimator depends on the order of a group. p is how often each completion is
+    sampled, or `chance` [M].
+
+    Raises:
+        InputError: There are too many groups to enumerate.
+    """
+    size = comb(len(tree.prob) + n - 1, n)
+    if size > MOST_GROUPS:
+        raise InputError(
+            f"{len(tree.prob)} completions in groups of {n} make {size} groups but at most {MOST_GROUPS} are "
+            "enumerated; take a smaller tree or group."
+        )
+    members = np.array(list(combinations_with_replacement(range(len(tree.prob)), n)), np.int64).reshape(-1, n)
+    repeats = np.ones(members.shape)  # 1, 2, 3, … along equal neighbours, so the product is Π c_k!
+    for k in range(1, n):
+        repeats[:, k] = np.where(members[:, k] == members[:, k - 1], repeats[:, k - 1] + 1, 1)
+    chance = tree.prob if chance is None else chance
+    return members, factorial(n) / repeats.prod(axis=1) * chance[members].prod(axis=1)
+
+
+def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:
+    """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio."""
+    advantage = _advantage(name, tree, members, options, source)
+    return linear_gradients(tree, members, advantage * tree.ratio[members.reshape(-1)])
+
+
+def linear_gradients(tree: Tree, members: Int, weight: Float) -> Float:
+    """Return (1/N) Σ_i Σ_t c_{i,t} s_{i,t} of each group [K, D]; c holds the rollouts of all groups [K·N, T]."""
+    k, n = members.shape
+    t = tree.mask.shape[1]
+    # Gradients are linear in the scores: one sparse matrix of weights times the scores of all completions.
+    column = (members.reshape(k, n, 1) * t + np.arange(t)).reshape(-1)
+    coefficient = csr_array((weight.reshape(-1) / n, column, np.arange(k + 1) * (n * t)), shape=(k, len(tree.prob) * t))
+    return coefficient @ tree.score.reshape(-1, tree.score.shape[2])
+
+
+def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> GroupMoments:
+    """Return the exact moments of an estimator's group gradient."""
+    members, prob = multisets(tree, n)
+    return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)
+
+
+def batch_means(
+    name: str, trees: Sequence[Tree], n: int, options: Any = None, state: NormalEquations | None = None
+) -> list[Float]:
+    """Return E ḡ_p [D] of every prompt p in batches of one group of n per tree, with exact energies.
+
+    Every batch is enumerated: what looks across prompts is only then seen whole. Trees have one horizon.
+
+    Raises:
+        InputError: There are too many batches to enumerate.
+    """
+    groups = [multisets(tree, n) for tree in trees]
+    size = prod(len(members) for members, _ in groups)
+    if size > MOST_GROUPS:
+        raise InputError(f"there are {size} batches but at most {MOST_GROUPS} are enumerated; take smaller trees.")
+    label = np.repeat(np.arange(len(trees)), n)
+    means = [np.zeros(tree.score.shape[2]) for tree in trees]
+    for chosen in product(*(range(len(members)) for members, _ in groups)):
+        rows = [members[k] for (members, _), k in zip(groups, chosen, strict=True)]
+        prob = prod(float(p[k]) for (_, p), k in zip(groups, chosen, strict=True))
+        parts = [vars(tree.inputs(one, label[:n])) for tree, one in zip(trees, rows, strict=True)]
+        columns: dict[str, Any] = {
+            key: np.concatenate([part[key] for part in parts]) for key, x in parts[0].items() if x is not None
+        }
+        inputs = EstimatorInputs(**columns | {"group": label, "state": state})
+        advantage = estimate(name, inputs, options).advantage
+        for p, (tree, one) in enumerate(zip(trees, rows, strict=True)):
+            coefficient = advantage[p * n : (p + 1) * n] * tree.ratio[one]
+            means[p] += prob / n * np.einsum("nt,ntd->d", coefficient, tree.score[one])
+    return means
+
+
+def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -> Float:
+    rows = members.reshape(-1)
+    group = np.repeat(np.arange(len(members)), members.shape[1])
+    inputs = tree.inputs(rows, group, source)
+    optimum = np.broadcast_to(position_optimum(tree), tree.mask.shape)
+    inputs = replace(inputs, value=values(tree)[rows], position_baseline=optimum[rows])
+    if not entry_of(name).batch_coupled:
+        return estimate(name, inputs, options).advantage
+    # A batch-coupled estimator would look at all enumerated groups; each one is a batch of its own here.
+    parts = [
+        estimate(name, tree.inputs(one, np.zeros(len(one), np.int64), source), options).advantage for one in members
+    ]
+    return np.concatenate(parts)

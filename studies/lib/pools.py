@@ -1,0 +1,262 @@
+"""Pools of rollouts measured once, token by token, so that every estimator and group size costs NumPy only."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig, plain_config
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, entry_of, estimate, proved, with_limit
+from otb_analysis.gradients import gradient_sketch
+from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.statistics import (
+    Partition,
+    group_gradients,
+    mean_over_subgroups,
+    partitions,
+    weight_statistics,
+)
+from otb_analysis.tasks import Prompt
+from otb_analysis.training.critic.targets import explained_variance
+from otb_analysis.training.runtime.progress import Bar, silent
+from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
+from studies.lib.formats import rounded
+from studies.lib.policies import Policy, ScoredRollouts, different_prompts, write
+
+REFERENCE: Label = ("rloo", "none")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Rollouts of several prompts with the score of every token as a count sketch; made by `measure_pool`."""
+
+    written: ScoredRollouts
+    inputs: EstimatorInputs  # With exact energies and rollout norms; group = prompt
+    proxy: Float  # Logit-space energies [N, T]
+    sketch: NDArray[np.float32]  # Sketches of the distinct scores [U, K]
+    node: Int  # Row of `sketch` of each token [N, T], 0 outside the mask
+
+    @classmethod
+    def of(cls, written: ScoredRollouts, exact: Float, whole: Float, sketch: NDArray[np.float32], node: Int) -> "Pool":
+        """Return the pool of rollouts with exact norms of tokens [N, T] and rollouts [N], and sketches of scores."""
+        proxy = np.where(written.table.mask, written.table.stats.energy, 0.0)
+        return cls(written, written.table.inputs(np.nan_to_num(exact), whole), proxy, sketch, node)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """What `of` takes beside the rollouts."""
+        exact, whole = self.inputs.energy, self.inputs.rollout_norm_sq
+        return {"exact": exact, "whole": whole, "sketch": self.sketch, "node": self.node}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the rollouts are: success, tokens, corr(W_T, R) within prompts, and what a critic explains."""
+        table = self.written.table
+        assert self.inputs.energy is not None
+        weights = weight_statistics(self.inputs.energy, table.mask, table.total_reward, table.group)
+        prompts = len(self.written.rollouts.prompts)
+        return {
+            "prompts": prompts,
+            "rollouts": len(table.group) // prompts,
+            "tokens": int(table.mask.sum()),
+            "distinct_tokens": len(self.sketch),
+            "success": float(table.total_reward.mean()),
+            "explained": rounded(explained_variance(table)),
+            "corr": rounded(weights.pooled_total_reward_corr),
+        }
+
+    def features(self, rows: Int) -> NDArray[np.float32]:
+        """Return the sketched scores of some rollouts, as wide as the longest [n, t, K], zero outside the mask."""
+        inside = self.inputs.mask[rows]
+        width = int(inside.sum(axis=1).max(initial=0))
+        return self.sketch[self.node[rows, :width]] * inside[:, :width, None].astype(np.float32)
+
+
+def promising_prompts(policy: Policy, first: int, count: int, config: SampleConfig, seed: int) -> list[Prompt]:
+    """Return prompts that a pilot of independent rollouts answers rightly sometimes, and sometimes not.
+
+    Elsewhere every estimator but those without a baseline gives 0. Four times as many candidates as are wanted are
+    tried, from index `first` of the training split, each with `config.group_size` pilot rollouts. Those are not used
+    again, so that the choice of prompts does not touch what is measured on them.
+
+    Raises:
+        InputError: Too few candidates qualify.
+    """
+    distinct = different_prompts(policy, first, 4 * count, among=4 * count)
+    pilot = write(policy, distinct, config, seed).table
+    paid = pilot.total_reward.reshape(len(distinct), -1)
+    chosen = [prompt for prompt, one in zip(distinct, paid, strict=True) if np.ptp(one) > 0][:count]
+    if len(chosen) < count:
+        raise InputError(
+            f"{len(chosen)} of {len(distinct)} prompts are answered rightly sometimes but {count} are wanted; "
+            "start from another success rate."
+        )
+    return chosen
+
+
+def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 0, bar: Bar = silent) -> Pool:
+    """Measure every token of a pool: exact norms, and sketches of the scores in `dim` buckets.
+
+    A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. The
+    seed is that of the hash. B* is not: from half a pool it is noisier than what it is compared with (studies/LOG.md).
+    """
+    measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
+    norms = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
+    sketch, node = token_sketches(policy.model, written.rollouts, written.temperature, dim, seed, bar)
+    return Pool.of(written, norms.norm_sq, norms.rollout_norm_sq, sketch, node)
+
+
+def token_sketches(
+    model: PreTrainedModel, rollouts: Rollouts, temperature: float, dim: int, seed: int = 0, bar: Bar = silent
+) -> tuple[NDArray[np.float32], Int]:
+    """Return count sketches of all distinct scores [U, K] and the one of each token [N, T], 0 outside the mask.
+
+    Tokens with the same prefix have the same score, so each is sketched once: one backward pass per distinct token.
+    """
+    node, first = distinct_tokens(rollouts.input_ids, rollouts.mask)
+    sketch = np.zeros((int(node.max(initial=0)) + 1, dim), np.float32)
+    todo = first.any(axis=1)
+    for group in np.unique(rollouts.group):
+        own = todo & (rollouts.group == group)
+        rows = np.flatnonzero(own)
+        weights = np.zeros((len(rows), int(first[rows].sum(axis=1).max(initial=0)), first.shape[1]))
+        at = [np.flatnonzero(first[n]) for n in rows]
+        for weight, columns in zip(weights, at, strict=True):
+            weight[np.arange(len(columns)), columns] = 1.0
+        ids, mask, attention = rollouts.tensors(model.device, own)
+        found = gradient_sketch(
+            model, ids, mask, weights, np.arange(len(rows)), attention, dim=dim, seed=seed, temperature=temperature
+        )  # a cluster for each rollout, and a row for each of its tokens
+        for n, columns, rollout in zip(rows, at, found, strict=True):
+            sketch[node[n, columns]] = rollout[: len(columns)]
+        bar(int(group) + 1, len(rollouts.prompts), "sketching scores")
+    return sketch, np.where(rollouts.policy_tokens(), rollouts.by_token(node), 0)
+
+
+def distinct_tokens(ids: Int, mask: Bool) -> tuple[Int, Bool]:
+    """Number tokens so that those with the same prefix and value share a number, and tell where each is met first.
+
+    Token ids [N, L] are padded on the right; the mask [N, L] is true at policy tokens.
+
+    Returns:
+        Number of each policy token from 0, 0 elsewhere [N, L], and True where a number is new [N, L].
+    """
+    node, first, seen = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, bool), {}
+    for n, row in enumerate(ids.tolist()):
+        for k in np.flatnonzero(mask[n]).tolist():
+            prefix = tuple(row[: k + 1])
+            first[n, k] = prefix not in seen
+            node[n, k] = seen.setdefault(prefix, len(seen))
+    return node, first
+
+
+def every_estimate(pool: Pool, cut: Partition, batch: int | None = None) -> dict[Label, Float]:
+    """Return advantages [N, T] of every estimator whose inputs exist, on the groups of one cut.
+
+    Estimators that weigh by energies run with exact norms and with the proxy. Those that couple prompts see batches of
+    one group per prompt, as a training step would hold them: `batch` prompts each, by default all. What such an
+    estimator is worth depends on it, so give the prompts of the update that it is quoted for.
+    """
+    exact = replace(pool.inputs, group=cut.group)
+    sources = {"exact": exact, "proxy": replace(exact, energy=pool.proxy)}
+    advantages: dict[Label, Float] = {}
+    batches = update_batches(cut, batch)[cut.group]
+    for name in available(exact):
+        options = with_limit(name, None, pool.written.table.limit)
+        chosen = sources if ESTIMATORS[name].reads_energy else {"none": exact}
+        for source, inputs in chosen.items():
+            if ESTIMATORS[name].batch_coupled:
+                advantages[name, source] = in_batches(name, inputs, batches, options)
+            else:
+                advantages[name, source] = estimate(name, inputs, options).advantage
+    return advantages
+
+
+def turns(cut: Partition) -> Int:
+    """Return of each group whether it is the first, second … of its prompt [G]: groups of one turn make a batch."""
+    starts = np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))
+    return np.arange(cut.prompt.size) - starts[cut.prompt]
+
+
+def update_batches(cut: Partition, prompts: int | None = None) -> Int:
+    """Return the batch of each group [G]: one group of each of at least so many prompts, by default of all.
+
+    The groups of one turn are divided evenly into as many batches as they fill, always with the same prompts together:
+    those come in random order.
+    """
+    n_prompts = int(cut.prompt.max()) + 1
+    n_batches = max(n_prompts // (prompts or n_prompts), 1)
+    return turns(cut) * n_batches + cut.prompt * n_batches // n_prompts
+
+
+def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> Float:
+    """Return advantages [N, T] of an estimator that sees the rollouts of one batch [N] at a time."""
+    needs = ("reward", "mask", "group", *entry_of(name).needed(options))
+    out = np.zeros(inputs.mask.shape)
+    for k in np.unique(batch):
+        rows = np.flatnonzero(batch == k)
+        part = EstimatorInputs(**{need: getattr(inputs, need)[rows] for need in needs})
+        out[rows] = estimate(name, part, options).advantage
+    return out
+
+
+def gram_of_prompts(
+    pool: Pool,
+    size: int,
+    shuffles: int = 1,
+    seed: int = 0,
+    estimates: Callable[[Pool, Partition], dict[Label, Float]] = every_estimate,
+) -> Gram:
+    """Return the Gram matrix of all estimators in groups of one size, a row per prompt, as a training step has it.
+
+    It takes no two groups of a prompt, which `pool_grams` does: the group may be the whole pool. Smaller groups are cut
+    from it, and products are averaged over cuts; `statistics.mean_over_subgroups` says what is on the diagonal.
+    """
+    prompts = int(pool.inputs.group.max()) + 1
+    whole = (np.bincount(pool.inputs.group) == size).all()
+    once = [Partition(pool.inputs.group, np.arange(prompts))]
+    total: Any = 0.0
+    labels: list[Label] = []
+    cuts = once if whole else partitions(pool.inputs.group, size, shuffles, seed=seed)
+    for cut in cuts:
+        advantages = estimates(pool, cut)
+        labels = list(advantages)
+        flat = _gradients(pool, cut, advantages, labels).reshape(len(labels) * cut.prompt.size, -1)
+        shape = (len(labels), cut.prompt.size)
+        inner = np.asarray(flat @ flat.T, dtype=float).reshape(*shape, *shape).transpose(0, 2, 1, 3)
+        total = total + mean_over_subgroups(inner, cut.prompt.size // prompts) / len(cuts)
+    names = tuple(prompt.id for prompt in pool.written.rollouts.prompts)
+    return Gram(total, tuple(labels), len(pool.inputs.group), names)
+
+
+def proved_of_pool(labels: Iterable[Label], prompts: int, size: int, truth: Iterable[Label] | None = None) -> Proved:
+    """Return what is proved of estimators on a pool; those that couple prompts saw batches of `prompts` groups.
+
+    A pool is drawn as training draws by default: plain sampling from the scored policy, nothing left out by its
+    outcome. So the conditions of the registry are met (`estimators.unproved_because`), and c = 1 for unbiased entries.
+
+    Args:
+        truth: The entries over which ‖∇J‖² is pooled, those of them that are unbiased; by default all. Name the
+            anchors of `pool_grams`, so that all its matrices have the same ∇J.
+    """
+    known = proved(labels, plain_config(TrainConfig(sample=SampleConfig(prompts=prompts, group_size=size))))
+    return known if truth is None else replace(known, truth=known.truth & frozenset(truth))
+
+
+def _gradients(
+    pool: Pool, cut: Partition, estimates: Mapping[Label, Float], labels: Sequence[Label]
+) -> NDArray[np.float32]:
+    """Mean gradient of every group [M, G, K], prompt by prompt; float32, as the sketches are."""
+    out = np.zeros((len(labels), cut.prompt.size, pool.sketch.shape[1]), np.float32)
+    for prompt in range(int(cut.prompt.max()) + 1):
+        groups = np.flatnonzero(cut.prompt == prompt)
+        rows = np.flatnonzero(np.isin(cut.group, groups))
+        part = Partition(cut.group[rows] - groups[0], np.zeros(groups.size, np.int64))
+        features = pool.features(rows)
+        weights = np.stack([estimates[label][rows, : features.shape[1]] for label in labels])
+        out[:, groups] = group_gradients(features, weights, part)
+    return out

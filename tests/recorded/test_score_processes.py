@@ -1,0 +1,76 @@
+"""Two processes of one launch score a file: the run is that of a single process."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from otb_analysis.config import MeasureConfig, Schedule, ScoreConfig
+from otb_analysis.recorded.score import score
+from otb_analysis.store import RunStore
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def rollouts(jsonl, simple):
+    """Five steps of 3 prompts with 3 rollouts: not a multiple of two processes."""
+    return jsonl([{**row, "step": step} for step in range(5) for row in simple(prompts=3)])
+
+
+def launched(*words):
+    """Score by two processes that meet through gloo, and return what they said and how they ended."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    return subprocess.run(
+        [*command, "otb_analysis", "score", *map(str, words)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def same(one, two):
+    for table in ("tokens", "rollouts", "steps", "gradients"):
+        frames = [getattr(RunStore(path), f"{table}_df")() for path in (one, two)]
+        frames = [frame.drop(columns=[c for c in frame if c.startswith("seconds_")]) for frame in frames]
+        assert len(frames[0])
+        pd.testing.assert_frame_equal(*frames, check_exact=True)
+    first, second = (RunStore(path).grams([3])[3] for path in (one, two))
+    np.testing.assert_array_equal(first.inner, second.inner)
+
+
+def test_two_processes_make_the_run_of_one_and_resume_each_others(tmp_path, checkpoint, rollouts):
+    options = ["--rollouts", rollouts, "--model", checkpoint, "--root", tmp_path, "--measure.exact.every", "1"]
+    exact = MeasureConfig(exact=Schedule(every=1, prompts=0))
+    config = ScoreConfig(rollouts=rollouts, model=str(checkpoint), root=tmp_path, run="one", measure=exact)
+    score(config)
+    told = launched(*options, "--measure.exact.prompts", "0", "--run", "two")
+    assert told.returncode == 0, told.stderr
+    same(tmp_path / "one", tmp_path / "two")
+    assert RunStore(tmp_path / "two").info["status"] == "complete"
+    for step in (1, 4):  # as if process 1 had been killed in step 1, and process 0 before step 4
+        (tmp_path / "two" / "steps" / f"part-{step:08d}-r0.parquet").unlink()
+    told = launched(*options, "--measure.exact.prompts", "0", "--run", "two", "--if-exists", "resume")
+    assert told.returncode == 0, told.stderr
+    same(tmp_path / "one", tmp_path / "two")
+    (tmp_path / "two" / "steps" / "part-00000002-r0.parquet").unlink()
+    score(replace(config, run="two", if_exists="resume"))
+    same(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_record_that_one_process_refuses_ends_both(tmp_path, checkpoint, jsonl, simple):
+    rows = [{**row, "step": step} for step in range(4) for row in simple(prompts=3)]
+    rows[30]["reward"] = None
+    path = jsonl(rows)
+    told = launched("--rollouts", path, "--model", checkpoint, "--root", tmp_path, "--run", "bad")
+    assert told.returncode != 0 and "record 31: reward is null" in told.stderr
+    if (tmp_path / "bad").exists():
+        info = RunStore(tmp_path / "bad").info
+        assert info["status"] == "failed" and "record 31: reward is null" in info["reason"]

@@ -1,0 +1,74 @@
+"""A stream of records becomes steps of whole groups; what is not in groups is refused by its record."""
+
+from pathlib import Path
+
+import pytest
+
+from otb_analysis.errors import InputError
+from otb_analysis.recorded.records import RecordedRollout
+from otb_analysis.recorded.rows import Place
+from otb_analysis.recorded.steps import Layout, steps_of
+
+
+def records(*rows):
+    """Rollouts by (prompt, group, step)."""
+    for number, (prompt, group, step) in enumerate(rows, start=1):
+        yield RecordedRollout(
+            Place(Path("r.jsonl"), number), 0.0, prompt=prompt, completion="1", group=group, step=step
+        )
+
+
+def cut(*rows, **layout):
+    steps = steps_of(records(*rows), Layout(**layout))
+    return [(step.step, [r.place.number for r in step.records], step.group.tolist()) for step in steps]
+
+
+def test_records_without_steps_are_cut_after_so_many_groups():
+    rows = [(prompt, None, None) for prompt in "aabbbcdd"]
+    assert cut(*rows, prompts=2) == [(0, [1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), (1, [6, 7, 8], [0, 1, 1])]
+
+
+def test_named_steps_may_interleave_their_groups_and_come_out_group_by_group():
+    rows = [("a", 7, 3), ("b", 9, 3), ("a", 7, 3), ("c", 7, 5)]
+    assert cut(*rows) == [(3, [1, 3, 2], [0, 0, 1]), (5, [4], [0])]
+
+
+def test_a_group_size_cuts_rows_in_a_row():
+    rows = [(prompt, None, None) for prompt in "aabbcc"]
+    assert cut(*rows, prompts=2, group_size=2) == [(0, [1, 2, 3, 4], [0, 0, 1, 1]), (1, [5, 6], [0, 0])]
+
+
+def test_a_stream_is_read_no_further_than_its_step():
+    read = []
+
+    def endless():
+        for number in range(1, 10**9):
+            read.append(number)
+            yield RecordedRollout(Place(Path("r"), number), 0.0, prompt=str(number // 2), completion="1")
+
+    first = next(iter(steps_of(endless(), Layout(prompts=4))))
+    assert len(first.records) == 7 and len(read) == 8
+
+
+def test_prompts_have_one_name_in_all_steps():
+    steps = list(steps_of(records(("a", 0, 0), ("b", 1, 0), ("b", 0, 1)), Layout()))
+    assert steps[0].prompt_ids[1] == steps[1].prompt_ids[0] != steps[0].prompt_ids[0]
+
+
+A, B = ("a", None, 0), ("b", None, 0)
+REFUSED = {
+    "a group in two pieces": ([("a", 1, None), ("b", 2, None), ("a", 1, None)], {}, "record 3 .*group 1 of record 1"),
+    "a prompt in two pieces": ([(p, None, None) for p in "aba"], {}, "record 3 .*prompt of record 1"),
+    "a prompt in two groups": ([("a", 1, 0), ("a", 2, 0)], {}, "record 2 has the prompt of record 1 but is in another"),
+    "a group of two prompts": ([("a", 1, 0), ("b", 1, 0)], {}, "record 2 is in the group of record 1 but has another"),
+    "a wrong group size": ([A, B], {"group_size": 2}, "--group-size"),
+    "steps that go back": ([("a", 1, 4), ("b", 1, 2)], {}, "record 2 is of step 2 but comes behind step 4"),
+    "a prompt again, in rows of prompts": ([A, B, A], {"runs_of_prompts": True}, "record 3 has the prompt of record 1"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_records_that_are_in_no_groups_are_refused(what):
+    rows, layout, sentence = REFUSED[what]
+    with pytest.raises(InputError, match=sentence):
+        cut(*rows, **layout)
