@@ -140,13 +140,8 @@ def token_score_norms(
     with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
         asked = Asked.of_tokens(batch, path)
         name, found = _norms(batch, engine, replace(asked, weights=batch.mask[:, None] * 1.0) if whole else asked)
-    return ScoreNorms(
-        found.norm_sq,
-        found.logprob,
-        name,
-        found.path_norm_sq if path else None,
-        rollout_norm_sq=found.weighted[:, 0] if whole else None,
-    )
+    of_paths, of_rollouts = found.path_norm_sq if path else None, found.weighted[:, 0] if whole else None
+    return ScoreNorms(found.norm_sq, found.logprob, name, of_paths, rollout_norm_sq=of_rollouts)
 
 
 @torch.inference_mode(False)
@@ -207,9 +202,10 @@ def group_gradient_gram(
     prompt, G[m, m, p, p] is `weighted_score_norms`. The other arguments are those of `token_score_norms`.
 
     Cost: one forward and r + 1 backward passes of a prompt's rollouts, r ≤ M the rank of its rows, one block of the
-    model at a time (`basis`, `layered`). Each entry is right to 1e-6 of ‖g‖‖g'‖ in float32. A model that is not made of
-    blocks has r gradients formed whole, in one more round for each 4 GiB of them (`gram.GRADIENT_BYTES`), and
-    "reference" those of all M rows.
+    model at a time (`basis`, `layered`); where memory is short, of some of the rollouts at a time. In float32 each
+    entry is that of plain backward passes to 1e-6 of ‖g‖‖g'‖; recurrent layers round by 1e-5 themselves. A model that
+    is not made of blocks has r gradients formed whole, in one more round for each 4 GiB of them
+    (`gram.GRADIENT_BYTES`), and "reference" those of all M rows.
 
     Raises:
         InputError: An argument does not fit; the sentence says what and what to do.

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.hooks import RemovableHandle
 
 from otb_analysis.errors import InputError, NonFiniteError, nearest
 from otb_analysis.gradients.batch.forward import sampled_logprobs, sharp_logprobs
@@ -103,8 +102,10 @@ def check_direction(direction: Direction, function: Functional) -> tuple[Tensor,
     moves: dict[int, Tensor] = {}
     scope, named = function.batch.scope, function.batch.model.named_parameters(remove_duplicate=False)
     place = {id(p): i for i, p in enumerate(scope.parameters)}
-    index = {name: i for i, name in enumerate(scope.names)}
-    index |= {name: place[id(p)] for name, p in named if id(p) in place}  # every name of a tied parameter
+    # Every name of a tied parameter counts.
+    index = dict(zip(scope.names, range(len(place)), strict=True)) | {
+        n: place[id(p)] for n, p in named if id(p) in place
+    }
     for name, tensor in direction.items():
         if name not in index:
             raise InputError(f"direction names {name!r}, which is not in scope; {nearest(name, index)}")
@@ -140,19 +141,15 @@ def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
 @contextmanager
 def _padding_rows_held(model: nn.Module) -> Iterator[None]:
     """Keep the padding token's embedding where it is: a text may hold that token, and no gradient reaches its row."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None)
+    rows = {table: table.weight[table.padding_idx].detach() for table in tables}
 
-    def held(table: nn.Embedding, padding: int) -> RemovableHandle:
-        row = table.weight[padding].detach()
-
-        def hold(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            # `where`, not an assignment: it has a derivative in both modes, zero for the padding row.
-            return torch.where((args[0] == padding)[..., None], row.to(output), output)
-
-        return table.register_forward_hook(hold)
+    def hold(table: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # `where`, not an assignment: it has a derivative in both modes, zero for the padding row.
+        return torch.where((args[0] == table.padding_idx)[..., None], rows[table].to(output), output)  # pyright: ignore
 
     # The reverse pass gives the row no gradient; without this the other methods would disagree with it.
     with ExitStack() as handles:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                handles.enter_context(held(module, module.padding_idx))
+        for table in rows:
+            handles.enter_context(table.register_forward_hook(hold))
         yield

@@ -39,18 +39,18 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(layer_by_layer(model))
         undo.enter_context(plain_attention(model))
-        undo.enter_context(_put(_PLAIN_NOW, id(model), layers_of(model)))
+        undo.enter_context(replaced(_PLAIN_NOW, id(model), layers_of(model)))
         for module in model.modules():
             own = vars(module)
             if "config" in own:
                 names = vars(sys.modules[type(module).__module__])
                 if _fused(names.get("apply_rotary_pos_emb")):
-                    undo.enter_context(_put(names, "apply_rotary_pos_emb", _rotated))
+                    undo.enter_context(replaced(names, "apply_rotary_pos_emb", _rotated))
             if (plain := _plain_forward(module)) is not None:
-                undo.enter_context(_put(own, "forward", plain))
+                undo.enter_context(replaced(own, "forward", plain))
             if type(module).__name__ == "DoraLinearLayer":
                 # Its own way sends a unit matrix through both adapters, as if that were a text.
-                undo.enter_context(_put(own, "get_lora_weight", _lora_weight))
+                undo.enter_context(replaced(own, "get_lora_weight", _lora_weight))
         yield
 
 
@@ -63,7 +63,7 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             config = vars(module).get("config")
             if getattr(config, "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
-                undo.enter_context(_put(vars(config), "_attn_implementation_internal", attention))
+                undo.enter_context(replaced(vars(config), "_attn_implementation_internal", attention))
         yield
 
 
@@ -77,19 +77,20 @@ def layer_by_layer(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             own = vars(module)
             if own.get("gradient_checkpointing"):
-                undo.enter_context(_put(own, "gradient_checkpointing", False))
+                undo.enter_context(replaced(own, "gradient_checkpointing", False))
             if own.get("_compiled_call_impl") is not None:
-                undo.enter_context(_put(own, "_compiled_call_impl", None))
+                undo.enter_context(replaced(own, "_compiled_call_impl", None))
             if "_orig_mod" in own["_modules"]:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             if "is_transposed" in own and next(module.parameters()).dtype == torch.float64:
                 # The grouped products of experts take no float64.
-                undo.enter_context(_put(vars(own["config"]), "_experts_implementation_internal", "eager"))
+                undo.enter_context(replaced(vars(own["config"]), "_experts_implementation_internal", "eager"))
         yield
 
 
 @contextmanager
-def _put(place: dict[Any, Any], name: object, value: object) -> Iterator[None]:
+def replaced(place: dict[Any, Any], name: object, value: object) -> Iterator[None]:
+    """Hold another value under a name inside the block."""
     before = place.get(name, ABSENT)
     place[name] = value
     try:
@@ -128,9 +129,9 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any] | None:
     """What runs in place of a module's `forward`; None where that is plain, or was replaced by somebody else."""
-    replaced, kind = vars(module).get("forward"), type(module)
-    if replaced is not None and getattr(replaced, "func", None) not in (_experts, _router, _sinks):
-        return partial(kind.forward, module) if _fused(replaced) else None
+    own, kind = vars(module).get("forward"), type(module)
+    if own is not None and getattr(own, "func", None) not in (_experts, _router, _sinks):
+        return partial(kind.forward, module) if _fused(own) else None
     if kind.__name__ == "BloomGelu":  # a function with a backward pass of its own and no derivative forward
         return partial(nn.functional.gelu, approximate="tanh")
     inner = inner_layers(module)

@@ -1,5 +1,6 @@
 """Which models give a packed row the log-probabilities of padded rows: both are compared at first use."""
 
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,15 +32,10 @@ def layout_of(batch: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | Non
     # A window of attention, or any other use of where tokens lie, shows in the log-probabilities as soon as it matters.
     # So they are compared again for every rollout that is longer than those seen right before.
     if key not in seen or 0 < seen[key] < longest:
-        seen[key] = longest if _same_logprobs(batch, rollouts, (plain, one_row)) else NEVER
+        with torch.no_grad():
+            expected, seen[key] = sampled_logprobs(batch, rollouts, plain), NEVER
+            # An error is how a model says that it takes no such mask.
+            with suppress(RuntimeError, ValueError, TypeError, IndexError, NonFiniteError):
+                got = sampled_logprobs(batch, rollouts, one_row)
+                seen[key] = longest if torch.allclose(got, expected, rtol=0, atol=1e-4) else NEVER
     return plain if seen[key] == NEVER else one_row
-
-
-@torch.no_grad()
-def _same_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layouts: tuple[Layout, Layout]) -> bool:
-    expected = sampled_logprobs(batch, rollouts, layouts[0])
-    try:
-        got = sampled_logprobs(batch, rollouts, layouts[1])
-    except (RuntimeError, ValueError, TypeError, IndexError, NonFiniteError):  # a model that takes no such mask
-        return False
-    return torch.allclose(got, expected, rtol=0, atol=1e-4)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -49,6 +49,12 @@ class Scope:
             yield
         if not calls:
             raise unreached(self.head)
+
+
+def end_of(model: nn.Module, which: Literal["input", "output"]) -> Any:
+    """The table of input embeddings or the output layer of a model, None where it does not say."""
+    get = getattr(model, f"get_{which}_embeddings", None)
+    return get() if callable(get) else None
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -129,8 +135,7 @@ def _trainable(scope: str, named: dict[str, nn.Parameter]) -> Scope:
 
 
 def _output_use(model: nn.Module) -> Scope:
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
+    head = end_of(model, "output")
     if type(head) is not nn.Linear:
         raise InputError(
             f'scope "lm_head" needs a torch.nn.Linear output layer but {type(model).__name__} has '

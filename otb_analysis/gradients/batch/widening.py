@@ -1,7 +1,7 @@
 """Where every measurement begins: a checked batch, and a model whose weights are in float32 or better."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, prepare
-from otb_analysis.gradients.batch.kernels import plain_attention
+from otb_analysis.gradients.batch.kernels import plain_attention, replaced
 from otb_analysis.gradients.batch.memory import refuse_beyond
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.gradients.batch.soft import SoftTokens
@@ -52,11 +52,8 @@ def widened(model: nn.Module) -> Iterator[bool]:
     for key, t in own.items():
         copy = t.detach().float()
         wide[key] = nn.Parameter(copy, t.requires_grad) if isinstance(t, nn.Parameter) else copy
-    try:
+    with ExitStack() as undo:
         for held, name, t in places:
-            held[name] = wide[id(t)]
-        with plain_attention(model):
-            yield True
-    finally:
-        for held, name, t in places:
-            held[name] = t
+            undo.enter_context(replaced(held, name, wide[id(t)]))
+        undo.enter_context(plain_attention(model))
+        yield True

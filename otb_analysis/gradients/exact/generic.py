@@ -75,11 +75,12 @@ def needed_bytes(batch: ScoreBatch, path: bool) -> int:
     """What measuring the longest rollout takes at most, about: two graphs, signals, factors of inputs and logits."""
     if batch.scope.head is not None or not batch.rollouts:
         return 0
-    plan, length = plan_for(batch), max(r.length for r in batch.rollouts)
-    tensors, item = (
-        dict(zip(batch.scope.names, batch.scope.parameters, strict=True)),
+    plan, length, item = (
+        plan_for(batch),
+        max(r.length for r in batch.rollouts),
         batch.scope.parameters[0].element_size(),
     )
+    tensors = dict(zip(batch.scope.names, batch.scope.parameters, strict=True))
     shapes = [tensors[u.parameter].shape[-2:] for u in plan.below if u.rule is MATRIX]
     signals = max(min(BLOCK * length * plan.width * item, SIGNAL_BYTES), length * plan.width * item)
     factors = item * length * sum(min(columns, length) for _, columns in shapes)

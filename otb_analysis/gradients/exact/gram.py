@@ -93,7 +93,9 @@ def add_products(total: Tensor, gradients: Sequence[Tensor]) -> None:
     # A float32 product over millions of entries is off by 1e-5 and more, one over a short chunk by less than the
     # gradients' own rounding; chunks are summed in float64. Of the symmetric matrix the blocks on and above the
     # diagonal are computed.
-    single = len(total) >= ROWS and _single(gradients[0])
+    # Many float64 products take 2.4 times as long; float32 will do where torch puts nothing coarser in its place.
+    single = len(total) >= ROWS and total.device.type == "cpu" and gradients[0].dtype != torch.float64
+    single = single and torch.get_float32_matmul_precision() == "highest"
     size, dtype = (SHORT, torch.float32) if single else (working_set(total.device, CHUNK), torch.float64)
     for start in range(0, gradients[0].shape[1], size):
         parts = [g[:, start : start + size] for g in gradients]
@@ -103,13 +105,6 @@ def add_products(total: Tensor, gradients: Sequence[Tensor]) -> None:
             total[first : first + ROWS, first:] += part
             # The mirror image of what lies right of the diagonal block.
             total[first + ROWS :, first : first + ROWS] += part[:, ROWS:].T
-
-
-def _single(gradient: Tensor) -> bool:
-    """Whether products may be taken in float32: where torch does not replace it by something coarser."""
-    # Many float64 products take 2.4 times as long.
-    true_float32 = gradient.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    return true_float32 and gradient.dtype != torch.float64
 
 
 def flat_norm_sq(gradients: Tensor) -> Tensor:

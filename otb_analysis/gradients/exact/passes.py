@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.kernels import layers_of
+from otb_analysis.gradients.batch.kernels import layers_of, replaced
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
 from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX
 from otb_analysis.gradients.exact.plan import ParameterUse, Plan
@@ -81,12 +81,22 @@ class DecomposedRollout:
         self.shared: dict[str, tuple[Tensor, Tensor]] = {}
         self._modules = modules = layers_of(batch.model)
         names = list(dict.fromkeys(u.module for u in plan.above))
-        signals = self._signals([self.trace.outputs[n] for n in names])
+        outputs = [self.trace.outputs[n] for n in names]
+        cut = outputs[0] if plan.cut is None else self.trace.inputs[plan.cut]
+        # One pass for all tokens: nothing at or above the cut mixes positions, so what the sum of all log-probabilities
+        # sends to a position there is the signal of the one token that it predicts.
+        *signals, last = torch.autograd.grad(self.trace.logprob.sum(), [*outputs, cut], retain_graph=True)
+        self.token_signals = last[0, own_rows(last, rollout)]  # each token's own signal at the cut [K, ...]
         for use in plan.above:
             inputs, signal = self.trace.inputs[use.module].detach(), signals[names.index(use.module)]
             at = own_rows(inputs, rollout)
             self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
-        self._separate_tied()
+        # In the rows that are also read as input both uses add before they are squared.
+        tokens = rollout.ids[: rollout.length].unique()
+        for parameter, use in plan.tied.items():
+            left, right = self.outer[use]
+            self.shared[parameter] = right[:, tokens], left
+            self.outer[use] = left, right.index_fill(1, tokens, 0.0)
 
     def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, Tensor, _Arrivals]:
         """A pass over the rollout or a prefix, as far as `cut`, whose layers below the cut hand over their signals."""
@@ -121,23 +131,6 @@ class DecomposedRollout:
             kept[use] = made[same]
         return kept
 
-    def _signals(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]
-        # One pass for all tokens: nothing at or above the cut mixes positions, so what the sum of all log-probabilities
-        # sends to a position there is the signal of the one token that it predicts.
-        total = self.trace.logprob.sum()
-        *signals, last = torch.autograd.grad(total, [*outputs, *(cut or outputs[:1])], retain_graph=True)
-        self.token_signals = last[0, own_rows(last, self.rollout)]  # each token's own signal at the cut [K, ...]
-        return tuple(signals)
-
-    def _separate_tied(self) -> None:
-        """Split a tied matrix: in the rows that are also read as input both uses add before they are squared."""
-        tokens = self.rollout.ids[: self.rollout.length].unique()
-        for parameter, use in self.plan.tied.items():
-            left, right = self.outer[use]
-            self.shared[parameter] = right[:, tokens], left
-            self.outer[use] = left, right.index_fill(1, tokens, 0.0)
-
     def zeros(self, *shape: int) -> Tensor:
         """Float64 zeros [K, *shape], to add up numbers of the sampled tokens."""
         return torch.zeros(len(self.rollout.columns), *shape, dtype=torch.float64, device=self.token_signals.device)
@@ -156,15 +149,11 @@ class DecomposedRollout:
         """
         if self.plan.cut is None:
             return
-        whole = rollout.length == self.rollout.length  # whose pass is there already
-        trace, zero, arrivals = (
-            (self.trace, self._zero, self._arrivals) if whole else self._traced(rollout, self.plan.cut)
-        )
-        source, signals, weights = (
-            trace.inputs[self.plan.cut],
-            self.token_signals[mix.span],
-            mix.matrix(self.token_signals),
-        )
+        trace, zero, arrivals = self.trace, self._zero, self._arrivals
+        if rollout.length < self.rollout.length:
+            trace, zero, arrivals = self._traced(rollout, self.plan.cut)
+        source, signals = trace.inputs[self.plan.cut], self.token_signals[mix.span]
+        weights = mix.matrix(self.token_signals)
         seeds = source.new_zeros(len(weights), *source.shape)
         at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
         seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
@@ -180,11 +169,8 @@ class DecomposedRollout:
             for name, at_output in zip(self._uses, signals, strict=True):
                 arrived(name, at_output)
             return
-        arrivals.take = arrived
-        try:
+        with replaced(vars(arrivals), "take", arrived):
             pull_back(source, [zero], seeds)
-        finally:
-            arrivals.take = None
 
     def _coordinates(self, use: ParameterUse, kept: Any, signals: Tensor, mix: Mix, weights: Tensor) -> Tensor:
         coordinates = use.rule.coordinates(kept, signals)

@@ -15,7 +15,7 @@ from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import padded
-from otb_analysis.gradients.batch.scope import Scope
+from otb_analysis.gradients.batch.scope import Scope, end_of
 from otb_analysis.gradients.exact.gram import flat_norm_sq
 from otb_analysis.gradients.exact.layers import UnfitError
 
@@ -94,8 +94,7 @@ def fits_or_told(batch: ScoreBatch, find: Callable[[ScoreBatch], object], what: 
 
 def probe(batch: ScoreBatch) -> Rollout:
     """A short random text over the model's vocabulary with three sampled tokens."""
-    get_embedding = getattr(batch.model, "get_input_embeddings", None)
-    size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
+    size = getattr(end_of(batch.model, "input"), "num_embeddings", None)
     known = torch.cat([r.ids for r in batch.rollouts]).unique()
     pool = known.cpu() if size is None else torch.arange(size, device="cpu")
     # A generator of its own: a measurement must not move torch's random state, from which rollouts are drawn.

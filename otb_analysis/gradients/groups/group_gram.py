@@ -91,7 +91,10 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
         _tell(batch.model, "is measured block by block, in one round of passes")
     except UnfitError as reason:
         _tell(batch.model, f"is not measured block by block: {reason}")
-        total = _formed_whole(batch, prompts, weights.shape, group)
+        inner = reference.group_gradient_gram(batch, basis_weights(batch, prompts, weights.shape), group)
+        where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
+        m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
+        total = inner[m[:, None], m[None, :], p[:, None], p[None, :]]
     return mixed(total, prompts)
 
 
@@ -143,14 +146,6 @@ def _check(batch: ScoreBatch, structure: BlockStructure) -> None:
         parts[name] = parts.get(name, 0.0) + torch.cat([flat_norm_sq(x) for x in gradients])
     if reason := disagreement(parts, expected):
         raise UnfitError(reason)
-
-
-def _formed_whole(batch: ScoreBatch, prompts: Sequence[PromptRows], shape: tuple[int, ...], group: Int) -> Float:
-    """Products [R, R] of the basis rows' whole gradients, for a model that is not made of blocks."""
-    inner = reference.group_gradient_gram(batch, basis_weights(batch, prompts, shape), group)
-    where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
-    m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
-    return inner[m[:, None], m[None, :], p[:, None], p[None, :]]
 
 
 def prompts_of(batch: ScoreBatch, weights: Float, group: Int) -> list[PromptRows]:

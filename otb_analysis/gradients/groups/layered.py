@@ -23,7 +23,7 @@ from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import expert_matrices
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.memory import memory_bytes
-from otb_analysis.gradients.exact.attention import many_signals
+from otb_analysis.gradients.exact.attention import many_signals, query_blocks
 from otb_analysis.gradients.exact.gram import stretches
 from otb_analysis.gradients.exact.hooks import pull_back
 from otb_analysis.gradients.exact.layers import UnfitError
@@ -60,8 +60,7 @@ class PromptPasses:
 
     passes: list[Pass]
     ends: Ends  # What the vocabulary's matrices need to know
-    # By parameter outside of the blocks, the gradients of the rows from above the last block
-    outside: list[list[Tensor]]
+    outside: list[tuple[Tensor, ...]]  # By row, the gradients so far of the parameters outside of the blocks
 
 
 class Layered:
@@ -91,16 +90,14 @@ class Layered:
         # The basis depends on log-probabilities, so rows are known only after the forward passes.
         rows, start = rows_of(logprob).to(logprob), 0
         parameters = [self.named[name] for name in self.structure.outside]
-        outside = [[torch.zeros_like(p) for _ in rows] for p in parameters]
+        outside = [tuple(torch.zeros_like(p) for p in parameters) for _ in rows]
         made, hidden = list[Pass](), list[Tensor | None]()
         for (_, layout), (seen, found) in zip(passes, ran, strict=True):
             assert found is not None
             own, start = slice(start, start + len(found.logprob)), start + len(found.logprob)
             last = seen.last()
             pulled = [_pulled(found.output, [last, *parameters], found.signal(row[own])) for row in rows]
-            for total, *parts in zip(outside, *(gradients[1:] for gradients in pulled), strict=True):
-                for k, part in enumerate(parts):
-                    total[k] = total[k] + part
+            outside = [_added(total, more[1:]) for total, more in zip(outside, pulled, strict=True)]
             made.append(Pass(layout, seen.calls, _stacked([gradients[0] for gradients in pulled], last)))
             hidden.append(seen.hidden(layout) if self.head is None else found.output.detach())
         targets = torch.cat([r.ids[r.targets] for rollouts, _ in passes for r in rollouts])
@@ -111,7 +108,12 @@ class Layered:
         needed = self.prompts * 2 * sum(one.signals.numel() * one.signals.element_size() for one in made)
         if needed > memory_bytes(logprob.device) // 2:
             raise UnfitError(f"the signals of {self.prompts} prompts would take {needed / 2**30:.1f} GiB")
-        self._drop([one.calls for one in made])
+        inputs = [call.hidden for one in made for call in one.calls if call.hidden is not None]
+        if self.prompts * sum(x.numel() * x.element_size() for x in inputs) > INPUT_BYTES:
+            # √L kept inputs, √L blocks run again between two of them: the least memory for one more pass.
+            kept = math.isqrt(len(self.structure.blocks))
+            for call in (call for one in made for i, call in enumerate(one.calls) if i % kept):
+                call.hidden = None
         self.added.append(PromptPasses(made, ends, outside))
         advance()
 
@@ -122,17 +124,6 @@ class Layered:
                 return seen, predictions(self.batch, rollouts, layout, self.head)
             return seen, Predictions(values := sampled_logprobs(self.batch, rollouts, layout), values, None)
 
-    def _drop(self, passes: Sequence[list[Call]]) -> None:
-        """Keep the inputs of some blocks only, where those of all prompts and blocks are many; others run again."""
-        inputs = [call.hidden for calls in passes for call in calls if call.hidden is not None]
-        if self.prompts * sum(x.numel() * x.element_size() for x in inputs) > INPUT_BYTES:
-            # √L kept inputs, √L blocks run again between two of them: the least memory for one more pass.
-            for calls in passes:
-                kept = math.isqrt(len(calls))
-                for index, call in enumerate(calls):
-                    if index % kept:
-                        call.hidden = None
-
     def gradients(self) -> Gradients:
         """Form every parameter's gradients of all rows, from the last block to the first."""
         for index in reversed(range(self.structure.first, len(self.structure.blocks))):
@@ -141,7 +132,7 @@ class Layered:
             for prompt in self.added:
                 self._below(prompt)
         for i, name in enumerate(self.structure.outside):
-            yield name, [row.flatten()[None] for prompt in self.added for row in prompt.outside[i]]
+            yield name, [row[i].flatten()[None] for prompt in self.added for row in prompt.outside]
         ends = [prompt.ends for prompt in self.added]
         for name, gradients in vocabulary_gradients(self.structure, ends, self.batch.temperature):
             yield name, [gradients]
@@ -182,7 +173,9 @@ class Layered:
                 targets += [(name, x, slice(0, x.numel())) for x in pieces] or [(name, parameter, span)]
         size = sum(parameter.numel() * parameter.element_size() for _, parameter, _ in wanted)
         back, found = torch.empty_like(one.signals), [(name, list[Tensor]()) for name, _, _ in targets]
-        for rows in _some_at_once(one.signals, size):
+        # Few enough rows at once for the block's activations and their gradients.
+        widest = one.signals.element_size() * one.signals[:1].numel() * WIDER
+        for rows in query_blocks(len(back), back.device, max(1, SIGNAL_BYTES // max(1, size, widest))):
             back[rows], *gradients = pull_back(output, [source, *(x for _, x, _ in targets)], one.signals[rows])
             for (_, into), gradient, (_, x, span) in zip(found, gradients, targets, strict=True):
                 flat = gradient.flatten(1)
@@ -214,9 +207,8 @@ class Layered:
             if seen.embedded is not None:
                 ids.append(seen.ids)
                 signals.append(_stacked([gradients[0] for gradients in pulled], seen.embedded))
-            for i, rows in enumerate(prompt.outside):
-                for k, row in enumerate(rows):
-                    rows[k] = row + pulled[k][len(leaves) + i]
+            more = (gradients[len(leaves) :] for gradients in pulled)
+            prompt.outside = [_added(total, one) for total, one in zip(prompt.outside, more, strict=True)]
         if self.structure.embedding is not None:
             prompt.ends.read(ids, signals, self.structure.embedding)
 
@@ -228,11 +220,8 @@ def _pulled(output: Tensor, inputs: Sequence[Tensor], signal: Tensor) -> tuple[T
     return torch.autograd.grad(output, inputs, signal, retain_graph=True, materialize_grads=True)
 
 
-def _some_at_once(signals: Tensor, size: int) -> list[slice]:
-    """Rows whose signals go through a block together, few enough for its activations and gradients of `size` bytes."""
-    each = max(1, size, signals[0].numel() * signals.element_size() * WIDER) if len(signals) else 1
-    most = max(1, SIGNAL_BYTES // each)
-    return [slice(start, start + most) for start in range(0, len(signals), most)]
+def _added(total: Sequence[Tensor], more: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(x + y for x, y in zip(total, more, strict=True))
 
 
 def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from otb_analysis.gradients.batch.forward import model_logits, policy_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout
-from otb_analysis.gradients.batch.scope import layer_input
+from otb_analysis.gradients.batch.scope import end_of, layer_input
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.vocabulary import CHECKED, agree
 
@@ -37,8 +37,7 @@ class Predictions:
 
 def plain_head(batch: ScoreBatch) -> nn.Linear | None:
     """Return the output layer where it is a linear one that can be run by itself, with no bias to differentiate by."""
-    get = getattr(batch.model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
+    head = end_of(batch.model, "output")
     if batch.soft is not None or batch.scope.head is not None or type(head) is not nn.Linear:
         return None
     return None if any(head.bias is one for one in batch.scope.tensors) else head

@@ -158,7 +158,11 @@ def _projections(directions: Directions, method: str, engine: str) -> tuple[str,
         name = type(directions.batch.model).__name__
         _log.warning('%s is sketched by method "rank_one", one pass a direction: %s', name, reason)
         return "rank_one", _one_by_one(directions, "rank_one", _slopes)
-    return method, (_hybrid if method == "hybrid" else _rank_one)(directions)
+    if method == "hybrid":
+        return method, _hybrid(directions)
+    moves = DirectionBatch(directions.count, directions.signs, {})
+    wholes = ((one, (above(one, directions) + below(one, moves)).cpu().numpy()) for one in _decomposed(directions))
+    return method, (Projected(one.rollout, _logprob(one), whole) for one, whole in wholes)
 
 
 def _hybrid(directions: Directions) -> Iterator[Projected]:
@@ -175,13 +179,6 @@ def _hybrid(directions: Directions) -> Iterator[Projected]:
             known = along.known.cpu().numpy()
             projected = replace(projected, known=known, projected=sketched[:, count:], unseen=along.unseen)
         yield projected
-
-
-def _rank_one(directions: Directions) -> Iterator[Projected]:
-    moves = DirectionBatch(directions.count, directions.signs, {})
-    for decomposed in _decomposed(directions):
-        whole = above(decomposed, directions) + below(decomposed, moves)
-        yield Projected(decomposed.rollout, _logprob(decomposed), whole.cpu().numpy())
 
 
 def _decomposed(directions: Directions) -> Iterator[DecomposedRollout]:

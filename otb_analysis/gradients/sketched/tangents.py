@@ -178,9 +178,13 @@ def _at_cut(decomposed: DecomposedRollout) -> Tensor | None:
 def _moving(decomposed: DecomposedRollout, moves: Moves, norms: Mapping[str, Norm]) -> Iterator[None]:
     """Let the directions act on the layers below the cut, and stop at the cut."""
     modules = dict(decomposed.batch.model.named_modules())
+
+    def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise ReachedCut(tangent_of(args[0]))
+
     with ExitStack() as handles:
         handles.enter_context(plain_kernels(decomposed.batch.model))
-        handles.enter_context(modules[str(decomposed.plan.cut)].register_forward_pre_hook(_stop))
+        handles.enter_context(modules[str(decomposed.plan.cut)].register_forward_pre_hook(stop))
         for name in dict.fromkeys(u.module for u in decomposed.plan.below):
             uses = [u for u in decomposed.plan.below if u.module == name and u.parameter in {*moves[1], *moves[2]}]
             norm = norms.get(name)
@@ -189,10 +193,6 @@ def _moving(decomposed: DecomposedRollout, moves: Moves, norms: Mapping[str, Nor
                 handles.enter_context(modules[name].register_forward_pre_hook(acting.before))
                 handles.enter_context(modules[name].register_forward_hook(acting.after))
         yield
-
-
-def _stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
-    raise ReachedCut(tangent_of(args[0]))
 
 
 class _Acting:
