@@ -119,9 +119,14 @@ def statistics_table(
 
 
 def default_window(grams: Mapping[int, Gram], known: Proved) -> int:
-    """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`."""
-    for window in (1, 2, 3, 5):
+    """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`.
+
+    One, if no point has one with any of these.
+    """
+    shares = {}
+    for window in (1, 2, 3, 5, MAX_WINDOW):
         table = statistics_table(grams, window, known, at=evenly(list(grams), 4))
-        if table.empty or table["efficiency"].notna().to_numpy().mean() > 2 / 3:
+        shares[window] = 1.0 if table.empty else table["efficiency"].notna().to_numpy().mean()
+        if shares[window] > 2 / 3:
             return window
-    return MAX_WINDOW
+    return MAX_WINDOW if any(shares.values()) else 1

@@ -109,7 +109,7 @@ def test_an_engine_that_refuses_the_model_is_a_row_that_says_why(tiny, monkeypat
     def refuse(*_):
         raise InputError("parameter x has no rule; pass engine='reference'.")
 
-    monkeypatch.setitem(ENGINES, "picky", Engine(refuse, refuse, refuse))
+    monkeypatch.setitem(ENGINES, "picky", Engine(refuse, refuse))
     (row,) = [row for row in run_bench(TINY).rows if row["name"] == "picky"]
     assert row["seconds"] is None and row["remark"].startswith("parameter x has no rule")
 
