@@ -129,14 +129,14 @@ class GradientMeasurer:
             cut = cut_groups(rollouts.group, size)
             every = every_advantage(replace(table, group=cut), measured, rows, self.options)
             chosen = {label: advantage for label, advantage in every.items() if label[0] in names}
-            found = self._gram(rollouts, cut, groups, chosen, seed)
-            grams[size] = replace(found, inner=mean_over_subgroups(found.inner, found.inner.shape[-1] // len(groups)))
+            grams[size] = self._gram(rollouts, cut, groups, chosen, seed)
         return grams
 
     def _gram(self, rollouts: Rollouts, group: Int, prompts: Int, advantages: Mapping[Label, Float], seed: int) -> Gram:
         """Return inner products of the mean gradients of some prompts' groups, exact or from sketches.
 
-        `group` is that of each rollout, which may be a part of its prompt's. Equal advantages are measured once.
+        `group` is that of each rollout. Where it is a part of its prompt's, a prompt has the mean over its parts. Equal
+        advantages are measured once.
         """
         rows = np.isin(rollouts.group, prompts)
         sizes = np.bincount(group)[group[rows]]
@@ -152,8 +152,9 @@ class GradientMeasurer:
             inner = group_gradient_gram(*batch, **self.settings, soft=rollouts.soft)
         else:
             inner = sketched_group_gram(*batch, dim=dim, seed=seed, **self.policy.settings)
-        back = back.reshape(-1)
-        names = tuple(rollouts.prompts[p].id for p in prompts)
+        if (parts := inner.shape[-1] // len(prompts)) > 1:
+            inner = mean_over_subgroups(inner, parts)
+        back, names = back.reshape(-1), tuple(rollouts.prompts[p].id for p in prompts)
         return Gram(inner[np.ix_(back, back)], tuple(advantages), int(rows.sum()), names, prompts, dim)
 
     def measure(

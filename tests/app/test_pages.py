@@ -331,7 +331,7 @@ def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch)
     rollouts = {"group": [0], "rollout": [0], "prompt": ["1+1="], "reward": [1.0], "length": [1]}
     writer.write_step(0, StepTables(tokens, rollouts, {"reward_mean": 1.0}))
     writer.finish()
-    said = {part: texts(open_part(tmp_path, part, monkeypatch)) for part in ("comparison", "Proxy")}
+    said = {part: texts(open_part(tmp_path, part, monkeypatch)) for part in ("Comparison", "Proxy")}
     assert "--measure.gradients.every" in said["Comparison"].replace("`", "")
     assert "schedule exact measurements" in said["Proxy"]
     assert not open_page(tmp_path, "tokens", monkeypatch).exception
