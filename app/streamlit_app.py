@@ -12,7 +12,6 @@ from plain_text import plain
 from widgets import choose_runs, follow, page
 
 from otb_analysis.errors import STOPS
-from otb_analysis.store import one_look
 
 EMPTY = """Make some in minutes with `make demo`, train with `otb train`, or point the dashboard at another
 folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
@@ -82,7 +81,6 @@ def loaded(modules: int) -> None:
     gc.freeze()
 
 
-@one_look()  # all of a page shows the same moment, and a run of thousands of files is listed once
 def main() -> None:
     """Choose the runs, then hand over to the page."""
     loaded(len(sys.modules))

@@ -21,7 +21,6 @@ EXTRAS = {
     "trl": ("trl", "trl"),
     "playwright": ("playwright", "dev"),
     "kaleido": ("kaleido", "figures"),
-    "ray": ("ray", "ray"),
     "wandb": ("wandb", ""),
     "trackio": ("trackio", ""),
 }

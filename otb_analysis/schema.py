@@ -6,7 +6,7 @@ that was not measured. New columns are added nullable; a column is never renamed
 
 from dataclasses import dataclass
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)

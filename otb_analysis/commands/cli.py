@@ -54,7 +54,7 @@ otb – the gradient-variance microscope for LLM reinforcement learning
   otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
   otb compact      merge the many small files of finished runs into few with the same rows     (otb compact RUN…)
-  otb aggregate    count, mean and variance of per-token columns by run, steps and prompt (--ray: on many machines)
+  otb aggregate    count, mean and variance of per-token columns by run, steps and prompt
   otb bench        what things cost and how exact estimates are, measured on this machine     (otb bench --help)
   otb study        repeat a study of studies/, or the cells of it that are missing
 

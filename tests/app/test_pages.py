@@ -173,10 +173,10 @@ def test_half_written_run_shows_its_complete_steps(page, store_root, monkeypatch
 
 
 @pytest.mark.parametrize("page", ["triage", "run"])
-def test_broken_part_gets_a_sentence_that_names_the_file(page, store_root, monkeypatch, tmp_path):
+def test_broken_catalogue_gets_a_sentence_that_names_the_file(page, store_root, monkeypatch, tmp_path):
     shutil.copytree(store_root / "failed-rloo", tmp_path / "damaged")
-    part = tmp_path / "damaged" / "steps" / "part-00000004-r0.parquet"
-    part.write_bytes(part.read_bytes()[:100])
+    part = tmp_path / "damaged" / "run.sqlite"
+    part.write_bytes(part.read_bytes()[:5000])
     app = open_page(tmp_path, page, monkeypatch)
     assert not app.exception
     assert part.name in texts(app)

@@ -145,17 +145,6 @@ def test_runs_of_different_scope_are_one_sentence(runs, trained, capsys):
     assert "reported measured gradients of scope 'all' but bare_head of 'lm_head'" in line and "--measure.scope" in line
 
 
-def test_runs_of_different_schema_are_one_sentence(runs, tmp_path, capsys):
-    for run in runs:
-        shutil.copytree(run, tmp_path / run.name)
-    file = tmp_path / runs[1].name / "run.json"
-    info = json.loads(file.read_text()) | {"schema_version": 0}
-    del info["checksum"]
-    file.write_text(json.dumps(info))
-    line = refused(capsys, *(run.name for run in runs), "--root", str(tmp_path))
-    assert "stored with schema 1 but reported_rloo with 0" in line
-
-
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
