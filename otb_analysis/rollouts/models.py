@@ -114,13 +114,6 @@ def output_layer(model: PreTrainedModel) -> nn.Module:
     return layer
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Let a model in training mode compute activations again in the backward pass, instead of keeping them."""
-    renamed = hasattr(model, "activation_checkpointing_enable")  # in transformers 5.23
-    enable = getattr(model, "activation_checkpointing_enable" if renamed else "gradient_checkpointing_enable")
-    enable({"use_reentrant": False})
-
-
 @contextmanager
 def chosen_states(
     model: PreTrainedModel, choice: Callable[[Tensor], Tensor], logits: bool = True

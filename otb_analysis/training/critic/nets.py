@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.forward import ForwardPass, hidden_states
-from otb_analysis.rollouts.models import output_layer, recompute_activations
+from otb_analysis.rollouts.models import output_layer
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int
 
@@ -69,7 +69,7 @@ class BackboneNet(nn.Module):
         nn.init.zeros_(self.head.bias)
         self.in_bfloat16 = bfloat16
         if checkpointing:
-            recompute_activations(self.backbone)
+            self.backbone.activation_checkpointing_enable({"use_reentrant": False})
         self.train(checkpointing)  # the library recomputes activations in training mode only
 
     def parts(self, batch: CriticBatch) -> Sequence[Int]:

@@ -26,7 +26,6 @@ from otb_analysis.measurement.forward import (
 from otb_analysis.measurement.passes import micro_batches, passes_of, rows_numbered
 from otb_analysis.phases import advance, count_to
 from otb_analysis.processes import SINGLE_PROCESS, Processes
-from otb_analysis.rollouts.models import recompute_activations
 from otb_analysis.rollouts.prefix_cache import PrefixCache, supports_prefix_cache
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.runtime.sharding import gathered, shard
@@ -55,7 +54,7 @@ class Policy:
         self._checkpointing = config.optimize.gradient_checkpointing
         if self._checkpointing:
             _refuse_dropout(model)
-            recompute_activations(model)
+            model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
         self._shares = not (processes.sharded or self._checkpointing) and supports_prefix_cache(model)
         # With adapters the base weights stay as they are, so they are the reference.
