@@ -318,7 +318,7 @@ def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
     """Return rows whose columns are flags, numbers and texts; what is none of these becomes JSON."""
     columns = dict[str, pa.ChunkedArray]()
     for name, column in zip(rows.column_names, rows.columns, strict=True):
-        if pa.types.is_null(column.type):  # says nothing of its type, and of its values that there are none
+        if column.null_count == len(column):  # null is what a column holds that is left out
             continue
         if pa.types.is_integer(column.type) and column.type != pa.int32():
             column = column.cast(pa.int64())

@@ -1,0 +1,161 @@
+"""The store of two checkouts side by side: each writes the same steps and reads them in processes of its own, in turn.
+
+`python -m benchmarks.versions ../before . --out docs/results` with `git worktree add ../before COMMIT`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.publish import machine
+
+WRITE = """
+import sys, time
+import numpy as np
+from pathlib import Path
+from otb_analysis.store import RunWriter, StepTables, gram_rows
+from otb_analysis.types import Gram
+
+folder, run, steps, measured, tokens = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+rng, n = np.random.default_rng(0), 64
+words, group = np.array([f" word{i}" for i in range(500)], dtype=object), np.repeat(np.arange(16), 4)
+labels = (("rloo", "none"), ("otb", "proxy"), ("otb", "exact"), *((f"mine{i}", "none") for i in range(35)))
+due, seconds = set(np.linspace(0, steps - 1, measured).astype(int).tolist()) if measured else set(), []
+writer = RunWriter.create(folder, run, {"seed": 0, "estimator": {"name": "rloo"}})
+for step in range(steps):
+    reward = (rng.random(n) < 0.4).astype(float)
+    rollouts = {
+        "group": group, "rollout": np.arange(n), "reward": reward, "length": np.full(n, tokens // n),
+        "turns": np.ones(n, int), "finish_reason": ["stop"] * n, "prompt_id": [f"p{step}-{g}" for g in group],
+        "prompt": ["".join(rng.choice(words, 20)) for _ in range(n)],
+        "completion": ["".join(rng.choice(words, 40)) for _ in range(n)],
+    }
+    rollout = np.repeat(np.arange(n), tokens // n)
+    table = {
+        "group": group[rollout], "rollout": rollout, "turn": np.zeros(len(rollout), int),
+        "t": np.arange(len(rollout)) % (tokens // n), "token": words[rng.integers(0, 500, len(rollout))],
+        "mask": np.ones(len(rollout), bool), "entropy": rng.random(len(rollout)),
+        "energy_proxy": rng.random(len(rollout)),
+    }
+    names = ("reward_mean", "loss", "grad_norm", "entropy_mean", "seconds_update")
+    scalars = {name: float(rng.random()) for name in names}
+    grams = gradients = None
+    if step in due:
+        vectors = rng.normal(size=(len(labels), 16, 32)) + rng.normal(size=(16, 32))
+        grams = gram_rows(step, Gram(np.einsum("mpd,nqd->mnpq", vectors, vectors, optimize=True), labels, n))
+        names = dict(zip(("estimator", "energy_source"), map(list, zip(*labels))))
+        gradients = names | {"variance": rng.random(len(labels)), "n_prompts": [16] * len(labels)}
+    tables = StepTables(table, rollouts, scalars | {"n_tokens": len(rollout)}, gradients, grams)
+    begun = time.perf_counter()
+    writer.write_step(step, tables)
+    seconds += [] if step in due else [time.perf_counter() - begun]
+begun = time.perf_counter()
+writer.finish("failed" if run == "live" else "complete")
+print(1e3 * float(np.median(seconds)), time.perf_counter() - begun)
+"""
+"""Writes a run of 64 rollouts a step; prints milliseconds of a step without Gram matrix (median), seconds of the end."""
+
+READ = """
+import sys, time, resource
+from pathlib import Path
+folder, run, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+from otb_analysis.estimators import standing_for_truth
+from otb_analysis.statistics import REFERENCE
+from otb_analysis.store import RolloutFilter, RunStore, find_rollouts, reward_histogram, runs_df
+begun, cpu, held = time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store = RunStore(folder / run)
+{
+    "every step": lambda: store.steps_df(),
+    "rollouts by step and reward": lambda: reward_histogram(store, RolloutFilter()),
+    "a text in prompts and completions": lambda: find_rollouts(store, RolloutFilter(text="word17 word4")),
+    "tokens of one prompt": lambda: store.tokens_df([store.complete_steps()[-1]], where='"group" = 0'),
+    "all entropies by step": lambda: store.sql("SELECT step, avg(entropy) FROM tokens WHERE mask GROUP BY step"),
+    "a list of 24 runs": lambda: runs_df(folder / "many"),
+    "products of every Gram matrix": lambda: store.reduced_grams((REFERENCE, standing_for_truth((), {}))),
+}[what]()
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
+print(time.perf_counter() - begun, time.process_time() - cpu, grown / 1024)
+"""
+WHATS = (
+    "every step", "rollouts by step and reward", "a text in prompts and completions", "tokens of one prompt",
+    "all entropies by step", "a list of 24 runs", "products of every Gram matrix",
+)  # fmt: skip
+
+
+def call(checkout: Path, code: str, *words: object) -> list[float]:
+    """Run code with a checkout's package in a process of its own; return the numbers that it prints."""
+    environment = os.environ | {"PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=checkout)
+    return [float(number) for number in done.stdout.split()]
+
+
+def measured(before: Path, after: Path, steps: int, grams: int, turns: int) -> list[dict[str, object]]:
+    """Return a row for each thing that is done, with what both checkouts take: the least of some turns."""
+    rows = list[dict[str, object]]()
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {name: Path(temporary) / name for name in ("before", "after")}
+        checkouts = dict(zip(folders, (before, after), strict=True))
+        for run, length, due in (("live", steps, 0), ("ended", steps, 0), ("compared", grams, grams)):
+            wrote = {name: call(checkouts[name], WRITE, folders[name], run, length, due, 2560) for name in folders}
+            rows += [_row(f"{run}: a step is written, ms", {n: w[0] for n, w in wrote.items()})] if not due else []
+            rows += (
+                [_row("ended: the end of the run, s", {n: w[1] for n, w in wrote.items()})] if run == "ended" else []
+            )
+        for name, checkout in checkouts.items():
+            for at in range(24):
+                call(checkout, WRITE, folders[name] / "many", f"run{at}", 200, 0, 640)
+        for what in WHATS:
+            kinds = {"a list of 24 runs": ["ended"], "products of every Gram matrix": ["compared"]}
+            for run in kinds.get(what, ["live", "ended"]):
+                found = [{n: call(checkouts[n], READ, folders[n], run, what) for n in folders} for _ in range(turns)]
+                least = {n: [min(turn[n][i] for turn in found) for i in range(3)] for n in folders}
+                rows.append(_row(f"{run}: {what}, s", {n: one[0] for n, one in least.items()}))
+                rows.append(_row(f"{run}: {what}, MiB more", {n: one[2] for n, one in least.items()}))
+    return rows
+
+
+def _row(what: str, numbers: dict[str, float]) -> dict[str, object]:
+    return {"what": what, **numbers, "ratio": numbers["after"] / numbers["before"] if numbers["before"] else None}
+
+
+def page(rows: list[dict[str, object]], command: str) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        f"# `{command}`",
+        "",
+        ", ".join(f"{name} {value}" for name, value in machine().items()),
+        "",
+        "| what | before | after | after / before |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append(f"| {row['what']} | {row['before']:.3f} | {row['after']:.3f} | {ratio} |")
+    how = "Every call is a process of its own, in turn; the least of some turns, by the clock, imports left out."
+    return "\n".join([*lines, "", how, ""])
+
+
+def main() -> None:
+    """Measure two checkouts and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--grams", type=int, default=700)
+    parser.add_argument("--turns", type=int, default=3)
+    asked = parser.parse_args()
+    rows = measured(asked.before, asked.after, asked.steps, asked.grams, asked.turns)
+    (asked.out / "store_versions.json").write_text(json.dumps(rows, indent=1) + "\n")
+    words = f"--out docs/results --steps {asked.steps} --grams {asked.grams} --turns {asked.turns}"
+    text = page(rows, f"python -m benchmarks.versions ../before . {words}")
+    (asked.out / "store_versions.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
