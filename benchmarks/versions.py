@@ -57,7 +57,7 @@ begun = time.perf_counter()
 writer.finish("failed" if run == "live" else "complete")
 print(1e3 * float(np.median(seconds)), time.perf_counter() - begun)
 """
-"""Writes a run of 64 rollouts a step; prints milliseconds of a step without Gram matrix (median), seconds of the end."""
+"""Writes 64 rollouts a step; prints milliseconds of a step without Gram matrix (median), and seconds of the end."""
 
 READ = """
 import sys, time, resource
