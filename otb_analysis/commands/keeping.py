@@ -17,7 +17,7 @@ FORMATS = (".parquet", ".csv")
 class CompactConfig(RunsConfig):
     """Merge the many small files of finished runs into few with the same rows, which read several times faster.
 
-    Readers may go on meanwhile; a run that is being written is refused. Stopped or killed, a run stays whole.
+    Others can read the run meanwhile; a run that is being written is refused. If this is stopped, the run stays whole.
     """
 
 
@@ -25,7 +25,7 @@ class CompactConfig(RunsConfig):
 class AggregateConfig(RunsConfig):
     """Write count, mean and variance of every per-token column, by run, bin of steps and prompt.
 
-    With --ray workers run the same SQL, each on a bin of steps: for stores that one machine does not get through.
+    With --ray, workers run the same SQL, each on a bin of steps: for stores too large for one machine.
     """
 
     bin: int = 100
