@@ -22,6 +22,8 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOK = "docs/tutorial.ipynb"
 LINK = re.compile(r"\]\(([^)\s#]+)")
 FIGURE = "application/vnd.plotly.v1+json"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+"""Bold and italics of a terminal, which a kernel asks for."""
 PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 """Served by the site itself: no page fetches anything from elsewhere."""
 
@@ -53,7 +55,7 @@ def tutorial_page() -> str:
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": folder}})
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `otb` of this environment is
-        client.execute(env=os.environ | {"PATH": path})
+        client.execute(env=os.environ | {"PATH": path, "COLUMNS": "80"})  # tables that fit a page
     return "\n\n".join(part for cell in notebook.cells for part in cell_parts(cell))
 
 
@@ -63,13 +65,14 @@ def cell_parts(cell: nbformat.NotebookNode) -> list[str]:
         return [cell.source]
     shell = cell.source.startswith("%%bash\n")
     source = cell.source.removeprefix("%%bash\n")
-    parts = [f"```{'bash' if shell else 'python'}\n{source}\n```"]
+    printed = ANSI.sub("", "".join(output.text for output in cell.outputs if output.get("name") == "stdout"))
+    parts = [f"```{'bash' if shell else 'python'}\n{source}\n```", *([f"```text\n{printed}\n```"] if printed else [])]
     for output in cell.outputs:
         data = output.get("data", {})
         if FIGURE in data:
             parts.append(to_html(data[FIGURE], include_plotlyjs=PLOTLY.name, full_html=False, default_height=420))
         elif "text/html" in data:
             parts.append(data["text/html"])
-        elif "text/plain" in data or output.get("name") == "stdout":
-            parts.append(f"```text\n{data.get('text/plain') or output.text}\n```")
+        elif "text/plain" in data:
+            parts.append(f"```text\n{data['text/plain']}\n```")
     return parts
