@@ -41,10 +41,9 @@ dashboard: $(STAMP)  ## serve the dashboard on an existing root (RUNS=…)
 test: $(STAMP)   ## the tests that take minutes
 	$(PYTEST) -m 'not slow and not browser'
 
-test-all: $(STAMP) .venv-trl/.installed .cache/ray/.installed  ## all tests, the long ones, the browser's and those with TRL and Ray too
+test-all: $(STAMP) .venv-trl/.installed  ## all tests, the long ones, the browser's and those with TRL too
 	$(PYTEST)
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations $(TIMEOUT)
-	OMP_NUM_THREADS=1 .cache/ray/bin/python -m pytest tests/store/test_ray.py --confcutdir=tests/store $(TIMEOUT)
 
 test-lowest:     ## the tests that take minutes with the lowest versions that pyproject.toml allows
 	OMP_NUM_THREADS=1 $(PYTHON) .ci/lowest.py -n $(WORKERS) --dist loadfile
@@ -90,13 +89,6 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 	.cache/verl/bin/python -m pip install --quiet $(shell grep -E '^torch==' constraints.txt) 'transformers>=5.5.3,<5.11,!=5.6.0' \
 	  'ray>=2.41' torchdata TransferQueue 'tensordict>=0.8,<=0.10,!=0.9.0' codetiming datasets peft pillow cachetools fastapi uvicorn \
 	  'omegaconf<2.4' 'hydra-core<1.4' 'setuptools<81' pytest -e .
-	@touch $@
-
-# Ray beside what the store imports: no torch.
-.cache/ray/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .cache/ray
-	.cache/ray/bin/python -m pip install --quiet -c constraints.txt ray duckdb numpy pandas pyarrow scipy psutil pytest
-	.cache/ray/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
 format: $(STAMP)  ## rewrite the files as `check` wants them

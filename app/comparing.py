@@ -7,9 +7,8 @@ from typing import Any
 import data
 import listing
 import scripts
-import selection
 import streamlit as st
-from kept import pick, pick_many, whole
+from address import box, segments
 from listing import Run
 from plain_text import plain
 from widgets import chart, chosen_runs, errors_as_sentences
@@ -38,16 +37,14 @@ def comparison(run: Run) -> None:
     verdict.markdown("Comparing the estimators …")
     sources = [s for s in SOURCES if s != "calibrated" or any(of == s for _, of in measured)]
     left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
-    words = {of: SOURCES[of] for of in sources}
-    source = str(pick(left.segmented_control, "Weights from", "energy", words, "proxy", required=True))
+    source = segments(left, "Weights from", "energy", {of: SOURCES[of] for of in sources}, "proxy")
     names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
-    against = selection.choose(
-        "against", "Compare with", names, "rloo" if "rloo" in names else names[0], within=middle, of=source
-    )
-    step = pick(right.selectbox, "Measured steps", "at", [ALL, *map(str, data.answers(run).grams)], ALL)
+    against = box(middle, "Compare with", "against", names, "rloo")
+    step = box(right, "Measured steps", "at", [ALL, *map(str, data.answers(run).grams)])
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
-    estimators = pick_many(st, "Estimators", "shown", names, usual, of=f"{run.name}-{source}", wrap=True)
-    forest(run, source, str(against), str(step), estimators)
+    # What is usual depends on what trained, so each run has a choice of its own.
+    estimators = st.multiselect("Estimators", names, usual, key=f"shown-{run.name}", bind="query-params", wrap=True)
+    forest(run, source, against, step, estimators)
     first, *rest = data.answers(run).lines
     verdict.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
@@ -83,7 +80,7 @@ def forest(run: Run, source: str, against: str, step: str, estimators: list[str]
         st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
         for title, formula in (*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE):
             st.markdown(f"**{plain(title)}** = {plain(formula)}")
-        st.markdown("Halving the step also cuts variance, so compare by efficiency or SF, not by variance alone.")
+        st.markdown("A shorter step has less variance anyway: compare by efficiency or by variance at equal progress.")
 
 
 def planned(run: Run) -> None:
@@ -103,9 +100,10 @@ def planned(run: Run) -> None:
 def over_steps(run: Run, labels: frozenset[Label]) -> None:
     """Draw the four measures over steps."""
     st.subheader("Over training", anchor=False)
-    window = whole(
-        st, "Measured steps pooled into one point", "pool", 1, MAX_WINDOW, data.default_window(run),
-        of=run.name, width=420,
+    st.caption("Does what holds over all steps hold at each of them?")
+    window = st.slider(
+        "Measured steps pooled into one point", 1, MAX_WINDOW, data.default_window(run), key=f"pool-{run.name}",
+        bind="query-params", width=420,
         help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
     )  # fmt: skip
     table = data.statistics(run, window, labels)
@@ -133,10 +131,12 @@ def footnote(info: VarianceInfo, window: int) -> str:
     others = " and the others proved unbiased" if info.c_known else ""
     hollow = any(trace.style.symbol.endswith("-open") for traces in info.traces for trace in traces)
     lost += " Open marks only tell estimators apart." * hollow
-    against = f" ∇J is estimated by {', '.join(info.reference)}{others} on other prompts." if info.reference else ""
+    reference = ", ".join(info.reference)
+    against = f" The true gradient is estimated by {reference}{others} on other prompts." if reference else ""
     if info.undefined:
-        without = (
-            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, nor SF or c where c is not proved"
+        lost += (
+            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, nor variance at equal progress where "
+            "the step length is not proved: too few prompts to tell the true gradient from noise. Pool more steps, or "
+            "compare by the ratios above."
         )
-        lost += f"{without}: too few prompts to tell it from noise. Pool more steps, or compare by the ratios above."
     return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"

@@ -50,9 +50,9 @@ def studies_root() -> Path:
 
 
 def stamp(path: Path) -> str:
-    """Return a text that changes when a run grows, is replaced or ends: times and number of its files."""
+    """Return a text that changes when a run grows, is replaced or ends: the times of what every step changes."""
     times = []
-    for watched in (path / "run.json", path / "steps"):
+    for watched in (path / "run.json", path / "run.sqlite", path / "steps"):
         try:
             times.append(watched.stat().st_mtime_ns)
         except OSError:

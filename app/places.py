@@ -1,24 +1,19 @@
 """Where tokens are looked at: a prompt at a step of a run, and the same prompt elsewhere."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import data
 import listing
 import pandas as pd
-import selection
 import streamlit as st
-from kept import switch
+from address import asked, box
 from plain_text import plain
 from widgets import chosen_runs
 
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.prompts import distinct
 from otb_analysis.store.measured import first_step
-
-_BESIDE = "_beside"
-"""Beside what, and which place was nearest to it."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,7 @@ class Place:
 def choose_step(run: listing.Run, within: Any) -> int:
     """Let the page choose a step; the last one with exact norms to begin with, else the last one."""
     steps = data.token_steps(run)
-    default = first_step(steps, data.exact_steps(run))
-    return selection.choose("step", "Step", steps, default, within=within, of=run.name)
+    return box(within, "Step", "step", steps, first_step(steps, data.exact_steps(run)))
 
 
 def choose_prompt(run: listing.Run, step: int, within: Any) -> int:
@@ -58,13 +52,18 @@ def choose_prompt(run: listing.Run, step: int, within: Any) -> int:
     means: Any = rollouts.groupby("group")["reward"].mean()
     texts = distinct({int(str(g)): str(text) for g, text in rollouts.groupby("group")["prompt"].first().items()})
     labels = {group: f"{group} · reward {number(float(means[group]))} · {text}" for group, text in texts.items()}
-    groups, of = list(labels), f"{run.name}-{step}"
-    return selection.choose("prompt", "Prompt", groups, groups[0], within=within, of=of, words=labels.__getitem__)
+    text = asked("prompt") or ""
+    wanted = int(text) if text.isdigit() else st.session_state.get("prompt")
+    # Set each time: at another step the same prompt has another label, which a browser would not learn otherwise.
+    st.session_state["prompt"] = wanted if wanted in labels else next(iter(labels))
+    return within.selectbox(
+        "Prompt", list(labels), format_func=lambda group: labels.get(group, ""), key="prompt", persist_state="session"
+    )
 
 
 def choose_beside(here: Place, row: Any) -> Place | None:
     """Let the page choose where else to look at the same prompt: another step, or another of the chosen runs."""
-    if not switch(row, "Side by side", "two", help="The same prompt at another step or run."):
+    if not row.toggle("Side by side", key="two", bind="query-params", help="The same prompt at another step or run."):
         return None
     first: Any = here.rollouts.iloc[0]
     prompt_id = None if pd.isna(first["prompt_id"]) else str(first["prompt_id"])
@@ -75,18 +74,18 @@ def choose_beside(here: Place, row: Any) -> Place | None:
         if (run.name, step, group) != (here.run.name, here.step, here.group)
     ]
     tokens = {run.name: set(data.token_steps(run)) for run in {place.run for place in places}}
-    options = {f"{p.run.name}:{p.step}:{p.group}": p for p in places if p.step in tokens[p.run.name]}
+    options = {f"{p.words()}, prompt {p.group}": p for p in places if p.step in tokens[p.run.name]}
     if not options:
         row.caption("No other step of the chosen runs has this prompt. Choose more runs in the sidebar.")
         return None
-    nearest, of = _nearest(here, options), f"{here.run.name}-{here.step}-{here.group}"
-    before = st.session_state.get(_BESIDE, (of, ""))
-    if before[0] != of and before[1] == selection.remembered("beside"):  # not chosen by hand
-        selection.remember("beside", None)
-    chosen = selection.choose(
-        "beside", "Beside", list(options), nearest, within=row, of=of, words=lambda o: options[o].words(), width=220,
-    )  # fmt: skip
-    st.session_state[_BESIDE] = of, nearest
+    of, run, nearest = st.session_state.get("_beside", (here, "", ""))
+    if of != here and st.session_state.get("beside") == nearest:  # not chosen by hand: it goes with the step
+        st.session_state.pop("beside", None)
+    # The same step, else the nearest; of the run that stood beside before, if any.
+    same = [name for name, place in options.items() if place.run.name == run] or list(options)
+    nearest = min(same, key=lambda name: (options[name].step != here.step, abs(options[name].step - here.step)))
+    chosen = box(row, "Beside", "beside", list(options), nearest, width=220)
+    st.session_state["_beside"] = here, options[chosen].run.name, nearest
     say_what_is_elsewhere(here, options[chosen], list(options.values()))
     return options[chosen]
 
@@ -100,13 +99,3 @@ def say_what_is_elsewhere(here: Place, beside: Place, places: list[Place]) -> No
     never = [run for run, steps in at.items() if not steps and run != here.run.name]
     if never:
         st.caption(plain(f"No step of {', '.join(never)} has this prompt."))
-
-
-def _nearest(here: Place, options: Mapping[str, Place]) -> str:
-    """Return the place to begin with: the same step, else the nearest; in the run that stood beside before, if any.
-
-    Two runs stay side by side at the same step while that changes.
-    """
-    run = (selection.remembered("beside") or "").rsplit(":", 2)[0]
-    same = [name for name, place in options.items() if place.run.name == run] or list(options)
-    return min(same, key=lambda name: (options[name].step != here.step, abs(options[name].step - here.step)))

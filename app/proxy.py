@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import data
 import scripts
-import selection
 import streamlit as st
-from kept import pick
+from address import segments
 from listing import Run
-from widgets import chart, clicked_data
+from widgets import chart, clicked_data, go_to
 
 from otb_analysis.figures.fidelity import (
     COEFFICIENTS,
@@ -43,13 +42,10 @@ def exactly(run: Run) -> Run:
 def proxy(run: Run) -> None:
     """Say what the proxy costs, then how it agrees with exact norms."""
     controls = st.container(horizontal=True)
-    kind = str(pick(controls.segmented_control, "Energy", "kind", KINDS, required=True, help=ENERGY))
+    kind = segments(controls, "Energy", "kind", KINDS, help=ENERGY)
     run = exactly(run)
-    cheap, source = data.cheap_sources(run), "proxy"
-    if len(cheap) > 1:
-        source = str(pick(
-            controls.segmented_control, "Against exact", "source", cheap, "proxy", required=True, help=CALIBRATED,
-        ))  # fmt: skip
+    cheap = data.cheap_sources(run)
+    source = segments(controls, "Against exact", "source", cheap, help=CALIBRATED) if len(cheap) > 1 else "proxy"
     measured = data.fidelity(run, kind, source)
     info = measured.info
     share, rests_on = gain_lost_words(data.lost_by_proxy(data.measured(run), source))
@@ -88,6 +84,4 @@ def token_clicked() -> None:
     """Select the token whose circle was clicked; the page that is drawn next opens it."""
     if len(token := clicked_data("fidelity")) == 4:
         step, group, rollout, t = map(int, token)
-        for name, value in (("step", step), ("prompt", group), ("rollout", rollout), ("token", f"{rollout}.{t}")):
-            selection.remember(name, value)
-        st.session_state["_tokens"] = True
+        go_to("tokens", step=step, prompt=group, token=f"{rollout}.{t}")

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import listing
 import pandas as pd
-import selection
 import streamlit as st
 from plain_text import plain
 from widgets import choose_runs, follow, page
 
 from otb_analysis.errors import STOPS
-from otb_analysis.store import one_look
 
 EMPTY = """Make some in minutes with `make demo`, train with `otb train`, or point the dashboard at another
 folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
@@ -20,7 +18,7 @@ STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
 .st-key-ahead { display: none; }
-.st-key-prompt { max-height: 9rem; overflow: auto; }
+.st-key-prompt-text { max-height: 9rem; overflow: auto; }
 [data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
 .st-key-token-panel { max-height: 40vh; overflow: auto; padding: 6px 12px; border-radius: 6px 6px 0 0; gap: 0.3rem;
   border: 1px solid rgba(125, 130, 140, .4); border-bottom: none; }
@@ -82,7 +80,6 @@ def loaded(modules: int) -> None:
     gc.freeze()
 
 
-@one_look()  # all of a page shows the same moment, and a run of thousands of files is listed once
 def main() -> None:
     """Choose the runs, then hand over to the page."""
     loaded(len(sys.modules))
@@ -90,10 +87,11 @@ def main() -> None:
     st.html(STYLE)
     st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
     chosen_page = st.navigation(pages())
+    if target := st.session_state.pop("_page", None):
+        st.switch_page(f"views/{target[0]}.py", query_params=target[1])
     without_runs = chosen_page.title == STUDIES
     if not without_runs:
         load_plotly()
-    selection.restore()
     folder, stamps = listing.root(), listing.stamps()
     try:
         table = listing.runs(str(folder), stamps)

@@ -7,8 +7,8 @@ from typing import Any
 import listing
 import pandas as pd
 import plotly.graph_objects as go
-import selection
 import streamlit as st
+from address import box
 from plain_text import plain
 
 from otb_analysis.errors import STOPS
@@ -43,42 +43,30 @@ def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
     """
     names = [run.name for run in runs]
     running = [run.name for run in runs if run.status == "running"]
-    first = names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
-    written: list[str] | None = st.session_state.get(
-        "_runs_written"
-    )  # outlives the box, which a change of page empties
-    asked = [st.session_state.pop("_opened")] if "_opened" in st.session_state else st.query_params.get_all("run")
-    if asked and asked != written:
-        st.session_state["run"] = [name for name in asked if name in names] or first
-        st.session_state["_missing"] = [name for name in asked if name not in names], st.session_state["run"]
-    elif "run" not in st.session_state:
-        st.session_state["run"] = first if written is None else [n for n in written if n in names]
     begun = [name for name in running if name not in st.session_state.setdefault("_running", running)]
     if begun:
         st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
     st.session_state["_running"] = running
-    st.sidebar.multiselect("Runs", names, key="run", placeholder="Choose runs")
-    chosen = st.session_state["run"]
-    st.query_params["run"] = st.session_state["_runs_written"] = list(chosen)
-    missing, instead = st.session_state.get("_missing", ((), ()))
-    if missing and chosen == instead:
+    missing = [name for name in st.query_params.get_all("run") if name not in names]
+    first = names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
+    chosen = st.sidebar.multiselect("Runs", names, first, key="run", bind="query-params", placeholder="Choose runs")
+    if missing:
+        st.session_state["_missing"] = missing, chosen
+    missing, instead = st.session_state.get("_missing", ((), None))
+    if chosen == instead:
         named = ", ".join(missing)
         st.warning(plain(f"The address asks for {named}, which cannot be opened here; Triage lists all runs."))
     return [run for run in runs if run.name in chosen]
 
 
-def open_run(name: str) -> None:
-    """Go to the page of one run, which becomes the chosen one."""
-    st.session_state["_opened"] = name
-    go_to("run", [name])
+def go_to(name: str, **address: object) -> None:
+    """Let the run of the script that a click causes open another page; it cannot be opened in the click itself.
 
-
-def go_to(name: str, runs: Sequence[str] | None = None) -> None:
-    """Go to another page, with the runs that are chosen unless others are named.
-
-    Without an address Streamlit would empty this page's, and it refuses that while one of its boxes is in there.
+    Args:
+        name: The page.
+        address: What it is asked for, but for what a box of this page is bound to: that writes itself again.
     """
-    st.switch_page(f"views/{name}.py", query_params={"run": runs or st.query_params.get_all("run")})
+    st.session_state["_page"] = name, {key: str(value) for key, value in address.items()}
 
 
 def chosen_runs() -> list[listing.Run]:
@@ -105,9 +93,9 @@ def one_run(within: Any = st, width: int = 420) -> listing.Run:
     """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
     chosen = {run.name: run for run in chosen_runs()}
     if len(chosen) == 1:
-        selection.remember("focus", next(iter(chosen)))  # still shown once another begins to run
-        return next(iter(chosen.values()))
-    return chosen[str(selection.choose("focus", "Run", list(chosen), next(iter(chosen)), within=within, width=width))]
+        st.session_state["focus"] = next(iter(chosen))  # still shown once another begins to run
+        return chosen[st.session_state["focus"]]
+    return chosen[box(within, "Run", "focus", list(chosen), width=width)]
 
 
 def follow(runs: Sequence[listing.Run], stamps: dict[str, str]) -> None:

@@ -103,7 +103,7 @@ def run(config: AlarmsConfig) -> Report:
     rows = [{"detector": c.detector, "change": c.change} | calm[c.detector] | power(c, config) for c in CASES]
     for factor in (3.0, 2.0):
         change = {"detector": CHANGE_POINTS, "change": f"‖ḡ‖ × {factor:g} at once"}
-        rows.append(change | calm[CHANGE_POINTS] | dated(config, factor))
+        rows.append(change | calm[CHANGE_POINTS] | dating_power(config, factor))
     rows.append({"detector": ANY} | calm[ANY])
     title = f"Alarms on {config.series:,} synthetic calm series a length, and on {config.changed} with each change"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, length=LENGTH, at=AT, near=NEAR))
@@ -151,7 +151,7 @@ def power(case: Case, config: AlarmsConfig) -> dict[str, object]:
     return {"found": len(delays) / max(left, 1), "before": before / config.changed, "delay": delay}
 
 
-def dated(config: AlarmsConfig, factor: float) -> dict[str, object]:
+def dating_power(config: AlarmsConfig, factor: float) -> dict[str, object]:
     """Return how often a change point of ‖ḡ‖ lies near a lasting rise by a factor."""
     near = 0
     for random in _generators(config):

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.config import AuditBenchConfig
-from benchmarks.demo_batch import sampled_step
 from benchmarks.publish import Report, notes_of, report_of
+from benchmarks.sampled_step import sampled_step
 from benchmarks.timing import threads
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError

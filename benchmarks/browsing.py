@@ -25,6 +25,8 @@ CONTROLS = {
     ),
 }
 """Kind of control → where it is, and keys that change it: the next ones where a slider is at its end."""
+QUIET = ["--server.headless", "true", "--server.address", "127.0.0.1", "--server.fileWatcherType", "none"]
+QUIET += ["--browser.gatherUsageStats", "false"]
 LONG, SECOND = 180_000, 1_000
 _STATE = "document.querySelector('[data-testid=stApp]')?.dataset.testScriptState"
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
@@ -60,20 +62,11 @@ def server(root: Path, port: int, script: Path | None = None) -> Iterator[Server
     here = Path(otb_analysis.__file__).parent
     app = next(path for path in (here.parent / "app", here / "_app") if path.is_dir())
     command = [sys.executable, "-P", "-m", "streamlit", "run", str(script or app / "streamlit_app.py")]
-    command += [
-        "--server.headless",
-        "true",
-        "--server.address",
-        "127.0.0.1",
-        "--server.port",
-        str(port),
-        "--server.fileWatcherType",
-        "none",
-    ]
+    command += [*QUIET, "--server.port", str(port), "--", "--root", str(root)]
     path = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [*command, "--browser.gatherUsageStats", "false", "--", "--root", str(root)], cwd=root.parent,
-        env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command, cwd=root.parent, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         yield Server(process, f"http://127.0.0.1:{port}")
@@ -101,7 +94,7 @@ def browser() -> Iterator[Any]:
         instance.close()
 
 
-def opened(context: Any, address: str) -> Any:
+def open_tab(context: Any, address: str) -> Any:
     """Open an address in a new tab once the server answers, and return the tab when the page has a heading."""
     tab = context.new_page()
     deadline = time.monotonic() + 60
@@ -117,7 +110,7 @@ def opened(context: Any, address: str) -> Any:
     return tab
 
 
-def settled(tab: Any) -> None:
+def wait_until_done(tab: Any) -> None:
     """Wait until the page has run to its end."""
     tab.wait_for_function(f"{_STATE} === 'notRunning'", timeout=LONG)
 
@@ -137,7 +130,7 @@ def first_chart(context: Any, served: Server, path: str) -> tuple[float, float] 
             return None
         tab.wait_for_timeout(10)
     taken = time.perf_counter() - began, served.processor - spent
-    settled(tab)
+    wait_until_done(tab)
     tab.close()
     return taken
 
@@ -156,7 +149,7 @@ def changed_controls(tab: Any) -> dict[str, float]:
     seconds: dict[str, float] = {}
     tab.wait_for_selector(CHART, timeout=LONG)  # not settled before: a page that was just opened runs twice
     for kind, (where, ways) in CONTROLS.items():
-        settled(tab)
+        wait_until_done(tab)
         found = tab.locator(f"[data-testid=stMain] {where}")
         taken = (_changed(tab, found.first, keys) for keys in ways if found.count())
         if (first := next((s for s in taken if s is not None), None)) is not None:
@@ -182,5 +175,5 @@ def ran_again(tab: Any, act: Callable[[], object], seconds: float = 5) -> bool:
         tab.wait_for_function("window.ran", timeout=seconds * SECOND, polling="raf")
     except Exception:  # Playwright's own
         return False
-    settled(tab)
+    wait_until_done(tab)
     return True

@@ -183,15 +183,6 @@ class DemoSeedsConfig(ModelBenchConfig):
 
 
 @dataclass(frozen=True)
-class ScoreSketchConfig(ModelBenchConfig):
-    """Sketched norms of single scores beside exact ones, on the demo's warm-started model; nothing is timed."""
-
-    prompts: int = 4  # Prompts, of four rollouts each.
-    directions: tuple[int, ...] = (8, 32, 128)  # Every number of directions K to try.
-    repeats: int = 8  # Sketches of each kind, with a seed of their own each.
-
-
-@dataclass(frozen=True)
 class AlarmsConfig(BenchConfig):
     """False alarms of every detector on synthetic calm series, and how soon it sees a change at a known step."""
 
@@ -258,7 +249,6 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "demo-seeds": DemoSeedsConfig,
     "gram": GramConfig,
     "long": LongConfig,
-    "score-sketch": ScoreSketchConfig,
     "alarms": AlarmsConfig,
     "sampling-check": SamplingCheckConfig,
     "sampling-cost": SamplingCostConfig,

@@ -20,10 +20,10 @@ from benchmarks.browsing import (
     browser,
     changed_controls,
     first_chart,
-    opened,
+    open_tab,
     ran_again,
     server,
-    settled,
+    wait_until_done,
 )
 from benchmarks.config import DashboardBenchConfig
 from benchmarks.publish import Report, notes_of, report_of
@@ -68,8 +68,8 @@ def run(config: DashboardBenchConfig) -> Report:
         large = Shape(config.steps, config.measured, config.tokens)
         small = Shape(config.many_steps, config.many_measured, config.many_tokens)
         with phase("writing the runs"):
-            one = written(folder / "one", 1, large, config.compacted)
-            many = written(folder / "many", config.runs, small, config.compacted)
+            one = write_runs(folder / "one", 1, large, config.compacted)
+            many = write_runs(folder / "many", config.runs, small, config.compacted)
         names = {one: f"1 of {config.steps:,} steps", many: f"{config.runs} of {config.many_steps:,} steps"}
         with browser() as chromium:
             pages = menu(chromium, one, config.port)
@@ -80,14 +80,14 @@ def run(config: DashboardBenchConfig) -> Report:
                     for root, name in counted(list(product((one, many), timed)), "page")
                 ]
             with phase("opening a page of one point"):
-                point = bare(chromium, config.port)
+                point = one_point_page(chromium, config.port)
             rows.append({"runs": "none", "page": "one point, nothing else", "controls": {}} | point)
             with phase("opening one page after the other"):
-                memory = {"memory": walked(chromium, one, pages, config.port)}
+                memory = {"memory": most_memory(chromium, one, pages, config.port)}
             followed = [
                 {"runs": f"followed at {steps:,} steps", "page": name, "controls": {}} | added
                 for steps in config.followed
-                for name, added in grown(chromium, folder / f"followed-{steps}", steps, config).items()
+                for name, added in seconds_per_step(chromium, folder / f"followed-{steps}", steps, config).items()
             ]
     rows.append({"runs": names[one], "page": "all, one after the other", "controls": {}} | memory)
     rows += followed
@@ -95,7 +95,7 @@ def run(config: DashboardBenchConfig) -> Report:
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
 
 
-def written(root: Path, runs: int, shape: Shape, compacted: bool) -> Path:
+def write_runs(root: Path, runs: int, shape: Shape, compacted: bool) -> Path:
     """Write the runs of a root, and return it; what an earlier call wrote there is kept."""
     for seed in range(runs):
         path = root / f"synthetic-{seed}"
@@ -109,7 +109,7 @@ def written(root: Path, runs: int, shape: Shape, compacted: bool) -> Path:
 def menu(chromium: Any, root: Path, port: int) -> dict[str, str]:
     """Return the pages of the app, and the second part of Estimators: name → path."""
     with server(root, port) as served:
-        tab = opened(chromium, f"{served.address}/studies")
+        tab = open_tab(chromium, f"{served.address}/studies")
         tab.wait_for_selector("[data-testid=stSidebarNavLink]")
         links = tab.locator("[data-testid=stSidebarNavLink]")
         pages = [(links.nth(i).inner_text(), links.nth(i).get_attribute("href")) for i in range(links.count())]
@@ -121,13 +121,13 @@ def menu(chromium: Any, root: Path, port: int) -> dict[str, str]:
 def timed_page(chromium: Any, root: Path, path: str, config: DashboardBenchConfig) -> dict[str, Any]:
     """Return what one page takes."""
     with tempfile.TemporaryDirectory(dir=root.parent) as empty, server(Path(empty), config.port) as served:
-        settled(opened(chromium, served.address))
+        wait_until_done(open_tab(chromium, served.address))
         for name in root.iterdir():
             shutil.move(name, Path(empty) / name.name)
         try:
             first = first_chart(chromium, served, path)
             again = first_chart(chromium, served, path)
-            tab = opened(chromium, f"{served.address}/{path}")
+            tab = open_tab(chromium, f"{served.address}/{path}")
             controls = {} if first is None else changed_controls(tab)
             tab.close()
             memory = served.memory[1] / 1e6
@@ -138,28 +138,30 @@ def timed_page(chromium: Any, root: Path, path: str, config: DashboardBenchConfi
     return {**seconds, "controls": controls, "memory": memory}
 
 
-def bare(chromium: Any, port: int) -> dict[str, Any]:
+def one_point_page(chromium: Any, port: int) -> dict[str, Any]:
     """Return what Streamlit, Plotly and Chromium take by themselves, for a page of one figure with one point."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "bare.py"
         script.write_text(BARE)
         with server(Path(folder), port, script) as served:
-            settled(opened(chromium, served.address))
+            wait_until_done(open_tab(chromium, served.address))
             first, again = (first_chart(chromium, served, "") for _ in range(2))
             assert first and again
             return {"first": first[0], "processor": first[1], "again": again[0], "memory": served.memory[1] / 1e6}
 
 
-def walked(chromium: Any, root: Path, pages: dict[str, str], port: int) -> float:
+def most_memory(chromium: Any, root: Path, pages: dict[str, str], port: int) -> float:
     """Open all pages on one server, and return the most memory it held, in MB."""
     with server(root, port) as served:
-        settled(opened(chromium, served.address))
+        wait_until_done(open_tab(chromium, served.address))
         for path in counted(pages.values(), "page"):
             first_chart(chromium, served, path)
         return served.memory[1] / 1e6
 
 
-def grown(chromium: Any, root: Path, steps: int, config: DashboardBenchConfig) -> dict[str, dict[str, float]]:
+def seconds_per_step(
+    chromium: Any, root: Path, steps: int, config: DashboardBenchConfig
+) -> dict[str, dict[str, float]]:
     """Return the server's processor seconds for each new step of a run that is followed, by page.
 
     The steps are as large as those of the large run; the new ones are not measured.
@@ -175,26 +177,26 @@ def grown(chromium: Any, root: Path, steps: int, config: DashboardBenchConfig) -
 
     with phase(f"following a run of {steps:,} steps"), server(root, config.port) as served:
         for path in counted(FOLLOWED, "page"):
-            tab = opened(chromium, f"{served.address}/{path}")
+            tab = open_tab(chromium, f"{served.address}/{path}")
             tab.wait_for_selector(CHART, timeout=LONG)
-            settled(tab)
-            followed(tab, write)  # what is only computed once
+            wait_until_done(tab)
+            write_until_shown(tab, write)  # what is only computed once
             spent = served.processor
             for _ in range(NEW):
-                paced(tab, write)
+                write_and_wait(tab, write)
             seconds[path.capitalize()] = {"grown": (served.processor - spent) / NEW}
             tab.close()
     shutil.rmtree(root)
     return seconds
 
 
-def paced(tab: Any, write: Callable[[], None]) -> None:
+def write_and_wait(tab: Any, write: Callable[[], None]) -> None:
     """Write a step, and leave the page as long as a step takes."""
     write()
     tab.wait_for_timeout(APART * SECOND)
 
 
-def followed(tab: Any, write: Callable[[], None]) -> None:
+def write_until_shown(tab: Any, write: Callable[[], None]) -> None:
     """Write a step, and wait until the page shows it."""
     if not ran_again(tab, write, seconds=30):
         raise InputError("the dashboard does not follow the run; see its page in a browser.")

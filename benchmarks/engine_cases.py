@@ -76,7 +76,7 @@ def make_case(model: PreTrainedModel, tokens: int, rollouts: int = 1, written: b
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(model.config.vocab_size, (rollouts, tokens + 1), generator=generator)
     if written:
-        ids = _written(model, tokens, rollouts)
+        ids = _generated(model, tokens, rollouts)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
     weights = torch.randn(rollouts, ROWS, tokens + 1, generator=generator).double().numpy() / tokens
@@ -84,7 +84,7 @@ def make_case(model: PreTrainedModel, tokens: int, rollouts: int = 1, written: b
     return Case(model, ids, mask, weights, direction)
 
 
-def _written(model: PreTrainedModel, tokens: int, rollouts: int) -> Tensor:
+def _generated(model: PreTrainedModel, tokens: int, rollouts: int) -> Tensor:
     """Texts [N, T + 1] from the model's first token on, without filters."""
     first = torch.full((rollouts, 1), model.config.bos_token_id, device=model.device)
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}

@@ -11,17 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from benchmarks.config import GramConfig
-from benchmarks.demo_batch import sampled_step
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of, settings_of
+from benchmarks.sampled_step import group_passes, sampled_step
 from benchmarks.timing import least_seconds, threads
 from otb_analysis.config import SampleConfig
 from otb_analysis.gradients import group_gradient_gram, sketched_group_gram
-from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.levels import shares
 from otb_analysis.measurement.table import TokenTable
@@ -65,13 +62,10 @@ def run(config: GramConfig) -> Report:
         least = least_seconds(calls, config.repeats)
         peaks = {name: peak(calls[name]) for name in (PASS, BASIS)}
     size = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    rows = []
-    for name, seconds in least.items():
-        memory = None if (held := peaks.get(name)) is None else held / size
-        rows.append({"what": name, "seconds": seconds, "passes": seconds / least[PASS], "memory": memory})
+    held = {name: None if (most := peaks.get(name)) is None else most / size for name in least}
+    rows = [{"what": n, "seconds": s, "passes": s / least[PASS], "memory": held[n]} for n, s in least.items()]
     model = Path(config.model).name
-    # A path belongs to a machine; the command names it PATH.
-    public = replace(config, model=model if model == config.model else "PATH")
+    public = replace(config, model=model if model == config.model else "PATH")  # a path belongs to a machine
     flat = weights.transpose(1, 0, 2).reshape(weights.shape[1], -1)
     counts = f"{rollouts.mask.sum():,} tokens, {len(flat)} rows, {len(np.unique(flat, axis=0))} different"
     title = f"One measured step of {model}: {config.prompts} prompts × {config.group_size} rollouts, {counts}"
@@ -92,20 +86,13 @@ def _calls(
 ) -> dict[str, Callable[[], object]]:
     measure, model, groups = trainer.measurer, trainer.model, np.arange(config.prompts)
     ids, mask, real = rollouts.tensors(model.device)
-    problem, norms = prepare(model, Batch(ids, mask, real), "all", 1.0), measure.norms(rollouts, groups)
-    gram = partial(group_gradient_gram, model, ids, mask, weights, rollouts.group, real)
-
-    def passes() -> None:
-        for group in groups:
-            values = sampled_logprobs(problem, tuple(r for r in problem.rollouts if rollouts.group[r.row] == group))
-            torch.autograd.grad(values.sum(), problem.scope.parameters)
-
+    norms, gram = measure.norms(rollouts, groups), (model, ids, mask, weights, rollouts.group, real)
     calls: dict[str, Callable[[], object]] = {
-        PASS: passes,
+        PASS: group_passes(model, rollouts),
         "exact norms": lambda: measure.norms(rollouts, groups),
-        BASIS: gram,
+        BASIS: partial(group_gradient_gram, *gram),
         "smaller groups": lambda: measure.subgroups(rollouts, table, norms, groups),
         "attribution": lambda: shares(measure.policy, rollouts, table.mask / len(rollouts.group), split=True),
-        SKETCH: partial(sketched_group_gram, model, ids, mask, weights, rollouts.group, real, dim=DIM),
+        SKETCH: partial(sketched_group_gram, *gram, dim=DIM),
     }
-    return calls | ({ROWS: partial(gram, engine="reference")} if config.rows else {})
+    return calls | ({ROWS: partial(group_gradient_gram, *gram, engine="reference")} if config.rows else {})

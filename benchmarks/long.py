@@ -5,18 +5,16 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from benchmarks.config import LongConfig
 from benchmarks.engine_cases import model_of
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of
+from benchmarks.sampled_step import group_passes
 from benchmarks.timing import least_seconds, threads
 from otb_analysis.config import MeasureConfig, SampledSchedule, Schedule
 from otb_analysis.gradients import token_score_norms
-from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.measurement.levels import drawn_share
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.passes import forward_statistics
@@ -72,32 +70,19 @@ def random_rollouts(vocabulary: int, config: LongConfig, tokens: int) -> Rollout
     ids[:, :BEFORE] = ids[:: config.group_size, :BEFORE].repeat(config.group_size, axis=0)
     mask, reward = np.arange(shape[1]) >= BEFORE * np.ones((n, 1)), np.zeros(shape)
     reward[:, -1] = random.integers(2, size=n)
+    group, prompts = np.repeat(np.arange(config.prompts), config.group_size), map(str, range(config.prompts))
     return Rollouts(
-        prompts=tuple(Prompt(str(p), "", "") for p in range(config.prompts)),
-        group=np.repeat(np.arange(config.prompts), config.group_size),
-        input_ids=ids,
-        attention_mask=np.ones(shape, bool),
-        mask=mask,
-        turn=np.zeros(shape, np.int64),
-        reward=reward,
-        behavior_logprob=np.full(shape, np.nan),
-        prompt_length=np.full(n, BEFORE),
-        turns=((),) * n,
-        finish_reason=("length",) * n,
-    )
+        tuple(Prompt(p, "", "") for p in prompts), group=group, input_ids=ids, attention_mask=np.ones(shape, bool),
+        mask=mask, turn=np.zeros(shape, np.int64), reward=reward, behavior_logprob=np.full(shape, np.nan),
+        prompt_length=np.full(n, BEFORE), turns=((),) * n, finish_reason=("length",) * n,
+    )  # fmt: skip
 
 
 def _calls(config: LongConfig, model: PreTrainedModel, rollouts: Rollouts) -> dict[str, Callable[[], object]]:
     table = token_table(rollouts, forward_statistics(model, rollouts, 1.0), None)
     drawn = SampledSchedule(every=1, share=drawn_share(rollouts), by="proxy")
     off = MeasureConfig(exact=Schedule(), subgroups=())
-    ids, mask, real = rollouts.tensors(model.device)
-    problem = prepare(model, Batch(ids, mask, real), "all", 1.0)
-
-    def passes() -> None:
-        for group in range(config.prompts):
-            values = sampled_logprobs(problem, tuple(r for r in problem.rollouts if rollouts.group[r.row] == group))
-            torch.autograd.grad(values.sum(), problem.scope.parameters)
+    ids, mask, _ = rollouts.tensors(model.device)
 
     def measured(**levels: Schedule) -> Callable[[], object]:
         measurer = GradientMeasurer(model, replace(off, **levels), 1.0)
@@ -109,7 +94,7 @@ def _calls(config: LongConfig, model: PreTrainedModel, rollouts: Rollouts) -> di
         return measure
 
     calls = {
-        PASS: passes,
+        PASS: group_passes(model, rollouts),
         GRADIENTS: measured(gradients=Schedule(every=1)),
         DRAWN: measured(sampled=drawn),
         STEP: measured(gradients=Schedule(every=1), sampled=drawn),

@@ -5,16 +5,21 @@ processor seconds of one thread. Errors are over many draws from the same exact 
 depend on which others were drawn.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from benchmarks.config import SampledConfig
-from benchmarks.demo_batch import DemoBatch, demo_batch
 from benchmarks.publish import Report, notes_of, report_of
+from benchmarks.sampled_step import sampled_step
 from benchmarks.timing import least_seconds, threads
+from otb_analysis.config import SampleConfig
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
+from otb_analysis.measurement.forward import forward_pass
 from otb_analysis.statistics import horvitz_thompson, systematic_sample
 from otb_analysis.types import Float, SampledNorms
 
@@ -33,6 +38,14 @@ COLUMNS = {
 }
 
 
+@dataclass(frozen=True)
+class DemoBatch:
+    """What engines take."""
+
+    args: tuple[PreTrainedModel, Tensor, Tensor, Tensor]  # Model, token ids, sampled and real tokens [N, L]
+    proxy: Float  # Energy proxy [N, L], zero outside the mask
+
+
 def run(config: SampledConfig) -> Report:
     """Measure cost and error on rollouts of the demo's model."""
     with threads(1):
@@ -41,15 +54,19 @@ def run(config: SampledConfig) -> Report:
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, draws=DRAWS))
 
 
+def demo_batch(prompts: int) -> DemoBatch:
+    """Return a batch of the demo's policy."""
+    trainer, rollouts = sampled_step(SampleConfig(prompts=prompts, group_size=8))
+    proxy = rollouts.by_column(forward_pass(trainer.model, rollouts, 1.0).stats.energy[None])[:, 0]
+    return DemoBatch((trainer.model, *rollouts.tensors(trainer.model.device)), proxy)
+
+
 def bench_sampled(batch: DemoBatch, repeats: int) -> tuple[list[dict[str, Any]], float]:
     """Return the row of the exact norms, then one per size measure and share, and the seconds of the exact norms."""
     tokens, exact = int(batch.args[2].sum()), partial(token_score_norms, *batch.args)
     sampled = partial(sampled_score_norms, *batch.args, proxy=batch.proxy)
-    drawn = {
-        f"{by} {share}": partial(sampled, tokens=round(share * tokens), by=by)
-        for by, shares in SHARES.items()
-        for share in shares
-    }
+    plan = [(by, share) for by, shares in SHARES.items() for share in shares]
+    drawn = {f"{by} {share}": partial(sampled, tokens=round(share * tokens), by=by) for by, share in plan}
     norm_sq = exact().norm_sq
     seconds = least_seconds({EXACT: exact} | drawn, repeats)
     rows = [{"by": EXACT, "tokens": tokens, "share": 1.0, "cost": 1.0, "error": 0.0, "stated": 0.0, "coverage": 1.0}]

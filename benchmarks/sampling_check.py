@@ -142,5 +142,5 @@ def _z(fault: Fault, report: SamplingReport, columns: Any, recorded: bool) -> fl
         return report.z
     if fault.family != "probability":
         return report.families[fault.family].z
-    sums = SamplingSums.of(columns)
+    sums = SamplingSums.from_rows(columns)
     return -sums.total("probability", "score") / sums.total("probability", "variance") ** 0.5

@@ -3,8 +3,8 @@
 from functools import partial
 
 from benchmarks.config import SamplingCostConfig
-from benchmarks.demo_batch import sampled_step
 from benchmarks.publish import Report, notes_of, report_of
+from benchmarks.sampled_step import sampled_step
 from benchmarks.timing import least_seconds, threads
 from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.config import SampleConfig

@@ -49,7 +49,7 @@ class Head(nn.Module):
         return self.lm_head(self.base_model(input_ids).last_hidden_state)
 
 
-def headed(add_fused_lm_head: Any, inputs: dict[str, Any]) -> Any:
+def fused_call(add_fused_lm_head: Any, inputs: dict[str, Any]) -> Any:
     """Return the call to be timed."""
     hidden, weight, token_ids = SIDE["head_inputs"](**inputs)
     model: Any = Head(hidden[None], weight)
@@ -63,8 +63,8 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     add_fused_lm_head = importlib.import_module("trl.trainer.utils").add_fused_lm_head
     inputs = spec["inputs"]
-    headed(add_fused_lm_head, inputs | {"rows": 4, "vocabulary": 300})()
-    run = headed(add_fused_lm_head, inputs)
+    fused_call(add_fused_lm_head, inputs | {"rows": 4, "vocabulary": 300})()
+    run = fused_call(add_fused_lm_head, inputs)
     held = SIDE["peak"](run, inputs["device"])
     SIDE["say"]({"logprob": run().log_probs[0, : spec["checked"]].double().tolist(), "bytes": held})
     SIDE["take_turns"](run, inputs["device"])

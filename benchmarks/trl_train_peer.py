@@ -19,6 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 SIDE = run_path(str(Path(__file__).with_name("peer_side.py")))
+SETTINGS: dict[str, Any] = {
+    "gradient_accumulation_steps": 1, "num_iterations": 1, "lr_scheduler_type": "constant", "max_grad_norm": 1.0,
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "beta": 0.0, "seed": 0, "shuffle_dataset": False,
+    "bf16": False, "fp16": False, "gradient_checkpointing": False,
+    "report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
+"""What our trainer does, in the words of TRL; nothing is logged or saved."""
 
 
 class Clock:
@@ -29,7 +36,7 @@ class Clock:
         self.seconds: dict[str, float] = {}
         self.tokens = 0
 
-    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call, timed under a name; a result of (token ids, …) is counted where that is what it returns."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +67,7 @@ class Turns(TrainerCallback):
             self.before = SIDE["forget_peak"]()
         optimizer = kwargs["optimizer"]
         if optimizer is not self.optimizer:  # made, and wrapped, when training begins
-            optimizer.step, self.optimizer = self.clock.around("update", optimizer.step), optimizer
+            optimizer.step, self.optimizer = self.clock.timing("update", optimizer.step), optimizer
         self.clock.seconds, self.clock.tokens, self.start = {}, 0, self.clock.now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -86,31 +93,10 @@ def main() -> None:
     clock = Clock(spec["clock"])
     with tempfile.TemporaryDirectory() as folder:
         settings = trl.GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=spec["prompts_per_step"] * spec["group_size"],
-            num_generations=spec["group_size"],
-            gradient_accumulation_steps=1,
-            max_completion_length=spec["max_new_tokens"],
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            beta=0.0,
-            num_iterations=1,
-            max_steps=spec["steps"],
-            learning_rate=spec["learning_rate"],
-            lr_scheduler_type="constant",
-            max_grad_norm=1.0,
-            bf16=False,
-            fp16=False,
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            use_cpu=spec["device"] == "cpu",
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            seed=0,
-        )
+            output_dir=folder, per_device_train_batch_size=spec["prompts_per_step"] * spec["group_size"],
+            num_generations=spec["group_size"], max_completion_length=spec["max_new_tokens"], max_steps=spec["steps"],
+            learning_rate=spec["learning_rate"], use_cpu=spec["device"] == "cpu", **SETTINGS,
+        )  # fmt: skip
         trainer = trl.GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
@@ -119,10 +105,10 @@ def main() -> None:
             train_dataset=datasets.Dataset.from_dict({"prompt": spec["prompts"]}),
             callbacks=[Turns(clock, spec["memory"])],
         )
-        trainer._generate_single_turn = clock.around("sample", trainer._generate_single_turn)
-        trainer.compute_loss = clock.around("update", trainer.compute_loss)
-        trainer.accelerator.backward = clock.around("update", trainer.accelerator.backward)
-        trainer.accelerator.clip_grad_norm_ = clock.around("update", trainer.accelerator.clip_grad_norm_)
+        trainer._generate_single_turn = clock.timing("sample", trainer._generate_single_turn)
+        trainer.compute_loss = clock.timing("update", trainer.compute_loss)
+        trainer.accelerator.backward = clock.timing("update", trainer.accelerator.backward)
+        trainer.accelerator.clip_grad_norm_ = clock.timing("update", trainer.accelerator.clip_grad_norm_)
         trainer.train()
 
 

@@ -21,7 +21,7 @@ EXTRAS = {
     "trl": ("trl", "trl"),
     "playwright": ("playwright", "dev"),
     "kaleido": ("kaleido", "figures"),
-    "ray": ("ray", "ray"),
+    "matplotlib": ("matplotlib", "figures"),
     "wandb": ("wandb", ""),
     "trackio": ("trackio", ""),
 }

@@ -26,31 +26,10 @@ class Phase:
     text: str = ""  # Stands in place of the name, once something was reported
     expected: float | None = None  # Seconds that it took last time, or is forecast to take
     began: float = field(default_factory=monotonic)  # When it began
-    counted_since: float = field(default_factory=monotonic)  # When counting began
-    counted_from: float = 0.0  # What was done then
-    moved: float = 0.0  # When the count last changed
 
     def __call__(self, done: float, total: float, text: str) -> None:
         """Report as `Bar` does: what is done of all, and a text to show."""
-        if total != self.total or done < self.done:
-            self.count_to(total, self.unit, done)
-        self.done, self.text, self.moved = done, text, monotonic()
-
-    def count_to(self, total: float, unit: str, done: float = 0.0) -> None:
-        """Start counting again, with `done` of `total` units done."""
-        self.total, self.unit = total, unit
-        self.done = self.counted_from = done
-        self.counted_since = self.moved = monotonic()
-
-    def left(self, now: float) -> float | None:
-        """Return the seconds left: by the pace so far, else by what was expected; None where nothing is known."""
-        counted = self.done - self.counted_from
-        if self.total and counted > 0:
-            pace = (self.moved - self.counted_since) / counted
-            return max(0.0, pace * (self.total - self.done) - (now - self.moved))
-        if self.expected is not None and now - self.began < self.expected:
-            return self.expected - (now - self.began)
-        return None
+        self.done, self.total, self.text = done, total, text
 
 
 OPEN: list[Phase] = []  # The phases that this process is in, outermost first
@@ -72,17 +51,15 @@ def phase(name: str, total: float | None = None, unit: str = "", at_most: bool =
 
 
 def count_to(total: float, unit: str, at_most: bool = False) -> None:
-    """Begin to count in the innermost phase, if there is one; see `Phase.count_to`."""
+    """Begin to count in the innermost phase, if there is one."""
     if OPEN:
-        OPEN[-1].count_to(total, unit)
-        OPEN[-1].at_most = at_most
+        OPEN[-1].done, OPEN[-1].total, OPEN[-1].unit, OPEN[-1].at_most = 0.0, total, unit, at_most
 
 
 def advance(units: float = 1.0) -> None:
     """Say that some more units of the innermost phase are done."""
     if OPEN:
         OPEN[-1].done += units
-        OPEN[-1].moved = monotonic()
 
 
 def counted(items: Collection[T], unit: str) -> Iterator[T]:

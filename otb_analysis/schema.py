@@ -6,7 +6,7 @@ that was not measured. New columns are added nullable; a column is never renamed
 
 from dataclasses import dataclass
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,12 @@ TOKENS = (
     Column("energy_proxy", "FLOAT", "norm²", "‖e_y − π‖² = (1 − π_y)² + Σ_{v≠y} π_v²: score norm in logit space."),
     Column("energy_calibrated", "FLOAT", "norm²", "c·energy_proxy^b, fitted to this step's measured grad_norm_sq."),
     Column("hidden_norm_sq", "FLOAT", "", "‖h‖² of the final hidden state that predicts the token."),
-    Column("grad_norm_sq", "FLOAT", "norm²", "‖∇_θ log π(y_t)‖² over the parameters in scope; measured_by says how."),
+    Column(
+        "grad_norm_sq",
+        "FLOAT",
+        "norm²",
+        "Squared length of the token's gradient, ‖∇ log π(y_t)‖²; its column measured_by says how it was found.",
+    ),
     Column("grad_norm_sq_stderr", "FLOAT", "norm²", "Standard error of grad_norm_sq where it is an estimate."),
     Column("path_norm_sq", "FLOAT", "norm²", "‖Σ_{j≤t} ∇_θ log π(y_j)‖²."),
     Column("measured_by", "VARCHAR", "", "How grad_norm_sq was measured: none, exact, sketch, calibrated."),

@@ -48,6 +48,7 @@ class ScoreNorms:
     path_norm_sq: Float | None = None  # ‖Σ_{j≤t} s_{n,j}‖² [N, L], or None when it was not asked for
     norm_sq_stderr: Float | None = None  # Standard error of `norm_sq` [N, L] where it is an estimate, else None
     features: NDArray[np.float32] | None = None  # float32 [N, L, K] with E⟨f_t, f_k⟩ = s_t·s_k, or None
+    rollout_norm_sq: Float | None = None  # ‖Σ_t s_{n,t}‖² of whole rollouts [N], or None when it was not asked for
 
 
 @dataclass(frozen=True)

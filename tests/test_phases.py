@@ -17,15 +17,9 @@ class Clock:
 def clock(monkeypatch):
     watch = Clock()
     monkeypatch.setattr(phases, "monotonic", watch)
-    for field in ("began", "counted_since"):
-        monkeypatch.setattr(Phase.__dataclass_fields__[field], "default_factory", watch)
-    monkeypatch.setattr(phases, "Phase", lambda *given, **named: at(watch, *given, **named))
+    monkeypatch.setattr(phases, "Phase", lambda *given, **named: Phase(*given, **named, began=watch.now))
     EXPECTED.clear()
     return watch
-
-
-def at(watch, *given, **named):
-    return Phase(*given, **named, began=watch.now, counted_since=watch.now)
 
 
 @pytest.mark.parametrize(
@@ -51,32 +45,19 @@ def test_counting_without_a_phase_does_nothing_and_yields_everything():
     assert OPEN == []
 
 
-def test_time_left_follows_the_pace_of_what_was_counted(clock):
+def test_items_are_counted_as_they_are_done():
     with phase("norms") as here:
-        clock.now = 10.0  # what came before the counting does not slow the pace
         for number in counted(range(5), "rollout"):
             assert (here.done, here.total, here.unit) == (number, 5, "rollout")
-            clock.now += 2.0
-        clock.now = 20.0
     assert here.done == 5
-
-    with phase("other") as here:
-        count_to(8, "rollout")
-        clock.now += 3.0
-        advance()
-        # one rollout in 3 s, 7 to go; a second later one less
-        assert here.left(clock.now) == 21.0
-        assert here.left(clock.now + 1) == 20.0
 
 
 def test_what_a_phase_took_is_expected_of_the_next_of_its_name(clock):
     with phase("update") as first:
-        assert first.left(clock.now) is None
+        assert first.expected is None
         clock.now = 8.0
     with phase("update") as second:
-        clock.now = 11.0
-        assert second.left(clock.now) == 5.0
-        assert second.left(17.0) is None  # longer than expected: nothing is known
+        assert second.expected == 8.0
 
 
 def test_phase_that_failed_teaches_nothing(clock):
@@ -85,14 +66,10 @@ def test_phase_that_failed_teaches_nothing(clock):
     assert "update" not in EXPECTED
 
 
-def test_phase_is_a_bar_and_counts_anew_where_the_total_changes(clock):
-    whole = at(clock, "train")
+def test_phase_is_a_bar():
+    whole = Phase("train")
     whole(10, 60, "resumed at 10")
-    clock.now = 4.0
-    whole(12, 60, "step 12")
-    assert (whole.text, whole.left(clock.now)) == ("step 12", 96.0)
-    whole(0, 5, "another")
-    assert whole.left(clock.now) is None
+    assert (whole.done, whole.total, whole.text) == (10, 60, "resumed at 10")
 
 
 def test_notes_are_kept_for_whoever_watches_and_do_not_pile_up():

@@ -7,8 +7,8 @@ import data
 import listing
 import pandas as pd
 import scripts
-import selection
 import streamlit as st
+from address import box, segments
 from plain_text import plain
 from widgets import chart, chosen_runs, download, one_run, page
 
@@ -42,26 +42,12 @@ RATIOS = (
 )
 
 
-def sides(options: Sequence[str], first: tuple[str, str], of: str, columns: Sequence[Any]) -> tuple[str, str]:
+def sides(options: Sequence[str], first: tuple[str, str], columns: Sequence[Any]) -> tuple[str, str]:
     """Let the page choose A and B among some options."""
     a, b = (
-        selection.choose(side, side.upper(), options, one, within=column, of=of)
-        for side, one, column in zip("ab", first, columns, strict=True)
+        box(column, side.upper(), side, options, one) for side, one, column in zip("ab", first, columns, strict=True)
     )
-    return str(a), str(b)
-
-
-def kind_of(configs: Configs) -> str:
-    """Let the page choose what is compared; groups to begin with where several seeds are paired, else two runs."""
-    first = "estimators" if len(configs) < 2 else "groups" if first_groups(configs) else "runs"
-    asked = selection.remembered("compare")
-    st.session_state["compare"] = asked if asked in KINDS else first
-    kind = str(st.segmented_control(
-        "What is compared", list(KINDS), format_func=lambda name: KINDS[name], key="compare", required=True,
-        label_visibility="collapsed", on_change=lambda: selection.remember("compare", st.session_state["compare"]),
-    ))  # fmt: skip
-    selection.remember("compare", kind)
-    return kind
+    return a, b
 
 
 def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
@@ -71,14 +57,14 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
             st.info(NO_GROUPS, icon=":material/inbox:")
             return
         column, *columns = st.columns(3)
-        key = str(selection.choose("setting", "Grouped by", list(keys), next(iter(keys)), within=column))
-        a, b = sides(keys[key], default_values(configs, key, keys[key]), key, columns)
+        key = box(column, "Grouped by", "setting", list(keys))
+        a, b = sides(keys[key], default_values(configs, key, keys[key]), columns)
         pairing = pair_groups(configs, key, a, b)
     else:
         if (first := default_pairing(configs, list(configs))) is None:
             st.info(ONE_RUN, icon=":material/inbox:")
             return
-        pairing = pair_runs(*sides(list(configs), first, "runs", st.columns(2)))
+        pairing = pair_runs(*sides(list(configs), first, st.columns(2)))
     if not pairing.pairs or pairing.a == pairing.b:
         st.info("A and B are the same, or no seed is in both. Choose another A or B.", icon=":material/inbox:")
         return
@@ -103,7 +89,7 @@ def compare_estimators(run: listing.Run) -> None:
     if len(names) < 2:
         st.info(NOT_MEASURED, icon=":material/inbox:")
         return
-    a, b = sides(list(names), default_estimators(names, run.estimator), run.name, st.columns(2))
+    a, b = sides(list(names), default_estimators(names, run.estimator), st.columns(2))
     if a == b:
         st.info("A and B are the same estimator. Choose another A or B.", icon=":material/inbox:")
         return
@@ -123,6 +109,7 @@ def drawn(pair: Pair, caption: str, python: str) -> None:
     shown: pd.DataFrame = noise_display(pair.noise)
     if len(shown):
         st.subheader("Gradient noise, B ÷ A", anchor=False)
+        st.caption("Whose update is noisier? Below 1 B is less noisy; of efficiency, above 1.")
         st.table(shown.map(plain), hide_index=True)
         download(noise_table(pair.noise), "compare-noise")
 
@@ -130,7 +117,9 @@ def drawn(pair: Pair, caption: str, python: str) -> None:
 with page("Compare", "A against B: what differs, by how much, and is it more than chance?"):
     chosen = chosen_runs()[::-1]  # the oldest run is A to begin with
     configs = {run.name: data.config(run) for run in chosen}
-    kind = kind_of(configs)
+    # Groups to begin with where several seeds are paired, else two runs.
+    first = "estimators" if len(configs) < 2 else "groups" if first_groups(configs) else "runs"
+    kind = segments(st, "What is compared", "compare", KINDS, first, label_visibility="collapsed")
     if kind == "estimators":
         compare_estimators(one_run())
     else:

@@ -6,9 +6,8 @@ from typing import Any
 import data
 import pandas as pd
 import scripts
-import selection
 import streamlit as st
-from kept import keep, pick, pick_many, span
+from address import box, segments, span
 from listing import Run
 from widgets import chart, clicked_data, download, errors_as_sentences, go_to, one_run, page
 
@@ -38,30 +37,24 @@ EXAMPLES = {
 def asked(facts: dict[str, Any]) -> RolloutFilter:
     """Let the page ask for rollouts."""
     row = st.container(horizontal=True, vertical_alignment="bottom")
-    text = keep(
-        row.text_input, "Text", name="text", default="", read=str, placeholder="in prompt or answer", width=240,
-    )  # fmt: skip
+    text = row.text_input("Text", key="text", bind="query-params", placeholder="in prompt or answer", width=240)
     steps = span(row, "Steps", "steps", facts["first"], facts["last"], width=180)
     reward = span(row, "Reward", "reward_range", facts["low"], facts["high"], width=180)
     length = span(row, "Length", "lengths", facts["short"], facts["long"], width=180)
-    reasons = pick_many(row, "Finish reason", "finish", facts["reasons"], (), width=200)
-    groups = pick(row.selectbox, "Groups with", "groups", list(GROUPS), width=160)
+    reasons = row.multiselect("Finish reason", facts["reasons"], key="finish", bind="query-params", width=200)
+    groups = box(row, "Groups with", "groups", list(GROUPS), width=160)
     turns = None
     if (most := facts["turns"]) > 1:
-        read, label = (lambda text: max(1, min(int(text), most))), "Turns, at least"
-        turns = keep(row.number_input, label, 1, most, name="turns", default=1, read=read, width=120)
+        turns = row.number_input("Turns, at least", 1, most, key="turns", bind="query-params", width=120)
     if steps or reward:
-        row.button("All steps and rewards", type="tertiary", icon=":material/zoom_out_map:", on_click=asked_for)
+        row.button(
+            "All steps and rewards", type="tertiary", icon=":material/zoom_out_map:", on_click=st.session_state.update,
+            args=({"steps": (facts["first"], facts["last"]), "reward_range": (facts["low"], facts["high"])},),
+        )  # fmt: skip
     return RolloutFilter(steps, reward, length, tuple(reasons), GROUPS[groups], turns, text)
 
 
-def asked_for(steps: str = "all", reward: str = "all") -> None:
-    """Ask for the rollouts of some steps and rewards."""
-    selection.remember("steps", steps)
-    selection.remember("reward_range", reward)
-
-
-def histogram(run: Run, what: RolloutFilter) -> None:
+def histogram(run: Run, what: RolloutFilter, facts: dict[str, Any]) -> None:
     """Draw rewards by step; a click on a cell asks for its rollouts."""
     everywhere = replace(what, steps=None, reward=None)  # so that another cell can be clicked
     table = data.rewards(run, everywhere)
@@ -71,7 +64,9 @@ def histogram(run: Run, what: RolloutFilter) -> None:
 
     def clicked() -> None:
         if cell := clicked_data("rewards"):
-            asked_for(*("..".join(map(str, ends)) for ends in info.ranges(*cell[:2])))
+            steps, rewards = info.ranges(*cell[:2])
+            st.session_state["steps"] = steps[0], min(steps[1], facts["last"])  # the last bin may go beyond
+            st.session_state["reward_range"] = rewards[0], min(rewards[1], facts["high"])
 
     st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
     python = scripts.REWARDS.format(path=run.path, asked=everywhere)
@@ -90,10 +85,7 @@ def listed(run: Run, what: RolloutFilter) -> None:
         cells = st.session_state["found"]["selection"]["cells"]
         if cells:
             row: Any = table.iloc[cells[0][0]]
-            for name, column in (("step", "step"), ("prompt", "group"), ("rollout", "rollout")):
-                selection.remember(name, int(row[column]))
-            selection.remember("token", f"{int(row['rollout'])}.0")
-            st.session_state["_tokens"] = True
+            go_to("tokens", step=row["step"], prompt=row["group"], token=f"{row['rollout']}.0")
 
     st.dataframe(
         shown.rename(columns={"group": "prompt #", "equal": "equal rewards"}), hide_index=True, height=420, key="found",
@@ -102,6 +94,7 @@ def listed(run: Run, what: RolloutFilter) -> None:
             "completion": st.column_config.TextColumn("answer", width="large"),
             "prompt": st.column_config.TextColumn(width="medium"),
             "reward": st.column_config.NumberColumn(format="%.3g"),
+            "finish_reason": st.column_config.TextColumn("finish reason"),
         },
     )  # fmt: skip
     cut = "" if total == len(table) else f" The first {len(table)} are shown; narrow the filters for the others."
@@ -109,21 +102,8 @@ def listed(run: Run, what: RolloutFilter) -> None:
     download(shown, "rollouts")
 
 
-def run_it(key: str) -> None:
-    """Ask for the answer to the query in the box, a new one if there was one before."""
-    st.session_state.pop("_answer", None)
-    selection.remember("answered", st.session_state[key])
-
-
-def answered(run: Run, text: str) -> None:
-    """Show the answer to a query, or why there is none; it is that of the moment at which it was asked."""
-    if st.session_state.get("_answer", (None,))[0] != (run.path, text):
-        try:
-            answer: Any = asked_sql(run.path, text)
-        except STOPS as error:
-            answer = error
-        st.session_state["_answer"] = (run.path, text), answer
-    answer = st.session_state["_answer"][1]
+def answered(answer: pd.DataFrame | Exception) -> None:
+    """Show the answer to a query, or why there is none."""
     if isinstance(answer, Exception):
         raise answer
     st.dataframe(answer.head(1000), hide_index=True)
@@ -135,29 +115,32 @@ def answered(run: Run, text: str) -> None:
 def query(run: Run) -> None:
     """A box for one read-only SELECT over the run's tables."""
     st.subheader("Ask in SQL", anchor=False)
-    selection.take("sql")
-    example = st.selectbox("Example", list(EXAMPLES), index=None, placeholder="choose an example", width=320)
-    if example and st.session_state.get("_example") != example:
-        st.session_state["_example"] = example
-        selection.remember("sql", EXAMPLES[str(example)])
+
+    def fill() -> None:
+        st.session_state["sql"] = EXAMPLES.get(st.session_state["example"], st.session_state["sql"])
+
+    st.selectbox(
+        "Example", list(EXAMPLES), index=None, placeholder="choose an example", width=320, key="example", on_change=fill
+    )
     label, first = "One SELECT; it can change nothing and reach no other file.", next(iter(EXAMPLES.values()))
-    text = str(keep(st.text_area, label, name="sql", default=first, read=str, height=110))
-    selection.take("answered")
-    st.button("Run", type="primary", on_click=run_it, args=("sql",))
-    if text.strip() and selection.remembered("answered") == text:
+    text = st.text_area(label, first, key="sql", bind="query-params", height=110)
+    if st.button("Run", type="primary") and text.strip():
+        try:
+            answer: Any = asked_sql(run.path, text)
+        except STOPS as error:
+            answer = error
+        st.session_state["_answer"] = (run.path, text), answer
+    asked_for, answer = st.session_state.get("_answer", (None, None))
+    if asked_for == (run.path, text):  # it is that of the moment at which it was asked
         with errors_as_sentences():
-            answered(run, text)
-    else:
-        selection.remember("answered", None)
+            answered(answer)
     with st.expander("Tables and columns"):
-        table = str(pick(st.segmented_control, "Table", "glossary", list(TABLES), "rollouts", required=True))
+        table = segments(st, "Table", "glossary", list(TABLES), "rollouts")
         rows = [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in TABLES[table]]
         st.dataframe(pd.DataFrame(rows), hide_index=True, height=300)
 
 
 with page("Rollouts", "What did the policy answer, and where is an answer like this one?"):
-    if st.session_state.pop("_tokens", False):
-        go_to("tokens")
     run = one_run()
     facts = data.rollout_facts(run)
     if facts["first"] is None:
@@ -168,6 +151,6 @@ with page("Rollouts", "What did the policy answer, and where is an answer like t
         st.warning(
             f"{facts['lost']:,} rollouts have a reward that is NaN or infinite; no filter of rewards finds them."
         )
-    histogram(run, what)
+    histogram(run, what, facts)
     listed(run, what)
     query(run)

@@ -5,9 +5,8 @@ from typing import Any
 import data
 import pandas as pd
 import scripts
-import selection
 import streamlit as st
-from kept import pick, switch
+from address import keep, segments
 from listing import Run
 from plain_text import plain
 from widgets import chart, download, errors_as_sentences, go_to, one_run, page
@@ -24,9 +23,10 @@ from otb_analysis.figures.timeline import first_look, plot_timeline, timeline_in
 ROWS = 50
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
 FIRED = (
-    "Dated by the step at which you would have seen it while the run was going. **False alarms**: the largest share of "
-    "simulated healthy runs of 50 to 500 steps in which it ever fires (docs/results/alarms.md). **Study 05**: of 79 "
-    "runs that collapsed, how many it called before the collapse, and at all. No detector is shown to foresee one."
+    "What went wrong, since when, and how far to trust it. A step is the one at which you would have seen it while the "
+    "run was going. **False alarms**: the largest share of simulated healthy runs of 50 to 500 steps in which it ever "
+    "fires (docs/results/alarms.md). **Study 05**: of 79 runs that collapsed, how many it called before the collapse, "
+    "and at all. No detector is shown to foresee one."
 )
 SHARES = (
     "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
@@ -39,22 +39,20 @@ def clicked() -> None:
     """Select the step of the point that was clicked."""
     points = st.session_state["timeline"]["selection"]["points"]
     if points:
-        selection.remember("step", int(points[0]["x"]))
+        st.session_state["step"] = int(points[0]["x"])
 
 
 def timeline(run: Run, steps: pd.DataFrame, findings: list[Finding]) -> int:
     """Draw events and panels, let a click or the bar choose a step, and return it."""
     known = [int(step) for step in steps["step"]]
     bar, more, log = st.columns([4, 1, 1], vertical_alignment="bottom")
-    asked = selection.remembered("step")
-    first = first_look(known, findings)
-    at = int(asked) if asked and asked.isdigit() and int(asked) in known else first
-    st.session_state["bar"] = at
-    bar.select_slider("Step", known, key="bar", on_change=lambda: selection.remember("step", st.session_state["bar"]))
-    selection.at_box("step", f"bar-{run.name}", [*map(str, known)])
-    selection.remember("step", at)
-    every = switch(more, "All panels", "all")
-    log_y = switch(log, "Log axes", "log")
+    keep("step", known, first := first_look(known, findings))
+    st.caption(
+        "What happened when: events first, then what changes as a run collapses. A click on a point chooses its step."
+    )
+    at = int(bar.select_slider("Step", known, first, key="step", bind="query-params"))
+    every = more.toggle("All panels", key="all", bind="query-params")
+    log_y = log.toggle("Log axes", key="log", bind="query-params")
     info = timeline_info(steps, findings, data.changes([run])[run.name], more=every)
     python = scripts.TIMELINE.format(path=run.path, more=every, step=at, log_y=log_y)
     chart(plot_timeline(info, at, log_y=log_y), "timeline", steps, python, clicked=clicked)
@@ -92,44 +90,38 @@ def attribution(run: Run, step: int) -> None:
         st.info(found.missing, icon=":material/inbox:")
         if found.command:
             st.code(found.command, language="bash", wrap_lines=True)
-        if found.nearest is not None and st.button(f"Go to step {found.nearest}"):
-            selection.remember("step", found.nearest)
-            st.rerun()
+        if found.nearest is not None:
+            st.button(f"Go to step {found.nearest}", on_click=st.session_state.update, args=({"step": found.nearest},))
         return
     st.caption(plain(found.says))
     words = {name: HELD[name] for name in LEVELS}
-    level = pick(st.segmented_control, "Break down by", "level", words, "token", required=True)
+    level = segments(st, "Break down by", "level", words, "token")
     python = scripts.ATTRIBUTION.format(path=run.path, step=step)
     chart(plot_attribution(attribution_info(found.shares)), "attribution", python=python)
     st.caption(SHARES)
-    table, total = found.holders(str(level), ROWS), len(found.shares.at(str(level)))
-    st.caption(f"The {len(table)} of {total:,} {HELD[str(level)]} with the largest share. Click one to see it.")
+    table, total = found.holders(level, ROWS), len(found.shares.at(level))
+    st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest share. Click one to see it.")
     percent: Any = st.column_config.NumberColumn(format="percent")
     st.dataframe(
         table, hide_index=True, height=330, key="blamed", placeholder="–", selection_mode="single-cell",
-        on_select=lambda: held(table),
+        on_select=lambda: open_clicked(table),
         column_config={"reward": st.column_config.NumberColumn(format="%.3g"), "share": percent, "signal": percent,
                        "noise": percent},
     )  # fmt: skip
-    download(found.holders(str(level)), f"attribution-{level}s")
+    download(found.holders(level), f"attribution-{level}s")
 
 
-def held(table: pd.DataFrame) -> None:
-    """Select the prompt, rollout and token of the row that was clicked, and open its tokens."""
+def open_clicked(table: pd.DataFrame) -> None:
+    """Open the tokens of the row that was clicked, coloured by their share."""
     chosen = st.session_state["blamed"]["selection"]["cells"]
     if not chosen:
         return
     row: Any = table.iloc[chosen[0][0]]
-    selection.remember("prompt", int(row["prompt"]))
-    if "t" in row:
-        selection.remember("token", f"{int(row['rollout'])}.{int(row['t'])}")
-    selection.remember("color", "attribution")
-    st.session_state["_tokens"] = True
+    token = {"token": f"{row['rollout']}.{row['t']}"} if "t" in row else {}
+    go_to("tokens", prompt=row["prompt"], color="attribution", **token)
 
 
 with page("Run", "What happened when, and which tokens held the gradient of a step?"):
-    if st.session_state.pop("_tokens", False):
-        go_to("tokens")
     run = one_run()
     steps: Any = data.steps([run])[run.name].sort_values("step")
     findings = data.findings([run])[run.name]
@@ -143,9 +135,9 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     with errors_as_sentences():
         attribution(run, step)
     st.subheader("Which baseline for the next run?", anchor=False)
-    if switch(st, "Compare all baselines on this run's own rollouts", "advise"):
+    if st.toggle("Compare all baselines on this run's own rollouts", key="advise", bind="query-params"):
         with errors_as_sentences():
             st.markdown("  \n".join(map(plain, data.answers(data.measured(run)).lines)))
-    st.subheader("Degenerate input", anchor=False)
-    st.caption("Allowed, but nothing can be learned or measured from it. Counted over all steps.")
+    st.subheader("Rollouts that teach nothing", anchor=False)
+    st.caption("How often nothing could be learned or measured, counted over all steps. It is allowed, and no error.")
     st.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")

@@ -7,7 +7,7 @@ from typing import Any
 import listing
 import pandas as pd
 import streamlit as st
-from kept import pick
+from address import asked, segments, write
 from plain_text import plain, prose
 from widgets import download, errors_as_sentences, page
 
@@ -57,9 +57,14 @@ def choose(studies: list[CommittedStudy]) -> CommittedStudy:
     """Let the page choose a study, in the URL too; the first one that was run to begin with."""
     by_name = {study.folder.name: study for study in studies}
     first = next((name for name, study in by_name.items() if study.state == MEASURED), next(iter(by_name)))
-    titles = {name: label(study) for name, study in by_name.items()}  # these change: the URL has the folder's name
-    name = str(pick(st.pills, "Study", "study", titles, first, text=str, required=True))
-    return by_name[name]
+    if (name := asked("study")) in by_name:
+        st.session_state["study"] = name
+    name = st.pills(
+        "Study", list(by_name), default=first, format_func=lambda name: label(by_name[name]), key="study",
+        required=True, persist_state="session",
+    )  # fmt: skip
+    write(study=name)  # a study's title changes, so the address has its folder
+    return by_name[str(name)]
 
 
 def show_figure(path: Path) -> None:
@@ -74,7 +79,7 @@ def results(study: CommittedStudy) -> None:
     if not names:
         return
     st.subheader("Numbers", anchor=False)
-    name = str(pick(st.segmented_control, "Table", "table", names, of=study.folder.name, required=True))
+    name = segments(st, "Table", "table", names)
     table = study_table(study.folder, name)
     st.caption(f"{len(table):,} rows × {len(table.columns)} columns. {SORTED}")
     shown = results_table(table)

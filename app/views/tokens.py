@@ -7,9 +7,8 @@ import estimating
 import numpy as np
 import pandas as pd
 import scripts
-import selection
 import streamlit as st
-from kept import pick
+from address import asked, box, write
 from places import Place, choose_beside, choose_prompt, choose_step
 from plain_text import plain
 from token_panel import token_panel
@@ -40,14 +39,14 @@ def choose_label(name: str, title: str, labels: list[Label], default: Label, wit
     """Let the page choose an estimator and its energies."""
     by_words = {in_words(label): label for label in labels}
     first = in_words(default if default in labels else labels[0])
-    return by_words[selection.choose(name, title, list(by_words), first, within=within, of="-".join(by_words))]
+    return by_words[box(within, title, name, list(by_words), first)]
 
 
 def head(place: Place) -> None:
     """Show the prompt, its reference answer and what its rollouts were paid."""
     found = prompt_head(place.rollouts, place.tokens, place.run.estimator)
     cut = f"… ({len(found.text):,} characters)" if len(found.text) > LONGEST else ""
-    with st.container(key="prompt"):
+    with st.container(key="prompt-text"):
         st.code(found.text[:LONGEST] + cut, language=None, wrap_lines=True)
     facts = [f"**Reference answer** {plain(found.answer[:LONGEST])}"] if found.answer else []
     facts += [f"**Rewards** {plain(found.rewards)}"] if found.rewards else []
@@ -63,15 +62,14 @@ def choices(here: Place, row: Any) -> tuple[str, Label | None, Label | None, str
     trained = estimating.trained(here.run)
     names = measured(with_differences(tokens))
     names += [ADVANTAGES] if len(labels) > 1 else []
-    asked = selection.remembered("color")
-    names += [asked] if asked in COLOURS and asked not in names else []  # kept where a step did not measure it
+    kept = st.session_state.get("color")  # where a step did not measure it, too
+    names += [kept] if kept in COLOURS and kept not in names else []
     if not names:
         st.info("No number was stored for any token of this prompt, so nothing can colour it.", icon=":material/inbox:")
         st.stop()
     first = next((c for c in FIRST if c in names), names[0])
     words = {c: described(tokens, c).title for c in names}
-    place = row.container(width=210)
-    name = selection.choose("color", "Colour by", names, first, within=place, words=words.__getitem__)
+    name = box(row.container(width=210), "Colour by", "color", words, first)
     label = against = None
     if labels:
         label = choose_label("estimator", "Estimator", labels, trained, row.container(width=190))
@@ -79,10 +77,10 @@ def choices(here: Place, row: Any) -> tuple[str, Label | None, Label | None, str
             other: Label = ("rloo", "none") if label != ("rloo", "none") else ("group_mean", "none")
             against = choose_label("against", "minus that of", labels, other, row.container(width=190))
     with row.container(width=120):
-        order = pick(st.selectbox, "Order", "order", ORDERS)
+        order = box(st, "Order", "order", ORDERS)
     with row.container(width=90):
-        scale = pick(st.selectbox, "Scale", "scale", KINDS, help=SCALE)
-    return name, label, against, str(order), str(scale)
+        scale = box(st, "Scale", "scale", KINDS, help=SCALE)
+    return name, label, against, order, scale
 
 
 def coloured(place: Place, label: Label | None, against: Label | None) -> pd.DataFrame:
@@ -98,7 +96,7 @@ def coloured(place: Place, label: Label | None, against: Label | None) -> pd.Dat
 
 def chosen_token(panes: int) -> Chosen | None:
     """Return the selected token: `rollout.t`, with a b in front on the right of two."""
-    text = selection.remembered("token") or ""
+    text = st.session_state.get("token", "")
     rollout, _, t = text.removeprefix("b").partition(".")
     pane = int(text.startswith("b"))
     return (pane, int(rollout), int(t)) if rollout.isdigit() and t.isdigit() and pane < panes else None
@@ -106,8 +104,7 @@ def chosen_token(panes: int) -> Chosen | None:
 
 def select(pane: int, rollout: int, t: int) -> None:
     """Select a token."""
-    selection.remember("rollout", rollout)
-    selection.remember("token", f"{'b' * pane}{rollout}.{t}")
+    st.session_state["token"] = f"{'b' * pane}{rollout}.{t}"
 
 
 def prompt_share(place: Place, name: str) -> str:
@@ -133,11 +130,10 @@ def shown(places: list[Place], panes: list[Pane], titles: dict[str, str], label:
     def on_step() -> None:
         steps = data.token_steps(places[0].run)
         # Keys can be faster than the page: the step is the one selected by now, not the one that is still drawn.
-        here = selection.remembered("step")
-        known = here is not None and here.isdigit() and int(here) in steps
-        at = steps.index(int(here or 0) if known else places[0].step) + stepped()
+        here = st.session_state["step"]
+        at = steps.index(here if here in steps else places[0].step) + stepped()
         if 0 <= at < len(steps):
-            selection.remember("step", steps[at])
+            st.session_state["step"] = steps[at]
 
     chosen = chosen_token(len(places))
     left_out = token_view(panes, titles, chosen, on_token, on_step)
@@ -171,7 +167,7 @@ def grid(pane: int, place: Place, drawn: Pane, title: str, chosen: Chosen | None
     chart(plot_tokens(drawn.info, title, at), key, python=python if can else "", clicked=on_point)
     width = grid_info(drawn.info).width
     many = f"Each cell holds {width} tokens and shows the one that stands out most. " if width > 1 else ""
-    st.caption(f"{many}Click a cell to choose its token.")
+    st.caption(f"Where in the answers such tokens stand. {many}Click a cell to choose its token.")
     download(drawn.tokens, f"tokens-of-one-prompt{'b' * pane}")
 
 
@@ -183,6 +179,9 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         st.stop()
     step = choose_step(run, row.container(width=110))
     here = Place(run, step, choose_prompt(run, step, row.container(width=520)))
+    if (token := asked("token")) is not None:
+        st.session_state["token"] = token
+    write(prompt=here.group, token=st.session_state.get("token"))
     head(here)
     if here.tokens.empty:
         st.info(EMPTY.format("to this prompt at this step"), icon=":material/inbox:")

@@ -6,9 +6,9 @@ import data
 import listing
 import scripts
 import streamlit as st
-from kept import pick, whole
+from address import box
 from plain_text import plain
-from widgets import chart, chosen_runs, download, open_run, page, reasons
+from widgets import chart, chosen_runs, download, go_to, page, reasons
 
 from otb_analysis.answers.triage import Triage, triage_table, verdict, worst_first
 from otb_analysis.figures.curves import curves_table
@@ -76,39 +76,40 @@ def listed(triaged: list[Triage]) -> None:
 
 
 def opened(names: list[str]) -> None:
-    """Remember the run whose row was clicked; the page that is drawn next opens it."""
+    """Open the run whose row was clicked, or leave its name for a sentence that says why it cannot be opened."""
     cells = st.session_state["listed"]["selection"]["cells"]
     if cells:
-        st.session_state["_open"] = names[cells[0][0]]
+        name = names[cells[0][0]]
+        if name in {run.name for run in st.session_state["_readable"]}:
+            st.session_state["run"] = [name]
+            go_to("run")
+        else:
+            st.session_state["_refused"] = name
 
 
-def follow_click(triaged: list[Triage]) -> None:
-    """Open the run that was clicked, or say why it cannot be opened."""
-    name = st.session_state.pop("_open", None)
-    row = next((row for row in triaged if row.run == name), None)
-    if row is None:
-        return
-    if row.state != "broken" and name in {run.name for run in st.session_state["_readable"]}:
-        open_run(row.run)
-    ended = {"broken": row.sentence, "failed": f"it has no complete step; {row.sentence}"}
-    why = ended.get(row.state, "it has no complete step yet")
-    st.info(plain(f"{row.run} cannot be opened: {why.rstrip('.')}."), icon=":material/block:")
+def say_why_not(triaged: list[Triage]) -> None:
+    """Say why the run that was clicked cannot be opened."""
+    name = st.session_state.pop("_refused", None)
+    for row in (row for row in triaged if row.run == name):
+        ended = {"broken": row.sentence, "failed": f"it has no complete step; {row.sentence}"}
+        why = ended.get(row.state, "it has no complete step yet")
+        st.info(plain(f"{row.run} cannot be opened: {why.rstrip('.')}."), icon=":material/block:")
 
 
 with page("Triage", "Which run is in trouble, since when, and in what does it differ?"):
     triaged = rows()
-    follow_click(triaged)
+    say_why_not(triaged)
     st.markdown(f"**{plain(verdict(triaged))}**")
     listed(triaged)
     if st.session_state["_readable"]:
         reasons(st.session_state["_runs"])
     chosen = chosen_runs()
     st.subheader("Learning curves", anchor=False)
+    st.caption("Does it learn, on prompts it trains on and on prompts it never sees?")
     differences = config_differences({run.name: data.config(run) for run in chosen})
     left, right = st.columns(2)
-    window = whole(left, "Running mean over steps", "smooth", 1, 100, 10, width=320)
-    settings = [EACH, *differences.table["setting"]]
-    by = str(pick(right.selectbox, "Group runs by", "by", settings, width=320, help=GROUPS))
+    window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
+    by = box(right, "Group runs by", "by", [EACH, *differences.table["setting"]], width=320, help=GROUPS)
     if by == EACH:
         estimators = {run.name: run.estimator for run in chosen}
         info = learning_info(data.steps(chosen), estimators, window)

@@ -8,9 +8,8 @@ import numpy as np
 from otb_analysis.answers.proxy import Proxy
 from otb_analysis.answers.run import RunAnswers
 from otb_analysis.answers.shares import Tokens
-from otb_analysis.checks.bookkeeping import Bookkeeping, check_bookkeeping
+from otb_analysis.checks.bookkeeping import Bookkeeping, check_bookkeeping, trainer_loss
 from otb_analysis.checks.sampling_report import SamplingReport
-from otb_analysis.checks.trainer_loss import trainer_loss
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import ComparisonInfo

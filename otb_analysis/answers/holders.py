@@ -109,15 +109,15 @@ def _otb(words: Sequence[str]) -> str:
 
 
 def attribution_line(attribution: StepAttribution) -> str:
-    """Return the step's attribution in two sentences."""
-    tokens, total = attribution.tokens, len(attribution.tokens)
+    """Return in two sentences how few tokens decide a step's update, and how much of it is signal."""
+    few, total = attribution.tokens.holding(), len(attribution.tokens)
     text = (
-        f"At step {attribution.step} ‖ḡ‖² = {number(attribution.norm_sq)}; {tokens.holding():,} of {total:,} tokens "
-        f"({tokens.holding() / total:.1%}) hold half of all |shares|"
+        f"At step {attribution.step} {few:,} of {total:,} tokens ({few / total:.1%}) hold half of the gradient, by "
+        f"the size of their shares. Its squared length ‖ḡ‖² is {number(attribution.norm_sq)}"
     )
     if attribution.signal_total is None or attribution.noise_total is None:
-        return f"{text}; signal and noise were not told apart (--measure.attribution.split)."
+        return f"{text}; signal and noise were not measured (--measure.attribution.split)."
     return (
-        f"{text}. Signal, what prompts have in common, is {number(attribution.signal_total)}; "
-        f"noise, each prompt's own part, is {number(attribution.noise_total)}."
+        f"{text}: {number(attribution.signal_total)} is signal, which prompts have in common, and "
+        f"{number(attribution.noise_total)} is noise, each prompt's own."
     )

@@ -7,7 +7,6 @@ import pandas as pd
 
 from otb_analysis.answers.run import RunAnswers
 from otb_analysis.figures.numbers import MISSING, bracketed, formatted
-from otb_analysis.figures.runs import headline_info
 from otb_analysis.store.reader import scope_of
 
 NO_SIGNAL = (
@@ -82,25 +81,6 @@ def learning_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:
 def _recorded(value: Any) -> float | None:
     """Return a number over steps, None where no step recorded it."""
     return None if pd.isna(value) else float(value)
-
-
-def overview_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:
-    """Return one row per run in numbers: rewards, held-out reward, gradient norm, share of clipped steps."""
-    rows = [headline_info(name, run.estimator, run.steps) for name, run in runs.items()]
-    statuses = [": ".join(filter(None, run.store.standing)) for run in runs.values()]
-    return pd.DataFrame(
-        {
-            "run": [row.run for row in rows],
-            "estimator": [row.estimator or "–" for row in rows],
-            "status": statuses,
-            "steps": [row.steps for row in rows],
-            "reward": [row.reward for row in rows],
-            "change": [row.reward_gain for row in rows],
-            "held-out reward": [row.heldout for row in rows],
-            "median ‖ḡ‖": [row.grad_norm for row in rows],
-            "clipped": [None if row.clipped is None else f"{row.clipped:.0%}" for row in rows],
-        }
-    )
 
 
 def provenance_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:

@@ -114,7 +114,7 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
     panels, noise = compare_estimators(grams, names[chosen[0]], names[chosen[1]], measured.known)
     # Any pair may be asked for, so one is judged as all baselines are: together.
     decision = measured.decided(names[chosen[0]])
-    if (one := decision.of(names[chosen[1]])) is not None:
+    if (one := decision.comparison_of(names[chosen[1]])) is not None:
         looks = {"together": one.together, "looked_at": decision.looked_at}
         noise = replace(noise, rows=tuple(replace(row, **looks) for row in noise.rows))
     verdict = " ".join(_noise(noise) or noise.notes)

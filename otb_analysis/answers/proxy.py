@@ -7,7 +7,7 @@ import numpy as np
 
 from otb_analysis.answers.sentences import interval_words
 from otb_analysis.figures.fidelity import KINDS, agreement, comparable, energies, fidelity_columns
-from otb_analysis.statistics import DIFFERENCE, MIN_CLUSTERS, Fidelity, Interval, decide, gain_lost, told
+from otb_analysis.statistics import DIFFERENCE, MIN_CLUSTERS, Fidelity, Interval, decide, gain_lost, is_informative
 from otb_analysis.statistics.energies.correlation import log_correlation
 from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.types import Gram, Label, Proved
@@ -48,7 +48,7 @@ def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | N
     prompt = keys.groupby(by).ngroup().to_numpy(np.int64)
     chance = tokens.loc[table.index, "inclusion_prob"].to_numpy(float) if drawn else None
     both = any(EXACT in gram.labels for gram in grams)
-    pair = decide(grams, EXACT, known, only=[PROXY]).of(PROXY) if both else None
+    pair = decide(grams, EXACT, known, only=[PROXY]).comparison_of(PROXY) if both else None
     return Proxy(
         n_tokens=len(table),
         pooled=log_correlation(proxy, exact, prompt, weight=None if chance is None else 1 / chance),
@@ -75,7 +75,7 @@ def fidelity_of(store: RunStore) -> list[tuple[str, Fidelity]]:
 def proxy_line(proxy: Proxy) -> str:
     """Return what the proxy costs, in one sentence."""
     kept, within = proxy.kept, proxy.within
-    if kept is None or not told(kept):
+    if kept is None or not is_informative(kept):
         if proxy.drawn and proxy.pooled is not None and proxy.pooled.low is not None:
             return (
                 f"Proxy: log correlation with exact norms {interval_words(proxy.pooled)} by {proxy.n_tokens:,} drawn "

@@ -255,7 +255,7 @@ def reportable(paths: Sequence[Path]) -> dict[str, RunAnswers]:
     """Open runs that can stand in one report.
 
     Raises:
-        InputError: There is none, one has no step, or they disagree in scope or schema.
+        InputError: There is none, one has no step, or they disagree in scope.
         StoreError: One cannot be read.
     """
     if not paths:
@@ -266,14 +266,6 @@ def reportable(paths: Sequence[Path]) -> dict[str, RunAnswers]:
     runs = opened(paths)
     if apart := unlike_scopes({name: run.store for name, run in runs.items()}):
         raise InputError(f"{apart}; report them apart, or train one again with the other's --measure.scope.")
-    versions = {name: run.store.info.get("schema_version") for name, run in runs.items()}
-    first = next(iter(versions))
-    for name, version in versions.items():
-        if version != versions[first]:
-            raise InputError(
-                f"{first} was stored with schema {versions[first]} but {name} with {version}, so their "
-                "columns may differ in meaning; report them apart, or train the older one again with otb train."
-            )
     return runs
 
 

@@ -61,7 +61,7 @@ def decision_lines(
         why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
         hidden = f"Noise hides the true gradient, along which {why} must be estimated."
         wide = "The ends of every interval differ by a factor of 100 or more."
-        first = f"{keep}nothing is told from {names} on {n} prompts. {wide if decision.signal else hidden}"
+        first = f"{keep}no baseline can be told from {names} on {n} prompts. {wide if decision.signal else hidden}"
         return _capital(first), *against_rloo, more
     behind = f"; {len(decision.worse)} shown to be worse" * bool(decision.worse) + _open(decision)
     first = f"{keep}none of {m} baselines is shown to be better than {names} on {n} prompts{behind}."
@@ -95,7 +95,7 @@ def _trained_too(decision: Decision, trained: Sequence[Label]) -> str:
     """Return how what trained stands, where several did and all are compared with `rloo`."""
     stands: dict[str, list[str]] = {}
     for label in trained:
-        one = decision.of(label)
+        one = decision.comparison_of(label)
         if one is not None and decision.best not in (None, one):
             state = "better than rloo, too" if one.better else "worse than rloo" if one.worse else "open against rloo"
             stands.setdefault(state, []).append(shown_name(label))
@@ -129,7 +129,7 @@ def _within(one: Interval | None) -> bool:
 def _beside(decision: Decision, trained: Sequence[Label]) -> str:
     m, best = decision.looked_at, decision.best
     if decision.cause:
-        return "Against rloo: nothing is told apart either."
+        return "Against rloo: no baseline can be told from it either."
     if best is None:
         return f"Against rloo: none of {m} is shown to be better."
     count = len(decision.better)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from otb_analysis.answers.sentences import interval_words
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.figures.numbers import shown_name
-from otb_analysis.statistics import REFERENCE, told
+from otb_analysis.statistics import REFERENCE, is_informative
 from otb_analysis.types import Label
 
 UNSAID = 0.5
@@ -23,7 +23,11 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     for label in dict.fromkeys((own, REFERENCE)):
         cells = [one for one in planner.cells if (one.estimator, one.energy_source) == label and one.cut]
         measured[label] = {one.size for one in cells} - {size}
-        costs = {one.size: one.cost for one in cells if one.size != size and one.cost is not None and told(one.cost)}
+        costs = {
+            one.size: one.cost
+            for one in cells
+            if one.size != size and one.cost is not None and is_informative(one.cost)
+        }
         less = {n: cost for n, cost in costs.items() if (cost.high or 1) < 1}
         more = {n: cost for n, cost in costs.items() if (cost.low or 0) > 1}
         if not less and (not more or len(more) < len(cells) - 1):

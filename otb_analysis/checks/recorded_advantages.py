@@ -131,17 +131,17 @@ def check_advantages(store: RunStore) -> AdvantageCheck | None:
 def step_advantages(arrays: TokenArrays) -> dict[str, Float]:
     """Return the advantages [N, T] of every convention that a step's columns allow."""
 
-    def whole(values: Float) -> Float | None:
+    def known_everywhere(values: Float) -> Float | None:
         return None if np.isnan(values[arrays.mask]).any() else values
 
     inputs = EstimatorInputs(
         reward=np.nan_to_num(arrays.reward),
         mask=arrays.mask,
         group=arrays.group,
-        energy=whole(arrays.energy_proxy),
+        energy=known_everywhere(arrays.energy_proxy),
         turn=arrays.turn,
         token_id=None if (arrays.token_id[arrays.mask] < 0).any() else arrays.token_id,
-        entropy=whole(arrays.entropy),
+        entropy=known_everywhere(arrays.entropy),
     )
     gaps = bool((arrays.mask[:, 1:] & ~arrays.mask[:, :-1]).any())
     names = [name for name in available(inputs) if ESTIMATORS[name].takes_gaps or not gaps]

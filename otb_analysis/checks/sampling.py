@@ -55,7 +55,7 @@ class SamplingCheck:
         if self._learned is None:
             kept = max(1, min(FEATURES, LEARNED // vocabulary))
             self._learned = LearnedDirection(vocabulary, part.hidden.shape[1], kept, part.logits.device)
-        context, direction = _Context.of(part.rollouts, part.logits.device), self._learned.direction()
+        context, direction = _Context.from_rollouts(part.rollouts, part.logits.device), self._learned.direction()
         recorded = torch.as_tensor(part.rollouts.by_token(part.rollouts.behavior_logprob), device=part.logits.device)
         features = self._learned.features(part.hidden)
         residual = torch.zeros_like(self._learned.total)
@@ -150,7 +150,7 @@ class _Context:
         self.ids, self.column, self.start = ids, column, start
 
     @classmethod
-    def of(cls, rollouts: Rollouts, device: torch.device) -> "_Context":
+    def from_rollouts(cls, rollouts: Rollouts, device: torch.device) -> "_Context":
         distinct = [np.unique(ids, return_index=True) for ids in rollouts.input_ids]
         shape = len(distinct), max(len(ids) for ids, _ in distinct)
         ids, column = np.zeros(shape, np.int64), np.full(shape, rollouts.input_ids.shape[1])

@@ -86,7 +86,7 @@ def sampling_report(rows: Any) -> SamplingReport:
     Raises:
         InputError: There are no such rows.
     """
-    sums = SamplingSums.of(rows)
+    sums = SamplingSums.from_rows(rows)
     families, recorded = _families(sums), _recorded(sums)
     log_p = min(0.0, min(one.log_p for one in families.values()) + float(np.log(len(families))))
     alarm = bool(log_p < np.log(ALARM))
@@ -233,7 +233,7 @@ def _recorded(sums: SamplingSums) -> RecordedMismatch | None:
         over_float32=sum(sums.grid("beyond_rounding", "observed").values()) / n,
         over_bfloat16=sums.total("recorded", "observed") / n,
         alike=sums.total("repeated", "score") / pairs if pairs > 0 else None,
-        left=_left(sums, square),
+        left=_unexplained(sums, square),
         by_position=tuple(
             (at, one["score"] / one["n_tokens"], (one["residual_sq"] / one["n_tokens"]) ** 0.5)
             for at, one in sums.by_position("recorded")
@@ -241,7 +241,7 @@ def _recorded(sums: SamplingSums) -> RecordedMismatch | None:
     )
 
 
-def _left(sums: SamplingSums, square: float) -> dict[str, tuple[float, float]]:
+def _unexplained(sums: SamplingSums, square: float) -> dict[str, tuple[float, float]]:
     """Return by cause the setting that leaves least of Σδ², and the share that it leaves."""
     left: dict[str, tuple[float, float]] = {}
     for test in ("temperature", "top_p", "top_k", "repetition"):

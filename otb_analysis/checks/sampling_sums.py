@@ -36,7 +36,7 @@ class SamplingSums:
     sums: Mapping[str, Float]  # By name in SUMS; NaN where the test has no such sum
 
     @classmethod
-    def of(cls, rows: Any) -> "SamplingSums":
+    def from_rows(cls, rows: Any) -> "SamplingSums":
         """Return the sums of a data frame, or of a step's columns as `SamplingCheck.rows` makes them.
 
         Raises:

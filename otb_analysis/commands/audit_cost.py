@@ -16,7 +16,7 @@ from otb_analysis.recorded.score import Policy as Loaded
 from otb_analysis.recorded.score import Scorer, check
 from otb_analysis.recorded.steps import Layout, steps_of
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.training.budget import PlannedLevel, about, levels, seconds_per_position
+from otb_analysis.training.budget import PlannedLevel, levels, rough_duration, seconds_per_position
 from otb_analysis.training.policy.policy import Policy
 
 DEARER = 2.0
@@ -47,8 +47,8 @@ class AuditCost:
             method += f"; the norms of {self.measure.sampled.share:.0%} of the tokens, drawn (--norms whole: of all)"
         return (
             f"{self.n_rollouts:,} rollouts with about {self.n_tokens:,} tokens in {plural(self.n_steps, 'step')}. "
-            f"Measured: {', '.join(self.levels)}{method}. It takes about {about(self.seconds)}, and at most about "
-            f"{memory:.1f} GB for weights, one gradient and the Gram matrix, beside one micro-batch."
+            f"Measured: {', '.join(self.levels)}{method}. It takes about {rough_duration(self.seconds)}, and at most "
+            f"about {memory:.1f} GB for weights, one gradient and the Gram matrix, beside one micro-batch."
         )
 
 

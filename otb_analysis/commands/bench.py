@@ -9,6 +9,7 @@ import tyro
 
 from otb_analysis.commands.clone import enter_clone
 from otb_analysis.commands.inspect import print_all
+from otb_analysis.commands.loading import models_loading
 from otb_analysis.commands.watching import shown
 from otb_analysis.phases import phase
 
@@ -23,10 +24,9 @@ def bench_command(words: Sequence[str]) -> None:
         cast(Any, kinds), prog="otb bench", description=bench_command.__doc__, args=list(words), config=()
     )
     with shown(), phase(f"otb bench {words[0]}"):
-        from benchmarks.publish import bench_table, publish, run_bench
-        from otb_analysis.rollouts.models import quiet_loading
+        with models_loading("otb bench"):
+            from benchmarks.publish import bench_table, publish, run_bench
 
-        quiet_loading()
         report = run_bench(config)
     print_all([bench_table(report)])
     if config.out is not None:

@@ -54,7 +54,7 @@ otb measures how noisy the gradient is in LLM reinforcement learning, and which 
   otb report       what these commands say as one self-contained HTML file, or Markdown   (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
   otb compact      merge the many small files of finished runs into few with the same rows     (otb compact RUN…)
-  otb aggregate    count, mean and variance of per-token columns by run, steps and prompt (--ray: on many machines)
+  otb aggregate    count, mean and variance of per-token columns by run, steps and prompt
   otb bench        time, memory and errors on this machine, in a clone     (otb bench --help)
   otb study        repeat a study, or measure its missing cells, in a clone
 

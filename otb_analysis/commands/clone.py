@@ -17,7 +17,7 @@ def enter_clone(command: str) -> Path:
     """
     clone = Path(otb_analysis.__file__).parent.parent
     if not all((clone / room / "__init__.py").is_file() for room in ("benchmarks", "studies")):
-        raise InputError(f"{command} works in a clone: git clone the repository, then pip install -e '.' in it.")
+        raise InputError(f"{command} works in a clone: git clone the repository, then pip install -e '.[all]' in it.")
     if str(clone) not in sys.path:
         sys.path.insert(0, str(clone))
     return clone

@@ -23,35 +23,27 @@ class CompactConfig(RunsConfig):
 
 @dataclass(frozen=True)
 class AggregateConfig(RunsConfig):
-    """Write count, mean and variance of every per-token column, by run, bin of steps and prompt.
-
-    With --ray, workers run the same SQL, each on a bin of steps: for stores too large for one machine.
-    """
+    """Write count, mean and variance of every per-token column, by run, bin of steps and prompt."""
 
     bin: int = 100
     """Steps of a bin, counted from step 0."""
     out: Path = Path("aggregate.parquet")
     """File to write; its ending, .parquet or .csv, decides the form."""
-    ray: bool = False
-    """Share the work on Ray: on the cluster of RAY_ADDRESS, which must see the same files, else on this machine."""
-    workers: int = 2
-    """Ray's processes on this machine."""
 
 
 def aggregate_command(words: Sequence[str]) -> None:
     """Aggregate runs."""
     config = parsed(AggregateConfig, "aggregate", words, AggregateConfig())
-    for name in ("bin", "workers"):
-        if getattr(config, name) < 1:
-            raise InputError(f"--{name} is {getattr(config, name)}; pass at least 1.")
+    if config.bin < 1:
+        raise InputError(f"--bin is {config.bin}; pass at least 1.")
     if config.out.suffix not in FORMATS:
         raise InputError(f"--out is {config.out}; pass a file that ends in {' or '.join(FORMATS)}.")
     with shown(), phase("aggregating"):
         from otb_analysis.atomic import atomic_file
-        from otb_analysis.store.aggregate import aggregate, aggregate_on_ray, partitions
+        from otb_analysis.store.aggregate import aggregate, partitions
 
         found = partitions([run_path(config.root, n) for n in config.runs or complete_runs(config.root)], config.bin)
-        table = aggregate_on_ray(found, config.workers) if config.ray else aggregate(found)
+        table = aggregate(found)
         try:
             with atomic_file(config.out) as file:
                 table.to_csv(file, index=False) if config.out.suffix == ".csv" else table.to_parquet(file, index=False)
@@ -71,4 +63,4 @@ def compact_command(words: Sequence[str]) -> None:
             done = compact(path)
         sizes = f"{done.bytes_before / 1e6:.1f} MB → {done.bytes_after / 1e6:.1f} MB"
         files = f"{plural(done.steps, 'step')}, {plural(done.parts, 'file')} → {done.files}, {sizes}"
-        sys.stdout.write(f"{path.name}: {files if done.parts else 'nothing to compact'}.\n")
+        sys.stdout.write(f"{path.name}: {files}.\n")

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from otb_analysis.commands.clone import enter_clone
 from otb_analysis.commands.inspect import parsed, print_json
+from otb_analysis.commands.loading import models_loading
 from otb_analysis.commands.watching import shown
 from otb_analysis.errors import InputError, Interrupted, StoreError
 from otb_analysis.phases import note, phase
@@ -46,13 +47,12 @@ def study_command(words: Sequence[str]) -> None:
         print_json(_committed(config))
         return
     with shown(), phase("starting") as whole:
-        from otb_analysis.devices import use, words_of
-        from otb_analysis.rollouts.models import quiet_loading
-        from studies.lib.record import find_studies_folder, find_study
-        from studies.lib.run import Setting, run_study
+        with models_loading("otb study"):
+            from otb_analysis.devices import use, words_of
+            from studies.lib.record import find_studies_folder, find_study
+            from studies.lib.run import Setting, run_study
 
         folder = find_study(config.name, find_studies_folder())
-        quiet_loading()
         note(f"Device: {words_of(use(config.device))}.")
         try:
             written = run_study(folder, Setting(config.quick, config.out, config.only, config.render), whole)

@@ -36,7 +36,8 @@ def sampling_certificate(series: StepSeries) -> Finding:
     recent = one.value[max(0, at - 19) : at + 1]
     reason = (
         f"the z-scores of {one.column} averaged {recent.mean():+.2f} over the {recent.size} steps up to step "
-        f"{one.step[at]} (last {one.value[at]:+.1f}): evidence of {_factor(one.score[at])} to 1 against exact sampling."
+        f"{one.step[at]} (last {one.value[at]:+.1f}). If the policy had drawn these tokens itself, at most one of "
+        f"{_factor(one.score[at])} runs would look like this."
     )
     return finding_of("sampling_certificate", evidence, reason)
 

@@ -18,8 +18,8 @@ from otb_analysis.statistics import (
     Interval,
     deleted_moments,
     efficiency,
+    is_informative,
     jackknife_interval,
-    told,
 )
 from otb_analysis.statistics.moments.absolute import has_signal, shown_efficiency
 from otb_analysis.statistics.moments.gram import Truth, pair_noise, truth_of
@@ -163,7 +163,7 @@ def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved)
     for curve in curves.values():
         for size, values in curve.efficiency.items():
             found = shown_efficiency(values, rollouts / size, floor, "efficiency")
-            sure = truth_sq.size <= MIN_CLUSTERS or (signal and told(found))
+            sure = truth_sq.size <= MIN_CLUSTERS or (signal and is_informative(found))
             curve.shown[size] = found.estimate if found and sure else None
     return curves
 
@@ -208,7 +208,7 @@ def _cells(curves: Mapping[Label, _Curve], size: int, level: float) -> tuple[Cel
     return tuple(
         Cell(
             *label, n, curve.shown[n], n == best[label], n in curve.cut,
-            None if n == size else _told(_ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")),
+            None if n == size else _shown(_ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")),
         )
         for label, curve in curves.items()
         for n in sorted(curve.cost)
@@ -247,8 +247,8 @@ def _best_size(curves: Mapping[Label, _Curve], level: float) -> Interval | None:
     return replace(above, estimate=estimate, low=low, high=high, p_value=None)
 
 
-def _told(cost: Interval | None) -> Interval | None:
-    return cost if told(cost) or (cost is not None and cost.n_clusters < MIN_CLUSTERS) else None
+def _shown(cost: Interval | None) -> Interval | None:
+    return cost if is_informative(cost) or (cost is not None and cost.n_clusters < MIN_CLUSTERS) else None
 
 
 def _ratio(above: Float, below: Float, level: float, what: str) -> Interval | None:

@@ -26,8 +26,8 @@ def james_stein(batch: Batch, options: NoOptions) -> BaselineResult:
     v_sq, _, _ = _others(noise, n > 1)
     shrinkage = groups.spread(np.where(lone, 0.0, v_sq / (v_sq + spread + SHRINKAGE_EPSILON)))
     group_mean = rloo(batch, options).baseline[:, 0]
-    baseline = np.where(batch.alone, 0.0, (1 - shrinkage) * group_mean + shrinkage * groups.spread(centre))
-    return BaselineResult(baseline[:, None], (batch.alone | groups.spread(lone))[:, None])
+    baseline = np.where(batch.is_singleton, 0.0, (1 - shrinkage) * group_mean + shrinkage * groups.spread(centre))
+    return BaselineResult(baseline[:, None], (batch.is_singleton | groups.spread(lone))[:, None])
 
 
 def james_stein_corrected(batch: Batch, options: NoOptions) -> BaselineResult:
@@ -52,8 +52,8 @@ def james_stein_corrected(batch: Batch, options: NoOptions) -> BaselineResult:
     known = ~undefined & (v_sq > 0)
     shrinkage = groups.spread(np.divide(v_sq, v_sq + tau_sq, out=np.zeros(len(n)), where=known))
     own = rloo(batch, options).baseline[:, 0]
-    baseline = np.where(batch.alone, 0.0, (1 - shrinkage) * own + shrinkage * groups.spread(centre))
-    return BaselineResult(baseline[:, None], (batch.alone | groups.spread(undefined))[:, None])
+    baseline = np.where(batch.is_singleton, 0.0, (1 - shrinkage) * own + shrinkage * groups.spread(centre))
+    return BaselineResult(baseline[:, None], (batch.is_singleton | groups.spread(undefined))[:, None])
 
 
 def energy_across_loo(batch: Batch, options: NoOptions) -> BaselineResult:

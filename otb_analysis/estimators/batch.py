@@ -61,7 +61,7 @@ class Batch:
         return (self.length > 0).astype(np.float64)
 
     @cached_property
-    def alone(self) -> Bool:
+    def is_singleton(self) -> Bool:
         """True for rollouts that are the only one with tokens in their group [N]."""
         return self.groups.spread(self.groups.sum(self.present)) <= 1
 

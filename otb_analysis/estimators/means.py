@@ -82,5 +82,5 @@ def group_scale(batch: Batch, *, ddof: int, epsilon: float) -> tuple[Bool, Float
     centre = groups.spread(groups.sum(batch.total) / np.maximum(n, 1))
     std = np.sqrt(groups.sum(present * (batch.total - centre) ** 2) / np.maximum(n - ddof, 1))
     size = np.sqrt(groups.sum(batch.total**2) / np.maximum(n, 1))
-    flat = batch.alone | groups.spread(std <= ROUNDING * size)
+    flat = batch.is_singleton | groups.spread(std <= ROUNDING * size)
     return flat, np.divide(1.0, groups.spread(std) + epsilon, out=np.zeros(len(flat)), where=~flat)

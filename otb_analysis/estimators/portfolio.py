@@ -78,7 +78,7 @@ def combined(weights: Mapping[str, float], known: Mapping[str, EstimatorSpec]) -
 
 
 def _weigh(members: list[tuple[float, EstimatorSpec]]) -> Any:
-    def weighed(batch: Batch, options: Any) -> BaselineResult:
+    def weighted_sum(batch: Batch, options: Any) -> BaselineResult:
         """Combine estimators by fixed weights that sum to 1.
 
         A = Σ_k a_k A_k, and so B = G − A = Σ_k a_k B_k where no member rescales.
@@ -96,4 +96,4 @@ def _weigh(members: list[tuple[float, EstimatorSpec]]) -> Any:
             state = result.state or state
         return BaselineResult(baseline, fallback, state=state)
 
-    return weighed
+    return weighted_sum

@@ -43,7 +43,7 @@ def tempo(batch: Batch, options: NoOptions) -> BaselineResult:
     values = total / np.maximum(count, 1)
     flat, scale = group_scale(batch, ddof=0, epsilon=0.0)
     baseline = values[:, :1] + values[:, :-1] - values[:, 1:]
-    return BaselineResult(np.where(batch.alone[:, None], 0.0, baseline), flat[:, None], scale[:, None])
+    return BaselineResult(np.where(batch.is_singleton[:, None], 0.0, baseline), flat[:, None], scale[:, None])
 
 
 def tempo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
@@ -58,7 +58,7 @@ def tempo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     others = (total - batch.total[:, None]) / np.maximum(count - 1, 1)
     deepest = np.maximum(shared.sum(axis=1, keepdims=True) - 1, 0)
     column = np.minimum(np.arange(shared.shape[1]), deepest)
-    baseline = np.where(batch.alone[:, None], 0.0, np.take_along_axis(others, column, axis=1))
+    baseline = np.where(batch.is_singleton[:, None], 0.0, np.take_along_axis(others, column, axis=1))
     return BaselineResult(baseline, ~shared)
 
 

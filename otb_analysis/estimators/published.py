@@ -22,7 +22,7 @@ def maxrl(batch: Batch, options: NoOptions) -> BaselineResult:
     groups = batch.groups
     n = np.maximum(groups.sum(batch.present), 1)
     mean, size = groups.sum(batch.total) / n, np.sqrt(groups.sum(batch.total**2) / n)
-    nothing = batch.alone | groups.spread(np.abs(mean) <= ROUNDING * size)
+    nothing = batch.is_singleton | groups.spread(np.abs(mean) <= ROUNDING * size)
     scale = np.divide(1.0, groups.spread(mean), out=np.zeros(len(nothing)), where=~nothing)
     return replace(group_mean(batch, options), fallback=nothing[:, None], scale=scale[:, None])
 
@@ -37,8 +37,8 @@ def mc_grpo(batch: Batch, options: NoOptions) -> BaselineResult:
     n = batch.groups.sum(batch.present).astype(np.int64)
     median = (_ordered(batch, (n - 1) // 2) + _ordered(batch, n // 2)) / 2
     factor = np.where((n % 2 == 1) & (n > 1), n / np.maximum(n - 1, 1), 1.0)
-    baseline = np.where(batch.alone, 0.0, batch.groups.spread(median))
-    return BaselineResult(baseline[:, None], batch.alone[:, None], scale=batch.groups.spread(factor)[:, None])
+    baseline = np.where(batch.is_singleton, 0.0, batch.groups.spread(median))
+    return BaselineResult(baseline[:, None], batch.is_singleton[:, None], scale=batch.groups.spread(factor)[:, None])
 
 
 def qae(batch: Batch, options: QuantileOptions) -> BaselineResult:
@@ -52,8 +52,8 @@ def qae(batch: Batch, options: QuantileOptions) -> BaselineResult:
     # q·n is rounded: 0.7 · 10 would be the eighth
     rank = np.ceil(options.quantile * n - ROUNDING * n).astype(np.int64) - 1
     quantile = _ordered(batch, np.maximum(rank, 0))
-    baseline = np.where(batch.alone, 0.0, batch.groups.spread(quantile))
-    return BaselineResult(baseline[:, None], batch.alone[:, None])
+    baseline = np.where(batch.is_singleton, 0.0, batch.groups.spread(quantile))
+    return BaselineResult(baseline[:, None], batch.is_singleton[:, None])
 
 
 def gpg(batch: Batch, options: NoOptions) -> BaselineResult:
@@ -72,14 +72,14 @@ def reinforce_plus_plus_baseline(batch: Batch, options: NoOptions) -> BaselineRe
     variance of x over tokens, ddof 1. No spread, as with equal returns everywhere, gives A = 0 (`fallback`). A rollout
     alone in its group has mean 0 (`fallback`). Public code, for terminal rewards.
     """
-    centre = np.where(batch.alone, 0.0, group_mean(batch, options).baseline[:, 0])
+    centre = np.where(batch.is_singleton, 0.0, group_mean(batch, options).baseline[:, 0])
     length = batch.length.astype(np.float64)
     tokens, x = length.sum(), batch.present * (batch.total - centre)
     shift = (length * x).sum() / max(tokens, 1)
     variance = (length * (x - shift) ** 2).sum() / max(tokens - 1, 1)
     flat = np.sqrt(variance) <= ROUNDING * np.sqrt((length * batch.total**2).sum() / max(tokens, 1))
     scale = 0.0 if flat else 1 / np.sqrt(variance + WHITENING_EPSILON)
-    return BaselineResult((centre + shift)[:, None], (batch.alone | flat)[:, None], scale=np.full((1, 1), scale))
+    return BaselineResult((centre + shift)[:, None], (batch.is_singleton | flat)[:, None], scale=np.full((1, 1), scale))
 
 
 def _ordered(batch: Batch, rank: Int) -> Float:

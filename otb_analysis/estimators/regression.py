@@ -47,7 +47,7 @@ def energy_regression(batch: Batch, options: RegressionOptions) -> BaselineResul
     _check(batch, names, options)
     by_rollout, by_token = (tuple(FEATURES[name][k] for name in names) for k in (0, 1))
     parts = tuple(dict.fromkeys(("1", *by_token)))
-    fitted = batch.present * ~batch.alone if "m" in by_rollout else batch.present
+    fitted = batch.present * ~batch.is_singleton if "m" in by_rollout else batch.present
     factor = {"1": np.ones(len(fitted)), "m": rloo(batch, NoOptions()).baseline[:, 0]}
     c = np.stack([factor[name] for name in by_rollout], axis=1)
     z = np.array([parts.index(part) for part in by_token])

@@ -49,7 +49,7 @@ def otb_carry(batch: Batch, options: NoOptions, *, leave_one_out: bool = False) 
     carried = np.where(batch.mask, batch.returns, batch.total[:, None])
     counted = np.broadcast_to(batch.present[:, None], batch.mask.shape)
     mean, weightless = weighted_mean(carried, batch.realized, counted, batch.groups, leave_one_out=leave_one_out)
-    alone = batch.alone[:, None]
+    alone = batch.is_singleton[:, None]
     return BaselineResult(np.where(alone, 0.0, mean), weightless | alone)
 
 

@@ -78,7 +78,7 @@ def rollout_average(batch: Batch, weight: Float, *, leave_one_out: bool = False)
     ω [N] is zero for rollouts without tokens.
     """
     mean, weightless = weighted_mean(batch.total, weight, batch.present, batch.groups, leave_one_out=leave_one_out)
-    return BaselineResult(np.where(batch.alone, 0.0, mean)[:, None], (weightless | batch.alone)[:, None])
+    return BaselineResult(np.where(batch.is_singleton, 0.0, mean)[:, None], (weightless | batch.is_singleton)[:, None])
 
 
 def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: bool = False) -> BaselineResult:
@@ -104,5 +104,5 @@ def position_average(batch: Batch, weight: Float, tail: Tail, *, leave_one_out: 
 def _with_tail(batch: Batch, mean: Float, tail: Tail) -> Float:
     """Replace B where no other rollout is alive; a group of one keeps B = 0."""
     finished, _ = weighted_mean(batch.total, batch.final, batch.present, batch.groups, leave_one_out=True)
-    lone = batch.groups.spread(batch.groups.sum(batch.alive) == 1) & ~batch.alone[:, None]
+    lone = batch.groups.spread(batch.groups.sum(batch.alive) == 1) & ~batch.is_singleton[:, None]
     return np.where(lone, batch.returns if tail == "zero" else finished[:, None], mean)

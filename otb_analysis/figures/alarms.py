@@ -1,17 +1,11 @@
-"""Alarms as a table, and as marks on the panels: first firings and change points where they happened."""
+"""Alarms as a table, the worst first, and how levels, detectors and marks are called and drawn."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
-from otb_analysis.diagnostics import DETECTORS, ChangePoint, Finding
-from otb_analysis.figures.curves import Curve, CurvesInfo
-from otb_analysis.figures.numbers import number
-from otb_analysis.figures.styles import AMBER, run_styles
-from otb_analysis.figures.theme import place
+from otb_analysis.diagnostics import DETECTORS, Finding
+from otb_analysis.figures.styles import AMBER, GREY
 
 SIGNS = {
     "alarm": "■ alarm",
@@ -40,19 +34,12 @@ PANELS = {"n_zero_variance_groups": "zero_variance_share", "clipped": "clipped_s
 """Column of the evidence → column of the panel that shows it, where they differ."""
 
 RED = "#C1121F"
-KINDS = {"watch": ("first watch", "star", AMBER), "alarm": ("first alarm", "x", RED)}
-CHANGE = ("change point", "triangle-down")
-
-
-@dataclass(frozen=True)
-class Mark:
-    """One mark on a panel."""
-
-    run: str
-    column: str
-    step: int
-    kind: str  # `watch`, `alarm` or `change`
-    text: str
+MARKS = {
+    "watch": ("first watch", "star", AMBER),
+    "alarm": ("first alarm", "x", RED),
+    "change": ("change point", "triangle-down", GREY),
+}
+"""Kind of an event → its name, marker and colour."""
 
 
 def fired_first(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
@@ -87,50 +74,3 @@ def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
     levels = [finding.level for several in findings.values() for finding in several]
     counts = [f"{levels.count(level)} {level}" for level in SIGNS if level in levels or level != "too short"]
     return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."
-
-
-def alarm_marks(
-    findings: Mapping[str, Sequence[Finding]], points: Mapping[str, Sequence[ChangePoint]]
-) -> tuple[Mark, ...]:
-    """Return the first firings and the change points of some runs."""
-    fired = [
-        Mark(run, PANELS.get(one.column, one.column), int(one.step[at]), kind, f"{TITLES[finding.detector]}: {kind}")
-        for run, several in findings.items()
-        for finding in several
-        for one in finding.evidence
-        for kind, threshold in (("watch", one.watch), ("alarm", one.alarm))
-        if (at := one.first(threshold)) is not None
-    ]
-    changed = [
-        Mark(run, point.column, point.step, "change", f"{number(point.before)} → {number(point.after)}")
-        for run, several in points.items()
-        for point in several
-    ]
-    return (*fired, *changed)
-
-
-def add_marks(figure: go.Figure, info: CurvesInfo, marks: Sequence[Mark], columns: int) -> go.Figure:
-    """Draw marks on the curves they belong to; a panel that shows no curve of the run gets none."""
-    styles, named = run_styles(info.estimators), set[str]()
-    for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
-        for curve in curves:
-            for kind in (*KINDS, "change"):
-                marked = [m for m in marks if (m.run, m.column, m.kind) == (curve.run, quantity.column, kind)]
-                if not marked:
-                    continue
-                name, symbol, color = (*CHANGE, styles[curve.run].color) if kind == "change" else KINDS[kind]
-                figure.add_scatter(
-                    x=[m.step for m in marked], y=[_height(curve, m.step) for m in marked], mode="markers", name=name,
-                    legendgroup=name, showlegend=name not in named,
-                    marker={"symbol": symbol, "size": 10, "color": color, "line": {"width": 1, "color": "#FFFFFF"}},
-                    text=[m.text for m in marked],
-                    hovertemplate="step %{x}: <b>" + name + "</b><br>%{text}<extra></extra>", **place(index, columns),
-                )  # fmt: skip
-                named.add(name)
-    return figure
-
-
-def _height(curve: Curve, step: int) -> float:
-    """The drawn line at a step, or at the recorded step after it."""
-    at = min(int(np.searchsorted(curve.step, step)), len(curve.step) - 1)
-    return float(curve.smooth[at])

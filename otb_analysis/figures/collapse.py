@@ -1,13 +1,10 @@
 """Health over steps: what moves before, while and after a run collapses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pandas as pd
-import plotly.graph_objects as go
 
-from otb_analysis.figures.alarms import Mark, add_marks
-from otb_analysis.figures.curves import CurvesInfo, Quantity, curves_info, plot_curves
-from otb_analysis.figures.theme import RULE, place
+from otb_analysis.figures.curves import Quantity
 
 QUANTITIES = (
     Quantity("Reward", "mean of the step", "reward_mean"),
@@ -16,9 +13,9 @@ QUANTITIES = (
     Quantity("Entropy", "nats, mean over tokens", "entropy_mean", from_zero=True),
     Quantity("Length", "tokens, mean", "length_mean", from_zero=True),
     Quantity("Equal-reward groups", "share of groups", "zero_variance_share", share=True),
-    Quantity("Energy tail", "Pareto-k of the proxy", "energy_tail_k"),
-    Quantity("Energy tail, exact", "Pareto-k of exact norms", "exact_tail_k", rare=True),
-    Quantity("Top 1 % of tokens", "share of all proxy energy", "energy_max_share", share=True),
+    Quantity("Tail of token gradients", "Pareto-k of the proxy", "energy_tail_k"),
+    Quantity("Tail of exact norms", "Pareto-k; from 1 on variance is infinite", "exact_tail_k", rare=True),
+    Quantity("Top 1 % of tokens", "their share of all proxy energy", "energy_max_share", share=True),
     Quantity("Sampler mismatch", "nats, largest", "mismatch_max", from_zero=True),
     Quantity("Clipped tokens", "share, by the ratio", "ratio_clip_share", share=True),
     Quantity("Is the sampler the policy?", "z, near 0 if so", "certificate_prob_z"),
@@ -40,8 +37,6 @@ DEGENERATE = {
 }
 """Legal input from which nothing can be learned or measured; counted, never an error."""
 CLIP_WINDOW = 20
-INFINITE = 1.0
-"""Pareto-k of exact energies from which on the gradient's variance is infinite; the bounded proxy has no such line."""
 
 
 def derived(steps: pd.DataFrame) -> pd.DataFrame:
@@ -59,11 +54,6 @@ def derived(steps: pd.DataFrame) -> pd.DataFrame:
     return table.assign(**shares)
 
 
-def collapse_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
-    """Collect the curves that show the health of some runs."""
-    return curves_info({run: derived(table) for run, table in steps.items()}, QUANTITIES, estimators, window)
-
-
 def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return how often each run met degenerate input, summed over its steps; a count never recorded is missing."""
     rows = [table.reindex(columns=list(DEGENERATE)).sum(min_count=1) for table in steps.values()]
@@ -72,16 +62,3 @@ def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     counts["steps with gradient 0"] = pd.array([(norm == 0).sum() if norm.size else None for norm in norms], "Int64")
     counts.insert(0, "run", list(steps))
     return counts.reset_index(drop=True)
-
-
-def plot_collapse(info: CurvesInfo, *, log_y: bool = False, marks: Sequence[Mark] = ()) -> go.Figure:
-    """Draw small multiples; in the panel of the exact Pareto-k a line at 1 marks infinite variance of the gradient."""
-    figure = add_marks(plot_curves(info, columns=3, log_y=log_y), info, marks, 3)
-    index = next(i for i, q in enumerate(info.quantities) if q.column == "exact_tail_k")
-    if info.curves[index] and not log_y:
-        figure.add_hline(
-            y=INFINITE, line={"dash": "dot", "width": 1, "color": RULE}, opacity=0.6, **place(index, 3),
-            annotation={"text": "infinite variance", "font": {"size": 11}, "yanchor": "bottom", "xanchor": "left"},
-            annotation_position="top left",
-        )  # fmt: skip
-    return figure

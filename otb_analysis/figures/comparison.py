@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.gradient_table import labels, trace_style
+from otb_analysis.figures.intervals import columns_of, ends_of, error_bars
 from otb_analysis.figures.numbers import MISSING, interval_cell, noise_scale_cell, number, shown_name, span
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import GREY, Style
@@ -22,16 +23,16 @@ from otb_analysis.statistics import (
     Interval,
     PairedRatios,
     decide,
+    is_informative,
     paired_ratios,
     pooled_statistics,
-    told,
 )
 from otb_analysis.types import Gram, Label, Proved
 
 RATIOS = (
-    ("sf", "SF ratio", "noise at equal progress; left is better"),
-    ("efficiency", "Efficiency ratio", "right is better"),
-    ("variance", "Variance ratio", "smaller for shorter steps, too"),
+    ("sf", "Variance at equal progress", "left is less noisy"),
+    ("efficiency", "Efficiency", "share along the true gradient; right is better"),
+    ("variance", "Batch variance", "smaller for shorter steps, too"),
 )
 DECIDES = {"variance": "sf", "efficiency": "efficiency"}
 """Which ratio decides, by how a pair is compared."""
@@ -83,16 +84,16 @@ class ComparisonInfo:
         """What points, intervals and their order are, in words."""
         where = "one measured step" if self.n_steps == 1 else f"{self.n_steps} measured steps"
         prompts = f"{self.n_prompts} prompt{'s' * (self.n_prompts != 1)}"
-        start = f"Ratios to {self.against} on the same rollouts, {prompts} of {where}."
+        start = f"How noisy each estimator is beside {self.against}, on the same rollouts: {prompts} of {where}."
         if self.n_prompts < MIN_CLUSTERS:
             return f"{start} Below {MIN_CLUSTERS} prompts these are points without intervals."
         if not self.sampled:
             return f"{start} Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
         if not self.looked_at:
-            return f"{start} What is judged has no interval here, so nothing is told from {self.against}."
+            return f"{start} What is judged has no interval here, so no estimator can be told from {self.against}."
         order = "Proved step lengths first." if any(row.told for row in self.rows) else (
-            f"No interval of {self.together} leaves out 1, so nothing is told from {self.against} and the order says "
-            "nothing."
+            f"No interval of {self.together} leaves out 1: no estimator can be told from {self.against}, and their "
+            "order says nothing."
         )  # fmt: skip
         return f"{start} 95 % intervals over prompts: thick, one look; thin, {self.together}. {order}"
 
@@ -147,7 +148,7 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
     pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known, only=shown)}
     names, rows = labels(shown), []
     for label in shown:
-        one, statistics = decision.of(label), by_label[label]
+        one, statistics = decision.comparison_of(label), by_label[label]
         pair = pairs.get(label)
         proved = pair is not None and pair.c_known
         # What is measured along ∇J is known where ∇J is: both efficiencies then, and the SF of estimated step lengths.
@@ -186,7 +187,7 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
 def _shown(pair: PairedRatios | None, name: str) -> Interval | None:
     """Return a ratio but where prompts suffice for an interval and noise leaves none: a point would be chance."""
     ratio: Interval | None = getattr(pair, name, None)
-    return ratio if told(ratio) or (ratio is not None and ratio.n_clusters < MIN_CLUSTERS) else None
+    return ratio if is_informative(ratio) or (ratio is not None and ratio.n_clusters < MIN_CLUSTERS) else None
 
 
 def _rank(row: Row, base: Label) -> tuple[int, float]:
@@ -226,7 +227,7 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
             info.together: _together(row),
         }  # fmt: skip
         if beside is not None:
-            one = beside.of(row.key)
+            one = beside.comparison_of(row.key)
             name = f"efficiency ÷ {shown_name(beside.against)}, all {beside.looked_at}"
             record[name] = interval_cell(one.together if one else None, TWO)
         record["equiv."] = interval_cell(row.intervals["rollout_equivalents"], ".0f")
@@ -260,8 +261,7 @@ def comparison_table(info: ComparisonInfo) -> pd.DataFrame:
         }  # fmt: skip
         intervals = {f"{name}_ratio": ratio for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True)}
         for name, interval in {**intervals, "together": row.together, **row.intervals}.items():
-            ends = (None, None, None) if interval is None else (interval.estimate, interval.low, interval.high)
-            record |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+            record |= columns_of(name, interval)
         records.append(record | {name: value for name, value in row.values.items() if name not in OWN})
     table = pd.DataFrame(records)
     words = ("estimator", "energy_source", "c_known", "decides", "told")
@@ -294,12 +294,12 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
             if together is not None:
                 figure.add_scatter(
                     x=np.array([together.estimate], np.float32), y=[heights[row.label]], mode="markers",
-                    showlegend=False, hoverinfo="skip", error_x=_bar(together, 1), **where,
+                    showlegend=False, hoverinfo="skip", error_x=_bars(together, 1), **where,
                     marker={"color": row.style.color, "size": 1},
                 )  # fmt: skip
             figure.add_scatter(
                 x=np.array([ratio.estimate], np.float32), y=[heights[row.label]], mode="markers", showlegend=False,
-                marker=marker | {"symbol": symbol, "size": 9}, error_x=_bar(ratio, 4), **where,
+                marker=marker | {"symbol": symbol, "size": 9}, error_x=_bars(ratio, 4), **where,
                 hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{said}<extra></extra>",
             )  # fmt: skip
             for end, symbol in _beyond(together or ratio, axis["range"]):
@@ -330,8 +330,5 @@ def _beyond(ratio: Interval, shown: Sequence[float]) -> list[tuple[float, str]]:
     return left + ([(high, "triangle-right")] if np.log10(ratio.high) > high else [])
 
 
-def _bar(ratio: Interval, thickness: float) -> dict[str, object]:
-    if ratio.low is None or ratio.high is None:
-        return {"type": "data", "array": [0], "visible": False}
-    ends = {"array": [ratio.high - ratio.estimate], "arrayminus": [ratio.estimate - ratio.low]}
-    return {"type": "data", "symmetric": False, "thickness": thickness, "width": 0, **ends}
+def _bars(ratio: Interval, thickness: float) -> dict[str, Any]:
+    return error_bars(*ends_of([ratio]), thickness=thickness)

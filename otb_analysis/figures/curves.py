@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.figures import svg
 from otb_analysis.figures.numbers import bracketed
 from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style, run_styles
@@ -72,8 +71,8 @@ def curves_info(
 ) -> CurvesInfo:
     """Collect what each run recorded of each quantity; steps without a finite value are left out, never drawn as 0."""
     curves = tuple(
-        tuple(_curve(run, table, quantity, window) for run, table in steps.items() if _has(table, quantity))
-        for quantity in quantities
+        tuple(_curve(run, table, one, window) for run, table in steps.items() if finite(table, one.column).any())
+        for one in quantities
     )
     return CurvesInfo(tuple(quantities), curves, {run: estimators.get(run, "") for run in steps}, window)
 
@@ -83,10 +82,6 @@ def finite(table: pd.DataFrame, column: str) -> Bool:
     if column not in table:
         return np.zeros(len(table), dtype=bool)
     return np.isfinite(table[column].to_numpy(np.float64, na_value=np.nan))
-
-
-def _has(table: pd.DataFrame, quantity: Quantity) -> bool:
-    return bool(finite(table, quantity.column).any())
 
 
 def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Curve:
@@ -129,11 +124,12 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
             note_in_panel(figure, "no finite number was recorded", where)
         if log_y:
             figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
-        elif curves and _flat(curves):
-            figure.update_yaxes(range=_around(float(curves[0].value[0]), quantity), **where)
+        elif curves and quantity.share and np.ptp(np.concatenate([curve.value for curve in curves])) == 0:
+            figure.update_yaxes(range=[0.0, 1.03], **where)  # an axis around one value would show more than there is
         elif quantity.from_zero or quantity.share:
             figure.update_yaxes(rangemode="tozero", **where)
-    _step_titles(figure, len(info.quantities), columns)
+        if index + columns >= len(info.quantities):  # the lowest of its column
+            figure.update_xaxes(title_text="step", title_standoff=6, **where)
     return figure
 
 
@@ -165,48 +161,6 @@ def _band(curve: Curve, style: Style) -> go.Scatter:
     )  # fmt: skip
 
 
-def _flat(curves: Sequence[Curve]) -> bool:
-    """True where all values are one: an automatic axis would then show more than there is."""
-    return float(np.ptp(np.concatenate([curve.value for curve in curves]))) == 0
-
-
-def _around(level: float, quantity: Quantity) -> list[float]:
-    """Ends of an axis for one value: 0 to 1 for a share, from 0 where heights compare, else a fifth around it."""
-    if quantity.share:
-        return [0.0, 1.03]
-    reach = 0.2 * abs(level) or 1.0
-    return [0.0 if quantity.from_zero else level - reach, level + reach]
-
-
-def _step_titles(figure: go.Figure, count: int, columns: int) -> None:
-    """Name the shared axis under the lowest panel of each column only."""
-    for index in range(max(0, count - columns), count):
-        figure.update_xaxes(title_text="step", title_standoff=6, **place(index, columns))
-
-
 def plain_name(text: str) -> str:
     """Keep Plotly from reading markup or a template in a run's name."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")
-
-
-def curves_svg(info: CurvesInfo) -> str:
-    """Return the curves as an SVG file, three panels in a row; panels without a curve are left out."""
-    styles = run_styles(info.estimators)
-    drawn = tuple(
-        svg.Panel(
-            quantity.title,
-            quantity.line,
-            "step",
-            [
-                svg.Curve(
-                    c.step.tolist(), c.smooth.tolist(), c.run,
-                    color=styles[c.run].color, dashed=styles[c.run].dash != "solid",
-                )
-                for c in curves
-            ],
-            y_range=(0.0, 1.0) if quantity.share else None,
-        )
-        for quantity, curves in zip(info.quantities, info.curves, strict=True)
-        if curves
-    )  # fmt: skip
-    return svg.svg(drawn, columns=3)

@@ -30,11 +30,11 @@ class Measure:
 
 MEASURES = (
     Measure(
-        "efficiency", "Efficiency", "share of the update along ∇J",
-        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J. Higher is better.",
+        "efficiency", "Efficiency", "share of the update along the true gradient",
+        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J, the true gradient.",
     ),
     Measure(
-        "sf", "Variance at equal progress", "SF = variance / c², norm², lower is better",
+        "sf", "Variance at equal progress", "variance ÷ c², norm²; lower is better",
         "Variance at equal progress: SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
     ),
     Measure(
@@ -42,7 +42,7 @@ MEASURES = (
         "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.", log=True,
     ),
     Measure(
-        "projection", "Projection c", "1 = as long as ∇J",
+        "projection", "Step length c", "along the true gradient; 1 is as long as it",
         "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
     ),
 )  # fmt: skip
@@ -119,9 +119,14 @@ def statistics_table(
 
 
 def default_window(grams: Mapping[int, Gram], known: Proved) -> int:
-    """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`."""
-    for window in (1, 2, 3, 5):
+    """Return the fewest measured steps to pool with which most points have an efficiency; at most `MAX_WINDOW`.
+
+    One, if no point has one with any of these.
+    """
+    shares = {}
+    for window in (1, 2, 3, 5, MAX_WINDOW):
         table = statistics_table(grams, window, known, at=evenly(list(grams), 4))
-        if table.empty or table["efficiency"].notna().to_numpy().mean() > 2 / 3:
+        shares[window] = 1.0 if table.empty else table["efficiency"].notna().to_numpy().mean()
+        if shares[window] > 2 / 3:
             return window
-    return MAX_WINDOW
+    return MAX_WINDOW if any(shares.values()) else 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.statistics import Interval, told
+from otb_analysis.statistics import Interval, is_informative
 from otb_analysis.types import Label
 
 MISSING = "–"
@@ -67,7 +67,7 @@ def noise_scale_cell(scale: Interval | None) -> str:
     """Return a noise scale as it is read: `116 [50, 254]`, or what it is above where its upper end is not known."""
     if scale is None:
         return "not known, since noise hides the signal"
-    if scale.low is not None and not told(scale):
+    if scale.low is not None and not is_informative(scale):
         return f"above {number(scale.low)}"
     return interval_cell(scale)
 

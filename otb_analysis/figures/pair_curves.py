@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.figures.collapse import QUANTITIES, derived
 from otb_analysis.figures.curves import Quantity, finite, plain_name
+from otb_analysis.figures.intervals import ends_of, error_bars
 from otb_analysis.figures.numbers import bracketed, interval_cell, number
 from otb_analysis.figures.pairing import By, Pairing
 from otb_analysis.figures.scales import linear_range, log_axis
@@ -225,18 +226,11 @@ def _side(figure: go.Figure, panel: PairPanel, values: Float, look: Any, where: 
 
 
 def _difference(figure: go.Figure, panel: PairPanel, where: Any) -> None:
-    known = [(at, one) for at, one in zip(panel.at, panel.blocks, strict=True) if one is not None]
-    values = [one.estimate for _, one in known]
-    up, down = (
-        [abs((end if end is not None else one.estimate) - one.estimate) for _, one in known for end in [pick(one)]]
-        for pick in (lambda one: one.high, lambda one: one.low)
-    )
-    texts = [bracketed(one.estimate, one.low, one.high) for _, one in known]
-    bars = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "width": 0, "thickness": 1.2}
+    values, low, high = ends_of(panel.blocks)
     figure.add_scatter(
-        x=[at for at, _ in known], y=values, mode="markers", marker={"color": GREY, "size": 5}, text=texts,
-        error_y=bars if any(up) else None, showlegend=False, hovertemplate="step %{x:.0f}: %{text}<extra></extra>",
-        **where,
+        x=panel.at, y=values, mode="markers", marker={"color": GREY, "size": 5}, showlegend=False,
+        text=[interval_cell(one) for one in panel.blocks], error_y=error_bars(values, low, high),
+        hovertemplate="step %{x:.0f}: %{text}<extra></extra>", **where,
     )  # fmt: skip
     if panel.whole is not None and panel.whole.low is not None:
         figure.add_hrect(
@@ -244,9 +238,8 @@ def _difference(figure: go.Figure, panel: PairPanel, where: Any) -> None:
         )
     null = 1.0 if panel.ratio else 0.0
     figure.add_hline(y=null, line={"width": 1, "dash": "dot", "color": RULE}, **where)
-    whole = [] if panel.whole is None else [e for e in (panel.whole.low, panel.whole.high) if e is not None]
-    ends = [*whole, *(e for _, one in known for e in (one.low, one.high) if e is not None)]
+    ends = np.concatenate([low, high, *ends_of([panel.whole])[1:]])
     if panel.ratio:
-        figure.update_yaxes(**log_axis([null, *values], ends, most=4), **where)
+        figure.update_yaxes(**log_axis(np.append(values, null), ends, most=4), **where)
     else:
         figure.update_yaxes(range=linear_range(values, ends, null), **where)

@@ -11,10 +11,20 @@ from otb_analysis.diagnostics import trained_labels
 from otb_analysis.figures.comparison import RATIOS, Row, compared
 from otb_analysis.figures.curves import Quantity
 from otb_analysis.figures.gradient_table import MEASURES
+from otb_analysis.figures.intervals import columns_of
 from otb_analysis.figures.numbers import interval_cell, shown_name
 from otb_analysis.figures.pair_curves import BLOCKS, PairPanel, differs
 from otb_analysis.figures.pairing import Pairing
-from otb_analysis.statistics import MIN_CLUSTERS, NOTHING, REFERENCE, Interval, Update, decide, told, update_ratios
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    NOTHING,
+    REFERENCE,
+    Interval,
+    Update,
+    decide,
+    is_informative,
+    update_ratios,
+)
 from otb_analysis.statistics.moments.absolute import has_signal
 from otb_analysis.statistics.moments.gram import deleted_moments, prompts_of, truth_of, typical
 from otb_analysis.types import Gram, Label, Proved
@@ -28,7 +38,7 @@ UNLIKE = "No gradient noise is compared: the runs differ in {}, and such gradien
 FEWEST = 4
 """Blocks of measured steps that two estimators are compared in, where so many steps were measured."""
 
-TITLES = {"efficiency": "efficiency", "sf": "SF (variance at equal progress)", "variance": "variance"}
+TITLES = {"efficiency": "efficiency", "sf": "variance at equal progress", "variance": "variance"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ def _own(a: tuple[Sequence[Gram], Label], b: tuple[Sequence[Gram], Label], known
     pair = update_ratios(above, below, truth, known)
     along = all(has_signal(deleted_moments(grams, label, truth)) for grams, label in (a, b))
     may = {"variance": True, "sf": pair.c_known or along, "efficiency": along}
-    ratios = tuple(one if told(one := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
+    ratios = tuple(one if is_informative(one := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
     what, decides = "updates as trained, each run on its own rollouts", "sf" if pair.c_known else "efficiency"
     return NoiseRow(what, ratios, len(a[0]), len(prompts_of(a[0])), decides)
 
@@ -184,8 +194,7 @@ def noise_table(info: NoiseInfo) -> pd.DataFrame:
     for row in info.rows:
         record: dict[str, object] = {"what": row.what, "steps": row.n_steps, "prompts": row.n_prompts}
         for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
-            ends = (None, None, None) if ratio is None else (ratio.estimate, ratio.low, ratio.high)
-            record |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+            record |= columns_of(name, ratio)
         rows.append(record)
     return pd.DataFrame(rows)
 

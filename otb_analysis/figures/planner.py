@@ -1,11 +1,11 @@
 """The budget planner's picture: how efficient the same rollouts are in groups of each size."""
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.diagnostics.planner import Cell, Planner
 from otb_analysis.figures.gradient_table import labels, trace_style
+from otb_analysis.figures.intervals import columns_of, ends_of, error_bars
 from otb_analysis.figures.numbers import formatted, interval_cell
 from otb_analysis.figures.theme import TEMPLATE
 from otb_analysis.statistics import Interval
@@ -18,9 +18,12 @@ def by_cost(planner: Planner) -> bool:
 
 def planner_words(planner: Planner) -> str:
     """Return what the picture shows, in one line."""
-    what, over = f"{planner.n_rollouts} rollouts in groups of N", f"over groups of {planner.recorded_size}"
-    costs = f"Cost of {what} {over}, below 1 is better; bars hold together with 95 %. No efficiency by itself is told."
-    words = costs if by_cost(planner) else f"Efficiency of {what}."
+    what, over = f"the same {planner.n_rollouts} rollouts", f"in groups of {planner.recorded_size}"
+    costs = (
+        f"What {what} would cost in groups of other sizes, beside what they cost {over}: below 1 is better. Bars hold "
+        "together with 95 %. No efficiency by itself is known."
+    )
+    words = costs if by_cost(planner) else f"How efficient {what} would be in groups of other sizes."
     return f"{words} Star: shown to be a curve's best. Open: by formula."
 
 
@@ -35,21 +38,14 @@ def plot_planner(planner: Planner) -> go.Figure:
     for cell in planner.cells:
         if (label := (cell.estimator, cell.energy_source)) in told:
             curves.setdefault(label, []).append(cell)
-    names, one, gap = labels(curves), Interval(1.0, 1.0, 1.0, 0, "over itself"), Interval(np.nan, None, None, 0, "")
+    names, one = labels(curves), Interval(1.0, 1.0, 1.0, 0, "over itself")
     for label, curve in curves.items():
-        style, bars = (
-            trace_style(*label),
-            [one if cell.size == planner.recorded_size else cell.cost or gap for cell in curve],
-        )
-        symbol = style.symbol.removesuffix("-open")
+        style, symbol = trace_style(*label), trace_style(*label).symbol.removesuffix("-open")
+        bars = [one if cell.size == planner.recorded_size else cell.cost for cell in curve]
         figure.add_scatter(
             x=[cell.size for cell in curve],
-            y=[bar.estimate if costs else cell.efficiency for cell, bar in zip(curve, bars, strict=True)],
-            error_y={
-                "type": "data", "symmetric": False, "thickness": 1, "width": 2, "visible": costs,
-                "array": [(bar.high or bar.estimate) - bar.estimate for bar in bars],
-                "arrayminus": [bar.estimate - (bar.low or bar.estimate) for bar in bars],
-            },
+            y=ends_of(bars)[0] if costs else [cell.efficiency for cell in curve],
+            error_y=error_bars(*ends_of(bars), width=2, visible=costs),
             name=names[label], mode="lines+markers", showlegend=True,
             line={"color": style.color, "dash": style.dash, "width": 1.6},
             marker={
@@ -74,9 +70,7 @@ def planner_table(planner: Planner) -> pd.DataFrame:
             "efficiency": cell.efficiency,
             "by_formula": not cell.cut,
             "shown_best": cell.best,
-            "cost": None if cell.cost is None else cell.cost.estimate,
-            "cost_low": None if cell.cost is None else cell.cost.low,
-            "cost_high": None if cell.cost is None else cell.cost.high,
+            **columns_of("cost", cell.cost),
         }
         for cell in planner.cells
     )

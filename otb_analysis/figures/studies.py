@@ -7,8 +7,7 @@ from typing import Any
 import pandas as pd
 
 from otb_analysis.figures.numbers import span
-from otb_analysis.figures.styles import GREY
-from otb_analysis.figures.svg import GRID, INK, PAPER
+from otb_analysis.figures.styles import GREY, GRID, INK, PAPER
 
 DARK = {INK: "#E6EAEE", PAPER: "#12171C", GRID: "#2A323A", GREY: "#9AA4AF"}
 """Ink and paper of `figures.svg` on a dark ground."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 GREY = "#6F7782"
+INK, PAPER, GRID = "#1B2229", "#FFFFFF", "#E3E6EA"
+"""Text, ground and lines of a picture on paper."""
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C98A00", "#56B4E9"
 
 

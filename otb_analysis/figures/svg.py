@@ -1,22 +1,38 @@
-"""Curves with intervals as SVG text: for pages that are files, made without a browser, the same to the byte."""
+"""Curves with intervals as SVG files: for pages that are committed, made without a browser, the same to the byte."""
 
+import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import TYPE_CHECKING, Any
 
-from otb_analysis.figures.styles import BLUE, GREY
+import numpy as np
 
-WIDTH, HEIGHT = 380, 250
-"""Pixels of one panel, its titles and axes included."""
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 46, 40
-"""Pixels from the panel's edges to its axes."""
-LEGEND = 26
-"""Pixels of one row of the legend."""
+from otb_analysis.extras import require
+from otb_analysis.figures.curves import CurvesInfo
+from otb_analysis.figures.styles import BLUE, GREY, GRID, INK, PAPER, run_styles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT, LEGEND = 380, 250, 26
+"""Pixels of a panel, its titles and axes included, and of a row of the legend."""
+INCH = 96
+"""Pixels of an inch, as SVG defines it."""
 GLYPH = 0.6
-"""Width of a letter over its size, on the safe side: there is no browser to measure text."""
-INK, PAPER, GRID = "#1B2229", "#FFFFFF", "#E3E6EA"
-STYLE = "font-family='system-ui, sans-serif' font-size='12'"
+"""Width of a letter over its size, on the safe side."""
+LOOK: dict[Any, Any] = {
+    "svg.hashsalt": "otb-analysis",  # the names of clipped parts are random without it
+    "svg.fonttype": "none",  # text stays text: small, searchable, and the reader's own font
+    "font.sans-serif": ["DejaVu Sans"], "font.size": 9,
+    "text.color": INK, "axes.labelcolor": INK, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+    "axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": GREY, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.spines.left": False, "axes.grid": True, "axes.grid.axis": "y",
+    "axes.axisbelow": True, "axes.xmargin": 0.02, "grid.color": GRID, "ytick.major.size": 0, "axes.labelsize": 9,
+    "figure.facecolor": PAPER, "axes.facecolor": PAPER, "legend.frameon": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,119 +62,92 @@ class Panel:
     percent: bool = False  # Whether heights are shares, written in percent
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """A linear map from [low, high] to pixels."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-    def ticks(self, most: int = 6) -> list[float]:
-        """Return round numbers in the range: 1, 2 or 5 times a power of ten apart."""
-        rough = (self.high - self.low) / most
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough * (1 - 1e-9))
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [k * step for k in range(first, last + 1)]
-
-
 def svg(panels: Sequence[Panel], columns: int = 2) -> str:
-    """Return a picture of panels, row by row, with one legend below them."""
+    """Return a picture of panels, row by row, with one legend below them.
+
+    Raises:
+        InputError: Matplotlib is not installed.
+    """
+    require("matplotlib", "pictures in SVG files")
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context(LOOK):
+        figure(panels, columns).savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", file.getvalue())  # a hundredth of a pixel is enough
+    # Without the head, which names a file elsewhere; a path on one line.
+    return re.sub(r"\s*\n\s*(?![\s<])", " ", text[text.index("<svg") :])
+
+
+def figure(panels: Sequence[Panel], columns: int = 2) -> "Figure":
+    """Return the same as a figure of Matplotlib's."""
+    from matplotlib.figure import Figure
+
     columns = min(columns, len(panels))
-    width, height = columns * WIDTH, math.ceil(len(panels) / columns) * HEIGHT
-    named = {curve.name: curve for panel in panels for curve in panel.curves if curve.name}
-    legend, rows = _legend(list(named.values()), width, height)
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height + rows * LEGEND}' width='{width}' "
-        f"height='{height + rows * LEGEND}' {STYLE} fill='{INK}'>",
-        f"<rect width='100%' height='100%' fill='{PAPER}'/>",
-    ]
-    for i, panel in enumerate(panels):
-        x, y = i % columns * WIDTH, i // columns * HEIGHT
-        parts += [f"<g transform='translate({x},{y})'>", *_panel(panel), "</g>"]
-    return "\n".join([*parts, *legend, "</svg>"]) + "\n"
+    rows, width = math.ceil(len(panels) / columns), columns * WIDTH
+    named: dict[str, Any] = {}
+    longest = max((len(curve.name) for panel in panels for curve in panel.curves), default=0)
+    across = max(1, int(width // (60 + 12 * GLYPH * longest)))
+    entries = len({curve.name for panel in panels for curve in panel.curves if curve.name})
+    height = rows * HEIGHT + LEGEND * max(1, math.ceil(entries / across))
+    drawn = Figure(figsize=(width / INCH, height / INCH), layout="constrained")
+    for place, panel in enumerate(panels):
+        named |= _draw(drawn.add_subplot(rows, columns, place + 1), panel)
+    if named:
+        drawn.legend(list(named.values()), list(named), loc="outside lower left", ncols=across)
+    return drawn
 
 
-def _panel(panel: Panel) -> list[str]:
-    horizontal, vertical = _axes(panel)
-    parts = [
-        _text(LEFT, 18, panel.title, f"font-weight='600' font-size='{_fitting(panel.title, 13)}'"),
-        _text(LEFT, 34, panel.note, f"fill='{GREY}' font-size='{_fitting(panel.note, 11)}'"),
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, panel.x_label, "text-anchor='middle'"),
-    ]
-    for tick in vertical.ticks():
-        parts.append(_line(LEFT, vertical(tick), WIDTH - RIGHT, vertical(tick), GRID))
-        label = f"{100 * tick:.4g} %" if panel.percent else f"{tick:.4g}"
-        parts.append(_text(LEFT - 6, vertical(tick) + 4, label, "text-anchor='end'"))
-    for tick in horizontal.ticks():
-        parts.append(_line(horizontal(tick), HEIGHT - BOTTOM, horizontal(tick), HEIGHT - BOTTOM + 4, GREY))
-        parts.append(_text(horizontal(tick), HEIGHT - BOTTOM + 17, f"{tick:.4g}", "text-anchor='middle'"))
-    parts.append(_line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, GREY))
-    for level, _ in panel.rules:
-        parts.append(_line(LEFT, vertical(level), WIDTH - RIGHT, vertical(level), GREY, "stroke-dasharray='5 4'"))
-    curves = [part for curve in panel.curves for part in _curve(curve, horizontal, vertical)]
-    around = f"text-anchor='end' fill='{GREY}' font-size='11' paint-order='stroke' stroke='{PAPER}' stroke-width='3'"
-    return parts + curves + [_text(WIDTH - RIGHT, vertical(y) - 4, words, around) for y, words in panel.rules if words]
+def _draw(axes: "Axes", panel: Panel) -> dict[str, Any]:
+    """Draw one panel and return what stands for each name in the legend."""
+    from matplotlib.ticker import MaxNLocator
+
+    named = {}
+    for curve in panel.curves:
+        ends = [np.asarray(curve.y if end is None else end, float) for end in (curve.low, curve.high)]
+        known = np.isfinite(ends[0] + ends[1]) & (curve.low is not None)
+        x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+        low, high = (np.where(known, end, y) for end in ends)
+        if curve.width:
+            (line,) = axes.plot(x, y, color=curve.color, lw=0.75 * curve.width, ls="--" if curve.dashed else "-")
+            axes.fill_between(x[known], low[known], high[known], color=curve.color, alpha=0.16, lw=0)
+        else:
+            line = axes.errorbar(x, y, [y - low, high - y], fmt="o", ms=5, elinewidth=1.2, color=curve.color)
+        if curve.name:
+            named[curve.name] = line
+    room = 0.75 * (WIDTH - 60) / GLYPH
+    above = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+    size = min(9.5, room / max(1, len(panel.title)))
+    axes.annotate(panel.title, (0, 1), xytext=(0, 19), fontsize=size, fontweight="bold", **above)
+    axes.annotate(
+        panel.note, (0, 1), xytext=(0, 7), fontsize=min(8, room / max(1, len(panel.note))), color=GREY, **above
+    )
+    axes.set_xlabel(panel.x_label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    if panel.percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+    if panel.y_range is not None:
+        axes.set_ylim(panel.y_range)
+    for level, words in panel.rules:
+        axes.axhline(level, color=GREY, lw=0.8, ls="--")
+        axes.annotate(
+            words, (1, level), xytext=(0, 2), textcoords="offset points", xycoords=axes.get_yaxis_transform(),
+            ha="right", fontsize=8, color=GREY, bbox={"facecolor": PAPER, "lw": 0, "pad": 0.5, "alpha": 0.7},
+        )  # fmt: skip
+    return named
 
 
-def _axes(panel: Panel) -> tuple[_Axis, _Axis]:
-    x = [value for curve in panel.curves for value in curve.x]
-    y = [v for c in panel.curves for values in (c.y, c.low or (), c.high or ()) for v in values if math.isfinite(v)]
-    low, high = panel.y_range or _widened(min(y), max(y), 0.05)
-    return (_Axis(*_widened(min(x), max(x), 0.0), LEFT, WIDTH - RIGHT), _Axis(low, high, HEIGHT - BOTTOM, TOP))
-
-
-def _widened(low: float, high: float, share: float) -> tuple[float, float]:
-    margin = (high - low) * share if high > low else max(abs(high), 1.0) / 2
-    return low - margin, high + margin
-
-
-def _curve(curve: Curve, horizontal: _Axis, vertical: _Axis) -> list[str]:
-    points = [(horizontal(x), vertical(y)) for x, y in zip(curve.x, curve.y, strict=True)]
-    ends = [] if curve.low is None or curve.high is None else list(zip(curve.x, curve.low, curve.high, strict=True))
-    ends = [(horizontal(x), vertical(a), vertical(b)) for x, a, b in ends if math.isfinite(a) and math.isfinite(b)]
-    if not curve.width:
-        bars = [_line(x, a, x, b, curve.color, "stroke-width='1.5'") for x, a, b in ends]
-        return [*bars, *(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{curve.color}'/>" for x, y in points)]
-    around = [(x, a) for x, a, _ in ends] + [(x, b) for x, _, b in reversed(ends)]
-    band = [f"<polygon points='{_path(around)}' fill='{curve.color}' fill-opacity='0.16'/>"] if around else []
-    dash = " stroke-dasharray='6 4'" if curve.dashed else ""
-    look = f"fill='none' stroke='{curve.color}' stroke-width='{curve.width:g}'{dash}"
-    return [*band, f"<polyline points='{_path(points)}' {look}/>"]
-
-
-def _fitting(words: str, size: float) -> str:
-    """Return the font size at which words fit above the axes, no more than this one."""
-    return f"{min(size, (WIDTH - LEFT - 4) / (GLYPH * max(1, len(words)))):.3g}"
-
-
-def _legend(curves: Sequence[Curve], width: float, top: float) -> tuple[list[str], int]:
-    """Return the entries, as many in a row as there is room for, and the number of rows."""
-    parts, x, row = [], float(LEFT), 0
-    for curve in curves:
-        wide = 28 + 12 * GLYPH * len(curve.name)
-        if x > LEFT and x + wide > width:
-            x, row = float(LEFT), row + 1
-        y = top + (row + 0.5) * LEGEND
-        dash = "stroke-dasharray='6 4'" if curve.dashed else ""
-        parts.append(_line(x, y, x + 22, y, curve.color, f"stroke-width='{curve.width or 4:g}' {dash}".rstrip()))
-        parts.append(_text(x + 28, y + 4, curve.name))
-        x += wide + 22
-    return parts, row + 1
-
-
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, color: str, look: str = "") -> str:
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{color}' {look}".rstrip() + "/>"
-
-
-def _text(x: float, y: float, words: str, look: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' {look}".rstrip() + f">{escape(words)}</text>"
+def curves_svg(info: CurvesInfo) -> str:
+    """Return training curves as an SVG file, three panels in a row; panels without a curve are left out."""
+    styles = run_styles(info.estimators)
+    drawn = [
+        Panel(
+            quantity.title, quantity.line, "step",
+            [Curve(c.step.tolist(), c.smooth.tolist(), c.run, color=styles[c.run].color,
+                   dashed=styles[c.run].dash != "solid") for c in curves],
+            y_range=(0.0, 1.0) if quantity.share else None,
+        )
+        for quantity, curves in zip(info.quantities, info.curves, strict=True) if curves
+    ]  # fmt: skip
+    return svg(drawn, columns=3)

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import ChangePoint, Finding, fall
-from otb_analysis.figures.alarms import CHANGE, KINDS, PANELS, TITLES
+from otb_analysis.figures.alarms import MARKS, PANELS, TITLES
 from otb_analysis.figures.collapse import QUANTITIES, derived
 from otb_analysis.figures.curves import Quantity, finite
 from otb_analysis.figures.numbers import number
@@ -78,13 +78,12 @@ def timeline_info(
     table: Any = derived(steps)
     ordered = sorted(QUANTITIES, key=lambda q: FIRST.index(q.column) if q.column in FIRST else len(FIRST))
     chosen = [q for q in ordered if (more or q.column in FIRST) and finite(table, q.column).any()]
-    return TimelineInfo(tuple(_series(table, quantity) for quantity in chosen), events(findings, points))
-
-
-def _series(table: pd.DataFrame, quantity: Quantity) -> Series:
-    recorded = table.loc[finite(table, quantity.column)]
-    value = recorded[quantity.column].to_numpy(np.float64)
-    return Series(quantity, recorded["step"].to_numpy(np.int64), value, centred_mean(value, CENTRED))
+    panels = []
+    for quantity in chosen:
+        recorded = table.loc[finite(table, quantity.column)]
+        value = recorded[quantity.column].to_numpy(np.float64)
+        panels.append(Series(quantity, recorded["step"].to_numpy(np.int64), value, centred_mean(value, CENTRED)))
+    return TimelineInfo(tuple(panels), events(findings, points))
 
 
 def centred_mean(value: Float, window: int) -> Float:
@@ -133,8 +132,7 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
         template=TEMPLATE, height=height + 60, hovermode="x unified", hoversubplots="axis", showlegend=False,
         margin={"l": 64, "r": 16, "t": 24, "b": 36}, clickmode="event+select", dragmode="zoom",
     )  # fmt: skip
-    top = 1.0
-    _lane(figure, info, (1 - LANE / height, top))
+    _lane(figure, info, 1 - LANE / height)
     for index, series in enumerate(info.series):
         end = 1 - (LANE + index * (PANEL + GAP) + GAP) / height
         _panel(figure, series, index + 2, (max(0.0, end - PANEL / height), end), log_y)
@@ -153,25 +151,23 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
     return figure
 
 
-def _lane(figure: go.Figure, info: TimelineInfo, domain: tuple[float, float]) -> None:
+def _lane(figure: go.Figure, info: TimelineInfo, bottom: float) -> None:
     """One row of marks: watches, alarms and change points, in the order in which they could be seen."""
-    looks = {"watch": KINDS["watch"], "alarm": KINDS["alarm"], "change": (*CHANGE, GREY)}
-    for kind, (name, symbol, color) in looks.items():
+    for kind, (name, symbol, color) in MARKS.items():
         marked = [event for event in info.events if event.kind == kind]
         figure.add_scatter(
             x=[event.step for event in marked], y=[0.5] * len(marked), mode="markers", name=name, yaxis="y",
             marker={"symbol": symbol, "size": 11, "color": color, "line": {"width": 1, "color": "#FFFFFF"}},
             text=[event.text for event in marked], hovertemplate=f"{name}: %{{text}}<extra></extra>",
         )  # fmt: skip
-    figure.update_layout(
-        yaxis={"domain": domain, "range": [0, 1], "showticklabels": False, "showgrid": False, "fixedrange": True}
-    )
+    lane = {"domain": (bottom, 1.0), "range": [0, 1], "showticklabels": False, "showgrid": False, "fixedrange": True}
+    figure.update_layout(yaxis=lane)
     if not info.events:
         figure.add_annotation(
             text="nothing fired, nothing changed its level", showarrow=False, font={"size": 12, "color": GREY},
             xref="paper", x=0.5, yref="y", y=0.5,
         )  # fmt: skip
-    _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼", domain[1])
+    _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼", 1.0)
 
 
 def _panel(figure: go.Figure, series: Series, number_: int, domain: tuple[float, float], log_y: bool) -> None:

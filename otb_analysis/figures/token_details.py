@@ -47,46 +47,45 @@ def token_details(tokens: pd.DataFrame, rollout: int, t: int, estimator: str | N
     here = line[line["t"] == t]
     if here.empty:
         return None
-    token: dict[str, object] = {str(k): (None if pd.isna(v) else v) for k, v in here.iloc[0].items()}
+    token: dict[str, Any] = {str(k): (None if pd.isna(v) else v) for k, v in here.iloc[0].items()}
     text = visible(str(token.get("token") or ""))
-    if token.get("mask") is False or token.get("mask") == np.False_:
+    if token.get("mask") is not None and not token["mask"]:
         tool = ("tool output", "not sampled by the policy: it has no score, no energy and no advantage")
         return TokenDetails(rollout, t, text, (tool,))
     policy = line[line["mask"].fillna(True).astype(bool)]
-    lines = _probability(token) + _energy(token, policy, t) + _advantage(token, policy, t, estimator)
+    lines = [*_probability(token), *_energy(token, policy, t), *_advantage(token, policy, t, estimator)]
     return TokenDetails(rollout, t, text, (*lines, *_share(token, tokens)))
 
 
-def _probability(token: dict[str, object]) -> list[tuple[str, str]]:
-    lines = []
-    logprob, behavior = _get(token, "logprob"), _get(token, "behavior_logprob")
-    if logprob is not None and str(token.get("token")).startswith("~") and _get(token, "entropy") is None:
-        # a soft token: it was drawn from a normal density, and has no entropy
-        lines.append(("log-density", f"log q = {number(logprob)}"))
-    elif logprob is not None:
-        lines.append(("probability", f"π = exp({number(logprob)}) = {number(np.exp(logprob))}"))
+Lines = list[tuple[str, str]]
+
+
+def _probability(token: dict[str, Any]) -> Lines:
+    logprob, behavior, entropy = (token.get(name) for name in ("logprob", "behavior_logprob", "entropy"))
+    lines: Lines = []
+    if logprob is not None:
+        # a soft token was drawn from a normal density, and has no entropy
+        soft = str(token.get("token")).startswith("~") and entropy is None
+        exp = f"π = exp({number(logprob)}) = {number(np.exp(logprob))}"
+        lines.append(("log-density", f"log q = {number(logprob)}") if soft else ("probability", exp))
     if logprob is not None and behavior is not None:
-        gap = logprob - behavior
-        lines.append(("sampler mismatch", f"{number(logprob)} − ({number(behavior)}) = {number(gap)} nats"))
-    entropy = _get(token, "entropy")
-    if entropy is not None:
-        lines.append(("entropy", f"H = {number(entropy)} nats"))
-    return lines
+        gap = f"{number(logprob)} − ({number(behavior)}) = {number(logprob - behavior)} nats"
+        lines.append(("sampler mismatch", gap))
+    return lines if entropy is None else [*lines, ("entropy", f"H = {number(entropy)} nats")]
 
 
-def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, str]]:
-    lines = []
-    logprob, proxy, norm_sq = (_get(token, n) for n in ("logprob", "energy_proxy", "grad_norm_sq"))
+def _energy(token: dict[str, Any], policy: Any, t: int) -> Lines:
+    logprob, proxy, norm_sq = (token.get(name) for name in ("logprob", "energy_proxy", "grad_norm_sq"))
+    lines: Lines = []
     if proxy is not None and logprob is not None:
         chosen = (1 - np.exp(logprob)) ** 2
         text = f"(1 − π)² + Σ_v≠y π_v² = {number(chosen)} + {number(max(proxy - chosen, 0.0))} = {number(proxy)}"
         lines.append(("proxy energy", text))
-    how = str(token.get("measured_by") or "exact")
     if norm_sq is not None:
-        error = _get(token, "grad_norm_sq_stderr")
-        spread = f" ± {number(error)} (standard error)" if error is not None else ""
-        name = "exact energy" if how == "exact" else f"energy by {how}"
-        lines.append((name, f"w = ‖∇ log π‖² {'=' if how == 'exact' else '≈'} {number(norm_sq)}{spread}, {how}"))
+        how, error = str(token.get("measured_by") or "exact"), token.get("grad_norm_sq_stderr")
+        spread = "" if error is None else f" ± {number(error)} (standard error)"
+        name, sign = ("exact energy", "=") if how == "exact" else (f"energy by {how}", "≈")
+        lines.append((name, f"w = ‖∇ log π‖² {sign} {number(norm_sq)}{spread}, {how}"))
     column = "grad_norm_sq" if norm_sq is not None else "energy_proxy"
     seen = policy.loc[policy["t"] <= t, column]
     if len(seen) and seen.notna().all():
@@ -98,37 +97,29 @@ def _energy(token: dict[str, object], policy: Any, t: int) -> list[tuple[str, st
     return lines
 
 
-def _advantage(token: dict[str, object], policy: Any, t: int, estimator: str | None) -> list[tuple[str, str]]:
-    baseline, advantage = _get(token, "baseline"), _get(token, "advantage")
+def _advantage(token: dict[str, Any], policy: Any, t: int, estimator: str | None) -> Lines:
+    baseline, advantage = token.get("baseline"), token.get("advantage")
     ahead = policy.loc[policy["t"] >= t, "reward"]
     if not ahead.notna().all():
         return []
     to_go = float(ahead.sum())
-    lines = [("return", f"G = Σ of rewards from here on = {number(to_go)}")]
+    lines: Lines = [("return", f"G = Σ of rewards from here on = {number(to_go)}")]
     if baseline is None or advantage is None or estimator is None:
         return lines
-    name = estimator or "training estimator"
-    lines.append((f"baseline of {name}", f"B = {number(baseline)}"))
     plain = f"G − B = {number(to_go)} − {number(baseline)} = {number(to_go - baseline)}"
-    same = abs(to_go - baseline - advantage) <= 1e-4 * max(1.0, abs(advantage))
-    lines.append(("advantage", plain if same else f"{plain}, rescaled by the estimator to A = {number(advantage)}"))
-    return lines
+    if abs(to_go - baseline - advantage) > 1e-4 * max(1.0, abs(advantage)):
+        plain += f", rescaled by the estimator to A = {number(advantage)}"
+    of = f"baseline of {estimator or 'training estimator'}"
+    return [*lines, (of, f"B = {number(baseline)}"), ("advantage", plain)]
 
 
-def _share(token: dict[str, object], tokens: Any) -> list[tuple[str, str]]:
-    attribution = _get(token, "attribution")
+def _share(token: dict[str, Any], tokens: Any) -> Lines:
+    attribution, signal, noise = (token.get(name) for name in ("attribution", "signal", "noise"))
     if attribution is None:
         return []
     rank = int((tokens["attribution"].abs() > abs(attribution)).sum()) + 1
     text = f"A/N · s·ḡ = {number(attribution)}: number {rank} of {tokens['attribution'].notna().sum()} by size here"
-    lines = [("share of ‖ḡ‖²", text)]
-    signal, noise = _get(token, "signal"), _get(token, "noise")
-    if signal is not None and noise is not None:
-        parts = f"along other prompts' gradients {number(signal)} + along its own prompt's {number(noise)}"
-        lines.append(("signal and noise", f"{parts} = {number(signal + noise)}"))
-    return lines
-
-
-def _get(token: dict[str, object], name: str) -> float | None:
-    value = token.get(name)
-    return None if value is None else float(str(value))
+    if signal is None or noise is None:
+        return [("share of ‖ḡ‖²", text)]
+    parts = f"along other prompts' gradients {number(signal)} + along its own prompt's {number(noise)}"
+    return [("share of ‖ḡ‖²", text), ("signal and noise", f"{parts} = {number(signal + noise)}")]

@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.figures.gradient_table import MEASURES, Measure, labels, trace_style
+from otb_analysis.figures.gradient_table import MEASURES, labels, trace_style
+from otb_analysis.figures.intervals import error_bars
 from otb_analysis.figures.numbers import number, span
 from otb_analysis.figures.scales import linear_range, log_axis, step_axis
 from otb_analysis.figures.styles import Style
@@ -88,19 +89,28 @@ def _trace(name: str, style: Style, part: Any, column: str) -> Trace:
 
 def plot_variance(info: VarianceInfo) -> go.Figure:
     """Draw the four measures, each with its intervals; estimators are set slightly apart so that none hides another."""
-    figure = panels([(m.title, m.line) for m in MEASURES], 2, height=300)
+    figure, named = panels([(m.title, m.line) for m in MEASURES], 2, height=300), set[str]()
     steps = np.unique(_joined([trace.step for traces in info.traces for trace in traces]))
-    named: set[str] = set()
+    # All estimators together take up a third of the gap between measured steps.
+    third = float(np.diff(steps).min()) / 3 if len(steps) > 1 else 1 / 3
     for index, (measure, traces) in enumerate(zip(MEASURES, info.traces, strict=True)):
         where = place(index, 2)
         for rank, trace in enumerate(traces):
-            drawn = _scatter(trace, _dodge(steps, rank, len(traces)), measure.log)
-            named_now = trace.step.size > 0 and trace.label not in named
-            figure.add_trace(drawn.update(showlegend=named_now), **where)
-            named |= {trace.label} if named_now else set()
+            new = trace.step.size > 0 and trace.label not in named
+            named |= {trace.label} if new else set()
+            shift = third * (rank - (len(traces) - 1) / 2) / len(traces)
+            figure.add_trace(_scatter(trace, shift, measure.log).update(showlegend=new), **where)
         if not any(trace.step.size for trace in traces):
             note_in_panel(figure, UNDEFINED, where)
-        _finish_axes(figure, measure, traces, where)
+        values = _joined([trace.value for trace in traces])
+        ends = _joined([end for trace in traces for end in (trace.low, trace.high)])
+        if measure.log:
+            figure.update_yaxes(**log_axis(values, ends), **where)
+        elif measure.column == "projection":
+            figure.update_yaxes(range=linear_range(values, ends, around=1.0), **where)
+            figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **where)
+        else:
+            figure.update_yaxes(rangemode="tozero", **where)
         figure.update_xaxes(**step_axis(steps), **where)
     for column in (1, 2):
         figure.update_xaxes(title_text=None, row=1, col=column)
@@ -108,54 +118,22 @@ def plot_variance(info: VarianceInfo) -> go.Figure:
 
 
 def _scatter(trace: Trace, shift: float, log: bool) -> go.Scatter:
-    bars = np.isfinite(trace.low) & np.isfinite(trace.high)
+    """Return one estimator's points with light bars, so that many do not hide them."""
+    red, green, blue = (int(trace.style.color[i : i + 2], 16) for i in (1, 3, 5))
+    drawable = np.where(trace.value > 0, trace.value, np.nan).astype(np.float32) if log else trace.value
+    texts = [
+        f"step {step:.0f}: <b>{number(value)}</b>"
+        + (f"<br>95 % interval {span(low, high)}" if np.isfinite(low) else "")
+        for step, value, low, high in np.stack([trace.step, trace.value, trace.low, trace.high], -1).tolist()
+    ]
     return go.Scatter(
-        x=trace.step + np.float32(shift), y=_drawable(trace.value, log), name=trace.label, legendgroup=trace.label,
+        x=trace.step + np.float32(shift), y=drawable, name=trace.label, legendgroup=trace.label,
         mode="lines+markers", line={"color": trace.style.color, "width": 1.6, "dash": trace.style.dash},
-        marker={"symbol": trace.style.symbol, "size": 7},
-        error_y={
-            "type": "data", "symmetric": False, "thickness": 1, "width": 2, "visible": bool(bars.any()),
-            "color": _light(trace.style.color),
-            "array": np.where(bars, np.maximum(trace.high - trace.value, 0), 0).astype(np.float32),
-            "arrayminus": np.where(bars, np.maximum(trace.value - trace.low, 0), 0).astype(np.float32),
-        },
-        text=[_hover(*row) for row in zip(trace.step, trace.value, trace.low, trace.high, strict=True)],
+        marker={"symbol": trace.style.symbol, "size": 7}, text=texts,
+        error_y=error_bars(trace.value, trace.low, trace.high, width=2, color=f"rgba({red}, {green}, {blue}, 0.45)"),
         hovertemplate="%{text}<extra>" + trace.label + "</extra>",
     )  # fmt: skip
 
 
-def _light(color: str) -> str:
-    """Return a colour of six hexadecimal digits as a light one, so that many bars do not hide the points."""
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red}, {green}, {blue}, 0.45)"
-
-
-def _finish_axes(figure: go.Figure, measure: Measure, traces: tuple[Trace, ...], where: dict[str, Any]) -> None:
-    values = _joined([trace.value for trace in traces])
-    ends = _joined([end for trace in traces for end in (trace.low, trace.high)])
-    if measure.log:
-        figure.update_yaxes(**log_axis(values, ends), **where)
-    if measure.column == "projection":
-        figure.update_yaxes(range=linear_range(values, ends, around=1.0), **where)
-        figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **where)
-    if measure.column == "efficiency":
-        figure.update_yaxes(rangemode="tozero", **where)
-
-
 def _joined(arrays: list[Float32]) -> Float32:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
-
-
-def _drawable(value: Float32, log: bool) -> Float32:
-    return np.where(value > 0, value, np.nan).astype(np.float32) if log else value
-
-
-def _hover(step: float, value: float, low: float, high: float) -> str:
-    interval = f"<br>95 % interval {span(float(low), float(high))}" if np.isfinite(low) else ""
-    return f"step {step:.0f}: <b>{number(float(value))}</b>{interval}"
-
-
-def _dodge(steps: Float32, rank: int, count: int) -> float:
-    """Offset along the step axis: all estimators together take up a third of the gap between measured steps."""
-    gap = float(np.diff(steps).min()) if len(steps) > 1 else 1.0
-    return gap / 3 * (rank - (count - 1) / 2) / max(1, count)
+    return np.concatenate([np.zeros(0, np.float32), *arrays])

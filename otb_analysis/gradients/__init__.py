@@ -28,11 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
-from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, Weights, check_group, check_weights, prepare
+from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, Weights, check_group, check_weights, restricted
 from otb_analysis.gradients.batch.memory import free_bytes, gibibytes, memory_bytes
+from otb_analysis.gradients.batch.per_rollout import Asked, Norms
 from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.gradients.batch.tree import distinct, distinct_rollouts
-from otb_analysis.gradients.batch.widening import widened
+from otb_analysis.gradients.batch.widening import measured
 from otb_analysis.gradients.directional.attribution import batch_gradient, gradient_attribution, signal_noise
 from otb_analysis.gradients.exact import generic, reference
 from otb_analysis.gradients.exact.verdicts import first_told
@@ -67,28 +68,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Engine:
-    """How one engine answers the three questions; every engine gives the same numbers."""
+    """How one engine answers the questions; every engine gives the same numbers."""
 
-    token_score_norms: Callable[[ScoreBatch, bool], ScoreNorms]
-    weighted_score_norms: Callable[[ScoreBatch, Float], Float]
+    norms: Callable[[ScoreBatch, Asked], Norms]
     group_gradient_gram: Callable[[ScoreBatch, Float, Int], Float]
+    fits: Callable[[ScoreBatch, Asked], bool] = lambda _batch, _asked: True
+    """Whether "auto" takes it for norms; why not is logged."""
     needed_bytes: Callable[[ScoreBatch, bool], int] = lambda _batch, _path: 0
     """What norms of the longest rollout take, with path norms or not."""
 
 
 ENGINES: dict[str, Engine] = {
-    "fast": Engine(
-        fast.token_score_norms, fast.weighted_score_norms, group_gram.group_gradient_gram, fast.needed_bytes
-    ),
-    "generic": Engine(
-        generic.token_score_norms, generic.weighted_score_norms, group_gram.group_gradient_gram, generic.needed_bytes
-    ),
-    "reference": Engine(
-        reference.token_score_norms,
-        reference.weighted_score_norms,
-        reference.group_gradient_gram,
-        reference.needed_bytes,
-    ),
+    "fast": Engine(fast.norms, group_gram.group_gradient_gram, fast.fits, fast.needed_bytes),
+    "generic": Engine(generic.norms, group_gram.group_gradient_gram, generic.fits, generic.needed_bytes),
+    "reference": Engine(reference.norms, reference.group_gradient_gram, needed_bytes=reference.needed_bytes),
 }
 """Engines of this version, best first. `reference` takes M ordinary backward passes per prompt for a Gram matrix, the
 others as many as the prompt's weights have rank."""
@@ -105,12 +98,14 @@ def token_score_norms(
     engine: str = "auto",
     scope: str = "all",
     path: bool = False,
+    whole: bool = False,
     temperature: float = 1.0,
     soft: SoftTokens | None = None,
 ) -> ScoreNorms:
     """Exact squared norm of every sampled token's score.
 
-    w_{n,t} = ‖s_{n,t}‖², s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}), and with `path` also ‖Σ_{j≤t} s_{n,j}‖².
+    w_{n,t} = ‖s_{n,t}‖², s_{n,t} = ∇_θ log π(y_{n,t} | y_{n,<t}), with `path` also ‖Σ_{j≤t} s_{n,j}‖² and with `whole`
+    ‖Σ_t s_{n,t}‖², from the same forward pass.
 
     Scores are gradients of the log-probability over the parameters in `scope`, not of a loss: no sign change, no 1/N,
     no advantage factor. For an untied output layer alone w = ‖e_y − π‖²‖h‖²/τ². Padding is never read, whichever its
@@ -128,30 +123,25 @@ def token_score_norms(
         scope: "all" is every parameter that requires grad, tied ones once; "lm_head" the output layer's own use, also
             when it is tied; anything else a regular expression searched in the parameter names.
         path: Whether to measure path norms too.
+        whole: Whether to measure the norm of every whole rollout too, for one more backward signal.
         temperature: τ of the policy softmax(logits / τ).
         soft: Soft tokens behind ids beyond the vocabulary, each with the score of its log-density; "auto" is then
             "reference".
 
     Returns:
-        `norm_sq` [N, L] (norm²), `logprob` [N, L] (nats) and, if asked for, `path_norm_sq` [N, L] (norm²), float64,
-        zero outside the mask; `engine` names the engine that ran.
+        `norm_sq` [N, L] (norm²), `logprob` [N, L] (nats) and, if asked for, `path_norm_sq` [N, L] and `rollout_norm_sq`
+        [N] (norm²), float64, zero outside the mask; `engine` names the engine that ran.
 
     Raises:
         InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    with widened(prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)) as batch:
-        chosen = _engine(engine, batch, path=path)
-        if path or engine == "reference":
-            return chosen.token_score_norms(batch, path)
-        # Equal texts have equal scores, which rollouts of one prompt often share at their beginning: each is measured
-        # once.
-        once, twin = distinct(batch)
-        norms = chosen.token_score_norms(once, path)
-    norm_sq, logprob = np.zeros(batch.shape), np.zeros(batch.shape)
-    norm_sq[batch.mask], logprob[batch.mask] = norms.norm_sq[twin], norms.logprob[twin]
-    return replace(norms, norm_sq=norm_sq, logprob=logprob)
+    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
+        asked = Asked.of_tokens(batch, path)
+        name, found = _norms(batch, engine, replace(asked, weights=batch.mask[:, None] * 1.0) if whole else asked)
+    of_paths, of_rollouts = found.path_norm_sq if path else None, found.weighted[:, 0] if whole else None
+    return ScoreNorms(found.norm_sq, found.logprob, name, of_paths, rollout_norm_sq=of_rollouts)
 
 
 @torch.inference_mode(False)
@@ -181,13 +171,9 @@ def weighted_score_norms(
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    with widened(prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)) as batch:
-        checked = check_weights(weights, batch.mask)
-        chosen = _engine(engine, batch, checked.shape[1])
-        if engine == "reference":
-            return chosen.weighted_score_norms(batch, checked)
-        once, twin = distinct_rollouts(batch, checked)
-        return chosen.weighted_score_norms(once, checked)[twin]
+    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
+        asked = Asked(np.zeros_like(batch.mask), check_weights(weights, batch.mask))
+        return _norms(batch, engine, asked)[1].weighted
 
 
 @torch.inference_mode(False)
@@ -216,19 +202,22 @@ def group_gradient_gram(
     prompt, G[m, m, p, p] is `weighted_score_norms`. The other arguments are those of `token_score_norms`.
 
     Cost: one forward and r + 1 backward passes of a prompt's rollouts, r ≤ M the rank of its rows, one block of the
-    model at a time (`basis`, `layered`). Each entry is right to 1e-6 of ‖g‖‖g'‖ in float32. A model that is not made of
-    blocks has r gradients formed whole, in one more round for each 4 GiB of them (`gram.GRADIENT_BYTES`), and
-    "reference" those of all M rows.
+    model at a time (`basis`, `layered`); where memory is short, of some of the rollouts at a time. In float32 each
+    entry is that of plain backward passes to 1e-6 of ‖g‖‖g'‖; recurrent layers round by 1e-5 themselves. A model that
+    is not made of blocks has r gradients formed whole, in one more round for each 4 GiB of them
+    (`gram.GRADIENT_BYTES`), and "reference" those of all M rows.
 
     Raises:
         InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
     _known(engine)
-    with widened(prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft=soft)) as batch:
+    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
         checked = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
-        chosen = _engine(engine, batch) if soft is not None else ENGINES["generic" if engine == "auto" else engine]
-        return chosen.group_gradient_gram(batch, *checked)
+        name = "generic" if engine == "auto" else engine
+        if soft is not None:
+            name = _chosen(engine, batch, Asked.of_tokens(batch))
+        return ENGINES[name].group_gradient_gram(batch, *checked)
 
 
 def _known(name: str) -> None:
@@ -236,26 +225,44 @@ def _known(name: str) -> None:
         raise InputError(f"engine {name!r} is not available in this version; pass one of: {', '.join(ENGINES)}, auto.")
 
 
-def _engine(name: str, batch: ScoreBatch, rows: int | None = None, path: bool = False) -> Engine:
+def _norms(batch: ScoreBatch, engine: str, asked: Asked) -> tuple[str, Norms]:
+    """The engine that ran and what it found; what rollouts have in common is measured once."""
+    name = _chosen(engine, batch, asked)
+    run = ENGINES[name].norms
+    if engine == "reference" or asked.path or not batch.rollouts:
+        return name, run(batch, asked)
+    # Equal texts have equal scores, which rollouts of one prompt often share at their beginning.
+    kept, twin = distinct(batch)
+    once, rows = restricted(batch, kept), np.arange(batch.shape[0])
+    if asked.weights.any():
+        once, rows = distinct_rollouts(batch, asked.weights)
+    found = run(once, replace(asked, tokens=asked.tokens & kept))
+    by_token = {"norm_sq": np.zeros(batch.shape), "logprob": np.zeros(batch.shape)}
+    for field, values in by_token.items():
+        values[batch.mask] = getattr(found, field)[twin]
+    return name, replace(found, **by_token, weighted=found.weighted[rows])
+
+
+def _chosen(name: str, batch: ScoreBatch, asked: Asked) -> str:
     """The engine of a name, or the first of "auto" that has a rule for the model; with the memory that it needs."""
     if batch.soft is not None and name not in ("auto", "reference"):
         raise InputError(f'engine {name!r} has no rule for soft tokens; pass engine="reference".')
-    rules = {"fast": fast.fits, "generic": lambda batch: generic.fits(batch, rows), "reference": lambda _: True}
     tried = ("reference",) if batch.soft is not None else ENGINES if name == "auto" else (name,)
-    free, lacking = free_bytes(batch.scope.parameters[0].device), list[str]()
+    device = batch.scope.parameters[0].device
+    free, lacking = free_bytes(device), list[str]()
     for one in tried:
-        if name == "auto" and not rules[one](batch):
+        if name == "auto" and not ENGINES[one].fits(batch, asked):
             continue
-        needed = ENGINES[one].needed_bytes(batch, path)
+        needed = ENGINES[one].needed_bytes(batch, asked.path)
         if needed <= free:
             if lacking and first_told(batch.model, sentence := f"{one} measures, because {' and '.join(lacking)}."):
                 _log.warning(sentence)
-            return ENGINES[one]
+            return one
         longest = max(batch.rollouts, key=lambda r: r.length)
         lacking.append(f"{one} needs {gibibytes(needed)} for rollout {longest.row} of {len(longest.ids)} tokens")
     raise InputError(
-        f"engine {' and '.join(lacking)} but {gibibytes(free)} of "
-        f"{gibibytes(memory_bytes(batch.scope.parameters[0].device))} are free; pass shorter rollouts, a smaller scope"
+        f"engine {' and '.join(lacking)} but {gibibytes(free)} of {gibibytes(memory_bytes(device))} are free; pass "
+        "shorter rollouts, a smaller scope"
         + (', engine="auto"' if name != "auto" else "")
         + " or estimate the norms by sketch_score_norms."
     )

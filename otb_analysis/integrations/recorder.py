@@ -64,9 +64,9 @@ class RolloutRecorder:
                 )
         if self.weights is not None and len(self.weights) != len(functions):
             raise InputError(f"there are {len(self.weights)} weights for {len(functions)} reward functions.")
-        return [*(self._seen(function) for function in functions), self]
+        return [*(self._recording(function) for function in functions), self]
 
-    def _seen(self, function: Reward) -> Reward:
+    def _recording(self, function: Reward) -> Reward:
         name = _unlike(getattr(function, "__name__", type(function).__name__), self.names)
         self.names.append(name)
 

@@ -57,7 +57,7 @@ class RunLog:
         (step, tables), self._kept = self._kept, None
         try:
             if self._writer is None:
-                self._writer = self._opened(step)
+                self._writer = self._create_or_reopen(step)
             self._writer.write_step(step, replace(tables, steps={**tables.steps, **scalars}))
         except Exception as error:
             self._warn(step, error)
@@ -72,7 +72,7 @@ class RunLog:
         message = f"step {step} is missing from the run {self.path}, training goes on: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _opened(self, step: int) -> RunWriter:
+    def _create_or_reopen(self, step: int) -> RunWriter:
         if self.record.if_exists == "resume" and self.path.exists():
             return RunWriter.resume(self.path, step)
         again = "replace" if self.record.if_exists == "replace" else "error"

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -10,13 +11,14 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from otb_analysis.config import MeasureConfig
+from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved
 from otb_analysis.gradients import (
     group_gradient_gram,
     sketched_group_gram,
     token_score_norms,
-    weighted_score_norms,
 )
+from otb_analysis.gradients.batch.widening import widened
 from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.gram_method import gram_method
 from otb_analysis.measurement.level import MeasuredPolicy, MeasuredStep, by_policy_token
@@ -33,7 +35,7 @@ from otb_analysis.statistics import (
     mean_over_subgroups,
     smaller_sizes,
 )
-from otb_analysis.types import Bool, Float, Gram, Int, Label, NormalEquations
+from otb_analysis.types import Float, Gram, Int, Label, NormalEquations
 
 T = TypeVar("T")
 
@@ -94,11 +96,10 @@ class GradientMeasurer:
         rows = np.isin(rollouts.group, groups)
         ids, mask, attention = rollouts.tensors(self.model.device, rows)
         settings = {**self.settings, "soft": rollouts.soft}
-        by_column = token_score_norms(self.model, ids, mask, attention, **settings).norm_sq
-        whole = weighted_score_norms(self.model, ids, mask, mask[:, None].float(), attention, **settings)[:, 0]
+        found = token_score_norms(self.model, ids, mask, attention, whole=True, **settings)
         total = np.full(len(rows), np.nan)
-        total[rows] = whole
-        return TokenMeasurements.exact(by_policy_token(rollouts, by_column, rows), total, rollouts.group)
+        total[rows] = found.rollout_norm_sq
+        return TokenMeasurements.exact(by_policy_token(rollouts, found.norm_sq, rows), total, rollouts.group)
 
     def gram(
         self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int, seed: int = 0
@@ -110,10 +111,7 @@ class GradientMeasurer:
         rows = np.isin(rollouts.group, groups)
         calibrated = measured.drawn.calibrated if measured.drawn else None
         advantages = every_advantage(table, measured, rows, self.options, calibrated, self.states)
-        dim = self._buckets(rollouts, rows)
-        inner = self._inner(rollouts, rows, rollouts.group, advantages, dim, seed)
-        prompts = tuple(rollouts.prompts[g].id for g in groups)
-        return Gram(inner, tuple(advantages), int(rows.sum()), prompts, groups, dim)
+        return self._gram(rollouts, rollouts.group, groups, advantages, seed)
 
     def subgroups(
         self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int, seed: int = 0
@@ -125,44 +123,39 @@ class GradientMeasurer:
         groups cannot be cut evenly.
         """
         rows = np.isin(rollouts.group, groups)
-        dim = self._buckets(rollouts, rows)
         names = {REFERENCE[0], *(self.options or ()), *self.config.subgroups}
         grams = {}
         for size in smaller_sizes(rollouts.group[rows]):
             cut = cut_groups(rollouts.group, size)
             every = every_advantage(replace(table, group=cut), measured, rows, self.options)
             chosen = {label: advantage for label, advantage in every.items() if label[0] in names}
-            inner = self._inner(rollouts, rows, cut, chosen, dim, seed)
-            whole = mean_over_subgroups(inner, inner.shape[-1] // len(groups))
-            prompts = tuple(rollouts.prompts[g].id for g in groups)
-            grams[size] = Gram(whole, tuple(chosen), int(rows.sum()), prompts, groups, dim)
+            grams[size] = self._gram(rollouts, cut, groups, chosen, seed)
         return grams
 
-    def _buckets(self, rollouts: Rollouts, rows: Bool) -> int | None:
-        """Buckets of the sketches that a Gram matrix is estimated from, None where it is exact, as with soft tokens."""
-        if rollouts.soft is not None:
-            return None
-        return gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim
+    def _gram(self, rollouts: Rollouts, group: Int, prompts: Int, advantages: Mapping[Label, Float], seed: int) -> Gram:
+        """Return inner products of the mean gradients of some prompts' groups, exact or from sketches.
 
-    def _inner(
-        self, rollouts: Rollouts, rows: Bool, group: Int, advantages: Mapping[Label, Float], dim: int | None, seed: int
-    ) -> Float:
-        """Return inner products of mean gradients of some rows' groups; equal advantages are measured once.
-
-        They are from sketches in `dim` buckets, or exact where that is None.
+        `group` is that of each rollout. Where it is a part of its prompt's, a prompt has the mean over its parts. Equal
+        advantages are measured once.
         """
+        rows = np.isin(rollouts.group, prompts)
         sizes = np.bincount(group)[group[rows]]
         stacked = np.stack([a / sizes[:, None] for a in advantages.values()])
         different, back = np.unique(stacked.reshape(len(stacked), -1), axis=0, return_inverse=True)
         weights = rollouts.by_column(different.reshape(-1, *stacked.shape[1:]), rows)
         ids, mask, attention = rollouts.tensors(self.model.device, rows)
         batch = (self.model, ids, mask, weights, group[rows], attention)
+        dim = None  # of sketches; soft tokens have none
+        if rollouts.soft is None:
+            dim = gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim
         if dim is None:
             inner = group_gradient_gram(*batch, **self.settings, soft=rollouts.soft)
         else:
             inner = sketched_group_gram(*batch, dim=dim, seed=seed, **self.policy.settings)
-        back = back.reshape(-1)
-        return inner[np.ix_(back, back)]
+        if (parts := inner.shape[-1] // len(prompts)) > 1:
+            inner = mean_over_subgroups(inner, parts)
+        back, names = back.reshape(-1), tuple(rollouts.prompts[p].id for p in prompts)
+        return Gram(inner[np.ix_(back, back)], tuple(advantages), int(rows.sum()), names, prompts, dim)
 
     def measure(
         self,
@@ -179,25 +172,28 @@ class GradientMeasurer:
         """
         attempt = Attempts(step)
         normed, groups = (np.arange(n) for n in self.config.prompts_due(step, len(rollouts.prompts)))
+        due = {name: plan for name, plan in self.config.levels.items() if plan.due(step)}
         tokens = TokenMeasurements.nothing(table.mask.shape) if known is None else known
-        if len(normed) and known is None:
-            tokens = attempt("exact norms", lambda: self.norms(rollouts, normed), tokens)
-        seen = MeasuredStep(self.policy, step, rollouts, table, weights)
-        for name, plan in self.config.levels.items():
-            if plan.due(step):
+        gram, cut, statistics = None, dict[int, Gram](), tuple[GradientStatistics, ...]()
+        with ExitStack() as copies:
+            if len(normed) or len(groups) or due:
+                with suppress(InputError):  # copies that do not fit: each measurement says so itself
+                    copies.enter_context(widened(self.model))  # once for all of them
+            if len(normed) and known is None:
+                tokens = attempt("exact norms", lambda: self.norms(rollouts, normed), tokens)
+            seen = MeasuredStep(self.policy, step, rollouts, table, weights)
+            for name, plan in due.items():
                 level = level_of(name)
                 tokens = attempt(level.phase, partial(level.measure, seen, plan, tokens), tokens)
-        if not len(groups):
-            return Measurement(tokens, gaps=attempt.failed)
-        gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
-        if gram is None:
-            return Measurement(tokens, gaps=attempt.failed)
-        cut: dict[int, Gram] = {}
-        if self.config.subgroups:
-            cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups, step), cut)
-        rows = attempt("gradient statistics", lambda: self._statistics(gram), ())
-        return Measurement(tokens, gram, cut, rows, attempt.failed)
+            if len(groups):
+                gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
+            if gram is not None and self.config.subgroups:
+                cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups, step), cut)
+        if (found := gram) is not None:
 
-    def _statistics(self, gram: Gram) -> tuple[GradientStatistics, ...]:
-        known = proved(gram.labels, self.run)
-        return tuple(gradient_statistics(gram.inner, gram.labels, gram.n_rollouts, known=known))
+            def read() -> tuple[GradientStatistics, ...]:
+                known = proved(found.labels, self.run)
+                return tuple(gradient_statistics(found.inner, found.labels, found.n_rollouts, known=known))
+
+            statistics = attempt("gradient statistics", read, ())
+        return Measurement(tokens, gram, cut, statistics, attempt.failed)

@@ -30,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One rollout as somebody recorded it; made by a format, read by `encoding` and `recorded_tables`."""
+    """One rollout as somebody recorded it; made by a format, read by `encoding` and `importing`."""
 
     place: Place
     reward: float
@@ -150,7 +150,7 @@ class Fields:
             raise InputError(f"{self.place}: {name} is {value}; write a finite number, or leave the rollout out.")
         return float(value)
 
-    def whole(self, name: str) -> int:
+    def whole_number(self, name: str) -> int:
         """Return a whole number from 0 that a table can hold, also where it was written as a text."""
         value = self._value(name)
         try:

@@ -68,7 +68,7 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
 
 
 def _lines(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
-    with _opened(path) as file:
+    with _open(path) as file:
         number = 0
         while line := _next_line(file, path, tally):
             number += 1
@@ -87,7 +87,7 @@ def _lines(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             yield place, row
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     if compression := COMPRESSED.get(path.suffix):
         return io.BufferedReader(cast(io.RawIOBase, pa.input_stream(str(path), compression=compression)))
     return path.open("rb")
@@ -142,16 +142,18 @@ def _samples(pack: Mapping[str, Any], path: Path) -> list[Row]:
 
     samples, columns = pack.get("samples"), pack.get("rollout_data")
     if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples):
-        return _paid(samples, pack.get("raw_reward"), [sample.get("rollout_position") for sample in samples])
+        return _with_rewards(samples, pack.get("raw_reward"), [sample.get("rollout_position") for sample in samples])
     if not isinstance(columns, dict) or "tokens" not in columns:
         raise InputError(f"{path} holds neither samples nor rollout_data with tokens; pass what slime or miles wrote.")
     count = len(columns["tokens"])
     listed = {k: v for k, v in columns.items() if isinstance(v, list | tuple | torch.Tensor) and len(v) == count}
     rows = [{name: values[i] for name, values in listed.items()} for i in range(count)]
-    return _paid(rows, columns.get("raw_reward"), list(columns.get("partition") or range(count)))
+    return _with_rewards(rows, columns.get("raw_reward"), list(columns.get("partition") or range(count)))
 
 
-def _paid(rows: list[dict[str, Any]], rewards: Sequence[float] | None, places: Sequence[int | None]) -> list[Row]:
+def _with_rewards(
+    rows: list[dict[str, Any]], rewards: Sequence[float] | None, places: Sequence[int | None]
+) -> list[Row]:
     """Add each row's reward out of those of the whole batch, where its place is known."""
     if rewards is None or any(place is None for place in places):
         return [*rows]

@@ -112,7 +112,7 @@ def record_run(
         if isinstance(error, InputError) and kept:
             raise InputError(f"{error} {kept[0].upper()}{kept[1:]}.") from error
         raise
-    tell(source.tally)
+    note_tally(source.tally)
     writer = run.writer()
     processes.barrier()
     if processes.first:
@@ -120,7 +120,7 @@ def record_run(
     return path
 
 
-def tell(tally: Tally) -> None:
+def note_tally(tally: Tally) -> None:
     """Note what was seen on the way, with how often."""
     for sentence, count in (+tally).items():
         note(f"{count:,} × {sentence}.")
@@ -154,12 +154,12 @@ class _Run:
     def writer(self) -> RunWriter:
         """Return the run's writer; the first call, which waits for all processes, makes or reopens the directory."""
         if self._writer is None:
-            writer = self._writer = self.processes.broadcast_from_main(self._opened)
+            writer = self._writer = self.processes.broadcast_from_main(self._create_or_reopen)
             if self.processes.first:
                 self.processes.record = lambda reason: writer.finish("failed", reason)
         return self._writer
 
-    def _opened(self) -> RunWriter:
+    def _create_or_reopen(self) -> RunWriter:
         if self.config.if_exists == "resume" and self.path.exists():
             return RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
         policy = "replace" if self.config.if_exists == "replace" else "error"

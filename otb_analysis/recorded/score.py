@@ -26,17 +26,16 @@ from otb_analysis.phases import note, phase
 from otb_analysis.processes import Processes
 from otb_analysis.recorded.encoding import Encoder
 from otb_analysis.recorded.logprobs import refuse_wrong_logprobs
-from otb_analysis.recorded.recorded_tables import logged_norm, provenance
 from otb_analysis.recorded.rows import Tally
 from otb_analysis.recorded.runs import (
     GIVEN,
+    note_tally,
     record_run,
     refuse_existing,
     remaining_estimators,
     run_path,
     source_of,
     stored_config,
-    tell,
 )
 from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.rollouts.models import load_policy, output_layer
@@ -88,7 +87,7 @@ def _scored(config: ScoreConfig, processes: Processes, policy: Policy | None) ->
     machine = machine_facts(model.device, scorer.precision)
     note(first_line(machine, scorer.why))
     record_run(path, config, stored, source, scorer.tables, processes, machine)
-    tell(sum(processes.gather(encoded), Tally()))
+    note_tally(sum(processes.gather(encoded), Tally()))
     return path
 
 
@@ -174,8 +173,8 @@ class Scorer:
         seconds = {f"seconds_{name}": taken for name, taken in self.seconds.items()}
         return StepTables(
             tokens=token_rows(table, trained, measurement.tokens, self.tokenizer) | _recorded(step, table),
-            rollouts=by_rollout | provenance(step),
-            steps=summarize(rollouts, table, trained, measurement) | logged_norm(step) | seconds,
+            rollouts=by_rollout | step.provenance,
+            steps=summarize(rollouts, table, trained, measurement) | step.logged_norm | seconds,
             gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
             grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
             subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,

@@ -36,6 +36,30 @@ class RecordedStep:
         first = {int(g): record for g, record in reversed(list(zip(self.group, self.records, strict=True)))}
         return [hashlib.sha256(repr(first[g].prompt_key).encode()).hexdigest()[:16] for g in sorted(first)]
 
+    @property
+    def provenance(self) -> dict[str, object]:
+        """Columns of `rollouts` that say where each record stood."""
+        return {
+            "source_file": [record.place.file.name for record in self.records],
+            "source_record": [record.place.number for record in self.records],
+        }
+
+    @property
+    def logged_norm(self) -> dict[str, object]:
+        """The column of `steps` with the trainer's gradient norm, empty where it was not recorded.
+
+        Raises:
+            InputError: Records of the step have different ones.
+        """
+        first = self.records[0]
+        for record in self.records:
+            if record.grad_norm != first.grad_norm:
+                raise InputError(
+                    f"{record.place} has grad_norm {record.grad_norm} but record {first.place.number} of the same step "
+                    f"has {first.grad_norm}; write that of the step's update into all of its records."
+                )
+        return {} if first.grad_norm is None else {"grad_norm": first.grad_norm}
+
 
 def steps_of(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
     """Yield steps in their order; where records name none, so many groups in a row are one, counted from 0.
@@ -48,10 +72,10 @@ def steps_of(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[Rec
     if first is None:
         return
     whole = chain([first], stream)
-    yield from _cut(whole, layout) if first.step is None else _named(whole, layout)
+    yield from _counted_steps(whole, layout) if first.step is None else _named_steps(whole, layout)
 
 
-def _named(records: Iterator[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
+def _named_steps(records: Iterator[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
     """Yield the steps that the records name."""
     part = [next(records)]
     for record in records:
@@ -69,7 +93,7 @@ def _named(records: Iterator[RecordedRollout], layout: Layout) -> Iterator[Recor
     yield grouped(part[-1].step, part, layout)
 
 
-def _cut(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
+def _counted_steps(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
     """Yield a step for so many groups in a row; a group that comes back after it ended is refused."""
     part: list[RecordedRollout] = []
     keys: list[Hashable] = []  # Of the groups in `part`

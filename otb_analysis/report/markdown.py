@@ -1,9 +1,10 @@
 """A document as Markdown: the same tables, curves as SVG files beside it, a sentence for every other figure."""
 
 import re
+from importlib.util import find_spec
 
-from otb_analysis.figures.curves import curves_svg
 from otb_analysis.figures.numbers import cell
+from otb_analysis.figures.svg import curves_svg
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
 
 
@@ -28,7 +29,7 @@ def _part(part: Part, folder: str, pictures: dict[str, str]) -> str:
 
 
 def _picture(part: Picture, folder: str, pictures: dict[str, str]) -> str:
-    if part.curves is None:
+    if part.curves is None or find_spec("matplotlib") is None:  # a base install reports without pictures
         return f"*{_text(part.caption)} The figure is in the HTML form of this report and on the dashboard.*"
     name = re.sub(r"[^\w-]", "-", part.name) + ".svg"
     pictures[name] = curves_svg(part.curves)

@@ -50,9 +50,8 @@ def _markdown(steps: MeasuredSteps) -> str:
 
 
 def _latex(steps: MeasuredSteps) -> str:
-    table = _shown(steps).to_latex(
-        index=False, escape=True, column_format="ll" + "r" * (len(_shown(steps).columns) - 2)
-    )
+    frame = _shown(steps)
+    table = frame.to_latex(index=False, escape=True, column_format="ll" + "r" * (frame.shape[1] - 2))
     for sign, macro in LATEX.items():
         table = table.replace(sign, macro)
     said = [f"% {line}" for line in (steps.name, *steps.lines)]

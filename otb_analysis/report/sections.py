@@ -8,13 +8,14 @@ import pandas as pd
 from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.formulas import ALARM_FORMULAS, ATTRIBUTION_FORMULAS, FIDELITY_FORMULAS
 from otb_analysis.answers.holders import Attributed
-from otb_analysis.answers.learning import overview_table, provenance_table
+from otb_analysis.answers.learning import provenance_table
 from otb_analysis.answers.proxy import MEASURED_GROUPS
 from otb_analysis.errors import InputError
-from otb_analysis.figures.alarms import alarm_marks, alarms_line, alarms_table
+from otb_analysis.figures.alarms import alarms_line, alarms_table
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
-from otb_analysis.figures.collapse import collapse_info, degenerate_table, plot_collapse
+from otb_analysis.figures.collapse import QUANTITIES, degenerate_table, derived
 from otb_analysis.figures.comparison import display_table, plot_comparison
+from otb_analysis.figures.curves import curves_info
 from otb_analysis.figures.fidelity import (
     fidelity_columns,
     fidelity_info,
@@ -25,7 +26,9 @@ from otb_analysis.figures.fidelity import (
 from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
 from otb_analysis.figures.learning import learning_info, plot_learning
 from otb_analysis.figures.runs import config_differences
+from otb_analysis.figures.timeline import plot_timeline, timeline_info
 from otb_analysis.report.audit import planner_parts
+from otb_analysis.report.compare import learning_grid
 from otb_analysis.report.diagnosis import holder_grids
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
 from otb_analysis.store import attributed_steps, largest_attributed_step
@@ -35,7 +38,6 @@ Runs = Mapping[str, RunAnswers]
 WINDOW = 10
 """Steps of the running means."""
 
-LEARNED = "Reward: mean of the last tenth of the steps; change since the first tenth. ‖ḡ‖, clipped: last 20 steps."
 DEGENERATE = "Degenerate input over all steps: allowed, but nothing can be learned from it."
 
 TOP = 12
@@ -48,7 +50,7 @@ def overview(runs: Runs) -> Section:
     differences = config_differences({name: run.config for name, run in runs.items()})
     parts: list[Part] = [
         *(f"{name}: {run.alarm}" for name, run in runs.items() if run.alarm),
-        Grid(LEARNED, overview_table(runs)),
+        learning_grid(runs),
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), info),
     ]
     alike = Counter(run.design for run in runs.values() if run.grams)
@@ -64,20 +66,21 @@ def overview(runs: Runs) -> Section:
 def collapse(runs: Runs) -> Section:
     """Return alarms, health over steps and change points."""
     findings = {name: run.findings for name, run in runs.items()}
-    points = {name: run.changes for name, run in runs.items()}
-    info = collapse_info(_steps(runs), _estimators(runs), WINDOW)
     fired = "An alarm uses only steps up to its own; change points are dated in hindsight."
+    pictures = [
+        Picture(
+            f"health-{name}", f"{name} over its steps, with the events that were seen.",
+            plot_timeline(timeline_info(run.steps, run.findings, run.changes, more=True)),
+            curves_info({name: derived(run.steps)}, QUANTITIES, {name: run.estimator}, WINDOW),
+        )
+        for name, run in runs.items()
+    ]  # fmt: skip
     return Section(
         "Alarms and health over steps",
         (
             Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings)),
             *(f"{run}. {of.change_line}" for run, of in runs.items()),
-            Picture(
-                "collapse",
-                f"Running means over {WINDOW} steps; the interactive form marks first firings and change points.",
-                plot_collapse(info, marks=alarm_marks(findings, points)),
-                info,
-            ),
+            *pictures,
             Grid(DEGENERATE, degenerate_table(_steps(runs))),
             Formulas(ALARM_FORMULAS),
         ),

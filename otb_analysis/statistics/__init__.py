@@ -20,10 +20,10 @@ from otb_analysis.statistics.inference.intervals import (
     MIN_CLUSTERS,
     Interval,
     cluster_jackknife,
+    is_informative,
     jackknife_interval,
     log_ratio_t,
     seed_mean,
-    told,
 )
 from otb_analysis.statistics.inference.passing import pass_at_k, passing
 from otb_analysis.statistics.moments.gradients import (
@@ -95,6 +95,7 @@ __all__ = [
     "held_out",
     "horvitz_thompson",
     "inclusion_probabilities",
+    "is_informative",
     "jackknife_interval",
     "log_ratio_t",
     "mean_over_subgroups",
@@ -113,7 +114,6 @@ __all__ = [
     "sketch_noise",
     "smaller_sizes",
     "systematic_sample",
-    "told",
     "top_share",
     "update_ratios",
     "weight_statistics",

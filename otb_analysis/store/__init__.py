@@ -2,7 +2,6 @@
 
 from otb_analysis.store.compact import Compacted, compact
 from otb_analysis.store.diagnosed import attributed_steps, largest_attributed_step, step_attribution, step_series
-from otb_analysis.store.folder import one_look
 from otb_analysis.store.gram import gram_rows, subgroup_rows
 from otb_analysis.store.prompt import StoredPrompt
 from otb_analysis.store.query import ASKED_MEMORY, ASKED_ROWS
@@ -32,7 +31,6 @@ __all__ = [
     "find_rollouts",
     "gram_rows",
     "largest_attributed_step",
-    "one_look",
     "reward_histogram",
     "runs_df",
     "step_attribution",

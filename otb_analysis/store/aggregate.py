@@ -1,10 +1,5 @@
-"""Counts, means and variances of the per-token columns, by run, bin of steps and prompt: one SELECT per bin.
+"""Counts, means and variances of the per-token columns, by run, bin of steps and prompt: one SELECT per bin."""
 
-A bin of a run is a partition of its own, so nothing is merged afterwards: Ray's workers run the very SELECT that DuckDB
-runs alone, each on the parts of its steps.
-"""
-
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +8,6 @@ from typing import Any
 import pandas as pd
 
 from otb_analysis.errors import InputError
-from otb_analysis.extras import require
 from otb_analysis.phases import counted
 from otb_analysis.schema import TABLES
 from otb_analysis.store.reader import RunStore
@@ -80,43 +74,12 @@ def aggregate_partition(partition: Partition, memory_limit: str = "256MB") -> pd
 
 
 def aggregate(found: Sequence[Partition]) -> pd.DataFrame:
-    """Return the rows of all partitions, one after the other in this process."""
-    return _joined(aggregate_partition(one) for one in counted(found, "bin"))
-
-
-def aggregate_on_ray(found: Sequence[Partition], workers: int) -> pd.DataFrame:
-    """Return the same from Ray: from the cluster that RAY_ADDRESS names, which sees the same files, or on this machine.
-
-    On this machine Ray listens on the loopback interface only, unless it was imported before.
-
-    Args:
-        workers: Processes on this machine; a cluster has its own.
+    """Return the rows of all partitions.
 
     Raises:
-        InputError: Ray is not installed.
-        StoreError: A part is broken or missing.
+        InputError: None has a token of the policy.
     """
-    require("ray", "otb aggregate --ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    cluster = "RAY_ADDRESS" in os.environ
-    if not cluster:  # Else Ray listens on every address of this machine, whatever it is told. It reads this once.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    import ray  # pyright: ignore[reportMissingImports]
-
-    local: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False}
-    ray.init(log_to_driver=False, logging_level="error", **({} if cluster else local))
-    try:
-        task = ray.remote(aggregate_partition)
-        waiting = [task.remote(one) for one in found]
-        return _joined(ray.get(one) for one in counted(waiting, "bin"))
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    finally:
-        ray.shutdown()
-
-
-def _joined(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    some = [table for table in tables if len(table)]
+    some = [table for one in counted(found, "bin") if len(table := aggregate_partition(one))]
     if not some:
         raise InputError("none of these runs has tokens of the policy; name runs of otb train or otb score.")
     return pd.concat(some, ignore_index=True)

@@ -1,168 +1,197 @@
-"""Compaction: the parts of many steps become few files with the same rows; nothing is removed before they are checked.
+"""A run that has ended as one Parquet file per table, which pandas, DuckDB or Ray read without this package.
 
-Readers go on meanwhile. The merged files are written first, where no reader looks; then run.json lists them, in one
-exchange; then the parts go. Killed before the exchange the run is what it was, killed after it the parts that are left
-count no more. Either way the next compaction, or the next writer, removes what is left over.
+The files of large tables replace those of single steps; those of small tables are copies of the catalogue, for others.
+New files are written first and compared; then the catalogue names them, in one transaction; then the old ones go. So
+readers go on meanwhile, and a run that was killed is whole either way.
 """
 
-import platform
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from zlib import crc32
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from otb_analysis.atomic import atomic_file
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import advance, count_to
 from otb_analysis.schema import TABLES
-from otb_analysis.store.checksum import BLANK, CHECKSUM, stamp
-from otb_analysis.store.digest import forget
+from otb_analysis.store import catalogue, earlier
+from otb_analysis.store.catalogue import LARGE, SMALL, transaction
 from otb_analysis.store.encode import ARROW
-from otb_analysis.store.layout import MERGED, find_run, merged_path
-from otb_analysis.store.liveness import other_writer, standing, this_process
-from otb_analysis.store.merged import COMPACTED, Part, ranges
-from otb_analysis.store.parts import broken, checked, remove_unlisted, visible_parts
-from otb_analysis.store.runfile import read_run_file, write_run_file
-from otb_analysis.store.views import refuse_missing_keys
-from otb_analysis.store.writer import ROW_GROUP, parquet_options
-
-COMPACTING = "compacting"
-"""The key in run.json that names the process which compacts the run."""
-FILE_BYTES = 64 << 20
-"""Bytes of parts after which a merged file is complete: it is held in memory until then."""
-
-T = TypeVar("T")
+from otb_analysis.store.layout import find_run
+from otb_analysis.store.liveness import other_writer, standing
+from otb_analysis.store.parts import (
+    ROW_GROUP,
+    Part,
+    as_rows,
+    check,
+    listed,
+    parquet_options,
+    read_step,
+    remove_unlisted,
+)
+from otb_analysis.store.runfile import read_run_file
 
 
 @dataclass(frozen=True)
 class Compacted:
     """What a compaction did."""
 
-    steps: int  # Steps whose parts were merged
-    parts: int  # Files before
-    files: int  # Files after
+    steps: int  # Of the run
+    parts: int  # Files of large tables before
+    files: int  # Parquet files after
     bytes_before: int
     bytes_after: int
 
 
 def compact(path: Path) -> Compacted:
-    """Merge the parts of a run's complete steps into few files; steps that were merged before stay as they are.
+    """Make a run that has ended one Parquet file per table.
 
     Raises:
-        InputError: There is no such run, or a process writes or compacts it.
-        StoreError: A part is broken or missing, or the disk refuses; the run is as it was.
+        InputError: There is no such run, or a process writes it.
+        StoreError: A file is broken or missing, or the disk refuses; the run is as it was.
     """
     run_dir = find_run(path)
-    info = {name: value for name, value in read_run_file(run_dir).items() if name != COMPACTING}
-    _refuse_writer(run_dir)
-    visible = visible_parts(run_dir, TABLES)
-    loose = {table: [p for p in parts if not MERGED.fullmatch(p.path.name)] for table, parts in visible.items()}
-    before = [part.path for parts in loose.values() for part in parts]
-    sizes = sum(file.stat().st_size for file in before)
-    count_to(len(before), "file")
-    try:
-        write_run_file(run_dir, info | {COMPACTING: this_process()})
-        mine = read_run_file(run_dir)
-        remove_unlisted(run_dir)
-        new = {table: [_write(run_dir, table, some) for some in _by_file(parts)] for table, parts in loose.items()}
-        if read_run_file(run_dir) != mine:
-            raise StoreError(f"{run_dir} was changed by another process while it was compacted; compact it again.")
-        listed: Any = info.get(COMPACTED, {})
-        files = {table: [*listed.get(table, ()), *entries] for table, entries in new.items()}
-        write_run_file(run_dir, info | {COMPACTED: files})
-        remove_unlisted(run_dir)
-        forget(run_dir)
-    except OSError as error:
-        with suppress(OSError, StoreError):
-            remove_unlisted(run_dir)
-            write_run_file(run_dir, info)
-        raise StoreError(
-            f"cannot compact {run_dir} ({error.strerror or error}); its steps stay readable, free some space and "
-            "compact it again."
-        ) from error
-    merged = [run_dir / table / str(entry["file"]) for table, entries in new.items() for entry in entries]
-    return Compacted(len(loose["steps"]), len(before), len(merged), sizes, sum(f.stat().st_size for f in merged))
-
-
-def _refuse_writer(run_dir: Path) -> None:
     info = read_run_file(run_dir)
-    pid = other_writer(info)
-    if pid or standing(info)[0] == "running":
-        by = f"process {pid}" if pid else f"a process of {platform.node()}"
+    if (pid := other_writer(info)) or standing(info)[0] == "running":
+        by = f"process {pid}" if pid else "a process that is running"
         raise InputError(f"{run_dir} is being written by {by}; compact it once it has ended.")
+    try:
+        earlier.upgrade(run_dir)
+        return merge(run_dir)
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(
+            f"cannot compact {run_dir} ({getattr(error, 'strerror', None) or error}); its steps stay readable, free "
+            "some space and compact it again."
+        ) from error
 
 
-def _by_file(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield the parts of one merged file after the other; a step is never cut."""
-    some, size = list[Part](), 0
-    for _, of_step in groupby(parts, lambda part: part.step):
-        more = list(of_step)
-        if some and size >= FILE_BYTES:
-            yield some
-            some, size = [], 0
-        some += more
-        size += sum(part.path.stat().st_size for part in more)
-    if some:
-        yield some
+def merge(run_dir: Path) -> Compacted:
+    """Do the same for the run's own writer; what the disk refuses is an OSError or a sqlite3.Error."""
+    with transaction(run_dir) as db:
+        steps, before = catalogue.written_steps(db, run_dir), listed(db, run_dir)
+        (changes,) = db.execute("SELECT changes FROM totals").fetchone()
+        small = {table: catalogue.read(db, run_dir, table).table for table in SMALL}
+    old = {part.file for part in before}
+    size = sum((run_dir / file).stat().st_size for file in old)
+    of_table = {table: [part for part in before if part.table == table] for table in LARGE}
+    due = {table: parts for table, parts in of_table.items() if {part.file for part in parts} - {f"{table}.parquet"}}
+    count_to(sum(map(len, due.values())), "file")
+    try:
+        merged = {table: _merged(run_dir, table, parts) for table, parts in due.items()}
+        with transaction(run_dir, write=True) as db:
+            if db.execute("SELECT changes FROM totals").fetchone() != (changes,):
+                raise StoreError(f"{run_dir} was changed by another process while it was compacted; compact it again.")
+            for step in steps:
+                if new := [one for table in LARGE for one in merged.get(table, of_table[table]) if one.step == step]:
+                    catalogue.replace_parts(db, step, as_rows(new))
+        for table, rows in small.items():
+            if len(rows):
+                with atomic_file(run_dir / f"{table}.parquet") as file, pq.ParquetWriter(file, rows.schema) as writer:
+                    writer.write_table(rows, row_group_size=ROW_GROUP)
+    finally:
+        with transaction(run_dir) as db:
+            keep = {part.file for part in listed(db, run_dir)}
+        with suppress(OSError):
+            remove_unlisted(run_dir, keep | {f"{table}.parquet" for table, rows in small.items() if len(rows)})
+    after = sorted(run_dir.glob("*.parquet"))
+    return Compacted(len(steps), len(old), len(after), size, sum(path.stat().st_size for path in after))
 
 
-def _write(run_dir: Path, table: str, parts: Sequence[Part]) -> dict[str, object]:
-    """Write one merged file, compare it with the parts row by row, and return what run.json says of it."""
-    steps = sorted({part.step for part in parts})
-    path = merged_path(run_dir, table, steps[0], steps[-1])
-    schema = _schema(table, parts)
-    buffer = pa.BufferOutputStream()
-    with pq.ParquetWriter(buffer, schema, **parquet_options(schema, len(parts))) as writer:
-        for rows in _row_groups(table, parts, schema):
-            writer.write_table(rows, row_group_size=ROW_GROUP)
-        writer.add_key_value_metadata({CHECKSUM: BLANK.decode()})
-    content, checksum = stamp(path, memoryview(buffer.getvalue()))
-    del buffer
-    _compare(path, content, _row_groups(table, parts, schema))
+def separate(db: sqlite3.Connection, run_dir: Path) -> None:
+    """Give the files of a run that ended other names, since the run goes on: its next end writes them anew."""
+    for step, of_step in groupby(listed(db, run_dir), lambda part: part.step):
+        parts = list(of_step)
+        moved = [replace(part, file=_aside(run_dir, part)) if "/" not in part.file else part for part in parts]
+        if moved != parts:
+            catalogue.replace_parts(db, step, as_rows(moved))
+
+
+def _aside(run_dir: Path, part: Part) -> str:
+    """Return another name of a file that holds all steps; the first call makes it."""
+    name = f"{part.table}/upto-{part.crc32:010d}.parquet"
+    if not (run_dir / name).exists():
+        (run_dir / part.table).mkdir(exist_ok=True)
+        try:
+            os.link(run_dir / part.file, run_dir / name)
+        except OSError:  # a file system without links
+            shutil.copy2(run_dir / part.file, run_dir / name)
+    return name
+
+
+def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
+    """Write all rows of a table into one file, compare them, and return what the catalogue is to say."""
+    path, schema = run_dir / f"{table}.parquet", _schema(run_dir, table, parts)
     with atomic_file(path) as file:
-        file.write(content)
-    advance(len(parts))
-    return {"file": path.name, "checksum": checksum, "steps": ranges(steps)}
+        with pq.ParquetWriter(file, schema, **parquet_options(schema)) as writer:
+            for rows in _row_groups(run_dir, parts, schema):
+                writer.write_table(rows, row_group_size=ROW_GROUP)
+        file.flush()
+        written, at = pq.ParquetFile(file.name), 0
+        for rows in _row_groups(run_dir, parts, schema):
+            groups = list(range(at, at + max(1, -(-len(rows) // ROW_GROUP))))
+            if not _bits(written.read_row_groups(groups, use_threads=False)).equals(_bits(rows)):
+                raise StoreError(
+                    f"{path} would not hold the rows of its parts; nothing was changed, please report this."
+                )
+            at = groups[-1] + 1
+    checksum = 0
+    with path.open("rb") as content:
+        while block := content.read(1 << 22):
+            checksum = crc32(block, checksum)
+    fields = json.dumps({field.name: str(field.type) for field in schema})
+    found = list[Part]()
+    for step, of_step in groupby(parts, lambda part: part.step):
+        some = list(of_step)
+        recorded = ",".join(dict.fromkeys(name for part in some for name in part.recorded.split(",")))
+        found.append(Part(step, table, path.name, sum(part.rows for part in some), checksum, fields, recorded))
+    return found
 
 
-def _schema(table: str, parts: Sequence[Part]) -> pa.Schema:
+def _schema(run_dir: Path, table: str, parts: Sequence[Part]) -> pa.Schema:
     """Return the columns of all parts: those of the schema as it has them today, the others as they were written."""
-    found = dict.fromkeys(_read(table, part, pq.read_schema) for part in parts)
-    joined = pa.unify_schemas([schema.remove_metadata() for schema in found], promote_options="permissive")
+    one_of = {part.fields: part for part in reversed(parts)}
+    found = [read_step(run_dir, part).schema.remove_metadata() for part in reversed(one_of.values())]
+    joined = pa.unify_schemas(found, promote_options="permissive")
     today = {c.name: ARROW[c.dtype] for c in TABLES[table]}
     return pa.schema([field.with_type(today.get(field.name, field.type)) for field in joined])
 
 
-def _row_groups(table: str, parts: Sequence[Part], schema: pa.Schema) -> Iterator[pa.Table]:
+def _row_groups(run_dir: Path, parts: Sequence[Part], schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the rows of whole steps, at most `ROW_GROUP` of several steps, so that one step is found and read alone."""
     some, size = list[pa.Table](), 0
-    for _, of_step in groupby(parts, lambda part: part.step):
-        more = [_with_columns(_read(table, part, _rows_of), schema) for part in of_step]
-        rows = sum(map(len, more))
-        if some and size + rows > ROW_GROUP:
+    for more in _pieces(run_dir, parts):
+        if some and size + len(more) > ROW_GROUP:
             yield pa.concat_tables(some)
             some, size = [], 0
-        some += more
-        size += rows
-    yield pa.concat_tables(some)
+        some.append(_with_columns(more, schema))
+        size += len(more)
+    if some:
+        yield pa.concat_tables(some)
 
 
-def _read(table: str, part: Part, read: Callable[[Path], T]) -> T:
-    checked(part)
-    try:
-        refuse_missing_keys(table, part, pq.read_schema(part.path).names)
-        return read(part.path)
-    except (pa.ArrowException, OSError) as error:
-        raise broken(part, error) from error
-
-
-def _rows_of(path: Path) -> pa.Table:
-    return pq.ParquetFile(path).read(use_threads=False)
+def _pieces(run_dir: Path, parts: Sequence[Part]) -> Iterator[pa.Table]:
+    """Yield the rows of one step, or of a piece of a file that holds many, after another."""
+    for (_, alone), of_file in groupby(parts, lambda part: (part.step if part.alone else part.file, part.alone)):
+        some = list(of_file)
+        if alone:
+            yield pa.concat_tables([read_step(run_dir, part) for part in some], promote_options="default")
+        else:
+            check(run_dir, some)
+            file, steps = pq.ParquetFile(run_dir / some[0].file), pa.array([part.step for part in some])
+            for group in range(file.num_row_groups):
+                rows = file.read_row_group(group, use_threads=False)
+                yield rows.filter(pc.call_function("is_in", [rows["step"]], pc.SetLookupOptions(steps)))
+        advance(len(some))
 
 
 def _with_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -172,20 +201,6 @@ def _with_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
         for field in schema
     ]
     return pa.table(columns, schema=schema)
-
-
-def _compare(path: Path, content: bytes, written: Iterator[pa.Table]) -> None:
-    """Refuse a merged file whose rows are not those of its parts, to the last bit.
-
-    Raises:
-        StoreError: They are not; nothing was removed.
-    """
-    file, at = pq.ParquetFile(pa.BufferReader(content)), 0
-    for rows in written:
-        groups = list(range(at, at + max(1, -(-len(rows) // ROW_GROUP))))
-        if not _bits(file.read_row_groups(groups, use_threads=False)).equals(_bits(rows)):
-            raise StoreError(f"{path} would not hold the rows of its parts; nothing was changed, please report this.")
-        at = groups[-1] + 1
 
 
 def _bits(rows: pa.Table) -> pa.Table:

@@ -1,40 +1,25 @@
-"""The Gram matrix of group gradients as a long table, each unordered pair once, and back."""
+"""The Gram matrix of group gradients as a long table, each unordered pair once, and back; and what is kept of it.
 
+Comparing estimators needs some blocks of a Gram matrix and not its half a million rows, so these are a row of the
+catalogue (`products`), made when the step is written. They hold nothing of their own.
+"""
+
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from numpy.typing import NDArray
 from pandas.api.types import union_categoricals
 
-from otb_analysis.schema import TABLES
-from otb_analysis.store.merged import Part
-from otb_analysis.store.views import Opened, opened, read_opened, read_part, written_columns
-from otb_analysis.types import Float, Gram, Int, Label, ReducedGram
+from otb_analysis.estimators import standing_for_truth
+from otb_analysis.statistics import REFERENCE
+from otb_analysis.types import Float, Gram, Int, ReducedGram
 
 PRODUCT_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
 """The columns of text of `grams` and `subgroups`."""
-
-
-_VALUE = "inner_product"
-_KEYS = tuple(c.name for c in TABLES["grams"] if c.name not in ("step", _VALUE))
-_ORDERS: dict[bytes, "_Order"] = {}
-"""What Gram matrices in the order of `gram_rows` hold, by all columns but their products as bytes on disk."""
-
-
-@dataclass(frozen=True)
-class _Order:
-    """What each product of a Gram matrix is of."""
-
-    labels: tuple[Label, ...]
-    groups: Int
-    n_rollouts: int
-    sketch_dim: int | None
 
 
 def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
@@ -70,142 +55,96 @@ def subgroup_rows(step: int, grams: Mapping[int, Gram]) -> dict[str, np.ndarray]
     return joined | {"size": np.concatenate(sizes).astype(np.int64)}
 
 
-def product_rows(table: str, parts: Sequence[Part]) -> pd.DataFrame:
-    """Return the rows of one step's parts of `grams` or `subgroups`, their texts as categories.
-
-    A step has half a million rows, and pandas takes a second for each million texts but none for codes.
-
-    Raises:
-        StoreError: A part is broken or lacks a key column.
-    """
-    rows = [read_part(table, part, categories=PRODUCT_TEXTS) for part in parts]
-    return pa.concat_tables(rows).to_pandas()
-
-
-def read_gram(
-    parts: Sequence[Part], prompt_of: Mapping[int, object], references: Sequence[Label | frozenset[Label]] | None = None
-) -> Gram | None:
-    """Return the Gram matrix of one step's parts of `grams`; None where they have no rows.
-
-    Most steps of a run pair the same estimators and groups in the same order. Their other columns are the same bytes on
-    disk, so that only the products are read.
+def derived(config: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Iterator[tuple[int, bytes]]:
+    """Yield what comparisons read of a step's Gram matrices: of whole groups (size 0) reduced, of smaller ones whole.
 
     Args:
-        references: Return only what comparing estimators with these needs, as `Gram.reduced` does.
-
-    Raises:
-        StoreError: A part is broken or lacks a key column.
+        config: The run's configuration, which says what is proved to stand for ∇J.
+        tables: The step's rows of `grams`, `subgroups` and `rollouts`, where it has them.
     """
-    one = opened(parts[0], PRODUCT_TEXTS) if len(parts) == 1 else None
-    keys = None if one is None else written_columns(one, _KEYS)
-    if one is None or keys is None or (order := _order_of(one, keys)) is None:
-        rows = product_rows("grams", parts) if one is None else read_opened("grams", one).to_pandas()
-        if rows.empty:
-            return None
-        gram = rebuild_gram(rows, prompt_of)
-        return gram if references is None else gram.reduced(references)
-    products = read_opened("grams", one, only=(_VALUE,))[_VALUE].to_numpy()
-    place = _places(len(order.labels), len(order.groups))
-    if references is None:
-        return _gram(products[place].astype(np.float64), order, prompt_of)
-    of_same = products[np.einsum("mnpp->mnp", place)].astype(np.float64)
-    blocks = (lambda m, other: products[place[m, other]].astype(np.float64, copy=False), np.einsum("mnp->mn", of_same))
-    return ReducedGram.of(*_heading(order, prompt_of), references, *blocks)
+    rollouts, prompts = tables.get("rollouts"), dict[int, object]()
+    if rollouts is not None and "prompt_id" in rollouts.column_names:
+        named = zip(rollouts["group"].to_pylist(), rollouts["prompt_id"].to_pylist(), strict=True)
+        prompts = {group: name for group, name in named if name is not None}
+    if (rows := tables.get("grams")) is not None and len(rows):
+        gram = rebuild_gram(frame_of(rows), prompts)
+        gram = gram.reduced((REFERENCE, standing_for_truth(gram.labels, config)))
+        arrays = [gram.own, gram.totals, *(array for pair in gram.means.values() for array in pair)]
+        yield 0, _packed(gram, arrays, {"means": [sorted(members) for members in gram.means]})
+    if (rows := tables.get("subgroups")) is not None and len(rows):
+        for size, some in frame_of(rows).groupby("size"):
+            gram = rebuild_gram(some, prompts)
+            yield int(str(size)), _packed(gram, [gram.inner], {})
 
 
-def _order_of(one: Opened, keys: bytes) -> _Order | None:
-    """Return what the rows of a part pair, in the order of `gram_rows`; None for any other order.
+def reduced_gram(packed: bytes) -> ReducedGram:
+    """Return the matrix of whole groups that `derived` packed."""
+    heading, (own, totals, *pairs) = _unpacked(packed)
+    members = [frozenset((name, source) for name, source in some) for some in heading.pop("means")]
+    means = dict(zip(members, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+    fields = _fields(heading)
+    return ReducedGram(np.empty((len(fields["labels"]),) * 2 + (0, 0)), **fields, own=own, totals=totals, means=means)
 
-    Read one column after the other: all of a step's rows at once are a hundred MB.
-    """
-    order = _ORDERS.get(keys)  # once: another thread may clear them
-    if order is None:
-        order = _as_written(lambda name: read_opened("grams", one, only=(name,))[name].to_pandas())
-        if len(_ORDERS) > 64:
-            _ORDERS.clear()
-        if order is not None:
-            _ORDERS[keys] = order
-    return order
+
+def whole_gram(packed: bytes) -> Gram:
+    """Return the matrix of smaller groups that `derived` packed."""
+    heading, (inner,) = _unpacked(packed)
+    return Gram(inner, **_fields(heading))
+
+
+def frame_of(rows: pa.Table) -> pd.DataFrame:
+    """Return rows of products as a frame, their texts as categories: pandas takes a second for each million texts."""
+    for at, field in enumerate(rows.schema):
+        if field.name in PRODUCT_TEXTS and not pa.types.is_dictionary(field.type):
+            rows = rows.set_column(at, field.name, rows[at].dictionary_encode())
+    return rows.unify_dictionaries().to_pandas()
+
+
+def _packed(gram: Gram, arrays: Sequence[Float], more: Mapping[str, object]) -> bytes:
+    heading = {
+        "labels": gram.labels, "n_rollouts": gram.n_rollouts, "prompt": gram.prompt, "sketch_dim": gram.sketch_dim,
+        "groups": gram.group_index.tolist(), "shapes": [array.shape for array in arrays], **more,
+    }  # fmt: skip
+    return json.dumps(heading).encode() + b"\n" + b"".join(np.ascontiguousarray(a, "<f8").tobytes() for a in arrays)
+
+
+def _unpacked(packed: bytes) -> tuple[dict[str, Any], list[Float]]:
+    text, _, numbers = packed.partition(b"\n")
+    heading, arrays, at = json.loads(text), list[Float](), 0
+    for shape in heading.pop("shapes"):
+        size = math.prod(shape)
+        arrays.append(np.frombuffer(numbers, "<f8", size, 8 * at).astype(np.float64).reshape(shape))
+        at += size
+    return heading, arrays
+
+
+def _fields(heading: Mapping[str, Any]) -> dict[str, Any]:
+    labels, prompt = tuple((name, source) for name, source in heading["labels"]), heading["prompt"]
+    return {
+        "labels": labels, "n_rollouts": heading["n_rollouts"], "prompt": None if prompt is None else tuple(prompt),
+        "groups": np.array(heading["groups"], dtype=np.int64), "sketch_dim": heading["sketch_dim"],
+    }  # fmt: skip
 
 
 def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
-    """Return the Gram matrix of one step's rows of `grams`.
+    """Return the Gram matrix of one step's rows of `grams`, whose texts are categories (`frame_of`).
 
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
     measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
     """
-    order = _as_written(rows.__getitem__)
-    if order is None:
-        return _gram(*_by_keys(rows), prompt_of)
-    place = _places(len(order.labels), len(order.groups))
-    return _gram(rows[_VALUE].to_numpy(np.float64)[place], order, prompt_of)
-
-
-def _gram(inner: Float, order: _Order, prompt_of: Mapping[int, object]) -> Gram:
-    return Gram(inner, *_heading(order, prompt_of))
-
-
-def _heading(
-    order: _Order, prompt_of: Mapping[int, object]
-) -> tuple[tuple[Label, ...], int, tuple[object, ...] | None, Int, int | None]:
-    groups = order.groups.tolist()
-    names = tuple(prompt_of[g] for g in groups) if all(g in prompt_of for g in groups) else None
-    return order.labels, order.n_rollouts, names, order.groups, order.sketch_dim
-
-
-def _order(labels: tuple[Label, ...], groups: Int, column: Callable[[str], Any]) -> _Order:
-    dim, n_rollouts = (column(name).iloc[0] for name in ("sketch_dim", "n_rollouts"))
-    groups = np.asarray(groups, dtype=np.int64)
-    return _Order(labels, groups, int(n_rollouts), None if pd.isna(dim) else int(dim))
-
-
-def _by_keys(rows: pd.DataFrame) -> tuple[Float, _Order]:
-    """Return products [M, M, P, P] of rows in any order, and what they are of, from the keys of each row."""
     # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
     name, names = _factorize(rows, "other_estimator", "estimator")
     source, sources = _factorize(rows, "other_energy_source", "energy_source")
-    label, labels = pd.factorize(name * len(sources) + source)
-    group, groups = pd.factorize(np.concatenate([rows["other_group"].to_numpy(), rows["group"].to_numpy()]))
+    label, codes = pd.factorize(name * len(sources) + source)
+    group, found = pd.factorize(np.concatenate([rows["other_group"].to_numpy(), rows["group"].to_numpy()]))
     (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
-    inner = np.full((len(labels),) * 2 + (len(groups),) * 2, np.nan)
+    inner = np.full((len(codes),) * 2 + (len(found),) * 2, np.nan)
     inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
-    named = tuple((names[code // len(sources)], sources[code % len(sources)]) for code in labels)
-    return inner, _order(named, np.asarray(groups), rows.__getitem__)
-
-
-def _as_written(column: Callable[[str], Any]) -> _Order | None:
-    """Return what rows in the order of `gram_rows` are of, from their columns; None for any other order."""
-    count = len(column("group"))
-    size = (math.isqrt(8 * count + 1) - 1) // 2
-    if not count or size * (size + 1) // 2 != count:
-        return None
-    keys = []  # of each group gradient, read from the products of the first one with all
-    for name in ("estimator", "energy_source", "group"):
-        first, second = column(name), column(f"other_{name}")
-        keys.append(second.iloc[:size].astype(first.dtype))
-        for values in (first, second):
-            of_one = second.iloc[:size].astype(values.dtype)
-            codes, one = ((v.cat.codes if name != "group" else v).to_numpy() for v in (values, of_one))
-            pairs = [one[k:] if values is second else np.full(size - k, one[k]) for k in range(size)]
-            if (codes != np.concatenate(pairs)).any():
-                return None
-    written = list(zip(*(key.tolist() for key in keys), strict=True))
-    labels = tuple(dict.fromkeys((name, source) for name, source, _ in written))
-    groups = list(dict.fromkeys(group for *_, group in written))
-    if written != [(*label, group) for label in labels for group in groups]:
-        return None
-    return _order(labels, np.array(groups), column)
-
-
-@lru_cache(maxsize=4)
-def _places(labels: int, groups: int) -> NDArray[np.int32]:
-    """Return which row of `gram_rows` holds each product [M, M, P, P]."""
-    size = labels * groups
-    every = np.arange(size, dtype=np.int32)
-    one, start = (of.reshape(labels, 1, groups, 1) for of in (every, every * (2 * size - every - 1) // 2))
-    # Row start[i] + j is that of i ≤ j; exchanged it comes later.
-    place = start + one.reshape(1, labels, 1, groups)
-    return np.minimum(place, start.reshape(1, labels, 1, groups) + one, out=place)
+    labels = tuple((names[code // len(sources)], sources[code % len(sources)]) for code in codes)
+    groups = np.asarray(found, dtype=np.int64)
+    dim: Any = rows["sketch_dim"].iloc[0] if "sketch_dim" in rows else None  # a run from before sketches has none
+    prompts = tuple(prompt_of[g] for g in groups.tolist()) if all(g in prompt_of for g in groups.tolist()) else None
+    return Gram(inner, labels, int(rows["n_rollouts"].iloc[0]), prompts, groups, None if pd.isna(dim) else int(dim))
 
 
 def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, list[str]]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 
-RUN_FILE = "run.json"
+RUN_FILE, CATALOGUE = "run.json", "run.sqlite"
 
-PART = re.compile(r"part-(\d+)-r(\d+)\.parquet", re.ASCII)
-MERGED = re.compile(r"merged-(\d+)-(\d+)\.parquet", re.ASCII)
+PART_FILE = re.compile(r"(\w+)/(?:part-\d+-r\d+|upto-\d+|merged-\d+-\d+)\.parquet|(\w+)\.parquet", re.ASCII)
+"""Where rows of a table may lie: of one step and process, of all steps up to one, or of a run that has ended."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]{0,127}")
 
 
@@ -37,14 +37,9 @@ def part_path(run_dir: Path, table: str, step: int, rank: int) -> Path:
     return run_dir / table / f"part-{step:08d}-r{rank}.parquet"
 
 
-def merged_path(run_dir: Path, table: str, first: int, last: int) -> Path:
-    """Return where the rows of these and all steps between lie: <run>/<table>/merged-<first>-<last>.parquet."""
-    return run_dir / table / f"merged-{first:08d}-{last:08d}.parquet"
-
-
 def is_run(path: Path) -> bool:
     """Return whether a directory is a run, whole or broken: it has a run.json or a table's folder."""
-    return path.is_dir() and any((path / name).exists() for name in (RUN_FILE, *TABLES))
+    return path.is_dir() and any((path / name).exists() for name in (RUN_FILE, CATALOGUE, *TABLES))
 
 
 def list_runs(root: Path) -> list[Path]:

@@ -1,22 +1,22 @@
 """Whether a run that says "running" still is: a process that was killed cannot say that it ended.
 
-Only a reader that sees the same processes as the writer can tell: the same host, since the same boot, in the same
-process namespace. Anywhere else a run is believed, and when it was last heard of is said beside it.
+Only a reader that sees the same processes as the writer can tell: on the same host, in the same process namespace.
+Anywhere else a run is believed, and when it was last heard of is said beside it.
 """
 
 import os
 import platform
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
+
+import psutil
 
 STOPPED = "its process ended without a word; its complete steps can be read, go on with --if-exists resume."
-_PROC = Path("/proc")
 
 
 def this_process() -> dict[str, object]:
-    """Return what identifies this process: host, the place in which its number is valid, number, start."""
-    pid = os.getpid()
-    return {"host": platform.node(), "place": _place(), "pid": pid, "start": _start(pid)}
+    """Return what identifies this process: host, place in which its number is valid, number, second of its start."""
+    return {"host": platform.node(), "place": _place(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
 def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
@@ -46,26 +46,20 @@ def other_writer(info: Mapping[str, object]) -> int | None:
 
 def _lives(process: Mapping[str, object]) -> bool | None:
     """Return whether a process is running; None where this process cannot see it by number."""
-    if process.get("place") is None or process.get("place") != _place():
+    pid, started = process.get("pid"), process.get("started")
+    if process.get("place") != _place() or not isinstance(pid, int) or not isinstance(started, int | float):
         return None
-    pid = process.get("pid")
-    return isinstance(pid, int) and process.get("start") is not None and _start(pid) == process["start"]
-
-
-def _place() -> str | None:
-    """Return host, boot and process namespace; processes of one place see each other's numbers, None if unknown."""
     try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{platform.node()} {boot} {os.readlink(_PROC / 'self/ns/pid')}"
-    except OSError:
-        return None
+        one = psutil.Process(pid)
+        # Another process may have the number by now. The clock may have been set meanwhile, by less than a second.
+        return abs(one.create_time() - started) < 1 and one.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
-def _start(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None where there is none, or one that has ended."""
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+def _place() -> str:
+    """Return host and process namespace; processes of one place see each other's numbers."""
+    namespace = ""
+    with suppress(OSError):  # only Linux has these
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{platform.node()} {namespace}".strip()

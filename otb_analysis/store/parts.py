@@ -1,231 +1,206 @@
-"""Which files of a run a reader may see, and whether one of them is missing.
+"""The Parquet files of a run: one for each step, process and large table, or one for each table once a run has ended.
 
-A part holds one step of one table from one rank. The `steps` part is written last, so the steps that have one are the
-complete ones. Readers skip all other parts, and files whose names are not those of parts (a temporary file starts with
-a dot). A compacted run also has files that hold many steps: `compacted` in run.json lists them, and for the steps named
-there it counts alone. It is read after the folders are listed: a part that compaction removes later is in the list, and
-one that it removed before is named in run.json.
+The catalogue lists them. A file that it does not list is not read, and one that is missing, exchanged or changed by a
+bit is a sentence.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, wraps
-from operator import attrgetter
+import json
+import os
+import stat
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
+from zlib import crc32
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
-from otb_analysis.store.checksum import Sealed, Signature, sealed
-from otb_analysis.store.digest import said
-from otb_analysis.store.folder import look_again, looked_earlier, loose_parts
-from otb_analysis.store.layout import MERGED, RUN_FILE, part_path
-from otb_analysis.store.merged import Part, merged_parts
-from otb_analysis.store.runfile import read_run_file
+from otb_analysis.store import catalogue
+from otb_analysis.store.catalogue import quoted
+from otb_analysis.store.encode import ARROW
+from otb_analysis.store.layout import PART_FILE, refused_link
+
+ROW_GROUP = 100_000
 
 
-class _OfARun(Protocol):
-    path: Path
+@dataclass(frozen=True)
+class Part:
+    """What the catalogue says of one file for one step."""
+
+    step: int
+    table: str
+    file: str  # Path inside the run, as in `tokens/part-00000003-r0.parquet`
+    rows: int  # Of this step
+    crc32: int  # Of all bytes
+    fields: str  # Columns and their types in Arrow's words, as JSON
+    recorded: str  # Columns that hold any value of this step, with commas between
+
+    @property
+    def alone(self) -> bool:
+        """True when the file holds no other step."""
+        return "/part-" in self.file
 
 
-S = TypeVar("S", bound=_OfARun)
-P = ParamSpec("P")
-R = TypeVar("R")
+def listed(db: Any, run_dir: Path, table: str | None = None, steps: Collection[int] | None = None) -> list[Part]:
+    """Return the files of a table, or of all, by step; those of several steps come once for each.
+
+    Raises:
+        StoreError: The catalogue has changed, or names what can be no file of a run.
+    """
+    rows = catalogue.read(db, run_dir, "parts", steps, [f.name for f in fields(Part)]).table
+    parts = [Part(**row) for row in rows.to_pylist() if table in (None, row["table"])]
+    for part in parts:
+        match = PART_FILE.fullmatch(part.file)
+        if match is None or part.table not in TABLES or part.table not in (match[1], match[2]):
+            raise StoreError(f"{run_dir} lists {part.file!r:.80}, which is no file of it; restore it from a copy.")
+    return parts
 
 
-def remove_unlisted(run_dir: Path) -> None:
-    """Remove what a killed process left and no reader looks at.
+def as_rows(parts: Iterable[Part]) -> pa.Table:
+    """Return parts as rows of the catalogue's table."""
+    rows = [asdict(part) for part in parts]
+    return pa.table({c.name: pa.array([row[c.name] for row in rows], ARROW[c.dtype]) for c in catalogue.PARTS})
 
-    These are temporary files, merged files that run.json does not list, and parts of steps that a listed one holds.
+
+def described(step: int, table: str, file: str, rows: pa.Table, checksum: int) -> Part:
+    """Return what the catalogue says of rows of a step that lie in a file."""
+    named = json.dumps({field.name: str(field.type) for field in rows.schema})
+    recorded = ",".join(name for name in rows.column_names if rows[name].null_count < len(rows))
+    return Part(step, table, file, len(rows), checksum, named, recorded)
+
+
+def check(run_dir: Path, parts: Iterable[Part]) -> None:
+    """Compare files with what the catalogue says of them; each is read once in a process, until it changes.
+
+    Raises:
+        StoreError: One is missing, a link, or not the one that was written.
+    """
+    for file, checksum in {part.file: part.crc32 for part in parts}.items():
+        path = run_dir / file
+        try:
+            status = path.lstat()
+            if stat.S_ISLNK(status.st_mode) or path.parent.is_symlink():
+                raise refused_link(path)
+            found = _checksum(path, status.st_ino, status.st_mtime_ns, status.st_size)
+        except OSError as error:
+            why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            raise StoreError(f"{path} {why}, though the run was written with it; restore it from a copy.") from error
+        if found != checksum:
+            raise StoreError(f"{path} has changed since it was written (its CRC-32 differs); restore it from a copy.")
+
+
+@lru_cache(maxsize=200_000)
+def _checksum(path: Path, inode: int, mtime_ns: int, size: int) -> int:
+    found = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            found = crc32(block, found)
+    return found
+
+
+def column_names(table: str, parts: Iterable[Part]) -> list[str]:
+    """Return the columns of a large table: the schema's in its order, then the extra ones of these files."""
+    present = (name for text in dict.fromkeys(part.fields for part in parts) for name in json.loads(text))
+    return list(dict.fromkeys([*(c.name for c in TABLES[table]), *present]))
+
+
+def select(run_dir: Path, table: str, parts: Sequence[Part]) -> str:
+    """Return a SELECT over files with every column of the schema; what no file has reads as null."""
+    present = {name for text in {part.fields for part in parts} for name in json.loads(text)}
+    dtypes = {c.name: c.dtype for c in TABLES[table]}
+    columns = [
+        f"CAST({quoted(name) if name in present else 'NULL'} AS {dtypes[name]}) AS {quoted(name)}"
+        if name in dtypes
+        else quoted(name)
+        for name in column_names(table, parts)
+    ]
+    return f"SELECT {', '.join(columns)} FROM {_source(run_dir, parts)}"
+
+
+def _source(run_dir: Path, parts: Sequence[Part]) -> str:
+    if not parts:
+        return "(SELECT 1) WHERE false"
+    alone = [part for part in parts if part.alone]
+    sources = [f"SELECT * FROM {_scan(run_dir, alone)}"] if alone else []
+    for file in dict.fromkeys(part.file for part in parts if not part.alone):
+        steps = [part.step for part in parts if part.file == file]
+        # Of a run that went back, the file still holds steps that were written again elsewhere.
+        between = f"step BETWEEN {min(steps)} AND {max(steps)}"
+        gaps = "" if max(steps) - min(steps) < len(steps) else f" AND step IN ({', '.join(map(str, steps))})"
+        one = [part for part in parts if part.file == file][:1]
+        sources.insert(0, f"SELECT * FROM {_scan(run_dir, one)} WHERE {between}{gaps}")
+    return f"({' UNION ALL BY NAME '.join(sources)})"
+
+
+def _scan(run_dir: Path, parts: Sequence[Part]) -> str:
+    files = ", ".join(literal(str(run_dir / part.file)) for part in parts)
+    alike = len({part.fields for part in parts}) == 1  # opening each file for its columns takes half the time
+    # Without hive_partitioning=false a directory named a=b above the run would become a column.
+    return f"read_parquet([{files}], union_by_name={not alike}, hive_partitioning=false)"
+
+
+def literal(text: str) -> str:
+    """Return an SQL string."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def read_step(run_dir: Path, part: Part, categories: Sequence[str] = ()) -> pa.Table:
+    """Return a file's rows of one step; texts named in `categories` as codes.
+
+    Raises:
+        StoreError: It is missing, or not the one that was written.
+    """
+    check(run_dir, [part])
+    try:
+        file = pq.ParquetFile(run_dir / part.file, read_dictionary=list(categories))
+        if part.alone:
+            return file.read(use_threads=False)
+        place = file.metadata.schema.names.index("step")
+        ends = [file.metadata.row_group(i).column(place).statistics for i in range(file.metadata.num_row_groups)]
+        groups = [i for i, one in enumerate(ends) if one is None or one.min <= part.step <= one.max]
+        return file.read_row_groups(groups, use_threads=False).filter(pc.field("step") == part.step)
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"{run_dir / part.file} cannot be read ({error}); restore it from a copy.") from error
+
+
+def parquet_bytes(rows: pa.Table) -> bytes:
+    """Return a table as the bytes of a Parquet file."""
+    buffer = pa.BufferOutputStream()  # a file has hundreds of pieces, each a call of Python otherwise
+    with pq.ParquetWriter(buffer, rows.schema, **parquet_options(rows.schema)) as writer:
+        writer.write_table(rows, row_group_size=ROW_GROUP)
+    return buffer.getvalue().to_pybytes()
+
+
+def parquet_options(schema: pa.Schema) -> dict[str, Any]:
+    """Return how a table is written."""
+    floats = [c.name for c in schema if pa.types.is_floating(c.type)]
+    others = [c.name for c in schema if c.name not in floats]
+    # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
+    return {
+        "compression": "zstd", "use_byte_stream_split": floats, "use_dictionary": others, "write_statistics": others
+    }  # fmt: skip
+
+
+def remove_unlisted(run_dir: Path, keep: Collection[str]) -> None:
+    """Remove Parquet files and temporary ones that a killed process left and the catalogue does not list.
 
     Raises:
         OSError: One cannot be removed.
     """
-    merged = merged_parts(run_dir, read_run_file(run_dir))
-    held = {step for part in merged.get("steps", ()) for step in part.steps}
-    listed = {part.path for files in merged.values() for part in files}
-    for path in run_dir.glob("*/.*.tmp"):
-        if not path.parent.is_symlink():
-            path.unlink(missing_ok=True)
     for table in TABLES:
-        for path in (run_dir / table).glob("merged-*.parquet"):
-            if MERGED.fullmatch(path.name) and path not in listed:
-                path.unlink()
-        for part in loose_parts(run_dir, table):
-            if part.step in held:
-                part.path.unlink(missing_ok=True)
-
-
-def complete_steps(run_dir: Path) -> list[int]:
-    """Return the steps that are complete, in order: those with a `steps` part, or in a merged file of `steps`."""
-    return sorted({step for part in visible_parts(run_dir, ["steps"])["steps"] for step in part.steps})
-
-
-def by_step(parts: Iterable[Part]) -> dict[int, list[Part]]:
-    """Return the parts that hold each step; of a merged file, the same one asked for that step alone."""
-    found: dict[int, list[Part]] = {}
-    for part in parts:
-        for step in part.steps:
-            alone = part.whole and len(part.steps) == 1
-            found.setdefault(step, []).append(part if alone else replace(part, steps=(step,), whole=False))
-    return found
-
-
-def visible_parts(run_dir: Path, tables: Iterable[str], steps: Iterable[int] | None = None) -> dict[str, list[Part]]:
-    """Return the parts a reader may see of each table, by step: those of the steps that are complete at this moment.
-
-    The complete steps are looked up once, so that all tables of one answer show the same ones.
-
-    Raises:
-        StoreError: A folder cannot be listed, run.json or a `steps` part is broken, or a part of a step is missing.
-    """
-    tables = list(tables)
-    # `steps` first: a part that belongs to one of them was there before.
-    loose = {table: loose_parts(run_dir, table) for table in dict.fromkeys(("steps", *tables))}
-    merged = merged_parts(run_dir, read_run_file(run_dir))
-    held = {step for part in merged.get("steps", ()) for step in part.steps}
-    asked = None if steps is None else {int(step) for step in steps}
-    completing = loose["steps"]
-    if held or asked is not None:
-        completing = [p for p in completing if p.step not in held and (asked is None or p.step in asked)]
-    visible: dict[str, list[Part]] = {}
-    for table in tables:
-        files = [part if asked is None else part.only(asked) for part in merged.get(table, ())]
-        files = [replace(part, seen=signature(part)[1:]) for part in files if part.steps]
-        there = completing if table == "steps" else _belonging(run_dir, table, loose[table], completing, asked is None)
-        visible[table] = [*files, *there]
-    return visible
-
-
-def again_if_changed(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Read again what failed while files were exchanged: by compaction, or by a run that went back some steps."""
-
-    @wraps(read)
-    def reading(store: S, *args: P.args, **options: P.kwargs) -> R:
-        for _ in range(5):
-            before, earlier = _state(store.path), looked_earlier()
-            try:
-                return read(store, *args, **options)
-            except StoreError:
-                if not earlier and _state(store.path) == before:
-                    raise
-                look_again()
-        return read(store, *args, **options)
-
-    return reading
-
-
-def _state(run_dir: Path) -> list[int]:
-    """Return what changes when files of a run are exchanged."""
-    return [path.stat().st_mtime_ns for path in (run_dir / RUN_FILE, run_dir / "steps") if path.exists()]
-
-
-def signature(part: Part, *, now: bool = False) -> Signature:
-    """Return what changes when a part is written again, as it was when its folder was looked at, or as it is now.
-
-    Raises:
-        StoreError: It is gone.
-    """
-    if part.seen is not None and not now:
-        return part.path, *part.seen
-    try:
-        status = part.path.stat()
-    except OSError as error:
-        raise broken(part, error) from error
-    return part.path, status.st_mtime_ns, status.st_size
-
-
-def checked(part: Part) -> Sealed:
-    """Return what a part says of itself, once all its bytes are right.
-
-    Raises:
-        StoreError: It is broken, or not the one that its step was written with.
-    """
-    try:
-        found = sealed(signature(part, now=True))
-    except OSError as error:
-        raise broken(part, error) from error
-    if part.checksum and found.checksum != part.checksum:
-        raise broken(part, OSError("it is another file than its step was written with"))
-    return found
-
-
-def broken(part: Part, error: Exception) -> StoreError:
-    """Return the sentence about a part that cannot be read."""
-    why = getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
-    return StoreError(f"{part.path} is broken ({why}); {without(part)}, or write the run again.")
-
-
-def without(part: Part) -> str:
-    """Return how to read a run without a part."""
-    if MERGED.fullmatch(part.path.name):
-        return "restore it from a copy of the run"
-    completing = part_path(part.path.parent.parent, "steps", part.step, 0)
-    return f"delete {'it' if completing == part.path else completing} to read the run without step {part.step}"
-
-
-def _belonging(run_dir: Path, table: str, loose: list[Part], completing: list[Part], whole: bool) -> list[Part]:
-    """Return the parts of complete steps, each with the checksum under which its step names it.
-
-    Args:
-        whole: These are all complete steps, so what is found is kept: the next look goes on after it.
-    """
-    place = _found_before(run_dir / table)
-    before, kept = place[0], _Found()  # another thread may put another there
-    if whole and before.begins(loose, completing):
-        kept = before
-    elif not whole:
-        asked = {step.step for step in completing}
-        loose = [part for part in loose if part.step in asked]
-    new, later = completing[len(kept.completing) :], loose[len(kept.loose) :]
-    if not new:
-        return kept.parts
-    found, there = dict[int, Sealed](), {part.path.name for part in later}
-    for step, found[step.step] in zip(new, _said(run_dir, "steps", new), strict=True):
-        for name in found[step.step].named_parts(table).keys() - there:
-            path = run_dir / table / name
-            raise StoreError(
-                f"{path} is missing, though step {step.step} was written with it; restore it, "
-                f"or {without(Part(step.step, 0, path))}."
-            )
-    parts = [*kept.parts]
-    for part in later:
-        if (step := found.get(part.step)) is not None:
-            name = part.path.name
-            checksum, recorded = step.named_parts(table).get(name, ""), step.held_by(table).get(name, "")
-            parts.append(replace(part, checksum=checksum, recorded=recorded))
-    if whole:
-        end = bisect_right(loose, new[-1].step, key=attrgetter("step"))
-        place[0] = _Found(completing, loose[:end], parts)
-    return parts
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The complete steps of a run, a table's parts up to the last of them, and which of those belong to the steps."""
-
-    completing: list[Part] = field(default_factory=list)
-    loose: list[Part] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-
-    def begins(self, loose: list[Part], completing: list[Part]) -> bool:
-        """Return whether these begin with the same files; comparing the same objects takes no time."""
-        if completing[: len(self.completing)] != self.completing or loose[: len(self.loose)] != self.loose:
-            return False
-        later = loose[len(self.loose) :]
-        return not (later and self.completing) or later[0].step > self.completing[-1].step
-
-
-@lru_cache(maxsize=1_000)
-def _found_before(folder: Path) -> list[_Found]:
-    """Return a place for what was found in a folder when all its parts were last asked for."""
-    return [_Found()]
-
-
-def _said(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Sealed]:
-    """Return what parts say of themselves; most are not opened for it."""
-    try:
-        return said(run_dir, table, [signature(part) for part in parts])
-    except OSError:
-        return [checked(part) for part in parts]  # the one that is broken says so
+        folder = run_dir / table
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        for path in [*folder.glob("*.parquet"), *folder.glob(".*.tmp")]:
+            if f"{table}/{path.name}" not in keep:
+                path.unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    for path in [*run_dir.glob("*.parquet"), *run_dir.glob(".*.tmp")]:
+        if (path.name not in keep and path.stem in TABLES) or path.suffix == ".tmp":
+            os.unlink(path)

@@ -13,7 +13,7 @@ import duckdb
 import pandas as pd
 
 from otb_analysis.errors import InputError
-from otb_analysis.store.views import literal
+from otb_analysis.store.parts import literal
 
 ASKED_SECONDS, ASKED_ROWS, ASKED_MEGABYTES, ASKED_MEMORY = 20, 100_000, 20, "256MB"
 """Bounds of a query that somebody typed: on the page Rollouts, or behind `otb query`."""

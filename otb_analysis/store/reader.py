@@ -1,42 +1,42 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
 import re
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any
+from sqlite3 import Connection
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from zlib import crc32
 
 import duckdb
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
-from otb_analysis.store.gram import product_rows, read_gram, rebuild_gram
-from otb_analysis.store.held import LIGHT, MANY, rollout_rows, step_frame, step_rows
-from otb_analysis.store.layout import find_run
+from otb_analysis.store import catalogue, earlier, parts
+from otb_analysis.store.catalogue import SMALL, quoted, transaction
+from otb_analysis.store.gram import PRODUCT_TEXTS, frame_of, rebuild_gram, reduced_gram, whole_gram
+from otb_analysis.store.layout import CATALOGUE, find_run
 from otb_analysis.store.liveness import standing
-from otb_analysis.store.merged import Part
-from otb_analysis.store.parts import again_if_changed, by_step, checked, complete_steps, signature, visible_parts
+from otb_analysis.store.parts import Part, check, listed, read_step
 from otb_analysis.store.query import check_read_only, checked_limit, first_rows, interrupted_after, open_locked, refused
 from otb_analysis.store.runfile import read_run_file
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
-from otb_analysis.store.views import broken_part, column_names, quoted, select, select_from
 from otb_analysis.types import Gram, Label
 
 _ASKED_WRONG = (
-    duckdb.BinderException,
-    duckdb.CatalogException,
-    duckdb.ConversionException,
-    duckdb.ParserException,
+    duckdb.BinderException, duckdb.CatalogException, duckdb.ConversionException, duckdb.ParserException,
     duckdb.PermissionException,
-)
-"""The query is at fault for certain; behind any other error there may be a broken part, and all are read to find it."""
+)  # fmt: skip
+"""The query is at fault for certain; behind any other error there may be files that were exchanged meanwhile."""
 
-FEW = 16
-"""Gram matrices that are read one after the other: two at a time take 40 MB more, and pay for themselves only then."""
+LIGHT = ("step", "group", "rollout", "prompt_id", "reward", "length", "turns", "finish_reason")
+"""The columns of `rollouts` without its texts."""
 
 WHOLE = "all"
 """The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
@@ -45,6 +45,26 @@ Steps = Sequence[int] | None
 Names = Sequence[str] | None
 Truth = Label | frozenset[Label]
 Parameters = Sequence[object] | Mapping[str, object] | None
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def again_if_changed(
+    read: Callable[Concatenate["RunStore", P], R],
+) -> Callable[Concatenate["RunStore", P], R]:
+    """Read again what failed while files were exchanged: by compaction, or by a run that went back some steps."""
+
+    @wraps(read)
+    def reading(store: "RunStore", *args: P.args, **options: P.kwargs) -> R:
+        before = store.changes
+        try:
+            return read(store, *args, **options)
+        except StoreError:
+            if store.changes == before:
+                raise
+        return read(store, *args, **options)
+
+    return reading
 
 
 class RunStore:
@@ -58,18 +78,29 @@ class RunStore:
 
         Raises:
             InputError: There is no such run, or the limit is no amount of memory.
-            StoreError: Its run.json is missing, broken or newer than this version.
+            StoreError: Its run.json or its catalogue is missing, broken or newer than this version.
         """
         self.path = find_run(Path(path))
-        read_run_file(self.path)
         self._memory_limit = checked_limit(memory_limit)
-        self._reduced: dict[tuple[object, ...], Gram] = {}
-        self._labels: dict[int, dict[Label, None]] = {}
+        self._lock, self._earlier = threading.RLock(), None
+        self.complete_steps()
 
     @cached_property
     def _connection(self) -> duckdb.DuckDBPyConnection:
         """Opened by the first query: a list of many runs needs none."""
         return open_locked(self.path, self._memory_limit)
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        """Yield the catalogue as it is at this moment; that of a run of the earlier layout is made from its files."""
+        if not earlier.is_earlier(self.path):
+            with transaction(self.path) as db:
+                yield db
+            return
+        with self._lock:
+            if self._earlier is None:
+                self._earlier = earlier.catalogue_of(self.path)
+            yield self._earlier
 
     @property
     def info(self) -> dict[str, object]:
@@ -77,46 +108,67 @@ class RunStore:
         return read_run_file(self.path)
 
     @property
-    @again_if_changed
     def standing(self) -> tuple[str, str]:
         """Status as it is now, and why: `stopped` where run.json says running but the process is known to be gone."""
-        info = self.info
-        times = [signature(part)[1] / 1e9 for part in visible_parts(self.path, ["steps"])["steps"][-1:]]
-        heard = datetime.fromtimestamp(times[0], UTC).strftime("%Y-%m-%d %H:%M UTC") if times else info.get("updated")
-        return standing(info, str(heard or ""))
+        return standing(self.info, f"{last_heard(self.path, self.info):%Y-%m-%d %H:%M} UTC")
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """A number that grows with every change of the run, as a tuple; empty where the catalogue cannot be read."""
+        try:
+            with self._reading() as db:
+                return db.execute("SELECT changes FROM totals").fetchone() or ()
+        except StoreError:
+            return ()
 
     def complete_steps(self) -> list[int]:
-        """Return the steps that can be read, in order."""
-        return complete_steps(self.path)
+        """Return the steps that can be read, in order.
 
-    @again_if_changed
+        Raises:
+            StoreError: The run has lost some of them.
+        """
+        with self._reading() as db:
+            steps = catalogue.written_steps(db, self.path)
+        ended: Any = self.info.get("steps")
+        if self.info.get("status") == "complete" and ended and ended["number"] != len(steps):
+            raise StoreError(
+                f"{self.path} has {len(steps)} steps, but it ended with {ended['number']}; restore it from a copy."
+            )
+        return steps
+
     def written(self, *tables: str) -> str:
         """Return a text that changes when a complete step of these tables is added or written again.
 
         Raises:
-            StoreError: A part is broken or missing.
+            StoreError: The catalogue cannot be read.
         """
-        parts = visible_parts(self.path, tables)
-        return f"{hash(tuple((part, part.steps) for table in tables for part in parts[table])):x}"
+        with self._reading() as db:
+            return catalogue.stamp(db, tables)
 
     @again_if_changed
     def steps_with(self, table: str, column: str) -> list[int]:
-        """Return the complete steps that hold any value in a column of a table, in order.
-
-        No part of this table is opened for it but those of earlier versions and merged ones.
+        """Return the complete steps that hold any value in a column of a table, in order; no Parquet file is opened.
 
         Raises:
-            StoreError: A part is broken, missing or lacks a key column.
+            StoreError: The catalogue has changed.
         """
-        parts = visible_parts(self.path, [table])[table]
-        said = [part.recorded or checked(part).recorded for part in parts]
-        holding = {text for text in set(said) if column in text.split(",")}
-        found = {step for part, text in zip(parts, said, strict=True) if text in holding for step in part.steps}
-        unsaid = [step for part, text in zip(parts, said, strict=True) if not text for step in part.steps]
-        if unsaid:
-            query = f"SELECT DISTINCT step FROM {table} WHERE {quoted(column)} IS NOT NULL"
-            found |= {int(step) for step in self.sql(query, steps=unsaid)["step"]}
-        return sorted(found)
+        with self._reading() as db:
+            if table not in SMALL:
+                found = {part.step for part in listed(db, self.path, table) if column in part.recorded.split(",")}
+                return sorted(found)
+            if column not in catalogue.column_names(db, table):
+                return []
+            rows = catalogue.read(db, self.path, table, columns=["step", column]).table
+        return sorted(set(rows["step"].filter(rows[column].is_valid()).to_pylist()))
+
+    def rows(self, table: str, columns: Names = None, steps: Steps = None) -> pa.Table:
+        """Return columns of a small table (steps, rollouts, gradients, sampling) as Arrow, by step.
+
+        Raises:
+            StoreError: The rows are not those that were written.
+        """
+        with self._reading() as db:
+            return catalogue.read(db, self.path, table, _whole_numbers(steps), columns).table
 
     @again_if_changed
     def frame(
@@ -135,20 +187,13 @@ class RunStore:
 
         Raises:
             InputError: A column is unknown (the nearest is named) or the condition cannot be run.
-            StoreError: A part is broken or lacks a key column.
+            StoreError: A file is broken or missing, or rows have changed.
         """
-        parts = visible_parts(self.path, [table], steps)
-        known = column_names(table, parts[table]) if columns is not None else []
-        for name in columns or ():
-            if name not in known:
-                raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
-        if table == "steps" and steps is None and where is None:
-            return step_frame(self.path, parts[table], columns)
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
-        texts = columns is None or where is not None or not set(columns) <= set(LIGHT)
-        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, parts, texts=texts)
+        needed = {table: columns} if columns is not None and where is None else {table: None}
+        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, needed, steps, asked=columns)
 
     def tokens_df(
         self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
@@ -190,20 +235,19 @@ class RunStore:
 
         Args:
             query: One SELECT in DuckDB's SQL; it can reach no file outside this run's directory and change nothing.
-            steps: The views hold only these steps, and no part of another is opened; None means all complete ones.
+            steps: The views hold only these steps, and no file of others is opened; None means all complete ones.
             seconds: How long it may take; None means as long as it needs.
             rows: Most rows of the answer, which is read no further; None means all, whatever memory they take.
             megabytes: Most millions of bytes of what is read of the answer; None means any number.
-            texts: False leaves prompts, answers and parts of rewards of `rollouts` out. The other columns of many parts
-                are then held in memory, so that the next query opens only new parts.
+            texts: False leaves prompts, answers and parts of rewards of `rollouts` out, which is faster.
 
         Raises:
             InputError: The query is not one SELECT, cannot be run, takes longer than allowed, or its answer is larger.
-            StoreError: A part is broken or lacks a key column, or the answer needs more memory than allowed.
+            StoreError: A file is broken or missing, or the answer needs more memory than allowed.
         """
-        # A view costs a look at every part, so only tables that the text mentions get one.
         tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
-        return self._run(query, params, visible_parts(self.path, tables, steps), seconds, rows, megabytes, texts)
+        needed = {table: LIGHT if table == "rollouts" and not texts else None for table in tables}
+        return self._run(query, params, needed, steps, seconds, rows, megabytes)
 
     @again_if_changed
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
@@ -212,69 +256,66 @@ class RunStore:
         Prompts carry their `prompt_id` where the rollouts were stored with it.
 
         Raises:
-            StoreError: A part is broken or lacks a key column.
+            StoreError: A file is broken or missing.
         """
-        return self._read_grams(self._parts_by_step("grams", steps))
+        found = self._read_products("grams", steps)
+        prompts = self._prompts(list(found))
+        return {step: rebuild_gram(frame_of(rows), prompts[step]) for step, rows in found.items()}
 
-    @again_if_changed
     def stored_labels(self) -> list[Label]:
-        """Return (estimator, energy source) of every row of `gradients`, each once; a second call reads new steps only.
+        """Return (estimator, energy source) of every row of `gradients`, each once.
 
         Raises:
-            StoreError: A part is broken or lacks a key column.
+            StoreError: The rows are not those that were written.
         """
-        known, steps = self._labels, self.steps_with("gradients", "estimator")
-        if not known.keys() <= set(steps):  # it went back some steps
-            known = {}
-        found = dict(known)
-        if new := [step for step in steps if step not in known]:
-            rows = self.gradients_df(new, ["step", "estimator", "energy_source"])
-            for step, name, source in rows.itertuples(index=False, name=None):
-                found.setdefault(int(step), {})[str(name), str(source)] = None
-        self._labels = found
-        return list({label: None for step in sorted(found) for label in found[step]})
+        rows = self.rows("gradients", ["estimator", "energy_source"])
+        return list(dict.fromkeys(zip(*(column.to_pylist() for column in rows.columns), strict=True)))
 
     @again_if_changed
     def reduced_grams(self, references: Sequence[Truth], steps: Steps = None) -> dict[int, Gram]:
         """Return of each measured step what comparing its estimators with these references needs.
 
-        A step takes 8·M·P²·(1 + references) bytes. A second call with the same references reads only what is new.
+        A step takes 8·M·P²·(1 + references) bytes. It was derived when the step was written, with rloo and with what is
+        proved to stand for ∇J; for other references the step's Gram matrix is read.
 
         Args:
             references: What will stand for ∇J: an estimator, or several whose mean does; a step uses those it has.
 
         Raises:
-            StoreError: A part is broken or lacks a key column.
+            StoreError: A file is broken or missing.
         """
-        parts = self._parts_by_step("grams", steps)
-        keys = {step: (step, tuple(references), *map(signature, some)) for step, some in parts.items()}
-        new = {step: some for step, some in parts.items() if keys[step] not in self._reduced}
-        read = self._read_grams(new, tuple(references))
-        held = self._reduced | {keys[step]: gram for step, gram in read.items()}
-        grams = {step: held[key] for step, key in keys.items() if key in held}
-        self._reduced = held if steps is not None else {keys[step]: gram for step, gram in grams.items()}
-        return grams
+        found: dict[int, Gram] = {step: reduced_gram(one) for step, _, one in self._products(steps) if not _}
+        wanting = [step for step, gram in found.items() if not all(map(gram.stands, references))]
+        wanting += [step for step in self._measured("grams", steps) if step not in found]
+        for step in wanting:  # one at a time: each is tens of MB
+            found |= {step: gram.reduced(references) for step, gram in self.grams([step]).items()}
+        return {step: found[step] for step in sorted(found)}
 
     @again_if_changed
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
         """Return the Gram matrices of smaller groups, by size and then by step; empty where none were measured.
 
         Raises:
-            StoreError: A part is broken or lacks a key column.
+            StoreError: A file is broken or missing.
         """
-        parts, grams = self._parts_by_step("subgroups", steps), dict[int, dict[int, Gram]]()
-        prompts = self._prompts(list(parts))
-        for step, some in parts.items():
-            for size, rows in product_rows("subgroups", some).groupby("size"):
-                grams.setdefault(int(str(size)), {})[step] = rebuild_gram(rows, prompts[step])
-        return {size: grams[size] for size in sorted(grams)}
+        grams: dict[int, dict[int, Gram]] = {}
+        for step, size, packed in self._products(steps):
+            if size:
+                grams.setdefault(size, {})[step] = whole_gram(packed)
+        known = {step for of_size in grams.values() for step in of_size}
+        others = [step for step in self._measured("subgroups", steps) if step not in known]
+        prompts = self._prompts(others)
+        for step, rows in self._read_products("subgroups", others).items():
+            for size, some in frame_of(rows).groupby("size"):
+                grams.setdefault(int(str(size)), {})[step] = rebuild_gram(some, prompts[step])
+        return {size: {step: grams[size][step] for step in sorted(grams[size])} for size in sorted(grams)}
 
     def token_arrays(self, step: int, group: int | None = None) -> TokenArrays:
         """Return one step's tokens, or those of one prompt, as [N, T] arrays: any estimator can be computed again.
 
         Raises:
             InputError: The step is not complete, or there is no such step.
-            StoreError: A part is broken or lacks a key column, or the mask was not stored.
+            StoreError: A file is broken or missing, or the mask was not stored.
         """
         steps = self.complete_steps()
         if step not in steps:
@@ -285,62 +326,57 @@ class RunStore:
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"], where, params)
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
-    def _parts_by_step(self, table: str, steps: Steps) -> dict[int, list[Part]]:
-        return by_step(visible_parts(self.path, [table], steps)[table])
+    def _measured(self, table: str, steps: Steps) -> list[int]:
+        with self._reading() as db:
+            return list(dict.fromkeys(part.step for part in listed(db, self.path, table, _whole_numbers(steps))))
 
-    def _read_grams(
-        self, parts: Mapping[int, Sequence[Part]], references: Sequence[Truth] | None = None
-    ) -> dict[int, Gram]:
-        """Return the Gram matrices of steps that have one, or what references need of them; two are read at a time."""
-        if not parts:
-            return {}
-        prompts, (first, *others) = self._prompts(list(parts)), parts
-        # The first step tells the order of all: the others read their products alone, a tenth of the memory.
-        read = [read_gram(parts[first], prompts[first], references)]
-        with ThreadPoolExecutor(1 + (len(others) > FEW)) as pool:  # most of the work is Arrow's and NumPy's
-            read += pool.map(lambda step: read_gram(parts[step], prompts[step], references), others)
-        return {step: gram for step, gram in zip(parts, read, strict=True) if gram is not None}
+    def _products(self, steps: Steps) -> list[tuple[int, int, bytes]]:
+        """Return step, size of smaller groups (0: whole ones) and numbers of what was derived at each measured step."""
+        asked = None if steps is None else set(_whole_numbers(steps) or ())
+        with self._reading() as db:
+            found = db.execute("SELECT step, size, numbers, crc32 FROM products ORDER BY step, size").fetchall()
+        # What is broken is derived again, from the Gram matrices.
+        right = [(step, size, one) for step, size, one, said in found if isinstance(one, bytes) and crc32(one) == said]
+        return [one for one in right if asked is None or one[0] in asked]
+
+    def _read_products(self, table: str, steps: Steps) -> dict[int, pa.Table]:
+        """Return the rows of `grams` or `subgroups` of each step that has any."""
+        with self._reading() as db:
+            some = listed(db, self.path, table, _whole_numbers(steps))
+        found: dict[int, list[pa.Table]] = {}
+        for part in some:
+            found.setdefault(part.step, []).append(read_step(self.path, part, PRODUCT_TEXTS))
+        joined = {step: pa.concat_tables(tables, promote_options="default") for step, tables in found.items()}
+        return {step: rows for step, rows in joined.items() if len(rows)}
 
     def _prompts(self, steps: Sequence[int]) -> dict[int, dict[int, object]]:
         """Return the name of each group's prompt, by step."""
         prompts: dict[int, dict[int, object]] = {step: {} for step in steps}
         if steps:
-            names = 'SELECT step, "group", arg_max(prompt_id, rollout) FROM rollouts'
-            query = f"{names} WHERE prompt_id IS NOT NULL GROUP BY ALL"
-            for step, group, prompt in self.sql(query, steps=steps).itertuples(index=False):
-                prompts[step][group] = prompt
+            rows = self.rows("rollouts", ["step", "group", "prompt_id"], steps)
+            for step, group, name in zip(*(column.to_pylist() for column in rows.columns), strict=True):
+                if name is not None:
+                    prompts[step][group] = name
         return prompts
-
-    def _rows(self, cursor: duckdb.DuckDBPyConnection, table: str, parts: list[Part], texts: bool) -> str:
-        """Return a SELECT of a table's rows, over files or over what is held of them in memory."""
-        light = table == "rollouts" and not texts
-        rows: pa.Table | None = None
-        if len(parts) > MANY and (light or table == "steps"):
-            rows = rollout_rows(self.path, parts) if light else step_rows(self.path, parts)
-        if rows is None:
-            source = select(table, parts)
-        else:
-            cursor.register(f"_held_{table}", rows)
-            source = select_from(table, rows.column_names, f"_held_{table}")
-        # Without the other columns, so that they are unknown rather than null.
-        return f"SELECT {', '.join(map(quoted, LIGHT))} FROM ({source})" if light else source
 
     def _run(
         self,
         query: str,
         params: Parameters,
-        tables: Mapping[str, list[Part]],
+        tables: Mapping[str, Names],
+        steps: Steps = None,
         seconds: float | None = None,
         rows: int | None = None,
         megabytes: float | None = None,
-        texts: bool = True,
+        asked: Names = None,
     ) -> pd.DataFrame:
+        """Run a query over views of tables, of which some columns are needed, or all (None)."""
         with self._connection.cursor() as cursor, interrupted_after(seconds, cursor):
             try:
                 check_read_only(cursor, query)
-                for table, parts in tables.items():
-                    # Temporary views belong to the cursor, so threads do not meet and no list of parts grows old.
-                    cursor.execute(f"CREATE TEMP VIEW {table} AS {self._rows(cursor, table, parts, texts)}")
+                for view, source in self._sources(cursor, tables, steps, asked).items():
+                    # Temporary views belong to the cursor, so threads do not meet and no list of files grows old.
+                    cursor.execute(f"CREATE TEMP VIEW {view} AS {source}")
                 answer = first_rows(cursor.execute(query, params), rows, megabytes)
                 if answer is None:
                     raise InputError(
@@ -360,9 +396,38 @@ class RunStore:
                 ) from error
             except _ASKED_WRONG as error:
                 raise refused(error) from error
+            except duckdb.IOException as error:  # a file went between looking and reading
+                raise StoreError(f"{self.path} cannot be read ({str(error).splitlines()[0]}); try again.") from error
             except duckdb.Error as error:
-                broken = broken_part([part for parts in tables.values() for part in parts])
-                raise broken or refused(error) from error
+                raise refused(error) from error
+
+    def _sources(
+        self, cursor: duckdb.DuckDBPyConnection, tables: Mapping[str, Names], steps: Steps, asked: Names
+    ) -> dict[str, str]:
+        """Return a SELECT for each view, all of one moment: over rows of the catalogue, or over Parquet files."""
+        sources, files, only = dict[str, str](), list[Part](), _whole_numbers(steps)
+        with self._reading() as db:
+            for table, columns in tables.items():
+                some = [] if table in SMALL else listed(db, self.path, table, only)
+                known = catalogue.column_names(db, table) if table in SMALL else parts.column_names(table, some)
+                for name in asked or ():
+                    if name not in known:
+                        raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
+                if table in SMALL:
+                    cursor.register(f"_{table}", catalogue.read(db, self.path, table, only, columns).table)
+                    sources[table] = f"SELECT * FROM _{table}"
+                else:
+                    sources[table], files = parts.select(self.path, table, some), [*files, *some]
+        check(self.path, files)
+        return sources
+
+
+def last_heard(run_dir: Path, info: Mapping[str, object]) -> datetime:
+    """Return when a run was last written to."""
+    times = [path.stat().st_mtime for name in (CATALOGUE, "steps") if (path := run_dir / name).exists()]
+    with suppress(ValueError):
+        times.append(datetime.fromisoformat(str(info.get("updated"))).timestamp())
+    return datetime.fromtimestamp(max(times, default=0), UTC)
 
 
 def scope_of(store: RunStore) -> str:
@@ -380,3 +445,7 @@ def unlike_scopes(stores: Mapping[str, RunStore]) -> str:
         if scope != of_first:
             return f"{first} measured gradients of scope {of_first!r} but {name} of {scope!r}, which do not compare"
     return ""
+
+
+def _whole_numbers(steps: Steps) -> list[int] | None:
+    return None if steps is None else [int(step) for step in np.unique(np.asarray(steps))]

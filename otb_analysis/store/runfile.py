@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from zlib import crc32
 
 from otb_analysis.atomic import atomic_file
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION
-from otb_analysis.store.checksum import CHANGED, checksum_of
 from otb_analysis.store.layout import RUN_FILE, refused_link
 from otb_analysis.store.liveness import this_process
 
@@ -23,6 +23,12 @@ RESERVE = ".reserve"
 
 PACKAGES = ("otb-analysis", "torch", "transformers", "numpy", "pandas", "pyarrow", "duckdb")
 MAX_DIFF_BYTES = 1_000_000
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "run": str, "status": str, "reason": str, "created": str, "updated": str, "config": dict, "packages": dict,
+    "schema_version": int,
+}  # fmt: skip
+"""What run.json must hold where it has these keys; people and other tools may have written it."""
 
 
 def now() -> str:
@@ -98,6 +104,9 @@ def _read(path: Path, inode: int, mtime_ns: int, size: int) -> dict[str, object]
     schema = info.get("schema_version") if isinstance(info, dict) else None
     if not isinstance(schema, int):
         raise StoreError(f"{path} names no schema_version; restore it, or delete the run and write it again.")
+    for name, kind in _TYPES.items():
+        if name in info and not isinstance(info[name], kind):
+            raise StoreError(f"{path} has {name} = {str(info[name])[:40]}, which is none; restore it, or correct it.")
     if schema > SCHEMA_VERSION:
         raise StoreError(
             f"{path} has schema_version {schema}, but this otb-analysis reads up to {SCHEMA_VERSION}; "
@@ -105,8 +114,16 @@ def _read(path: Path, inode: int, mtime_ns: int, size: int) -> dict[str, object]
         )
     checksum = info.pop("checksum", None)
     if checksum != checksum_of(info) and (checksum is not None or "run" not in info):
-        raise StoreError(f"{path} is broken ({CHANGED}); restore it, or delete its checksum if the change is yours.")
+        raise StoreError(
+            f"{path} is broken (its checksum differs, so it has changed since it was written); restore it, or delete "
+            "its checksum if the change is yours."
+        )
     return info
+
+
+def checksum_of(info: Mapping[str, object]) -> str:
+    """Return the checksum of what run.json says, however it is laid out."""
+    return f"{crc32(json.dumps(info, sort_keys=True, default=str).encode()):08x}"
 
 
 def _unreadable(path: Path, error: Exception) -> StoreError:

@@ -3,21 +3,16 @@
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
 
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
-from otb_analysis.store.held import step_rows
-from otb_analysis.store.layout import find_run, list_runs
+from otb_analysis.store.layout import list_runs
 from otb_analysis.store.liveness import standing
-from otb_analysis.store.merged import Part
-from otb_analysis.store.parts import signature, visible_parts
-from otb_analysis.store.runfile import read_run_file
+from otb_analysis.store.reader import RunStore, last_heard
 
 DTYPES = {
     "run": "str",
@@ -92,37 +87,20 @@ def _row(path: Path) -> dict[str, object]:
     try:
         if not path.resolve().is_relative_to(path.parent.resolve()):
             raise StoreError(f"{path} is a link out of its directory; open the directory that it points to.")
-        info = read_run_file(find_run(path))
-        parts = visible_parts(path.resolve(), ["steps"])["steps"]
-        written = signature(parts[-1])[1] / 1e9 if parts else 0
-        numbers = _headline(path.resolve(), parts)
+        store = RunStore(path)
+        info, updated = store.info, pd.Timestamp(last_heard(path, store.info))
+        numbers = _numbers(store.rows("steps", _COLUMNS).to_pandas())
     except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}
     config = info.get("config")
     fixed = {name: info.get(name) for name in ("created", "schema_version")}
-    updated = max(_time(info.get("updated")), pd.Timestamp(written, unit="s", tz="UTC"))
     status, reason = standing(info, f"{updated:%Y-%m-%d %H:%M} UTC")
     fixed |= {"status": status, "reason": reason}
     settings = flat_config(config if isinstance(config, dict) else {})
     return {"run": path.name, "updated": updated} | fixed | numbers | dict(settings)
 
 
-def _headline(run_dir: Path, parts: list[Part]) -> dict[str, object]:
-    """Return a run's numbers, those of before while its parts are the same ones."""
-    kept = _kept(run_dir)
-    if kept.get("parts") != parts:
-        kept.update(parts=parts, numbers=_numbers(parts))
-    return kept["numbers"]
-
-
-@lru_cache(maxsize=1_000)
-def _kept(run_dir: Path) -> dict[str, Any]:
-    """Return the numbers of a run, and the parts that they are of."""
-    return {}
-
-
-def _numbers(parts: list[Part]) -> dict[str, object]:
-    steps = _read_steps(parts)
+def _numbers(steps: pd.DataFrame) -> dict[str, object]:
     tenth = max(1, len(steps) // 10)
     return {
         "n_steps": len(steps),
@@ -135,16 +113,6 @@ def _numbers(parts: list[Part]) -> dict[str, object]:
         "n_tokens": steps["n_tokens"].sum(min_count=1),
         "seconds": steps[list(_SECONDS)].sum(min_count=1).sum(min_count=1),
     }
-
-
-def _read_steps(parts: list[Part]) -> pd.DataFrame:
-    if not parts:
-        return pd.DataFrame(columns=list(_COLUMNS), dtype="float64")
-    rows = step_rows(parts[0].path.parent.parent, parts)
-    for name in _COLUMNS:
-        if name not in rows.column_names:
-            rows = rows.append_column(name, pa.nulls(len(rows), pa.float64()))
-    return rows.select(list(_COLUMNS)).to_pandas()
 
 
 def _time(text: object) -> pd.Timestamp:

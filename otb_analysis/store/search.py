@@ -1,18 +1,14 @@
 """Rollouts of a run by what is asked of them, and how their rewards spread over the steps."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from otb_analysis.store.merged import Part
-from otb_analysis.store.parts import again_if_changed, visible_parts
 from otb_analysis.store.reader import RunStore
 
 BINS, REWARD_BINS = 60, 10
@@ -34,112 +30,54 @@ class RolloutFilter:
     turns: int | None = None  # At least so many turns
     text: str = ""  # In the prompt or the completion, upper and lower case alike
 
-    @property
-    def every_step(self) -> range | None:
-        """The steps between the ends, so that parts of others are not opened; None for all."""
-        return None if self.steps is None else range(self.steps[0], self.steps[1] + 1)
+    def rows(self, store: RunStore, columns: Sequence[str]) -> pa.Table:
+        """Return columns of the rollouts that are asked for, by step.
 
-    def condition(self) -> tuple[str, list[object]]:
-        """Return an SQL condition over the columns of `rollouts` and `equal`, with its parameters."""
-        parts, values = ["true"], list[object]()
-        for name in ("steps", "reward", "length"):
+        Raises:
+            StoreError: The rows are not those that were written.
+        """
+        steps = None if self.steps is None else range(self.steps[0], self.steps[1] + 1)
+        asked = {"steps": (), "reward": ("reward",), "length": ("length",), "finish_reasons": ("finish_reason",)}
+        asked |= {"equal": ("group", "reward"), "turns": ("turns",), "text": ("prompt", "completion")}
+        needed = [
+            name for field, names in asked.items() if getattr(self, field) not in (None, (), "") for name in names
+        ]
+        rows = store.rows("rollouts", list(dict.fromkeys(["step", *columns, *needed])), steps)
+        if self.equal is not None:  # first: a group is equal in all its rollouts
+            rows = rows.filter(pa.array(_in_equal_groups(rows) == self.equal))
+        for name in ("reward", "length"):
             if (ends := getattr(self, name)) is not None:
-                parts.append(f"{'step' if name == 'steps' else name} BETWEEN ? AND ?")
-                values += list(ends)
+                rows = rows.filter((pc.field(name) >= ends[0]) & (pc.field(name) <= ends[1]))
         if self.finish_reasons:
-            parts.append(f"finish_reason IN ({', '.join('?' * len(self.finish_reasons))})")
-            values += list(self.finish_reasons)
-        if self.equal is not None:
-            parts.append("equal" if self.equal else "NOT equal")
+            rows = rows.filter(pc.field("finish_reason").isin(list(self.finish_reasons)))
         if self.turns is not None:
-            parts.append("turns >= ?")
-            values.append(self.turns)
+            rows = rows.filter(pc.field("turns") >= self.turns)
         if self.text:
-            parts.append("(contains(lower(prompt), lower(?)) OR contains(lower(completion), lower(?)))")
-            values += [self.text, self.text]
-        return " AND ".join(parts), values
-
-
-EQUAL = 'min(reward) OVER (PARTITION BY step, "group") = max(reward) OVER (PARTITION BY step, "group")'
-
-FACTS = """SELECT step, min(length) AS short, max(length) AS long, max(turns) AS turns,
-    min(reward) FILTER (WHERE isfinite(reward)) AS low, max(reward) FILTER (WHERE isfinite(reward)) AS high,
-    count(*) FILTER (WHERE NOT isfinite(reward)) AS lost,
-    list(DISTINCT finish_reason) FILTER (WHERE finish_reason IS NOT NULL) AS reasons
-    FROM rollouts GROUP BY step"""
-
-
-def _asked(asked: RolloutFilter) -> tuple[str, list[object]]:
-    """Return the rows that are asked for as SQL, and its parameters."""
-    condition, values = asked.condition()
-    return f"SELECT * FROM (SELECT *, {EQUAL} AS equal FROM rollouts) WHERE {condition}", values
-
-
-MOST_KEPT = 250_000
-"""Rows of an answer beyond which it is not kept: where most rewards differ, there are as many as rollouts."""
-
-
-class _Answer:
-    """Rows of a query, each of which depends on one step alone, and the parts that were asked for them."""
-
-    def __init__(self) -> None:
-        self.lock, self.parts, self.rows = threading.Lock(), list[Part](), pd.DataFrame()
-
-
-@lru_cache(maxsize=16)
-def _kept(run_dir: Path, query: str, values: tuple[object, ...], steps: range | None) -> _Answer:
-    return _Answer()
-
-
-@again_if_changed
-def _each_step(
-    store: RunStore, query: str, values: Sequence[object] = (), steps: range | None = None, *, texts: bool = False
-) -> pd.DataFrame:
-    """Return the answer to a query whose rows each depend on one step alone; only new and changed steps are asked."""
-    parts = visible_parts(store.path, ["rollouts"], steps)["rollouts"]
-    kept = _kept(store.path, query, tuple(values), steps)
-    with kept.lock:
-        same = _alike(parts, kept.parts)
-        ask = {step for part in parts[same:] for step in part.steps}
-        rows: Any = kept.rows
-        if same < len(kept.parts) or (same and parts[same - 1].step in ask):  # a rank's part may come late
-            known = {step for part in parts[:same] for step in part.steps} - ask
-            rows = rows[rows["step"].isin(sorted(known))] if same else rows
-        if not ask and same:
-            return rows  # an older look must not take away what a newer one found
-        found = store.sql(query, list(values), steps=sorted(ask) if same else steps, texts=texts)
-        new: Any = found[found["step"].isin(sorted(ask))]  # the run may have grown meanwhile
-        rows = pd.concat([rows, new], ignore_index=True) if same else new
-        if len(rows) <= MOST_KEPT:
-            kept.rows, kept.parts = rows, parts
+            options = pc.MatchSubstringOptions(self.text, ignore_case=True)
+            found = [pc.call_function("match_substring", [rows[name]], options) for name in ("prompt", "completion")]
+            rows = rows.filter(pc.call_function("or", [one.fill_null(False) for one in found]))
         return rows
 
 
-def _alike(parts: list[Part], others: list[Part]) -> int:
-    """Return with how many of the same parts two lists begin; comparing the same objects takes no time."""
-    n = min(len(parts), len(others))
-    return n if parts[:n] == others[:n] else next(i for i in range(n) if parts[i] != others[i])
-
-
-def _counted(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
-    """Return how many rollouts are asked for, by step and reward; of a reward that is null, NaN."""
-    rows, values = _asked(asked)
-    query = f"SELECT step, CAST(reward AS DOUBLE) AS reward, count(*) AS n FROM ({rows}) GROUP BY ALL"
-    return _each_step(store, query, values, asked.every_step, texts=bool(asked.text))
+def _in_equal_groups(rows: pa.Table) -> np.ndarray:
+    """Return which rollouts are of groups whose rewards are all equal [N]."""
+    frame: Any = rows.select(["step", "group", "reward"]).to_pandas()
+    rewards = frame.groupby(["step", "group"])["reward"]
+    known = rewards.transform("count") == rewards.transform("size")
+    return (known & (rewards.transform("min") == rewards.transform("max"))).to_numpy()
 
 
 def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tuple[pd.DataFrame, int]:
     """Return the first `most` rollouts that are asked for, in order of steps, and how many there are.
 
     Raises:
-        StoreError: A part is broken or lacks a key column.
+        StoreError: The rows are not those that were written.
     """
-    counts: Any = _counted(store, asked)
-    n = counts.groupby("step")["n"].sum()
-    first = n.index[n.cumsum() - n < most]  # texts are read of these steps only
-    rows, values = _asked(asked)
-    table = store.sql(f"{rows} ORDER BY step, rollout LIMIT {most}", values, steps=first.tolist())
-    return table, int(n.sum())
+    found = asked.rows(store, ["rollout"])
+    first = found.slice(0, most).select(["step", "rollout"]).to_pandas()
+    table = store.rollouts_df(first["step"].unique().tolist())
+    table = table.merge(first, on=["step", "rollout"]).sort_values(["step", "rollout"], ignore_index=True)
+    return table, len(found)
 
 
 def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
@@ -151,17 +89,18 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    counts: Any = _counted(store, asked)
-    counts = counts[np.isfinite(counts["reward"])]
-    step, reward = counts["step"].to_numpy(), counts["reward"].to_numpy()
+    found = asked.rows(store, ["reward"])
+    step = found["step"].to_numpy()
+    reward = pc.call_function("cast", [found["reward"]], pc.CastOptions.safe(pa.float64())).to_numpy()
+    step, reward = step[np.isfinite(reward)], reward[np.isfinite(reward)]
     width, height = 1, 0.0
-    if len(counts):
+    if len(step):
         width = -(-int(step.max() - step.min() + 1) // BINS)
         step = step.min() + (step - step.min()) // width * width
     if len(np.unique(reward)) > FEW:
         low, height = reward.min(), (reward.max() - reward.min()) / REWARD_BINS
         reward = low + height * np.minimum(REWARD_BINS - 1, np.floor((reward - low) / height))
-    bins: Any = pd.DataFrame({"step": step, "reward": reward, "n": counts["n"].to_numpy()})
+    bins: Any = pd.DataFrame({"step": step, "reward": reward, "n": 1})
     return bins.groupby(["step", "reward"], as_index=False).sum().assign(width=width, height=height)
 
 
@@ -174,14 +113,14 @@ def facts_of_rollouts(store: RunStore) -> dict[str, Any]:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    facts: Any = _each_step(store, FACTS)
-    low = facts[["step", "short", "low"]].min()
-    high = facts[["step", "long", "high", "turns"]].max()
-    ends = {"first": low["step"], "last": high["step"], "short": low["short"], "long": high["long"]}
-    rewards = {"low": low["low"], "high": high["high"]}
-    return (
-        {name: None if pd.isna(end) else int(end) for name, end in ends.items()}
-        | {name: None if pd.isna(end) else float(end) for name, end in rewards.items()}
-        | {"turns": 1 if pd.isna(high["turns"]) else int(high["turns"]), "lost": int(facts["lost"].sum())}
-        | {"reasons": sorted(set(chain.from_iterable(facts["reasons"].dropna())))}
-    )
+    rows = store.rows("rollouts", ["step", "length", "turns", "reward", "finish_reason"])
+    reward = rows["reward"].drop_null().to_numpy()
+    finite = reward[np.isfinite(reward)]
+    ends = {name: pc.call_function("min_max", [rows[name]]).as_py() for name in ("step", "length", "turns")}
+    return {
+        "first": ends["step"]["min"], "last": ends["step"]["max"],
+        "short": ends["length"]["min"], "long": ends["length"]["max"], "turns": ends["turns"]["max"] or 1,
+        "low": float(finite.min()) if len(finite) else None, "high": float(finite.max()) if len(finite) else None,
+        "lost": len(reward) - len(finite),
+        "reasons": sorted(rows["finish_reason"].drop_null().unique().to_pylist()),
+    }  # fmt: skip

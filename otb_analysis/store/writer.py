@@ -1,10 +1,10 @@
-"""The one writer of a run: each step's parts appear whole or not at all, the `steps` part last."""
+"""The one writer of a run: Parquet files first, then one transaction that makes the step visible."""
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,29 +15,17 @@ import pyarrow.parquet as pq
 
 from otb_analysis.atomic import atomic_file, atomic_folder
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.phases import note
 from otb_analysis.schema import TABLES
-from otb_analysis.store.checksum import (
-    BLANK,
-    CHECKSUM,
-    COLUMNS,
-    LIGHT,
-    PARTS,
-    RECORDED,
-    ROW,
-    SCHEMA,
-    stamp,
-    written_about,
-)
-from otb_analysis.store.digest import TEXTS, note
+from otb_analysis.store import catalogue, earlier
+from otb_analysis.store.catalogue import LARGE, SMALL, transaction
+from otb_analysis.store.compact import merge, separate
 from otb_analysis.store.encode import Columns, encode, with_not_finite
-from otb_analysis.store.held import light_text, row_text
-from otb_analysis.store.layout import RUN_FILE, check_run_name, find_run, is_run, part_path
+from otb_analysis.store.gram import derived
+from otb_analysis.store.layout import CATALOGUE, check_run_name, find_run, is_run, part_path
 from otb_analysis.store.liveness import other_writer, this_process
-from otb_analysis.store.merged import COMPACTED, last_merged_step, merged_before
-from otb_analysis.store.parts import loose_parts, remove_unlisted
+from otb_analysis.store.parts import Part, as_rows, described, listed, parquet_bytes, remove_unlisted
 from otb_analysis.store.runfile import RESERVE, git_state, new_run, now, read_run_file, write_reserve, write_run_file
-
-ROW_GROUP = 100_000
 
 
 @dataclass(frozen=True)
@@ -60,9 +48,8 @@ class StepTables:
 class RunWriter:
     """Writes one run; `create` makes it, `write_step` adds a step, `finish` says how it ended.
 
-    Several processes may write one run: rank 0 owns run.json and the `steps` parts, and must write a step after
-    the others have written theirs, since the `steps` part is what makes a step visible. Other ranks
-    use the constructor.
+    Several processes may write one run: rank 0 owns run.json and the catalogue, and must write a step after the
+    others have written theirs, since its transaction is what makes a step visible. Other ranks use the constructor.
     """
 
     def __init__(self, path: Path, rank: int = 0, size: int = 1) -> None:
@@ -81,7 +68,7 @@ class RunWriter:
         if_exists: Literal["error", "replace"] = "error",
         machine: Mapping[str, object] | None = None,
     ) -> "RunWriter":
-        """Make the run's directory and its run.json, and return its writer.
+        """Make the run's directory, its run.json and its catalogue, and return its writer.
 
         Args:
             config: Its whole configuration, nested; `seed` is repeated at the top of run.json.
@@ -99,7 +86,9 @@ class RunWriter:
             with atomic_folder(path, replace=False) as draft:
                 write_run_file(draft, new_run(run, config) | ({"machine": dict(machine)} if machine else {}))
                 write_reserve(draft)
-        except OSError as error:
+                with closing(sqlite3.connect(draft / CATALOGUE, isolation_level=None)) as db:
+                    catalogue.make(db)
+        except (OSError, sqlite3.Error) as error:
             raise StoreError(
                 f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
             ) from error
@@ -115,51 +104,76 @@ class RunWriter:
         """
         try:
             _refuse_second_writer(find_run(path))
-            _remove_from(path, from_step)
+            earlier.upgrade(path)
+            with transaction(path, write=True) as db:
+                steps = catalogue.written_steps(db, path)
+                catalogue.remove_steps(db, [step for step in steps if step >= from_step])
+                separate(db, path)
+                keep = {part.file for part in listed(db, path)}
+            remove_unlisted(path, keep)
             info = read_run_file(path) | {
-                "status": "running", "reason": "", "updated": now(), "process": this_process()
+                "status": "running", "reason": "", "updated": now(), "process": this_process(), "steps": None
             }  # fmt: skip
-            earlier = info.get("resumed")
+            before = info.get("resumed")
             again = {"at": now(), "from_step": from_step, "git": git_state(), "machine": machine}
-            write_run_file(path, info | {"resumed": [*(earlier if isinstance(earlier, list) else []), again]})
+            write_run_file(path, info | {"resumed": [*(before if isinstance(before, list) else []), again]})
             write_reserve(path)
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot continue {path} ({_why(error)}); free some space or make it writable.") from error
         return cls(path)
 
     def write_step(self, step: int, tables: StepTables) -> None:
-        """Write all parts of one step; readers see it once its `steps` part is there.
-
-        A step that is written again replaces what this rank wrote of it.
+        """Write one step; readers see it once rank 0 has written it. A step that is written again is replaced.
 
         Raises:
             InputError: Columns do not fit the schema; nothing is written.
-            StoreError: The disk refuses; the parts of this step are removed, earlier steps stay readable.
+            StoreError: The disk refuses; what was written of this step is removed, earlier steps stay readable.
         """
         encoded = self._encode(step, tables)
-        if step <= last_merged_step(self.path):
-            raise InputError(
-                f"step {step} of {self.path} is in a compacted file and cannot be written again; go on after it, or "
-                "begin anew."
-            )
+        written = list[Path]()
         try:
+            if self.rank:  # rank 0 lists these files, and puts small tables into the catalogue
+                for table, rows in encoded.items():
+                    self._write(step, table, rows, written)
+                return
             self._remove(step)
-            self._write_parts(step, encoded)
-        except OSError as error:
-            with suppress(OSError):
-                self._remove(step)
+            of_others = list(self._of_others(step))
+            parts = [self._write(step, table, encoded[table], written) for table in LARGE if table in encoded]
+            parts += [described(step, table, name, rows, sum) for table, name, rows, sum in of_others if table in LARGE]
+            small = {table: rows for table, rows in encoded.items() if table in SMALL}
+            for table, _, rows, _ in of_others:
+                if table in SMALL:
+                    joined = [small[table], rows] if table in small else [rows]
+                    small[table] = pa.concat_tables(joined, promote_options="default")
+            config: Any = read_run_file(self.path).get("config") or {}
+            products = list(derived(config, encoded))
+            with transaction(self.path, write=True) as db:
+                catalogue.add_step(db, step, small | {"parts": as_rows(parts)})
+                catalogue.add_products(db, step, products)
+            for table, name, _, _ in of_others:
+                if table in SMALL:
+                    (self.path / name).unlink()
+        except (OSError, sqlite3.Error) as error:
+            for path in written:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
             raise StoreError(self._failure(step, error)) from error
         self._last_step = step
 
     def finish(self, status: Literal["complete", "failed"] = "complete", reason: str = "") -> None:
-        """Record in run.json how the run ended; ranks other than 0 have nothing to record.
+        """Record in run.json how the run ended; a complete one becomes one Parquet file per table.
+
+        Ranks other than 0 have nothing to record.
 
         Raises:
-            StoreError: run.json cannot be read or written.
+            StoreError: run.json or the catalogue cannot be read or written.
         """
         if self.rank:
             return
-        info = read_run_file(self.path) | {"status": status, "reason": reason, "updated": now()}
+        with transaction(self.path) as db:
+            steps = catalogue.written_steps(db, self.path)
+        ended = {"number": len(steps), "first": steps[0], "last": steps[-1]} if steps else {"number": 0}
+        info = read_run_file(self.path) | {"status": status, "reason": reason, "updated": now(), "steps": ended}
         try:
             (self.path / RESERVE).unlink(missing_ok=True)
             write_run_file(self.path, info)
@@ -168,87 +182,56 @@ class RunWriter:
                 f"cannot record in {self.path} that the run is {status} ({_why(error)}); its steps are readable, "
                 "free some space, set the status in run.json and delete its checksum."
             ) from error
+        if status == "complete":
+            try:
+                merge(self.path)
+            except (StoreError, OSError, sqlite3.Error) as error:  # the run is whole as it is
+                note(f"{self.path} keeps a file for each step ({error}); otb compact tries again.")
 
     def _encode(self, step: int, tables: StepTables) -> dict[str, pa.Table]:
         written = {name: getattr(tables, name) for name in TABLES if name != "steps"}
         encoded = {name: encode(name, step, columns) for name, columns in written.items() if columns is not None}
-        # The dict's order is the order on disk: `steps` makes the step visible, so it comes last.
         scalars = {"step": [step]} | {name: [value] for name, value in tables.steps.items()}
         return encoded | ({} if self.rank else {"steps": with_not_finite(encode("steps", step, scalars))})
 
-    def _write_parts(self, step: int, tables: dict[str, pa.Table]) -> None:
-        """Write all, then let them appear in their order: what is synchronised together waits for the disk once."""
-        written: dict[Path, bytes] = {}
-        sums, held = self._of_others(step)
-        for table, rows in tables.items():
-            path = part_path(self.path, table, step, self.rank)
-            said = {LIGHT: light_text(rows)} if table == "rollouts" else {}
-            if table == "steps":
-                said = {PARTS: json.dumps(sums), COLUMNS: json.dumps(held), ROW: row_text(rows)}
-            said[RECORDED] = ",".join(name for name in rows.column_names if rows[name].null_count < len(rows))
-            written[path], checksum = stamp(path, parquet_bytes(rows, said))
-            sums.setdefault(table, {})[path.name] = checksum
-            held.setdefault(table, {})[path.name] = said[RECORDED]
-        with ExitStack() as appearing:  # closes in reverse order, so `steps` is entered first and appears last
-            for path, content in reversed(written.items()):
-                path.parent.mkdir(exist_ok=True)
-                file = appearing.enter_context(atomic_file(path))
-                file.write(content)
-                file.flush()
-        for path in written:
-            if path.parent.name in TEXTS:
-                note(self.path, path.parent.name, self.rank, path)
+    def _write(self, step: int, table: str, rows: pa.Table, written: list[Path]) -> Part:
+        """Write the Parquet file of a table, and return what the catalogue is to say of it."""
+        path, content = part_path(self.path, table, step, self.rank), parquet_bytes(rows)
+        path.parent.mkdir(exist_ok=True)
+        with atomic_file(path) as file:
+            written.append(path)
+            file.write(content)
+        return described(step, table, f"{table}/{path.name}", rows, crc32(content))
 
-    def _of_others(self, step: int) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
-        """Return checksum and recorded columns of the parts that other processes wrote of this step, table → name."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        paths = [part_path(self.path, table, step, rank) for table in TABLES for rank in others]
-        sums, held = dict[str, dict[str, str]](), dict[str, dict[str, str]]()
-        for path in filter(Path.exists, paths):
-            checksum, recorded = written_about(path)
-            sums.setdefault(path.parent.name, {})[path.name] = checksum
-            held.setdefault(path.parent.name, {})[path.name] = recorded
-        return sums, held
+    def _of_others(self, step: int) -> Iterator[tuple[str, str, pa.Table, int]]:
+        """Yield table, file, rows and checksum of what other processes wrote of this step."""
+        for table in TABLES:
+            for rank in range(1, self.size):
+                path = part_path(self.path, table, step, rank)
+                if path.exists():
+                    content = path.read_bytes()
+                    yield table, f"{table}/{path.name}", pq.read_table(pa.BufferReader(content)), crc32(content)
 
     def _remove(self, step: int) -> None:
-        paths = [part_path(self.path, table, step, self.rank) for table in dict.fromkeys(("steps", *TABLES))]
-        there = [path for path in paths if path.exists()]
-        for path in there:  # `steps` first: from then on the step is invisible
-            path.unlink(missing_ok=True)
-        if there:  # readers that know them look at all files again
-            os.utime(self.path / RUN_FILE)
+        """Remove a step that is there already, so that no reader sees half of it."""
+        with transaction(self.path) as db:
+            if db.execute("SELECT 1 FROM written WHERE step = ?", [step]).fetchone() is None:
+                return
+        with transaction(self.path, write=True) as db:
+            gone = [part for part in listed(db, self.path, steps=[step]) if part.alone]
+            catalogue.remove_steps(db, [step])
+        mine = f"-r{self.rank}.parquet"  # others have written theirs anew
+        for part in gone:
+            if part.file.endswith(mine):
+                (self.path / part.file).unlink(missing_ok=True)
 
-    def _failure(self, step: int, error: OSError) -> str:
+    def _failure(self, step: int, error: Exception) -> str:
         last = self._last_step
         kept = "no earlier step was written" if last is None else f"steps up to {last} are complete and readable"
         return (
             f"cannot write step {step} to {self.path} ({_why(error)}); {kept}; free some space or repair the "
             "directory, then run again under another name or with replace."
         )
-
-
-def parquet_bytes(rows: pa.Table, metadata: Mapping[str, str]) -> memoryview:
-    """Return a table as the bytes of a Parquet file that has a place for its checksum."""
-    part = pa.BufferOutputStream()  # a part has hundreds of pieces, each a call of Python into a file
-    with pq.ParquetWriter(part, rows.schema, **parquet_options(rows.schema, len(rows))) as writer:
-        writer.write_table(rows, row_group_size=ROW_GROUP)
-        schema = f"{crc32(str(rows.schema).encode()):08x}"
-        writer.add_key_value_metadata({**metadata, SCHEMA: schema, CHECKSUM: BLANK.decode()})
-    return memoryview(part.getvalue())
-
-
-def parquet_options(schema: pa.Schema, rows: int) -> dict[str, Any]:
-    """Return how a table of so many rows is written."""
-    floats = [c.name for c in schema if pa.types.is_floating(c.type)]
-    others = [c.name for c in schema if c.name not in floats]
-    return {
-        # A compressor begins anew in every column, which is most of the time of a part of one row.
-        "compression": "zstd" if rows > 1 else "none",
-        "use_byte_stream_split": floats,
-        "use_dictionary": others,
-        # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
-        "write_statistics": others,
-    }
 
 
 def _clear(path: Path, if_exists: str) -> None:
@@ -274,21 +257,5 @@ def _refuse_second_writer(path: Path) -> None:
         raise InputError(f"run {path.name!r} is being written by process {pid}; end it first, or choose another name.")
 
 
-def _remove_from(path: Path, step: int) -> None:
-    """Remove what lies at or after a step: the `steps` parts first, so that no reader sees half of one."""
-    info = read_run_file(path)
-    if last_merged_step(path) >= step:
-        write_run_file(path, info | {COMPACTED: merged_before(info, step)})
-    for table in dict.fromkeys(("steps", *TABLES)):
-        for part in loose_parts(path, table):
-            if part.step >= step:
-                part.path.unlink(missing_ok=True)
-    remove_unlisted(path)
-    for left in path.glob(".*.tmp"):  # what a killed process had begun
-        left.unlink(missing_ok=True)
-    for left in path.glob(".model.*"):
-        shutil.rmtree(left)
-
-
-def _why(error: OSError) -> str:
-    return error.strerror or str(error)
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -123,13 +123,13 @@ class _Parser:
     def expression(self) -> Fraction:
         value = self.term()
         while sign := self.take("+-"):
-            value = self.joined(sign, value, self.term())
+            value = self.apply(sign, value, self.term())
         return value
 
     def term(self) -> Fraction:
         value = self.signed()
         while sign := self.take("*/"):
-            value = self.joined(sign, value, self.signed())
+            value = self.apply(sign, value, self.signed())
         return value
 
     def signed(self) -> Fraction:
@@ -142,7 +142,7 @@ class _Parser:
 
     def power(self) -> Fraction:
         base = self.atom()
-        return self.joined("^", base, self.signed()) if self.take("^") else base
+        return self.apply("^", base, self.signed()) if self.take("^") else base
 
     def atom(self) -> Fraction:
         if self.take("("):
@@ -158,7 +158,7 @@ class _Parser:
             raise Refused(TOO_LARGE)
         return Fraction(int(digits))
 
-    def joined(self, sign: str, left: Fraction, right: Fraction) -> Fraction:
+    def apply(self, sign: str, left: Fraction, right: Fraction) -> Fraction:
         """Return one operator's result, within the limits."""
         self.operations += 1
         if self.operations > self.limits.operations:

@@ -76,7 +76,7 @@ class GymSource:
     def problem(self, k: int) -> Problem | None:
         """Return problem k, or None where reasoning-gym fails to make it, as a few tasks do now and then."""
         try:
-            return self._made(k)
+            return self._problem(k)
         except Exception:  # someone else's code can fail in any way
             return None
 
@@ -90,7 +90,7 @@ class GymSource:
         except (Exception, _OutOfTime):  # an answer that the scorer cannot read is wrong
             return 0.0
 
-    def _made(self, k: int) -> Problem:
+    def _problem(self, k: int) -> Problem:
         with _own_random(self.start + k):
             entry = self.dataset[k]
         answer = entry["answer"]
@@ -99,7 +99,7 @@ class GymSource:
     def _check_problems(self) -> None:
         if not any(self.problem(k) for k in range(FAILURES)):
             try:
-                self._made(0)
+                self._problem(0)
             except Exception as error:  # someone else's code can fail in any way
                 raise _refused(self.name, error) from error
 

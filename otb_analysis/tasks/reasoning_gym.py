@@ -77,7 +77,7 @@ class ReasoningGym(SingleTurn):
         source = int(rng.choice(len(self.share), p=self.share))
         drawn = self._draw(source, split, index)
         examples = self._shown(source, drawn.text)
-        prompt = Prompt(drawn.id, self._asked(drawn.text), drawn.answer, self.config.chat, examples)
+        prompt = Prompt(drawn.id, self._filled_template(drawn.text), drawn.answer, self.config.chat, examples)
         if split == "heldout":
             self.heldout[index] = prompt
         return prompt
@@ -143,9 +143,9 @@ class ReasoningGym(SingleTurn):
         """Return the examples that a question's prompt shows."""
         others = [p for p in (self.examples[source] if self.config.shots else []) if p.question != question]
         shown = others[: self.config.shots]
-        return tuple((self._asked(p.question), self.format.write(p.answer or "")) for p in shown)
+        return tuple((self._filled_template(p.question), self.format.write(p.answer or "")) for p in shown)
 
-    def _asked(self, question: str) -> str:
+    def _filled_template(self, question: str) -> str:
         values = {"question": question.strip(), "instruction": self.format.instruction}
         return PLACE.sub(lambda place: values[place[1]], self.template)  # questions may have braces, too
 

@@ -159,12 +159,14 @@ class Forecast:
         for level in self.levels:
             if level.what and (due := tuple(filter(level.due, steps))):
                 together.setdefault(due, []).append(level.what)
-        what = ", ".join(f"{' and '.join(dict.fromkeys(words))} at {listed(due)}" for due, words in together.items())
+        what = ", ".join(
+            f"{' and '.join(dict.fromkeys(words))} at {steps_in_words(due)}" for due, words in together.items()
+        )
         costs = [self.cost(s) for s in steps]
         alike = len({round(c, 9) for c in costs}) == 1
-        often = (" each time" if alike else " the first time") + f", {about(sum(costs))} in all"
-        cost = f"about {about(costs[0])}{often if len(steps) > 1 else ''}"
-        note(f"Measuring {what}: {cost}; a step takes about {about(usual)} besides.")
+        often = (" each time" if alike else " the first time") + f", {rough_duration(sum(costs))} in all"
+        cost = f"about {rough_duration(costs[0])}{often if len(steps) > 1 else ''}"
+        note(f"Measuring {what}: {cost}; a step takes about {rough_duration(usual)} besides.")
 
     def steps(self, first: int) -> list[int]:
         """Return the measured steps from `first` on."""
@@ -184,16 +186,16 @@ class Forecast:
         took = self.cost(step)
         if max(before, took) > SHORT and not 1 / FAR <= took / before <= FAR:
             rest = sum(map(self.cost, self.steps(step + 1)))
-            more = f"; about {about(rest)} more are to come" if rest else ""
-            note(f"Measuring took {about(took)} and not {about(before)}{more}.")
+            more = f"; about {rough_duration(rest)} more are to come" if rest else ""
+            note(f"Measuring took {rough_duration(took)} and not {rough_duration(before)}{more}.")
 
 
-def about(seconds: float) -> str:
+def rough_duration(seconds: float) -> str:
     """Return a time to two digits where it is short: 0.4 s, 9 s, 1:20 min."""
     return f"{seconds:.1f} s" if seconds < 9.95 and f"{seconds:.1f}"[-1] != "0" else duration(seconds)
 
 
-def listed(steps: Sequence[int]) -> str:
+def steps_in_words(steps: Sequence[int]) -> str:
     """Return steps in words: step 0; steps 0, 20, 40; or 12 steps (0, 5, 10, … 55)."""
     if len(steps) == 1:
         return f"step {steps[0]}"

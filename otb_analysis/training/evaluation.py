@@ -31,7 +31,7 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
     settings, last = trainer.config.evaluate, trainer.config.optimize.steps - 1
     if settings.every <= 0 or (step % settings.every and step != last):
         return {}
-    with trainer.timed("evaluate"), random_forked(trainer.model.device), trainer.policy.whole():
+    with trainer.timed("evaluate"), random_forked(trainer.model.device), trainer.policy.whole_weights():
         torch.manual_seed(seed_of(trainer.config.seed, EVALUATION, *trainer.processes.seed))
         prompts = distinct_prompts(trainer.task, "heldout", settings.prompts)
         if len(prompts) < settings.prompts and step == 0:

@@ -27,7 +27,7 @@ from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
 from otb_analysis.training.enough import none_answers, none_ends, too_few_prompts
 from otb_analysis.training.evaluation import evaluate
 from otb_analysis.training.filling import broken_condition, draw_batch
-from otb_analysis.training.resume import begin, kept
+from otb_analysis.training.resume import begin, interruption_sentence
 from otb_analysis.training.runtime.checkpoint import write_checkpoint
 from otb_analysis.training.runtime.gather import gather_rollouts, shard_rows, shared_norms
 from otb_analysis.training.runtime.progress import Bar, silent, step_line, unfailing
@@ -179,7 +179,7 @@ def _ending_recorded(writer: RunWriter, config: TrainConfig) -> Iterator[None]:
         with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
             writer.finish("failed", reason)
         if isinstance(error, KeyboardInterrupt):
-            raise Interrupted(kept(config)) from None
+            raise Interrupted(interruption_sentence(config)) from None
         raise
     writer.finish("complete")
 

@@ -24,7 +24,7 @@ def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
         StoreError: The store or the checkpoint cannot be read or written.
     """
     processes = trainer.processes
-    writer, checkpoint = processes.broadcast_from_main(lambda: _opened(config, trainer))
+    writer, checkpoint = processes.broadcast_from_main(lambda: _create_or_reopen(config, trainer))
     writer.rank, writer.size = processes.rank, processes.size
     if checkpoint is None:
         return writer, 0
@@ -32,7 +32,7 @@ def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
     return writer, checkpoint.step
 
 
-def _opened(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, Checkpoint | None]:
+def _create_or_reopen(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, Checkpoint | None]:
     """Make or reopen the run's directory; return its writer and the checkpoint from which it goes on."""
     path = config.root / config.run_name
     if config.if_exists != "resume" or not path.exists():
@@ -74,7 +74,7 @@ def refuse_other_configuration(config: TrainConfig) -> None:
             )
 
 
-def kept(config: TrainConfig) -> str:
+def interruption_sentence(config: TrainConfig) -> str:
     """Return the sentence of a run that was interrupted: what it keeps, and where it would go on."""
     path = config.root / config.run_name
     steps, existing = RunStore(path).complete_steps(), checkpoints(path)

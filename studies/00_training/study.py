@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
-from typing import Any
 
 from otb_analysis.commands.cli import from_toml
 from otb_analysis.config import (
@@ -19,15 +18,17 @@ from otb_analysis.config import (
     WarmStartConfig,
     plain_config,
 )
-from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.warm_start import warm_started
 from studies.lib import Cell, Study, Tables
+from studies.lib.results import training_steps
 
 HERE = Path(__file__).parent
 SEEDS = {"chain_sum": (0, 1, 2), "calculator": (0, 1, 2)}
 QUICK_SEEDS = {"chain_sum": (0, 1), "calculator": (0, 1)}
+HELDOUT = {"success": "heldout_success", "low": "heldout_success_low", "high": "heldout_success_high"}
+"""Columns of the learning curve: held-out success with its interval over prompts."""
 QUICK_STEPS, QUICK_PROMPTS = 4, 32
 QUICK_MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
@@ -67,7 +68,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     trained_from = process_time()
     path = train(replace(config, root=work, model=str(start)), bar)
     ended = process_time()
-    curve = heldout_curve(RunStore(path))
+    curve = [row for row in training_steps(path, **HELDOUT) if row["success"] is not None]
     facts = {
         "steps": config.optimize.steps,
         "rollouts": config.sample.prompts * config.sample.group_size * config.optimize.steps,
@@ -78,16 +79,6 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     }
     key = {"task": config.task, "seed": config.seed}
     return {"runs": [{"cell": cell.name} | key | facts], "curves": [key | row for row in curve]}
-
-
-def heldout_curve(store: RunStore) -> list[dict[str, Any]]:
-    """Return held-out success with its interval over prompts at each evaluation."""
-    query = """
-        SELECT step, heldout_success AS success, heldout_success_low AS low, heldout_success_high AS high
-        FROM steps WHERE heldout_success IS NOT NULL ORDER BY step
-    """
-    found = store.sql(query).to_dict("records")
-    return [{str(name): None if value != value else value for name, value in row.items()} for row in found]
 
 
 STUDY = Study(

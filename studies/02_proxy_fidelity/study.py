@@ -43,9 +43,10 @@ from otb_analysis.types import Float, Gram, Label
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.agreement import agreement_rows, calibrated
 from studies.lib.formats import by_label, ratio_columns
-from studies.lib.gradients import Weighed, prompt_gram
+from studies.lib.gradients import prompt_gram
 from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, trained, write
 from studies.lib.pools import promising_prompts, proved_of_pool
+from studies.lib.results import Gathered
 
 MODELS = {
     "qwen3-s": ("qwen3", SmallModelConfig(layers=2, width=48, feed_forward=120)),
@@ -102,14 +103,9 @@ def cells(quick: bool) -> list[Cell]:
     sizes = {"prompts": QUICK_PROMPTS if quick else PROMPTS, "group_size": GROUP_SIZE, "share": CALIBRATION_SHARE}
     sizes |= {"pilot": 0 if quick else PILOT}
     steps = {"rl_steps": 2 if quick else RL_STEPS, "rl_rate": RL_RATE, "updates": list(UPDATES)}
+    shared = {"quick": quick, **constants, **sizes, **steps}
     return [
-        Cell(
-            name,
-            {"architecture": kind, "quick": quick, "config": plain_config(config_of(name, quick))}
-            | constants
-            | sizes
-            | steps,
-        )
+        Cell(name, {"architecture": kind, "config": plain_config(config_of(name, quick)), **shared})
         for name, (kind, _) in (QUICK_MODELS if quick else MODELS).items()
     ]
 
@@ -118,7 +114,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Make the three stages of a model and measure each of them."""
     config = config_of(cell.name, cell.settings["quick"])
     policy = fresh_policy(config, cell.settings["architecture"])
-    tables: dict[str, list[dict[str, Any]]] = {"policies": [], "agreement": [], "efficiency": [], "disagreement": []}
+    tables = Gathered()
     _measure_stage(cell, "init", policy, tables, bar)
     fit(policy.model, policy.tokenizer, policy.task, config)
     _measure_stage(cell, "warm", policy, tables, bar)
@@ -126,7 +122,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     return tables
 
 
-def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, list[dict[str, Any]]], bar: Bar) -> None:
+def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: Gathered, bar: Bar) -> None:
     settings = cell.settings
     temperatures, prompts = [1.0] if stage == "init" else settings["temperatures"], settings["prompts"]
     grams: list[Gram] = []
@@ -140,17 +136,15 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: dict[str, lis
         written = write(policy, chosen_prompts(policy, first, sample, pilot), sample, seed=k)
         energies = energies_of(policy, written, k)
         facts = facts_of(policy, written, energies) | {"rl_steps": settings["rl_steps"], "pilot": pilot}
-        tables["policies"].append(key | facts)
-        tables["agreement"] += [key | row for row in agreement_rows(written.table, energies, SOURCES)]
+        tables.add(key, policies=[facts], agreement=agreement_rows(written.table, energies, SOURCES))
         if np.ptp(written.table.total_reward) > 0:
             grams.append(gram_of(policy, written, energies))
             apart.append(disagreement(written, energies))
-            tables["efficiency"] += [key | row for row in efficiency_rows(grams[-1:])]
-            tables["disagreement"] += [key | row for row in disagreement_rows(grams[-1:], apart[-1:])]
+            told = disagreement_rows(grams[-1:], apart[-1:])
+            tables.add(key, efficiency=efficiency_rows(grams[-1:]), disagreement=told)
     if len(grams) > 1:
         pooled = {"model": cell.name, "stage": stage, "temperature": None}
-        tables["efficiency"] += [pooled | row for row in efficiency_rows(grams)]
-        tables["disagreement"] += [pooled | row for row in disagreement_rows(grams, apart)]
+        tables.add(pooled, efficiency=efficiency_rows(grams), disagreement=disagreement_rows(grams, apart))
 
 
 def chosen_prompts(policy: Policy, first: int, sample: SampleConfig, pilot: int) -> list[Prompt]:
@@ -202,7 +196,7 @@ def gram_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Floa
     for name in ESTIMATORS:
         for source, energy in energies.items():
             advantages[name, source] = estimate(name, written.table.inputs(energy)).advantage
-    gram = prompt_gram(policy.model, [Weighed(written.rollouts, advantages)], written.temperature)
+    gram = prompt_gram(policy.model, written.rollouts, advantages, written.temperature)
     return replace(gram, prompt=tuple(f"{written.temperature}: {prompt.id}" for prompt in written.rollouts.prompts))
 
 
@@ -217,19 +211,11 @@ def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
         for label, row in by_label(pooled_statistics(grams, n_prompts=prompts, known=known)).items():
             exact = against.get(row.estimator, {}).get(label)
             lost = gain_lost(grams, label, (row.estimator, "exact"), prompts, known) if exact else None
-            rows.append({
-                "update": prompts,
-                "estimator": row.estimator,
-                "source": row.energy_source,
-                "prompts": row.n_clusters,
-                "efficiency": row.efficiency,
-                "rollouts": row.n_rollouts,
-                "equivalents": rounded(row.rollout_equivalents),
-                "projection": row.projection,
-                **ratio_columns(exact, {"to_exact": "efficiency"}),
-                **interval_columns("lost", lost),
-                **ratio_columns(plain.get(label), OVER_RLOO),
-            })  # fmt: skip
+            named = {"update": prompts, "estimator": row.estimator, "source": row.energy_source}
+            named |= {"prompts": row.n_clusters, "efficiency": row.efficiency, "rollouts": row.n_rollouts}
+            named |= {"equivalents": rounded(row.rollout_equivalents), "projection": row.projection}
+            named |= ratio_columns(exact, {"to_exact": "efficiency"}) | interval_columns("lost", lost)
+            rows.append(named | ratio_columns(plain.get(label), OVER_RLOO))
     return rows
 
 

@@ -18,6 +18,7 @@ from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool
 from studies.lib import Cell, Tables, interval_columns, rounded
 from studies.lib.pools import Pool, proved_of_pool
+from studies.lib.results import Gathered
 
 from .entries import ACROSS, ALONE, ASKED_SIZES, EXACT, HALF, OFFSET, UPDATES, Gradients, Way, gradients
 from .pool import load_drawn, load_pool
@@ -70,20 +71,20 @@ def comparison(cell: Cell, size: Size, work: Path, bar: Bar) -> Tables:
     draw, wide, deep = cell.after
     mixed = load_drawn(draw, work).mixed
     plan = [("wide", wide, n) for n in size.wide] + [("deep", deep, n) for n in size.deep]
-    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
+    tables, policy = Gathered({name: [] for name in TABLES}), {"policy": cell.settings["policy"]}
     for done, (kind, measured, n) in enumerate(plan):
         pool = load_pool(measured, work)
         both = mixed if kind == "wide" and n in ASKED_SIZES else None
         found = gradients(pool, n, size.shuffles, both)
         for only in (False,) if both is None else (False, True):
             moments, floor = moments_of(found, n, both if only else None)
-            key = {"policy": cell.settings["policy"], "pool": kind, "mixed": only or kind == "deep", "size": n}
-            for table, rows in tables_of(moments, n, floor).items():
-                if table != "estimators" or kind == "deep" or not only:
-                    tables[table] += [key | row for row in rows]
-            tables["coupling"] += [key | row for row in coupling_rows(found, moments)]
+            key = policy | {"pool": kind, "mixed": only or kind == "deep", "size": n}
+            rows = tables_of(moments, n, floor)
+            if only and kind == "wide":
+                del rows["estimators"]
+            tables.add(key, **rows, coupling=coupling_rows(found, moments))
         if kind == "deep" and n == REGIME_SIZE:
-            tables["regimes"] += [{"policy": cell.settings["policy"]} | row for row in regimes(cell, pool, found)]
+            tables.add(policy, regimes=regime_rows(cell, pool, found))
         bar(done + 1, len(plan), f"{cell.name}: {kind}, groups of {n}")
     return tables
 
@@ -153,8 +154,8 @@ def pair_rows(values: Values, heads: Sequence[Way]) -> list[dict[str, Any]]:
                 row = {"estimator": name, "against": against, "rewards": rewards}
                 for p in UPDATES:
                     ratios = moment_ratios(values[above, p], values[below, p])
-                    row |= short(f"gain{p}", ratios["efficiency"])
-                    row |= short("variance", ratios["variance"]) if p == HEAD else {}
+                    row |= interval_cells(f"gain{p}", ratios["efficiency"])
+                    row |= interval_cells("variance", ratios["variance"]) if p == HEAD else {}
                 pairs.append(row)
     return pairs
 
@@ -165,23 +166,25 @@ def entry_row(way: Way, values: Values, reference: Way, floor: float) -> dict[st
     moments, four, prompts = measures.with_projection(raw, c), four_measures(raw, HEAD, c), raw.power.size - 1
     row: dict[str, Any] = {"estimator": way.estimator, "source": way.source, "rewards": way.rewards}
     row |= {"c_known": c is not None}
-    row |= short("projection", measure_interval(four["projection"], "projection", HEAD))
+    row |= interval_cells("projection", measure_interval(four["projection"], "projection", HEAD))
     row |= {"bias": rounded(measures.relative_bias(moments)[0], 3)}
     for p in UPDATES:
         e = float(four_measures(values[way, p][0], p, values[way, p][2])["efficiency"][0])
         row |= {f"efficiency{p}": rounded(e, 4) if may_be_shown(e, p, prompts) else None}
     noise = measures.quotient(np.array([floor]), raw.truth_sq[:1])
-    row |= short("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"))
+    row |= interval_cells("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"))
     equivalents = measures.rollout_equivalents(moments, HEAD, 100)
-    row |= short("equivalents", jackknife_interval(equivalents[0], equivalents[1:], "rollout-equivalents of 100"))
+    row |= interval_cells(
+        "equivalents", jackknife_interval(equivalents[0], equivalents[1:], "rollout-equivalents of 100")
+    )
     if way == reference:
         return row
     for p in UPDATES:
         ratios = moment_ratios(values[way, p], values[reference, p])
         gain = ratios["efficiency"]
-        row |= short(f"gain{p}", gain)
+        row |= interval_cells(f"gain{p}", gain)
         if p == HEAD:
-            row |= short("variance", ratios["variance"]) | short("sf", ratios["sf"])
+            row |= interval_cells("variance", ratios["variance"]) | interval_cells("sf", ratios["sf"])
             row["p_value"] = None if gain is None else rounded(gain.p_value, 3)
     return row
 
@@ -203,7 +206,7 @@ def coupling_rows(found: Gradients, moments: Mapping[Way, Moments]) -> list[dict
     return rows
 
 
-def short(name: str, found: Interval | None) -> dict[str, float | None]:
+def interval_cells(name: str, found: Interval | None) -> dict[str, float | None]:
     """Return an interval as columns with four digits."""
     return {key: rounded(value, 4) for key, value in interval_columns(name, found).items()}
 
@@ -218,7 +221,7 @@ def signal_row(reference: Moments) -> dict[str, Any]:
     }
 
 
-def regimes(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]]:
+def regime_rows(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]]:
     """Return variance over that of `rloo` in the lowest and the highest third of prompts, and rank correlations.
 
     Prompts of one policy are distinct, so each is a cluster; policies share some of theirs and are not pooled.
@@ -235,9 +238,9 @@ def regimes(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]]:
             own, base, of = variance[way][usable], rloo[usable], value[usable]
             low, _, high = np.array_split(np.argsort(of, kind="stable"), 3)
             rank = correlation(stats.rankdata(of), stats.rankdata(own / base), np.arange(len(of)))
-            row = {"estimator": name, "kind": kind, "prompts": len(of)} | short("rank", rank)
+            row = {"estimator": name, "kind": kind, "prompts": len(of)} | interval_cells("rank", rank)
             for third, part in (("low", low), ("high", high)):
-                row |= short(third, log_ratio_t(own[part], base[part], "variance"))
+                row |= interval_cells(third, log_ratio_t(own[part], base[part], "variance"))
                 row |= {f"{third}_from": rounded(of[part].min(), 3), f"{third}_to": rounded(of[part].max(), 3)}
             rows.append(row)
     return rows

@@ -37,18 +37,17 @@ CONSTANTS = {
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the answer to the study's question, and the rows that the page shows."""
-    rows = plain(tables["estimators"])
+    rows = binary_rows(tables["estimators"])
     asked = [row for row in tables["pairs"] if row["estimator"] == BEST and row["size"] in ASKED_SIZES]
     asked = [row for row in asked if row["pool"] == "wide" and row["rewards"] == "0/1"]
     every = select(asked, mixed=False)
-    marked = {id(row) for same in families(rows) for row in differing(same)}
+    marked = {id(row) for same in families(rows) for row in differing_rows(same)}
     return CONSTANTS | {
         "plain": rows,
         "asked": asked,
         "cells": len(every) // len(AGAINST),
-        "count": lambda against, word: sum(decided(row) == word for row in select(every, against=against)),
-        "small": {word: sum(standing(row, UPDATES[0]) == word for row in every) for word in ("ahead", "behind")},
-        "gain": gain,
+        "count": lambda against, word: sum(decision(row) == word for row in select(every, against=against)),
+        "small": {word: sum(shown_order(row, UPDATES[0]) == word for row in every) for word in ("ahead", "behind")},
         "differs": lambda row: id(row) in marked,
         "entry_name": name_of,
         "best_first": lambda rows: sorted(rows, key=lambda row: -(row[f"gain{HEAD}"] or 1)),
@@ -58,7 +57,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     }
 
 
-def plain(rows: Rows) -> Rows:
+def binary_rows(rows: Rows) -> Rows:
     """Return the rows of rewards 0 and 1: all prompts of the wide pool, and the deep one."""
     return [row for row in rows if row["rewards"] == "0/1" and (not row["mixed"] or row["pool"] == "deep")]
 
@@ -69,14 +68,14 @@ def families(rows: Rows) -> list[Rows]:
     return [select(rows, policy=policy, pool=pool, size=size) for policy, pool, size in keys]
 
 
-def differing(rows: Rows) -> Rows:
+def differing_rows(rows: Rows) -> Rows:
     """Return the rows whose efficiency differs from that of `rloo`, false-discovery rate 5 % over all of them."""
     tested = [row for row in rows if row["p_value"] is not None]
     q = stats.false_discovery_control([row["p_value"] for row in tested], method="by") if tested else ()
     return [row for row, x in zip(tested, q, strict=True) if x <= 0.05]
 
 
-def standing(row: Row, update: int) -> str:
+def shown_order(row: Row, update: int) -> str:
     """Return what an interval of a ratio of efficiencies shows: ahead, behind, equal within the margin, or open."""
     if above(row, 1, f"gain{update}"):
         return "ahead"
@@ -86,14 +85,14 @@ def standing(row: Row, update: int) -> str:
     return "equal" if inside else "open"
 
 
-def decided(row: Row) -> str:
+def decision(row: Row) -> str:
     """Return the one answer for a policy and a group size, at updates of `HEAD` prompts.
 
     Where both are unbiased the variance decides: with the same variances the ratio of efficiencies is above 1 at every
     number of prompts if it is at one, so that further numbers are no further tests.
     """
     if row["against"] not in UNBIASED:
-        return standing(row, HEAD)
+        return shown_order(row, HEAD)
     return "ahead" if below(row, 1, "variance") else "behind" if above(row, 1, "variance") else "open"
 
 
@@ -101,7 +100,7 @@ def gain(row: Row | None, update: int) -> str:
     """Return a ratio of efficiencies with a mark: ▲ ahead, ▼ behind, = equal within the margin."""
     if row is None:
         return ""
-    mark = {"ahead": " ▲", "behind": " ▼", "equal": " =", "open": ""}[standing(row, update)]
+    mark = {"ahead": " ▲", "behind": " ▼", "equal": " =", "open": ""}[shown_order(row, update)]
     return interval(row, f"gain{update}") + mark
 
 
@@ -112,7 +111,7 @@ def name_of(row: Row) -> str:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw efficiency over that of `rloo` against the group size, for each policy and two sizes of the update."""
-    rows, panels = select(plain(tables["estimators"]), pool="wide"), []
+    rows, panels = select(binary_rows(tables["estimators"]), pool="wide"), []
     for update in (UPDATES[0], UPDATES[2]):
         for policy in distinct(rows, "policy"):
             same = [row for row in rows if row["policy"] == policy and row["source"] != "exact"]

@@ -22,7 +22,7 @@ from otb_analysis.statistics import weight_statistics
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool
 from studies.lib import Cell, Tables, rounded
-from studies.lib.cache import keep, kept
+from studies.lib.cache import keep_arrays, kept_file
 from studies.lib.critics import critic_batches, fitted_critic, with_values
 from studies.lib.policies import ScoredRollouts, different_prompts, fresh_policy, taught, write
 from studies.lib.pools import Pool, measure_pool
@@ -91,7 +91,7 @@ def measured(cell: Cell, size: Size, config: TrainConfig, work: Path, bar: Bar) 
     policy = fresh_policy(config)
     policy.model.load_state_dict(draw.weights)
     pool = measure_pool(policy, draw.pools[kind], size.buckets, bar=bar)
-    keep(work, **pool.arrays)
+    keep_arrays(work, **pool.arrays)
     policy_name = {"policy": cell.settings["policy"]}
     mixed = draw.mixed if kind == "wide" else np.ones(size.deep_prompts, bool)
     facts = policy_name | {"pool": kind, "parameters": policy.model.num_parameters()} | pool.facts()
@@ -114,10 +114,10 @@ def prompt_facts(pool: Pool, mixed: Bool) -> list[dict[str, Any]]:
 
 def load_drawn(draw: Cell, work: Path) -> Drawn:
     """Return what a policy wrote."""
-    return Drawn(*pickle.loads(kept(draw, work, DRAWN).read_bytes()))
+    return Drawn(*pickle.loads(kept_file(draw, work, DRAWN).read_bytes()))
 
 
 def load_pool(cell: Cell, work: Path) -> Pool:
     """Return a measured pool."""
     written = load_drawn(cell.after[0], work).pools[cell.name.partition("-")[0]]
-    return Pool.of(written, **np.load(kept(cell, work)))
+    return Pool.of(written, **np.load(kept_file(cell, work)))

@@ -12,7 +12,7 @@ from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram, Label, Proved
 from studies.lib import Tables
 from studies.lib.formats import ratio_columns, statistics_columns
-from studies.lib.gradients import drawn, estimator_gram, regrouped, scored
+from studies.lib.gradients import drawn_groups, estimator_gram, regrouped, scored_table
 from studies.lib.pools import proved_of_pool
 
 
@@ -85,8 +85,8 @@ def pool_tables(starts: Sequence[TrainConfig], prompts: int, rollouts: int, bar:
     grams: dict[int, list[Gram]] = {SMALL_GROUP: [], LARGE_GROUP: []}
     for number, start in enumerate(starts):
         trainer = Trainer.from_config(start)
-        pool = drawn(trainer, prompts, rollouts)
-        table = scored(trainer, pool)
+        pool = drawn_groups(trainer, prompts, rollouts)
+        table = scored_table(trainer, pool)
         for n, found in grams.items():
             found.append(estimator_gram(trainer, regrouped(pool, n), table, LABELS))
             bar(number + 1, len(starts), f"pool: start {number}, groups of {n}")

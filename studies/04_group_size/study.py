@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig, plain_config
-from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime.progress import Bar
 from studies.lib import Cell, Study, Tables
+from studies.lib.results import training_steps
 from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, best_rate, started
 
 from .arms import ARMS, CLIPPING, LABELS, MARGIN, PAIRS, UPDATES, Arm, pool_tables
+
+COLUMNS = {"success": "heldout_success", "grad_norm": "grad_norm", "clipped": "CAST(clipped AS DOUBLE)"}
+COLUMNS |= {name: name for name in ("n_tokens", "n_rollouts")}
 
 
 @dataclass(frozen=True)
@@ -119,17 +122,15 @@ def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path
     quick, work, bar = how
     config = arm_config(ARMS[name], rate, size, started(base_config(seed, quick), work))
     path = train(replace(config, root=work, run=f"{name}-{rate:g}-{seed}"), bar)
-    query = "SELECT step, heldout_success AS success, n_tokens, n_rollouts, grad_norm, clipped FROM steps ORDER BY step"
-    steps = RunStore(path).sql(query)
-    sampled = {name: np.cumsum(steps[name].to_numpy(np.int64)) for name in ("n_tokens", "n_rollouts")}
-    facts = {name: float(np.mean(steps[name].to_numpy(np.float64))) for name in ("clipped", "grad_norm")}
-    found = steps["success"].to_numpy(np.float64)
-    return [
-        {"arm": name, "seed": seed, "rate": rate, "step": int(step), "success": float(found[step])}
-        | {key: int(total[step - 1]) if step else 0 for key, total in sampled.items()}  # before the step's own update
-        | facts
-        for step in np.flatnonzero(np.isfinite(found))
-    ]
+    steps, rows = training_steps(path, **COLUMNS), []
+    facts = {column: float(np.mean([row[column] for row in steps])) for column in ("clipped", "grad_norm")}
+    before = {"n_tokens": 0, "n_rollouts": 0}  # without the step's own update
+    for row in steps:
+        if row["success"] is not None:
+            key = {"arm": name, "seed": seed, "rate": rate, "step": row["step"], "success": row["success"]}
+            rows.append(key | before | facts)
+        before = {column: total + int(row[column]) for column, total in before.items()}
+    return rows
 
 
 STUDY = Study(

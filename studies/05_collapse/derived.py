@@ -33,22 +33,22 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     runs, attribution = tables["runs"], tables.get("attribution", [])
     staged = [row for row in runs if not ARMS[row["arm"]].calm]
     arms = distinct(staged, "arm")
-    lifetimes = {name: survived(staged, name) for name in arms}
-    pairs = paired(attribution)
+    lifetimes = {name: steps_survived(staged, name) for name in arms}
+    pairs = window_pairs(attribution)
     effects = {suffix: effects_of(staged, suffix) for suffix in SUFFIXES}
     return forecast.numbers(runs, tables["detectors"], tables["signals"]) | {
         "staged": staged,
         "lifetime": {name: seed_mean(list(of.values()), "steps survived") for name, of in lifetimes.items()},
-        "lasted": {name: lasted(staged, name) for name in arms},
+        "lasted": {name: never_collapsed(staged, name) for name in arms},
         "contrasts": {
-            (one, base, staleness, suffix): {"bound": bound(staged, *names), "steps": contrast(staged, *names)}
+            (one, base, staleness, suffix): {"bound": censored_words(staged, *names), "steps": contrast(staged, *names)}
             for suffix in SUFFIXES
             for staleness in STALENESSES
             for one, base in PAIRS
             if set(names := (f"{one}-{staleness}{suffix}", f"{base}-{staleness}{suffix}")) <= set(arms)
         },
         "effects": effects,
-        "cause": cause(effects[""]),
+        "cause": cause_of_lasting(effects[""]),
         "ratio_takes": taken_by_ratios(staged),
         "columns": [f"{words}, {k} batches old" for words in SUFFIXES.values() for k in STALENESSES],
         "fatal": {name: fatal_shares(attribution, name) for name in ARMS if name in distinct(attribution, "arm")},
@@ -80,7 +80,7 @@ def effect_by_seed(runs: Rows, pairs: Sequence[tuple[str, str]], suffix: str) ->
         for pair in pairs
         if set(names := tuple(f"{one}-{staleness}{suffix}" for one in pair)) <= set(arms)
     ]
-    lived = {name: survived(runs, name) for names in there for name in names}
+    lived = {name: steps_survived(runs, name) for names in there for name in names}
     seeds = distinct(runs, "seed") if there else []
     return {seed: float(np.mean([lived[one][seed] - lived[base][seed] for one, base in there])) for seed in seeds}
 
@@ -91,7 +91,7 @@ def taken_by_ratios(runs: Rows) -> Interval | None:
     return paired_difference(without, with_ratios, "effect of the level less with ratios") if with_ratios else None
 
 
-def cause(effects: Mapping[str, Interval | None]) -> str:
+def cause_of_lasting(effects: Mapping[str, Interval | None]) -> str:
     """Say what makes `otb` last, by the rule that `study.py` fixed: level, shape, both or open."""
     level, shape, more = (effects[name] for name in ("level", "shape", "level − shape"))
     if above(level, 0) and above(more, 0):
@@ -101,30 +101,30 @@ def cause(effects: Mapping[str, Interval | None]) -> str:
     return "both" if above(level, 0) and above(shape, 0) else "open"
 
 
-def survived(runs: Rows, name: str) -> dict[int, float]:
+def steps_survived(runs: Rows, name: str) -> dict[int, float]:
     """Return the steps that each seed lasted, all of them where it never collapsed."""
     arm = select(runs, arm=name)
     return {row["seed"]: float(row["steps"] if row["collapse"] is None else row["collapse"]) for row in arm}
 
 
-def lasted(runs: Rows, name: str) -> int:
+def never_collapsed(runs: Rows, name: str) -> int:
     """Return how many runs of an arm never collapsed, so that their lifetime is not known."""
     return sum(row["collapse"] is None for row in select(runs, arm=name))
 
 
 def contrast(runs: Rows, arm: str, base: str) -> Interval | None:
     """Return by how many steps one arm outlasts another, seed by seed, both cut at the last step."""
-    return paired_difference(survived(runs, arm), survived(runs, base), f"steps survived beyond {base}")
+    return paired_difference(steps_survived(runs, arm), steps_survived(runs, base), f"steps survived beyond {base}")
 
 
-def bound(runs: Rows, arm: str, base: str) -> str:
+def censored_words(runs: Rows, arm: str, base: str) -> str:
     """Say which side the last step cuts a difference of lifetimes on: none, the first, the second or both."""
-    if lasted(runs, arm):
-        return "both cut: " if lasted(runs, base) else "at least "
-    return "at most " if lasted(runs, base) else ""
+    if never_collapsed(runs, arm):
+        return "both cut: " if never_collapsed(runs, base) else "at least "
+    return "at most " if never_collapsed(runs, base) else ""
 
 
-def paired(attribution: Rows) -> list[tuple[Row, Row]]:
+def window_pairs(attribution: Rows) -> list[tuple[Row, Row]]:
     """Return the fatal and the control step of every run that has both."""
     control = {(row["arm"], row["seed"]): row for row in select(attribution, window="control")}
     fatal = select(attribution, window="fatal")

@@ -27,17 +27,17 @@ def numbers(runs: Rows, detectors: Rows, signals: Rows) -> dict[str, Any]:
     pending = [row for row in runs if not ARMS[row["arm"]].calm and row["collapse"] is None]
     arms = distinct(signals, "arm")
     # no test of the detectors that call the staged conditions themselves
-    names = [name for name in measured(detectors) if name not in CONDITIONS]
+    names = [name for name in measured_detectors(detectors) if name not in CONDITIONS]
     p_values = dict(zip(names, holm([p_value(seed_differences(runs, detectors, n)) for n in names]), strict=True))
     told = {
         name: {
             "leads": sorted(leads_of(runs, detectors, name)),
-            "broken": called(broken, detectors, name),
-            "pending": called(pending, detectors, name),
-            "quiet": called(quiet, detectors, name),
+            "broken": number_called(broken, detectors, name),
+            "pending": number_called(pending, detectors, name),
+            "quiet": number_called(quiet, detectors, name),
             "p": p_values.get(name),
         }
-        for name in measured(detectors)
+        for name in measured_detectors(detectors)
     }
     ends = [row for row in signals if any((r["arm"], r["seed"]) == (row["arm"], row["seed"]) for r in broken)]
     return {
@@ -50,8 +50,8 @@ def numbers(runs: Rows, detectors: Rows, signals: Rows) -> dict[str, Any]:
         "pending": pending,
         "quiet": quiet,
         "calm_runs": [row for row in runs if ARMS[row["arm"]].calm],
-        "signal_path": {name: {a: path(select(signals, arm=a), name) for a in arms} for name in SIGNALS},
-        "signal_change": {name: change(ends, name) for name in SIGNALS} if ends else {},
+        "signal_path": {name: {a: signal_path(select(signals, arm=a), name) for a in arms} for name in SIGNALS},
+        "signal_change": {name: signal_change(ends, name) for name in SIGNALS} if ends else {},
     }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def still_calm(runs: Rows) -> Rows:
     return [row for row in runs if ARMS[row["arm"]].calm and row["collapse"] is None]
 
 
-def calls(runs: Rows, detectors: Rows, name: str) -> dict[tuple[str, int], int | None]:
+def first_calls(runs: Rows, detectors: Rows, name: str) -> dict[tuple[str, int], int | None]:
     """Return the step at which a detector first called each of some runs, None where it never did."""
     watch = {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
     return {(row["arm"], row["seed"]): watch[row["arm"], row["seed"]] for row in runs}
@@ -74,14 +74,14 @@ def calls(runs: Rows, detectors: Rows, name: str) -> dict[tuple[str, int], int |
 def leads_of(runs: Rows, detectors: Rows, name: str) -> list[int]:
     """Return a detector's lead in every run that collapsed and that it called at or before the collapse."""
     broken = collapsed(runs)
-    first = calls(broken, detectors, name)
+    first = first_calls(broken, detectors, name)
     leads = [(row["collapse"], first[row["arm"], row["seed"]]) for row in broken]
     return [end - at for end, at in leads if at is not None and at <= end]
 
 
-def called(runs: Rows, detectors: Rows, name: str) -> int:
+def number_called(runs: Rows, detectors: Rows, name: str) -> int:
     """Return how many of some runs a detector called at any time."""
-    return sum(at is not None for at in calls(runs, detectors, name).values())
+    return sum(at is not None for at in first_calls(runs, detectors, name).values())
 
 
 def seed_differences(runs: Rows, detectors: Rows, name: str) -> list[float]:
@@ -92,7 +92,7 @@ def seed_differences(runs: Rows, detectors: Rows, name: str) -> list[float]:
         broken, quiet = collapsed(same), still_calm(same)
         if broken and quiet:
             in_time = len(leads_of(same, detectors, name)) / len(broken)
-            differences.append(in_time - called(quiet, detectors, name) / len(quiet))
+            differences.append(in_time - number_called(quiet, detectors, name) / len(quiet))
     return differences
 
 
@@ -116,17 +116,17 @@ def holm(p_values: list[float]) -> list[float]:
     return adjusted.tolist()
 
 
-def measured(detectors: Rows) -> list[str]:
+def measured_detectors(detectors: Rows) -> list[str]:
     """Return the detectors that had what they read in some run."""
     return [name for name in DETECTORS if any(row["level"] != MISSING for row in select(detectors, detector=name))]
 
 
-def path(rows: Rows, name: str) -> list[float | None]:
+def signal_path(rows: Rows, name: str) -> list[float | None]:
     """Return a signal's means at the start, before the collapse, over the runs that had one, and at the end."""
     return [mean(column(rows, f"{name}_{when}")) for when in WHEN]
 
 
-def change(rows: Rows, name: str) -> dict[str, Any]:
+def signal_change(rows: Rows, name: str) -> dict[str, Any]:
     """Return a signal's medians at the start, before the collapse and at the end, and in how many runs it rose."""
     medians = [float(np.median(column(rows, f"{name}_{when}"))) for when in WHEN]
     rose = [sum(row[f"{name}_{when}"] > row[f"{name}_first"] for row in rows) for when in WHEN[1:]]

@@ -10,7 +10,8 @@ from otb_analysis.diagnostics import StepAttribution, diagnose
 from otb_analysis.statistics import top_share
 from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.types import Float
-from studies.lib import Tables, known
+from studies.lib import Tables, or_nan
+from studies.lib.results import Gathered
 
 WINDOW, DROP, LASTING = 6, 0.5, 6
 """Collapsed: mean reward over 6 steps at most half of the highest such mean so far, and so for 6 steps on end."""
@@ -46,12 +47,11 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
         for found in diagnose(step_series(steps))
     ]
     curve = [{"step": int(step), "reward": float(value)} for step, value in zip(steps["step"], mean, strict=True)]
-    return {
-        "runs": [key | facts],
-        "signals": [key | signal_means(steps, end)],
-        "detectors": [key | row for row in fired],
-        "curves": [key | row for row in curve[:: max(1, len(curve) // 25)]],
-    } | ({} if end is None else {"attribution": [key | row for row in attribution_rows(store, steps, end)]})
+    tables, shown = Gathered(), curve[:: max(1, len(curve) // 25)]
+    tables.add(key, runs=[facts], signals=[signal_means(steps, end)], detectors=fired, curves=shown)
+    if end is not None:
+        tables.add(key, attribution=attribution_rows(store, steps, end))
+    return tables
 
 
 def trailing_mean(reward: Float) -> Float:
@@ -105,11 +105,11 @@ def attribution_rows(store: RunStore, steps: pd.DataFrame, end: int) -> list[dic
         tried_steps = [step_attribution(store, step) for step in tried]
         if tried_steps:
             step = max(tried_steps, key=lambda one: one.norm_sq)
-            rows.append({"window": name, "collapse": end, "usual_norm": usual} | holders(store, step))
+            rows.append({"window": name, "collapse": end, "usual_norm": usual} | gradient_shares(store, step))
     return rows
 
 
-def holders(store: RunStore, step: StepAttribution) -> dict[str, Any]:
+def gradient_shares(store: RunStore, step: StepAttribution) -> dict[str, Any]:
     """Return one step's shares: of the largest tokens, the largest prompt, unpaid rollouts, and noise."""
     tokens, prompts = np.abs(step.tokens.share), np.abs(step.prompts.share)
     paid = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [step.step])["rollout"]
@@ -121,5 +121,5 @@ def holders(store: RunStore, step: StepAttribution) -> dict[str, Any]:
         "top_prompt": float(prompts.max() / prompts.sum()),
         "failed": float(tokens[failed].sum() / tokens.sum()),
         "failed_tokens": float(failed.mean()),
-        "noise": known(step.noise_total) / step.norm_sq,
+        "noise": or_nan(step.noise_total) / step.norm_sq,
     }

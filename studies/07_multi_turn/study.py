@@ -27,15 +27,15 @@ from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import gradient_noise_scale, paired_ratios, pooled_statistics, weight_statistics
-from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train, train_step
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram, Proved
 from studies.lib import Cell, Study, Tables
 from studies.lib.formats import interval_columns, ratio_columns, statistics_columns
-from studies.lib.gradients import drawn, estimator_gram, regrouped, scored
+from studies.lib.gradients import drawn_groups, estimator_gram, regrouped, scored_table
 from studies.lib.pools import proved_of_pool
+from studies.lib.results import training_steps
 from studies.lib.seeds import BASE, QUICK_START, started
 
 COMPARED = (
@@ -122,8 +122,8 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         trainer = Trainer.from_config(started(config_of(seed, quick), work))
         for step in range(size.steps if stage == "trained" else 0):
             train_step(trainer, step)
-        rollouts = drawn(trainer, size.prompts, size.pool)
-        table = scored(trainer, rollouts)
+        rollouts = drawn_groups(trainer, size.prompts, size.pool)
+        table = scored_table(trainer, rollouts)
         facts.append({"stage": stage, "seed": seed, "steps": size.steps} | rollout_facts(rollouts, table))
         for n in size.sizes:
             grams[n].append(estimator_gram(trainer, regrouped(rollouts, n), table, labels))
@@ -181,14 +181,12 @@ def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dic
     rows = []
     for name in TRAINED:
         path = train(replace(config, root=work, run=name, estimator=EstimatorConfig(name=name)), bar)
-        found = RunStore(path).sql("SELECT step, heldout_success AS success, grad_norm FROM steps ORDER BY step")
-        norms = found["grad_norm"].to_numpy(np.float64)
-        clipped = float(np.mean(norms > config.optimize.max_grad_norm))
-        rows += [
-            {"seed": seed, "estimator": name, "step": int(row["step"]), "success": float(row["success"])}
-            | {"clip_fraction": clipped, "norm": float(norms.mean())}
-            for row in found.dropna(subset=["success"]).to_dict("records")
-        ]
+        found = training_steps(path, success="heldout_success", norm="grad_norm")
+        norms = np.array([row["norm"] for row in found])
+        facts = {"clip_fraction": float(np.mean(norms > config.optimize.max_grad_norm)), "norm": float(norms.mean())}
+        judged = [row for row in found if row["success"] is not None]
+        key = {"seed": seed, "estimator": name}
+        rows += [key | {"step": row["step"], "success": row["success"]} | facts for row in judged]
     return rows
 
 

@@ -24,6 +24,7 @@ from studies.lib import Cell, Tables, interval_columns, rounded
 from studies.lib.agreement import agreement_rows, calibrated
 from studies.lib.formats import by_label, ratio_columns, statistics_columns
 from studies.lib.pools import REFERENCE, every_estimate, gram_of_prompts, proved_of_pool
+from studies.lib.results import Gathered
 
 from .pool import Measured, Size
 
@@ -55,7 +56,8 @@ def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
     if sketched.any():
         some = {"exact": exact, "hybrid": np.where(sketched, found.hybrid, 0.0)}
         agreement += agreement_rows(replace(table, mask=sketched), some, ("hybrid",))
-    rows: dict[str, list[dict[str, Any]]] = {"estimators": [], "pairs": [], "signal": []}
+    tables = Gathered()
+    tables.add(key, policies=[facts(found, exact)], agreement=agreement)
     for n in SIZES:
         by_batch = {
             p: gram_of_prompts(pool, n, size.shuffles, seed=n, estimates=partial(every_estimate, batch=p))
@@ -63,14 +65,10 @@ def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
         }
         grams = {p: by_batch[min(p, size.prompts)] for p in UPDATES}
         known = proved_of_pool(grams[UPDATES[0]].labels, size.prompts, n)
-        rows["estimators"] += [{"size": n} | row for row in estimator_rows(grams, known, size.buckets)]
-        rows["pairs"] += [{"size": n} | row for row in pair_rows(grams, known)]
-        rows["signal"].append({"size": n} | signal_columns(grams[UPDATES[0]], known))
-    return {
-        "policies": [key | facts(found, exact)],
-        "agreement": [key | row for row in agreement],
-        **{name: [key | row for row in one] for name, one in rows.items()},
-    }
+        signal = signal_columns(grams[UPDATES[0]], known)
+        compared = {"estimators": estimator_rows(grams, known, size.buckets), "pairs": pair_rows(grams, known)}
+        tables.add(key | {"size": n}, **compared, signal=[signal])
+    return tables
 
 
 def facts(found: Measured, exact: Float) -> dict[str, Any]:

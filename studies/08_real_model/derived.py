@@ -43,7 +43,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     regression = next((row for row in trainings["training"] if row["arm"] == "energy_regression"), None)
     rewards = sorted(column(select(tables["sweep"], arm="energy_regression"), "reward"))
     return {
-        "listed": listed,
         "memory": MEMORY["energy_regression"]["memory"],
         "ridges": today_ridges(),
         "at_eight": {
@@ -52,9 +51,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "longest": POOL.tokens,
         "regression": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf"),
         "regression_bare": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf_bare"),
-        "none_rows": whole(select(rows, estimator="none", size=4)),
-        "loo_rows": whole(select(rows, estimator="otb_loo", source="proxy", size=4)),
-        "otb_rows": whole(select(rows, estimator="otb", source="proxy", size=4)),
+        "none_rows": full_parameter_rows(select(rows, estimator="none", size=4)),
+        "otb_rows": full_parameter_rows(select(rows, estimator="otb", source="proxy", size=4)),
         "proxy_log": column(select(tables["agreement"], source="proxy", of="w"), "log_within"),
         "toy_log": column(select(toy_agreement(), source="proxy", of="w"), "log_within"),
         "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]],
@@ -78,14 +76,14 @@ def today_ridges() -> list[float]:
     ]
 
 
-def whole(rows: Rows) -> Rows:
+def full_parameter_rows(rows: Rows) -> Rows:
     """Return the rows of policies all of whose parameters are measured."""
     return [row for row in rows if not row["policy"].endswith("-lora")]
 
 
 def shown_lower(rows: Rows, name: str) -> Rows:
     """Return the rows of whole policies of which an interval shows a ratio below 1."""
-    return [row for row in whole(rows) if below(row, 1, name)]
+    return [row for row in full_parameter_rows(rows) if below(row, 1, name)]
 
 
 def listed(rows: Rows) -> Rows:

@@ -27,7 +27,7 @@ from otb_analysis.training.policy.policy import quiet_peft
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float
 from studies.lib import Cell, Tables, rounded
-from studies.lib.cache import keep, kept
+from studies.lib.cache import keep_arrays, kept_file
 from studies.lib.critics import critic_batches, fitted_critic, with_values
 from studies.lib.policies import Policy, ScoredRollouts, different_prompts, pretrained, write
 from studies.lib.pools import Pool, token_sketches
@@ -101,8 +101,8 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
         bar(done + 1, len(groups), f"{cell.name}: exact norms")
     part = written.rollouts.take(np.flatnonzero(rows))
     sketch, node = token_sketches(policy.model, part, written.temperature, size.buckets, bar=bar)
-    wide = np.pad(node, ((0, 0), (0, exact.shape[1] - node.shape[1])))
-    keep(work, exact=exact[rows], hybrid=sketched[rows], whole=whole[rows], sketch=sketch, node=wide)
+    wide = np.pad(node, ((0, 0), (0, written.table.mask.shape[1] - node.shape[1])))
+    keep_arrays(work, exact=exact[rows], hybrid=sketched[rows], whole=whole[rows], sketch=sketch, node=wide)
     tokens = int(written.table.mask[rows].sum())
     return {"measured": [{"cell": cell.name, "tokens": tokens, "distinct_tokens": len(sketch)}]}
 
@@ -134,7 +134,7 @@ class Measured:
 def load(cell: Cell, work: Path) -> Measured:
     """Return what the cells before this one measured, as one pool."""
     draw, *blocks = cell.after
-    parts = [np.load(kept(block, work)) for block in blocks]
+    parts = [np.load(kept_file(block, work)) for block in blocks]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     first = np.cumsum([0, *(len(part["sketch"]) for part in parts)])
     numbered = np.concatenate([part["node"] + k for part, k in zip(parts, first[:-1], strict=True)])
@@ -146,7 +146,7 @@ def load(cell: Cell, work: Path) -> Measured:
 
 def load_rollouts(draw: Cell, work: Path) -> ScoredRollouts:
     """Return the rollouts that a cell drew."""
-    return pickle.loads(kept(draw, work, DRAWN_FILE).read_bytes())
+    return pickle.loads(kept_file(draw, work, DRAWN_FILE).read_bytes())
 
 
 def policy_of(settings: Mapping[str, Any], size: Size, start: TrainConfig | None, work: Path, bar: Bar) -> Policy:

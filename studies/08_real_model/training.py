@@ -21,10 +21,10 @@ from otb_analysis.config import (
     Schedule,
     TrainConfig,
 )
-from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime.progress import Bar
 from studies.lib import Cell, Tables, rounded
+from studies.lib.results import training_steps
 from studies.lib.seeds import best_rate
 
 ARMS = ("rloo", "otb", "energy_regression", "none")
@@ -129,6 +129,5 @@ def trained(config: TrainConfig, work: Path, heldout: int, bar: Bar) -> list[dic
     name = f"{config.estimator.name}-{config.optimize.learning_rate:g}-{config.seed}"
     path = train(replace(config, evaluate=every, root=work, run=name), bar)
     shutil.rmtree(path / "model")  # half a gigabyte each
-    columns = ", ".join(f"{name} AS {ours}" for ours, name in COLUMNS.items())
-    found = RunStore(path).sql(f"SELECT step, {columns} FROM steps ORDER BY step").to_dict("records")
-    return [{"step": int(row["step"])} | {name: rounded(float(row[name])) for name in COLUMNS} for row in found]
+    rows = training_steps(path, **COLUMNS)
+    return [{"step": row["step"]} | {name: rounded(row[name]) for name in COLUMNS} for row in rows]

@@ -21,7 +21,7 @@ from otb_analysis.types import Float, Int
 from studies.lib.critics import with_values
 from studies.lib.policies import write
 
-from .setup import Checkpoint, flat
+from .setup import Checkpoint, flattened
 
 POOL_SEED, SAMPLE_SEED = 7, 8
 AT_ONCE = 1024
@@ -82,7 +82,7 @@ def pool_gain(at_base: Tensor, step: Tensor, model: PreTrainedModel, pool: HeldO
     """
     rows = pool.blocks[block]
     distinct, place = np.unique(pool.first[rows], return_inverse=True)
-    with moved(model, at_base, step):
+    with parameters_moved(model, at_base, step):
         new = sequence_logprob(model, pool.rollouts.take(distinct))[place]
     gain, ess = weighted_gain(pool.logprob[rows], new, pool.paid[rows])
     return gain + slope_of(pool, step) - float(step.double() @ pool.slopes[block].double()), ess
@@ -98,7 +98,7 @@ def sampled_success(at: Checkpoint, prompts: Sequence[Prompt], step: Tensor | No
     model, config = at.policy.model, replace(at.sample, prompts=len(prompts), group_size=1)
     generator = TransformersGenerator(model, at.policy.tokenizer)
     delta = torch.zeros_like(at.base) if step is None else step
-    with moved(model, at.base, delta), random_forked(model.device):
+    with parameters_moved(model, at.base, delta), random_forked(model.device):
         torch.manual_seed(SAMPLE_SEED)
         rollouts = sample(generator, at.policy.tokenizer, at.policy.task, prompts, config)
     return compute_rewards(at.policy.task, rollouts).rewards().sum(axis=1)
@@ -115,7 +115,7 @@ def sequence_logprob(model: PreTrainedModel, rollouts: Rollouts) -> Float:
 
 
 @contextmanager
-def moved(model: PreTrainedModel, base: Tensor, step: Tensor) -> Iterator[None]:
+def parameters_moved(model: PreTrainedModel, base: Tensor, step: Tensor) -> Iterator[None]:
     """Run the model at base + step [D] inside the block."""
     vector_to_parameters(base + step, model.parameters())
     try:
@@ -131,5 +131,5 @@ def _slope(model: PreTrainedModel, rollouts: Rollouts, weight: Float) -> Tensor:
         some = rows[start : start + AT_ONCE // 4]
         logprob = completion_logprobs(model, rollouts.take(some), 1.0).logprob.sum(dim=1)
         loss = (logprob * torch.as_tensor(weight[some]).to(logprob)).sum()
-        total += flat(torch.autograd.grad(loss, list(model.parameters())))
+        total += flattened(torch.autograd.grad(loss, list(model.parameters())))
     return total

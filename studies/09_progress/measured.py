@@ -13,7 +13,7 @@ from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Float
 from studies.lib import Rows, Tables, rounded, select
 
-from .gains import HeldOut, held_out, moved, pool_gain, sampled_success, sequence_logprob, slope_of
+from .gains import HeldOut, held_out, parameters_moved, pool_gain, sampled_success, sequence_logprob, slope_of
 from .setup import Checkpoint
 from .updates import ARMS, UNBIASED, batch_gradients
 
@@ -80,7 +80,7 @@ def pilot(at: Checkpoint, judging: Judging, key: Mapping[str, Any], bar: Bar) ->
 def _probe_length(at: Checkpoint, pool: HeldOut, step: Tensor) -> float:
     """Return the length at which log ρ of a step has a standard deviation of .06: ESS 99.6 %."""
     short, rows = 0.01 / float(step.norm()), pool.blocks[0]
-    with moved(at.policy.model, at.base, short * step):
+    with parameters_moved(at.policy.model, at.base, short * step):
         new = sequence_logprob(at.policy.model, pool.rollouts.take(rows))
     return short * 0.06 / float((new - pool.logprob[rows]).std())
 

@@ -26,7 +26,7 @@ from otb_analysis.training.loop import train_step
 from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.training.setup import Trainer
 from studies.lib import Cell, Tables, rounded
-from studies.lib.cache import kept
+from studies.lib.cache import kept_file
 from studies.lib.critics import critic_batches, fitted_critic
 from studies.lib.policies import Policy, pretrained
 from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, started
@@ -102,12 +102,12 @@ class Checkpoint:
         return OPTIMIZE.learning_rate * first / (second.sqrt() + EPSILON)
 
 
-def flat(parts: Iterable[Tensor]) -> Tensor:
+def flattened(parts: Iterable[Tensor]) -> Tensor:
     """Return tensors shaped as the parameters as one vector [D]."""
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
-def made(cell: Cell, training: Training, quick: bool, work: Path, bar: Bar) -> Tables:
+def trained_checkpoint(cell: Cell, training: Training, quick: bool, work: Path, bar: Bar) -> Tables:
     """Train a policy to its checkpoint and keep it, AdamW's moments and a critic beside the cells."""
     settings = cell.settings
     start = config_of(settings["task"], settings["band"], training, quick)
@@ -122,8 +122,11 @@ def made(cell: Cell, training: Training, quick: bool, work: Path, bar: Bar) -> T
     state, parameters = trainer.optimizer.optimizer.state, trainer.policy.parameters
     # AdamW descends; its first moment is that of −ĝ.
     moments = {
-        "clipped": (-flat(state[p]["exp_avg"] for p in parameters), flat(state[p]["exp_avg_sq"] for p in parameters)),
-        "unclipped": (-flat(unclipped[p][0] for p in parameters), flat(unclipped[p][1] for p in parameters)),
+        "clipped": (
+            -flattened(state[p]["exp_avg"] for p in parameters),
+            flattened(state[p]["exp_avg_sq"] for p in parameters),
+        ),
+        "unclipped": (-flattened(unclipped[p][0] for p in parameters), flattened(unclipped[p][1] for p in parameters)),
     }
     policy = Policy(trainer.model, trainer.tokenizer, trainer.task)
     lesson = replace(config.sample, prompts=training.lesson_prompts, group_size=8)
@@ -162,7 +165,7 @@ def _unclipped_moments(trainer: Trainer) -> Mapping[Any, list[Tensor]]:
 
 def load(made_by: Cell, training: Training, quick: bool, work: Path) -> Checkpoint:
     """Return what a cell trained."""
-    settings, path = made_by.settings, kept(made_by, work, STATE)
+    settings, path = made_by.settings, kept_file(made_by, work, STATE)
     config = config_of(settings["task"], settings["band"], training, quick)
     policy = pretrained(replace(config, model=str(path.parent / "model")))
     state = torch.load(path, map_location=device_of(), weights_only=True)

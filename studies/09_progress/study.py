@@ -12,7 +12,7 @@ import numpy as np
 
 from otb_analysis.training.runtime.progress import Bar
 from studies.lib import Cell, Study, Tables, rounded
-from studies.lib.cache import keep, kept
+from studies.lib.cache import keep_arrays, kept_file
 
 from . import derailed, measured, points, setup
 from .updates import ARMS
@@ -86,11 +86,11 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     size = SMALL if quick else FULL
     kind = cell.name.split("-")[0]
     if kind == "checkpoint":
-        return setup.made(cell, size.training, quick, work, bar)
+        return setup.trained_checkpoint(cell, size.training, quick, work, bar)
     if kind == "points":
         return compared(cell, size, work)
     if kind == "derailment":
-        keep(work, **derailed.measured(cell.settings))
+        keep_arrays(work, **derailed.measured(cell.settings))
         return {}
     at, key = setup.load(cell.after[0], size.training, quick, work), {"policy": cell.settings["policy"]}
     if kind == "pilot":
@@ -98,17 +98,17 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         (work / HELD_OUT).write_bytes(pickle.dumps(pool))
         return tables
     if kind == "products":
-        keep(work, **measured.inner_products(at, size.judging, bar))
+        keep_arrays(work, **measured.inner_products(at, size.judging, bar))
     else:
-        pool = pickle.loads(kept(cell.after[1], work, HELD_OUT).read_bytes())
-        keep(work, **measured.gains(at, pool, size.judging, cell.settings["part"], cell.given["pilot"], bar))
+        pool = pickle.loads(kept_file(cell.after[1], work, HELD_OUT).read_bytes())
+        keep_arrays(work, **measured.gains(at, pool, size.judging, cell.settings["part"], cell.given["pilot"], bar))
     return {}
 
 
 def compared(cell: Cell, size: Size, work: Path) -> Tables:
     """Return points and correlations, and how sampling anew agrees with importance weights."""
     arrays = {
-        one.name: dict(np.load(kept(one, work)))
+        one.name: dict(np.load(kept_file(one, work)))
         for one in cell.after
         if one.name.split("-")[0] in ("products", "gains", "derailment")
     }

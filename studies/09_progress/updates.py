@@ -13,7 +13,7 @@ from otb_analysis.types import Float
 from studies.lib.critics import with_values
 from studies.lib.policies import write
 
-from .setup import FIRST_BATCH, Checkpoint, flat
+from .setup import FIRST_BATCH, Checkpoint, flattened
 
 ARMS = ("rloo", "none", "grpo", "otb", "otb_loo", "energy_regression", "blend_otb_regression", "value")
 """What is measured, `rloo` first. `group_mean` is (1 − 1/N)·`rloo`: its gains are those of `rloo` at shorter steps."""
@@ -41,7 +41,7 @@ def batch_gradients(at: Checkpoint, number: int) -> Batch:
     rows = []
     for name in ARMS:
         weights = torch.as_tensor(advantages[name] / len(table.mask)).to(logprob)
-        rows.append(flat(torch.autograd.grad((weights * logprob).sum(), parameters, retain_graph=True)))
+        rows.append(flattened(torch.autograd.grad((weights * logprob).sum(), parameters, retain_graph=True)))
     paid = table.total_reward.reshape(len(prompts), -1)
     return Batch(torch.stack(rows), float((np.ptp(paid, axis=1) > 0).mean()), float(paid.mean()))
 

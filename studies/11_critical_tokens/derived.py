@@ -73,11 +73,13 @@ def decisive(rows: Rows, policy: str) -> dict[str, Any]:
     tokens = int(sum(column(rows, "tokens")))
     row: dict[str, Any] = {"policy": policy, "tokens": tokens, "decisive": int(table[:, 0].sum())}
     for name, at in place.items():
-        row |= interval_columns(f"found_by_{name}", shares(table, lambda s, at=at: s[..., at]))
-    return row | interval_columns("more", shares(table, lambda s: s[..., place["contrast"]] - s[..., place["logprob"]]))
+        row |= interval_columns(f"found_by_{name}", found_share(table, lambda s, at=at: s[..., at]))
+    return row | interval_columns(
+        "more", found_share(table, lambda s: s[..., place["contrast"]] - s[..., place["logprob"]])
+    )
 
 
-def shares(table: Float, found: Callable[[Float], Float]) -> Interval | None:
+def found_share(table: Float, found: Callable[[Float], Float]) -> Interval | None:
     """Return what was found over what there was to find, column 0 of the table of prompts; of few, without ends."""
     if not table[:, 0].any():
         return None

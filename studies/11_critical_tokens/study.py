@@ -29,6 +29,7 @@ from otb_analysis.training.runtime.progress import Bar
 from otb_analysis.types import Bool, Int
 from studies.lib import Cell, Study, Tables, rounded
 from studies.lib.policies import Policy, ScoredRollouts, demonstrated, exact_norms, fresh_policy, pretrained, write
+from studies.lib.results import Gathered
 
 from .effects import token_effects
 from .summaries import summaries
@@ -92,8 +93,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     mixed = {int(g) for g in np.unique(written.table.group) if 0 < right[written.table.group == g].mean() < 1}
     facts = {"policy": s["policy"], "seed": s["seed"], "success": float(right.mean()), "mixed": len(mixed)}
     facts |= {"rollouts": len(right), "policy_tokens": int(written.table.mask.sum()), "tokens": len(tokens)}
-    key = {"policy": s["policy"], "seed": s["seed"]}
-    return {"policies": [facts], **{name: [key | row for row in rows] for name, rows in summaries(tokens).items()}}
+    tables = Gathered(policies=[facts])
+    tables.add({"policy": s["policy"], "seed": s["seed"]}, **summaries(tokens))
+    return tables
 
 
 def scores(policy: Policy, written: ScoredRollouts, right: Bool, rows: Int, s: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def summaries(tokens: Sequence[Token]) -> dict[str, list[dict[str, Any]]]:
         for kind, right in KINDS.items()
         for row in rank_sums([token for token in tokens if right is None or token["right"] == right])
     ]
-    return {"sums": sums, "found": found(wrong), "fifths": fifths(wrong)}
+    return {"sums": sums, "found": found_rows(wrong), "fifths": fifth_rows(wrong)}
 
 
 def values(tokens: Sequence[Token]) -> dict[str, Float]:
@@ -87,7 +87,7 @@ def rank_sums(tokens: Sequence[Token]) -> list[dict[str, Any]]:
     ]
 
 
-def found(tokens: Sequence[Token]) -> list[dict[str, int]]:
+def found_rows(tokens: Sequence[Token]) -> list[dict[str, int]]:
     """Return by prompt the tokens, the decisive ones, and how many of these are in the lowest tenth of each score."""
     x, (prompts, place) = values(tokens), by_prompt(tokens)
     bad = x["effect"] <= DECISIVE
@@ -100,7 +100,7 @@ def found(tokens: Sequence[Token]) -> list[dict[str, int]]:
     ]
 
 
-def fifths(tokens: Sequence[Token]) -> list[dict[str, Any]]:
+def fifth_rows(tokens: Sequence[Token]) -> list[dict[str, Any]]:
     """Return the mean effect of each fifth of some scores, lowest first."""
     x, rows = values(tokens), list[dict[str, Any]]()
     for name in DRAWN:

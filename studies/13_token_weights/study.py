@@ -27,6 +27,7 @@ from otb_analysis.types import Float, Gram
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.formats import by_label, ratio_columns, ratio_interval, statistics_columns
 from studies.lib.policies import different_prompts, taught
+from studies.lib.results import Gathered
 from studies.lib.seeds import taught_config
 
 from . import real
@@ -74,18 +75,20 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     sums = np.concatenate(found.sums)
     whole = {"parameters": policy.model.num_parameters(), "prompts": len(prompts), "rollouts": setting.rollouts}
     whole |= {name: int(total) for name, total in zip(SUMS, sums.sum(axis=0), strict=True) if "_" not in name}
-    return {
-        "policies": [key | whole | carried(sums)],
-        "thresholds": [key | row for row in shares(found, sums)],
-        "kinds": [key | row for row in kinds(found)],
-        "arms": [
-            key | row | interval_columns("square_share", square_share(gram.gram(), row["arm"]))
-            for row in arm_rows(gram)
-        ],
-    }
+    tables, compared = Gathered(), arm_rows(gram)
+    for row in compared:
+        row |= interval_columns("square_share", square_share(gram.gram(), row["arm"]))
+    tables.add(
+        key,
+        policies=[whole | silenced_part(sums)],
+        thresholds=share_rows(found, sums),
+        kinds=silenced_tokens(found),
+        arms=compared,
+    )
+    return tables
 
 
-def carried(sums: Float) -> dict[str, float | None]:
+def silenced_part(sums: Float) -> dict[str, float | None]:
     """Return how long silenced scores are, over those drawn by lot, and their share of ΣA²‖s‖² over all tokens."""
     k = {name: at for at, name in enumerate(SUMS)}
     ratio = cluster_jackknife(
@@ -97,7 +100,7 @@ def carried(sums: Float) -> dict[str, float | None]:
     return interval_columns("norm_ratio", ratio) | interval_columns("power_share", share)
 
 
-def shares(found: Found, sums: Float) -> list[dict[str, float | None]]:
+def share_rows(found: Found, sums: Float) -> list[dict[str, float | None]]:
     """Return the share of tokens that STAPO silences at each pair of thresholds."""
     grid, tokens = np.concatenate(found.grid), sums[:, SUMS.index("tokens")]
     rows = []
@@ -107,7 +110,7 @@ def shares(found: Found, sums: Float) -> list[dict[str, float | None]]:
     return rows
 
 
-def kinds(found: Found) -> list[dict[str, float | str]]:
+def silenced_tokens(found: Found) -> list[dict[str, float | str]]:
     """Return the tokens that are silenced most often, with their share among all tokens."""
     silenced, every = sum(found.silenced.values()), sum(found.every.values())
     return [

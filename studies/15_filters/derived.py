@@ -28,7 +28,6 @@ def cosines(rows: Rows, label: str, estimator: str) -> Interval | None:
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return functions for the cells of the page."""
     return {
-        "middle": middle,
         "cosines": lambda label, name: cosines(tables["batches"], label, name),
         "gain": lambda kind, name, what: seed_mean(
             np.array(column(select(tables["filters"], filter=kind, estimator=name), what)), what, "log"

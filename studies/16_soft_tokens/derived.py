@@ -9,7 +9,7 @@ from otb_analysis.figures.styles import BLUE, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
-from studies.lib.formats import ends, known
+from studies.lib.formats import ends, or_nan
 from studies.lib.seeds import by_seed
 
 PARTS = {"": ("all parameters", BLUE), "_rest": ("without the table of embeddings", ORANGE)}
@@ -67,7 +67,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "slope_ratio": lambda arm: slope_ratio(tables["slopes"], arm),
         "progress": lambda arm: progress(tables, arm),
         "names": names,
-        "large": large,
     }
 
 
@@ -77,7 +76,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     arms = {row["arm"]: float(np.log10(row["noise"])) for row in rows if row["soft"] == 8}
 
     def curve(found: list[Interval | None], words: str, color: str, log: bool) -> Curve:
-        y, low, high = ([known(ends(one)[end]) for one in found] for end in range(3))
+        y, low, high = ([or_nan(ends(one)[end]) for one in found] for end in range(3))
         if log:
             y, low, high = (np.log10(values).tolist() for values in (y, low, high))
         return Curve(list(arms.values()), y, words, low, high, color)

@@ -35,9 +35,9 @@ def slopes(policy: Policy, s: Any, base: SampleConfig) -> list[dict[str, Any]]:
         config = replace(base, soft=soft, soft_noise=noise)
         ends = []
         for sign in (1, -1):
-            move(policy, direction, sign * s["step"] / length)
+            move_parameters(policy, direction, sign * s["step"] / length)
             ends.append(mean_reward(policy, prompts[s["prompts"] :], config, 5000 + s["seed"]))
-            move(policy, direction, -sign * s["step"] / length)
+            move_parameters(policy, direction, -sign * s["step"] / length)
         rows.append({"arm": arm, "slope": (ends[0] - ends[1]) / (2 * s["step"]), "above": ends[0], "under": ends[1]})
     return rows
 
@@ -53,7 +53,7 @@ def discrete_gradient(policy: Policy, prompts: Sequence[Prompt], config: SampleC
 
 
 @torch.no_grad()
-def move(policy: Policy, direction: Sequence[Tensor], step: float) -> None:
+def move_parameters(policy: Policy, direction: Sequence[Tensor], step: float) -> None:
     """Move the policy's parameters in place."""
     for parameter, d in zip(policy.model.parameters(), direction, strict=True):
         parameter.add_(step * d)

@@ -107,13 +107,13 @@ def measured(
     found: dict[str, float | None] = {"success": float(table.total_reward.mean())} | norms_of(written, norm)
     for words, columns in (("", slice(None)), ("_rest", slice(buckets, None))):
         own = truth[:, columns]
-        found |= {f"variance{words}": variance(rloo[:, columns]), f"signal{words}": pairs(own, own)}
+        found |= {f"variance{words}": variance(rloo[:, columns]), f"signal{words}": cross_product(own, own)}
         if path is not None and discrete is not None:
             theirs = discrete[:, columns]
             found[f"through{words}"] = variance(own)
-            found |= {f"along{words}": pairs(own, theirs), f"discrete{words}": pairs(theirs, theirs)}
-    found["none"] = over(variance(none), variance(rloo))
-    found["otb_loo"] = over(variance(otb[: s["measured"]]), variance(rloo[: s["measured"]]))
+            found |= {f"along{words}": cross_product(own, theirs), f"discrete{words}": cross_product(theirs, theirs)}
+    found["none"] = ratio_or_none(variance(none), variance(rloo))
+    found["otb_loo"] = ratio_or_none(variance(otb[: s["measured"]]), variance(rloo[: s["measured"]]))
     return {name: rounded(value) for name, value in found.items()}, truth
 
 
@@ -131,16 +131,16 @@ def norms_of(written: ScoredRollouts, norm: Float) -> dict[str, float | None]:
 
 def variance(groups: Float) -> float:
     """Return V, the variance of one prompt's group gradient, from the groups of different prompts [P, K]."""
-    return float(np.square(groups).sum(axis=1).mean()) - pairs(groups, groups)
+    return float(np.square(groups).sum(axis=1).mean()) - cross_product(groups, groups)
 
 
-def pairs(a: Float, b: Float) -> float:
+def cross_product(a: Float, b: Float) -> float:
     """Return the mean of a_p·b_q over different prompts: ‖∇J‖² without bias where both are the same gradients."""
     zero = np.zeros(len(a))
     return float(vector_moments(a, zero, b, zero).along[0])
 
 
-def over(a: float, b: float) -> float | None:
+def ratio_or_none(a: float, b: float) -> float | None:
     """Return a/b, None where b is not above 0."""
     return a / b if b > 0 else None
 

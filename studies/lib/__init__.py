@@ -3,7 +3,7 @@
 Here is what the files of a study use; `run` runs one.
 """
 
-from studies.lib.formats import column, interval_columns, known, mean, rounded
+from studies.lib.formats import column, interval_columns, mean, or_nan, rounded
 from studies.lib.record import Cell, Row, Rows, Study, Tables
 from studies.lib.results import distinct, select
 
@@ -16,8 +16,8 @@ __all__ = [
     "column",
     "distinct",
     "interval_columns",
-    "known",
     "mean",
+    "or_nan",
     "rounded",
     "select",
 ]

@@ -73,7 +73,7 @@ class CellCache:
         except (OSError, ValueError, TypeError) as error:
             raise StoreError(f"{path} cannot be read ({error}); delete it, and the cell is measured again.") from error
 
-    def keep(self, cell: Cell, finished: Finished) -> None:
+    def keep_arrays(self, cell: Cell, finished: Finished) -> None:
         """Keep a finished cell.
 
         Raises:
@@ -91,13 +91,13 @@ class CellCache:
             ) from error
 
 
-def keep(work: Path, **arrays: Any) -> None:
+def keep_arrays(work: Path, **arrays: Any) -> None:
     """Keep arrays in the directory of a cell, for the cells that come after it."""
     with (work / ARRAYS).open("wb") as file:
         np.savez(file, **arrays)
 
 
-def kept(cell: Cell, work: Path, name: str = ARRAYS) -> Path:
+def kept_file(cell: Cell, work: Path, name: str = ARRAYS) -> Path:
     """Return a file that another cell left in its directory; `work` is the directory of the cell that asks.
 
     Raises:
@@ -109,7 +109,7 @@ def kept(cell: Cell, work: Path, name: str = ARRAYS) -> Path:
     return path
 
 
-def joined(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:
+def joined_tables(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:
     """Return the tables of all cells one below the other, in the cells' order."""
     names = dict.fromkeys(name for one in results for name in one.tables)
     return {name: [row for one in results for row in one.tables.get(name, ())] for name in names}

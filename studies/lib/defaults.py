@@ -35,23 +35,23 @@ def _words(value: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def named(facts: Any) -> list[str]:
+def named_estimators(facts: Any) -> list[str]:
     """Return the estimators with options that a cell's settings or a table's rows name, also within a portfolio."""
     words = set(re.findall(r"\w+", json.dumps(facts, default=str)))
     return [name for name in default_options() if name in words]
 
 
-def recorded(cells: Sequence[Cell], results: Sequence[Finished]) -> Rows:
+def defaults_table(cells: Sequence[Cell], results: Sequence[Finished]) -> Rows:
     """Return which defaults the estimators that cells name had when the cells' tables were measured."""
     found = dict[tuple[str, str], dict[str, None]]()
     for cell, one in zip(cells, results, strict=True):
-        for name in named([cell.settings, one.tables]):
+        for name in named_estimators([cell.settings, one.tables]):
             tables = found.setdefault((name, one.defaults.get(name, UNKNOWN)), {})
             tables |= dict.fromkeys(one.tables)
     return [{"estimator": name, "defaults": then, "tables": " ".join(of)} for (name, then), of in found.items() if of]
 
 
-def aged(rows: Rows) -> Rows:
+def outdated_defaults(rows: Rows) -> Rows:
     """Return the rows of `recorded` whose defaults are not today's, with what differs `then` and `today`."""
     today = {name: words.split("; ") for name, words in default_options().items()}
     out = list[dict[str, str]]()

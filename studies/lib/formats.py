@@ -99,7 +99,7 @@ def below(of: Measured, value: float, name: str = "") -> bool:
     return high is not None and high < value
 
 
-def around(of: Measured, value: float, name: str = "") -> bool:
+def spanning(of: Measured, value: float, name: str = "") -> bool:
     """Return whether an interval contains a value: whether no difference is shown."""
     return ends(of, name)[1] is not None and not above(of, value, name) and not below(of, value, name)
 
@@ -134,14 +134,14 @@ def grid(rows: Rows, down: str, across: str, cell: Callable[[Row], str], head: s
     return "\n".join(lines)
 
 
-def known(value: float | None) -> float:
+def or_nan(value: float | None) -> float:
     """Return NaN for what is undefined, as curves want it."""
     return math.nan if value is None else float(value)
 
 
 def interval_curve(points: Mapping[float, Measured], name: str, words: str, color: str, **looks: Any) -> Curve:
     """Return a curve with its band: points are intervals, or rows with the columns NAME, by where they stand."""
-    y, low, high = ([known(ends(of, name)[k]) for of in points.values()] for k in range(3))
+    y, low, high = ([or_nan(ends(of, name)[k]) for of in points.values()] for k in range(3))
     return Curve(list(points), y, words, low, high, color, **looks)
 
 
@@ -161,6 +161,6 @@ def mean_curve(rows: Rows, x: str, y: str, words: str, color: str, **looks: Any)
     """Return the means of two columns over the rows of each step."""
     at = [select(rows, step=step) for step in sorted(distinct(rows, "step"))]
     return Curve(
-        [known(mean(column(own, x))) for own in at], [known(mean(column(own, y))) for own in at], words, color=color,
+        [or_nan(mean(column(own, x))) for own in at], [or_nan(mean(column(own, y))) for own in at], words, color=color,
         **looks,
     )  # fmt: skip

@@ -233,18 +233,13 @@ def gram_of_prompts(
     return Gram(total, tuple(labels), len(pool.inputs.group), names)
 
 
-def proved_of_pool(labels: Iterable[Label], prompts: int, size: int, truth: Iterable[Label] | None = None) -> Proved:
+def proved_of_pool(labels: Iterable[Label], prompts: int, size: int) -> Proved:
     """Return what is proved of estimators on a pool; those that couple prompts saw batches of `prompts` groups.
 
     A pool is drawn as training draws by default: plain sampling from the scored policy, nothing left out by its
     outcome. So the conditions of the registry are met (`estimators.unproved_because`), and c = 1 for unbiased entries.
-
-    Args:
-        truth: The entries over which ‖∇J‖² is pooled, those of them that are unbiased; by default all. Name the
-            anchors of `pool_grams`, so that all its matrices have the same ∇J.
     """
-    known = proved(labels, plain_config(TrainConfig(sample=SampleConfig(prompts=prompts, group_size=size))))
-    return known if truth is None else replace(known, truth=known.truth & frozenset(truth))
+    return proved(labels, plain_config(TrainConfig(sample=SampleConfig(prompts=prompts, group_size=size))))
 
 
 def _gradients(

@@ -12,7 +12,7 @@ from otb_analysis.store import CommittedStudy, committed_studies
 from otb_analysis.store.studies import NOT_RUN
 from studies.lib import formats
 from studies.lib.cache import COST, minutes_words
-from studies.lib.defaults import DEFAULTS, aged
+from studies.lib.defaults import DEFAULTS, outdated_defaults
 from studies.lib.record import Rows, Study, load_study
 from studies.lib.results import distinct, read_tables, select
 
@@ -36,7 +36,7 @@ def study_page(
         raise InputError(f"{folder} has no {TEMPLATE}; write the page of the study there.")
     figures = study.figures(tables)
     facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
-    facts["aged"] = aged(tables.get(DEFAULTS, ()))
+    facts["aged"] = outdated_defaults(tables.get(DEFAULTS, ()))
     seen = dict(study.names) | facts | dict(tables) | dict(study.numbers(tables))
     page = _environment(folder).get_template(TEMPLATE).render(seen)
     return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n", figures
@@ -80,7 +80,7 @@ def _environment(folder: Path) -> Environment:
     environment.filters |= {name: getattr(formats, name) for name in names}
     environment.filters |= {"where": select, "distinct": distinct, "minutes": minutes_words}
     environment.filters |= {"thousands": "{:,}".format, "line": _line}
-    environment.tests |= {name: getattr(formats, name) for name in ("above", "below", "around")}
+    environment.tests |= {name: getattr(formats, name) for name in ("above", "below", "spanning")}
     environment.globals |= {"grid": formats.grid, "heads": formats.heads, "outdated": OUTDATED}
     return environment
 

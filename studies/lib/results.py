@@ -8,7 +8,8 @@ import pyarrow
 from pyarrow import csv as reader
 
 from otb_analysis.errors import StoreError
-from studies.lib.record import Rows, Tables
+from otb_analysis.store import RunStore
+from studies.lib.record import Row, Rows, Tables
 
 
 def write_tables(folder: Path, tables: Tables) -> None:
@@ -42,6 +43,22 @@ def read_tables(folder: Path) -> dict[str, Rows]:
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise StoreError(f"{path} cannot be read ({error}); run the study again.") from error
     return found
+
+
+class Gathered(dict[str, list[Row]]):
+    """Tables that a cell fills bit by bit."""
+
+    def add(self, key: Row, **tables: Rows) -> None:
+        """Add rows to tables, each behind the columns of a key."""
+        for name, rows in tables.items():
+            self.setdefault(name, []).extend({**key, **row} for row in rows)
+
+
+def training_steps(run: Path, **columns: str) -> list[dict[str, Any]]:
+    """Return a row per step of a run with these columns, NAME = SQL over its table `steps`; None for no number."""
+    shown = ", ".join(f"{sql} AS {name}" for name, sql in columns.items())
+    found = RunStore(run).sql(f"SELECT step, {shown} FROM steps ORDER BY step").to_dict("records")
+    return [{str(name): None if value != value else value for name, value in row.items()} for row in found]
 
 
 def select(rows: Rows, **values: Any) -> Rows:

@@ -16,11 +16,11 @@ from studies.lib.cache import (
     CellCache,
     Finished,
     forget_peak_memory,
-    joined,
+    joined_tables,
     machine_words,
     peak_memory_mib,
 )
-from studies.lib.defaults import DEFAULTS, default_options, recorded
+from studies.lib.defaults import DEFAULTS, default_options, defaults_table
 from studies.lib.record import Cell, Study, load_study
 from studies.lib.report import index_page, study_page
 from studies.lib.results import read_tables, write_tables
@@ -57,8 +57,8 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
         if len(results) < len(cells):
             return None
         cost = [one.cost(cell.name) for cell, one in zip(cells, results, strict=True)]
-        known = recorded(cells, results)
-        write_tables(target / "results", joined(results) | {COST: cost} | ({DEFAULTS: known} if known else {}))
+        known = defaults_table(cells, results)
+        write_tables(target / "results", joined_tables(results) | {COST: cost} | ({DEFAULTS: known} if known else {}))
     _write_pages(folder, study, target, setting.quick)
     if target == folder:
         _write(folder.parent / "README.md", index_page(folder.parent))
@@ -85,7 +85,7 @@ def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Seque
     for number, cell in enumerate(cells):
         if (not only or cell.name in only) and cache.load(cell) is None:
             bar(number, len(cells), f"{cell.name}: starting")
-            cache.keep(cell, _finish(study, _with_given(cell, cache), cache.work(cell), bar))
+            cache.keep_arrays(cell, _finish(study, _with_given(cell, cache), cache.work(cell), bar))
         bar(number + 1, len(cells), cell.name)
     return [finished for cell in cells if (finished := cache.load(cell)) is not None]
 
@@ -96,7 +96,7 @@ def _with_given(cell: Cell, cache: CellCache) -> Cell:
     missing = [name for name, finished in earlier.items() if finished is None]
     if missing:
         raise InputError(f"cell {cell.name!r} comes after {', '.join(missing)}; measure those first.")
-    return replace(cell, given=joined([finished for finished in earlier.values() if finished is not None]))
+    return replace(cell, given=joined_tables([finished for finished in earlier.values() if finished is not None]))
 
 
 def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:

@@ -76,7 +76,7 @@ def test_filters_hold_together_and_turns_are_asked_for_where_a_run_has_several(t
 
 
 def test_a_cell_of_the_histogram_sets_both_ranges_and_the_list(rollouts, store_root):
-    rollouts.query_params["steps"], rollouts.query_params["reward_range"] = "7..7", "1.0..1.0"  # as a click does
+    rollouts.session_state["steps"], rollouts.session_state["reward_range"] = (7, 7), (1.0, 1.0)  # as a click does
     rollouts.run()
     table = stored(store_root)
     kept = table[(table["step"] == 7) & (table["reward"] == 1)]
@@ -136,11 +136,17 @@ def test_triage_paints_a_collapsed_run_red_and_a_calm_one_not_at_all(store_root,
     assert "■ collapsed" in table.value["state"].iloc[0] and "dead: reward 0.750 → 0 at step 20" in texts(app)
 
 
+TO_TOKENS = "tokens", {"prompt": "1"}
 CLICKED = {
-    "triage": ({"smooth": "20"}, "_open", RUN, "Run"),
-    "run": ({"log": "true", "level": "prompt", "step": "20"}, "_tokens", True, "Tokens"),
-    "rollouts": ({"text": "12+7", "groups": "different rewards", "steps": "5..20"}, "_tokens", True, "Tokens"),
-    "estimators": ({"part": "proxy", "kind": "realized energy W"}, "_tokens", True, "Tokens"),
+    "triage": ({"smooth": "20"}, "_page", ("run", {}), "Run"),
+    "run": ({"log": "true", "level": "prompts", "step": "20"}, "_page", TO_TOKENS, "Tokens"),
+    "rollouts": (
+        {"text": "12+7", "groups": "different rewards", "steps": ["5", "20"]},
+        "_page",
+        TO_TOKENS,
+        "Tokens",
+    ),
+    "estimators": ({"part": "Proxy", "kind": "realized energy W"}, "_page", TO_TOKENS, "Tokens"),
 }
 """Page → boxes that its address sets, what a click on a row or point leaves in the session, and where it leads."""
 

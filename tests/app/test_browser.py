@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = {
     "": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens", "estimators": "Estimators",
-    "estimators?part=proxy": "Estimators", "compare": "Compare",
+    "estimators?part=Proxy": "Estimators", "compare": "Compare",
 }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_what_is_compared_is_in_the_address(tab, address, browser):
     page = visit(tab, f"{address}/compare?run=chain-otb-s0&run=chain-group_mean-s0")
     page.wait_for_selector("strong:has-text('Training reward: B − A is')", timeout=60 * SECONDS)
     page.locator("[data-testid=stButtonGroup] button:has-text('Estimators of one run')").click()
-    page.wait_for_url("**compare=estimators**", timeout=60 * SECONDS)
+    page.wait_for_url("**compare=Estimators+of+one+run**", timeout=60 * SECONDS)
     verdict = "strong:has-text('efficiency'):not(:has-text('Held-out'))"
     page.wait_for_selector(verdict, timeout=60 * SECONDS)
     other = browser.new_context().new_page()

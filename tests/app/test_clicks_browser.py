@@ -96,10 +96,10 @@ def test_a_click_on_a_mark_chooses_its_step(tab, address):
 def test_a_click_anywhere_in_a_cell_of_the_rewards_lists_its_rollouts(right, down, tab, address):
     page = visit(tab, f"{address}/rollouts?run=chain")
     x, y, unit = spot(page, 20, "yaxis", 1)
-    assert click(page, x + right * unit, y + down, "steps") == "20..20"
-    assert asked(page, "reward_range") == "1.0..1.0"
+    assert click(page, x + right * unit, y + down, "steps") == "20"
+    assert "steps=20&steps=20" in page.url and "reward_range=1&reward_range=1" in page.url
     page.locator("button:has-text('All steps and rewards')").click()
-    page.wait_for_url("**steps=all**reward_range=all**", timeout=20 * SECONDS)
+    page.wait_for_function("!location.search.includes('steps')", timeout=20 * SECONDS)
 
 
 def test_a_click_anywhere_in_a_cell_of_the_tokens_chooses_its_token(tab, address):
@@ -109,7 +109,7 @@ def test_a_click_anywhere_in_a_cell_of_the_tokens_chooses_its_token(tab, address
 
 
 def test_a_click_on_a_circle_opens_its_token(tab, address):
-    page = visit(tab, f"{address}/estimators?run=chain&part=proxy")
+    page = visit(tab, f"{address}/estimators?run=chain&part=Proxy")
     circle = """() => { const gd = document.querySelector('.js-plotly-plot');
       const t = gd._fullData.find((t) => t.mode === 'markers'); return [t.x[0], t.y[0], [...t.customdata[0]]] }"""
     across, up, (step, group, rollout, t) = page.evaluate(circle)
@@ -118,7 +118,8 @@ def test_a_click_on_a_circle_opens_its_token(tab, address):
     page.mouse.click(x, y)
     page.wait_for_selector("h1:has-text('Tokens')", timeout=60 * SECONDS)
     page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
-    assert [asked(page, name) for name in ("step", "prompt", "token")] == [f"{step}", f"{group}", f"{rollout}.{t}"]
+    assert asked(page, "step") in (None, f"{step}")  # the step that the page begins with leaves the address
+    assert [asked(page, name) for name in ("prompt", "token")] == [f"{group}", f"{rollout}.{t}"]
 
 
 @pytest.mark.parametrize(("width", "inches"), [("one column", 3.25), ("two columns", 6.75)])

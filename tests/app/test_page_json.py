@@ -93,7 +93,7 @@ def token_root(tmp_path_factory):
 
 def test_tokens_has_every_token_of_the_page_with_the_formula_of_the_chosen_estimator(token_root, printed, monkeypatch):
     query = {"run": "first", "step": "0", "prompt": "0", "token": "2.1", "estimator": "otb_turn (exact)"}
-    query |= {"against": "rloo", "color": "advantage_difference"}
+    query |= {"against": "rloo", "color": "advantage − another's"}
     app = open_page(token_root, "tokens", monkeypatch, **query)
     words = ["first", "--step", "0", "--prompt", "0", "--rollout", "2", "--t", "1", "--estimator", "otb_turn (exact)"]
     found = printed("tokens", *words, "--against", "rloo", root=token_root)
@@ -113,7 +113,7 @@ def test_tokens_has_every_token_of_the_page_with_the_formula_of_the_chosen_estim
 
 def test_tokens_without_choices_opens_what_the_page_opens(token_root, printed, monkeypatch):
     app, found = open_page(token_root, "tokens", monkeypatch, run="first"), printed("tokens", "first", root=token_root)
-    assert (app.query_params["step"], app.query_params["prompt"]) == (str(found["step"]), str(found["prompt"]))
+    assert (box(app, "Step").value, box(app, "Prompt").value) == (found["step"], found["prompt"])
     assert len({row["rollout"] for row in found["tokens"]}) == len(found["rollouts"]) == 4
 
 
@@ -134,9 +134,9 @@ def test_study_has_the_verdict_and_the_tables_of_the_page_studies(studies_root, 
 
 @pytest.mark.parametrize("sides", [{}, {"a": "group_mean", "b": "otb · exact"}])
 def test_compare_of_two_estimators_of_a_run_is_that_of_the_page(sides, store_root, printed, monkeypatch):
-    app = open_page(store_root, "compare", monkeypatch, run=[RUN], compare="estimators", **sides)
+    app = open_page(store_root, "compare", monkeypatch, run=[RUN], compare="Estimators of one run", **sides)
     found = printed("compare", RUN, *(word for side, name in sides.items() for word in (f"--{side}", name)))["pair"]
-    assert (found["a"], found["b"]) == (app.query_params["a"], app.query_params["b"])
+    assert (found["a"], found["b"]) == (box(app, "A").value, box(app, "B").value)
     assert found["verdict"] in texts(app)
     (noise,) = found["gradient_noise"]
     ratio = bracketed(noise["variance"], noise["variance_low"], noise["variance_high"])
@@ -145,7 +145,7 @@ def test_compare_of_two_estimators_of_a_run_is_that_of_the_page(sides, store_roo
 
 def test_compare_of_two_runs_is_that_of_the_page(store_root, printed, monkeypatch):
     runs = ["chain-group_mean-s0", RUN]
-    app = open_page(store_root, "compare", monkeypatch, run=runs, compare="runs", a=runs[0], b=runs[1])
+    app = open_page(store_root, "compare", monkeypatch, run=runs, compare="Two runs", a=runs[0], b=runs[1])
     found, said = printed("compare", *runs, "--curves"), texts(app)
     assert found["pair"]["verdict"] in said and all(note in said for note in found["pair"]["notes"])
     assert len(found["pair_curves"]) == 41 * 4 + 5 and {row["run"] for row in found["learning"]} == set(runs)
@@ -155,6 +155,6 @@ def test_compare_of_two_runs_is_that_of_the_page(store_root, printed, monkeypatc
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_page_opens_a_run_of_nan_and_infinity(page, odd, monkeypatch):
-    chosen = {"part": "proxy"} if page == "estimators" else {"token": "0.1"}
+    chosen = {"part": "Proxy"} if page == "estimators" else {"token": "0.1"}
     app = open_page(odd, page, monkeypatch, **chosen)
     assert not app.exception

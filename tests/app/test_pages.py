@@ -113,7 +113,7 @@ def test_all_running_runs_are_chosen_and_one_that_begins_is_chosen_too(tmp_path,
 def test_a_click_on_a_run_opens_its_page(store_root, monkeypatch):
     app = open_page(store_root, "triage", monkeypatch)
     run = app.dataframe[0].value["run"].iloc[0]
-    app.session_state["_open"] = run
+    app.session_state["run"], app.session_state["_page"] = [run], ("run", {})  # what a click leaves
     app.run()
     assert not app.exception
     assert app.title[0].value == "Run" and app.multiselect[0].value == [run]
@@ -135,7 +135,7 @@ def test_a_click_on_a_run_without_steps_opens_no_other_run_and_says_why(tmp_path
         "broken": "broken cannot be opened: ",
     }
     for name, sentence in sentences.items():
-        app.session_state["_open"] = name
+        app.session_state["_refused"] = name
         app.run()
         assert not app.exception and app.title[0].value == "Triage"
         assert sentence in texts(app)
@@ -173,10 +173,10 @@ def test_half_written_run_shows_its_complete_steps(page, store_root, monkeypatch
 
 
 @pytest.mark.parametrize("page", ["triage", "run"])
-def test_broken_part_gets_a_sentence_that_names_the_file(page, store_root, monkeypatch, tmp_path):
+def test_broken_catalogue_gets_a_sentence_that_names_the_file(page, store_root, monkeypatch, tmp_path):
     shutil.copytree(store_root / "failed-rloo", tmp_path / "damaged")
-    part = tmp_path / "damaged" / "steps" / "part-00000004-r0.parquet"
-    part.write_bytes(part.read_bytes()[:100])
+    part = tmp_path / "damaged" / "run.sqlite"
+    part.write_bytes(part.read_bytes()[:5000])
     app = open_page(tmp_path, page, monkeypatch)
     assert not app.exception
     assert part.name in texts(app)
@@ -189,7 +189,7 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
     assert not open_page(tmp_path, "triage", monkeypatch).warning
     assert part.name not in texts(open_page(tmp_path, "run", monkeypatch))  # its last step, which is another
     collapse = open_page(tmp_path, "run", monkeypatch, step="10")
-    assert part.name in texts(collapse) and "Degenerate input" in [h.value for h in collapse.subheader]
+    assert part.name in texts(collapse) and "Rollouts that teach nothing" in [h.value for h in collapse.subheader]
     app = open_page(tmp_path, "tokens", monkeypatch)
     assert not app.exception
     assert part.name in texts(app)
@@ -219,9 +219,9 @@ SCRIPTS = (
     ("rollouts", {"run": "chain-otb-s0", "text": "1"}, ["rewards"]),
     ("tokens", {"run": "chain-otb-s0"}, ["tokens"]),
     ("estimators", {"run": "chain-otb-s0"}, ["comparison", "variance"]),
-    ("estimators", {"run": "chain-otb-s0", "part": "proxy"}, ["fidelity", "fidelity-steps"]),
-    ("compare", {"run": BOTH, "compare": "runs"}, ["pair"]),
-    ("compare", {"run": "chain-otb-s0", "compare": "estimators"}, ["pair"]),
+    ("estimators", {"run": "chain-otb-s0", "part": "Proxy"}, ["fidelity", "fidelity-steps"]),
+    ("compare", {"run": BOTH, "compare": "Two runs"}, ["pair"]),
+    ("compare", {"run": "chain-otb-s0", "compare": "Estimators of one run"}, ["pair"]),
 )
 
 
@@ -270,42 +270,22 @@ def test_pages_with_figures_load_plotly_ahead_from_where_streamlit_keeps_it(stor
     assert (Path(st.__file__).parent / "static" / script).is_file() and not loaded("studies")
 
 
-def test_an_address_that_asks_for_what_is_not_here_is_told_so(store_root, monkeypatch):
-    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="999", prompt="0")
-    for _ in range(2):  # a page that was just opened runs twice
-        assert [w.value.replace("\\", "") for w in app.warning] == [
-            f"The address asks for step 999, which is not here; {''.join(app.query_params['step'])} is shown."
-        ]
-        app.run()
-    app.switch_page("views/run.py").run()
-    assert not app.warning
+def test_an_address_that_asks_for_what_is_not_here_opens_the_default(store_root, monkeypatch):
+    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="999", prompt="99", color="nosuch")
+    default = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0")
+    for key in ("step", "prompt", "color"):
+        assert app.selectbox(key=key).value == default.selectbox(key=key).value
     app = open_page(store_root, "run", monkeypatch, run=["nosuchrun", "chain-otb-s0"])
     assert "asks for nosuchrun, which cannot be opened" in app.run().warning[0].value.replace("\\", "")
     assert "".join(app.query_params["run"]) == "chain-otb-s0"
 
 
-def test_a_refusal_holds_for_its_box_until_another_is_shown_or_a_value_is_picked(store_root, monkeypatch):
-    def refused(app):
-        return ["asks for" in warning.value for warning in app.warning]
-
-    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="999")
-    assert refused(app) == [True]
-    app.switch_page("views/run.py").run()
-    assert refused(app.switch_page("views/tokens.py").run()) == []  # the page Run showed a step of its own
-
-    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="999")
-    step = app.selectbox(key="step-chain-otb-s0")
-    shown, other = step.value, next(option for option in map(int, step.options) if option != step.value)
-    assert refused(step.set_value(other).run()) == []
-    assert refused(app.selectbox(key="step-chain-otb-s0").set_value(shown).run()) == []
-
-
 def test_the_command_that_compares_all_chosen_runs_names_their_folder(store_root, tmp_path, monkeypatch):
     command = f"otb compare {' '.join(reversed(BOTH))}"
-    assert f"{command} --root {store_root}" in texts(open_part(store_root, "comparison", monkeypatch, run=BOTH))
+    assert f"{command} --root {store_root}" in texts(open_part(store_root, "Comparison", monkeypatch, run=BOTH))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to(store_root)
-    said = texts(open_part(Path("runs"), "comparison", monkeypatch, run=BOTH))
+    said = texts(open_part(Path("runs"), "Comparison", monkeypatch, run=BOTH))
     assert command in said and "--root" not in said
 
 
@@ -332,9 +312,9 @@ def test_a_figure_of_paper_width_has_dark_ink_on_white_on_a_dark_page_too(store_
 
 
 def test_proxy_says_first_what_it_costs_and_a_click_opens_the_token(store_root, monkeypatch):
-    app = open_part(store_root, "proxy", monkeypatch, run="chain-otb-s0")
+    app = open_part(store_root, "Proxy", monkeypatch, run="chain-otb-s0")
     assert app.metric[0].label == "OTB's gain lost by the proxy"
-    app.session_state["_tokens"] = True
+    app.session_state["_page"] = ("tokens", {})
     assert app.run().title[0].value == "Tokens"
 
 
@@ -351,9 +331,9 @@ def test_run_without_measurements_is_told_how_to_get_them(tmp_path, monkeypatch)
     rollouts = {"group": [0], "rollout": [0], "prompt": ["1+1="], "reward": [1.0], "length": [1]}
     writer.write_step(0, StepTables(tokens, rollouts, {"reward_mean": 1.0}))
     writer.finish()
-    said = {part: texts(open_part(tmp_path, part, monkeypatch)) for part in ("comparison", "proxy")}
-    assert "--measure.gradients.every" in said["comparison"].replace("`", "")
-    assert "schedule exact measurements" in said["proxy"]
+    said = {part: texts(open_part(tmp_path, part, monkeypatch)) for part in ("Comparison", "Proxy")}
+    assert "--measure.gradients.every" in said["Comparison"].replace("`", "")
+    assert "schedule exact measurements" in said["Proxy"]
     assert not open_page(tmp_path, "tokens", monkeypatch).exception
 
 
@@ -395,7 +375,7 @@ def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
 
 def test_tokens_are_coloured_by_the_exact_norm_under_its_plain_name(store_root, monkeypatch):
     app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0")
-    box = app.selectbox(key="color-")
+    box = app.selectbox(key="color")
     assert (box.value, box.options[box.index]) == ("grad_norm_sq", "Exact ‖∇log π‖²")
     assert "entropy" in box.options and "grad_norm_sq" not in box.options
 
@@ -455,12 +435,13 @@ def test_a_short_run_says_how_many_steps_a_detector_needs(tmp_path, monkeypatch)
     assert "recorded at 3 steps, 25 are needed" in " ".join(app.table[0].value["why"]).replace("\\", "")
 
 
-def test_selection_is_carried_in_the_url_from_page_to_page(store_root, monkeypatch):
-    app = open_page(store_root, "tokens", monkeypatch, run=["chain-otb-s0"], step="20", prompt="3", token="25.1")
+def test_a_selection_is_carried_from_page_to_page(store_root, monkeypatch):
+    query = {"step": "20", "prompt": "3", "token": "25.1"}
+    app = open_page(store_root, "tokens", monkeypatch, run=["chain-otb-s0"], **query)
     for page in ("run", "rollouts", "tokens"):
         app.switch_page(f"views/{page}.py").run()
-        assert (app.query_params["step"], app.query_params["prompt"]) == ("20", "3")
-        assert app.query_params["token"] == "25.1"
+        assert page == "rollouts" or app.query_params["step"] == "20"
+    assert {name: app.query_params[name] for name in query} == query
 
 
 def test_rollouts_are_filtered_counted_and_searched(store_root, monkeypatch):
@@ -566,10 +547,9 @@ def test_study_shows_its_numbers_with_intervals_and_its_text_as_text(studies_roo
 
 def test_the_chosen_table_of_a_study_is_in_the_address(studies_root, monkeypatch):
     app = open_page(studies_root, "studies", monkeypatch, study="03_squares")
-    assert "".join(app.query_params["table"]) == "squares"
-    app.button_group(key="table-03_squares").set_value("cost").run()
+    app.button_group(key="table").set_value("cost").run()
     assert app.dataframe[0].value["minutes"].tolist() == [1.5]
-    opened = open_page(studies_root, "studies", monkeypatch, **app.query_params)
+    opened = open_page(studies_root, "studies", monkeypatch, study="03_squares", table="cost")
     assert opened.dataframe[0].value["minutes"].tolist() == [1.5]
 
 

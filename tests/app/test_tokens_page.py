@@ -77,9 +77,16 @@ def test_turns_tools_and_special_tokens_reach_the_browser(token_root, monkeypatc
     assert [kind for kind, _ in data["marks"]] == ["tool", "special"]
 
 
-@pytest.mark.parametrize("color", ["policy_minus_sampler", "advantage_difference", "exact_over_proxy"])
+COLORS = {
+    "policy_minus_sampler": "policy − sampler (log π)", "advantage_difference": "advantage − another's",
+    "exact_over_proxy": "exact ÷ calibrated proxy",
+}  # fmt: skip
+"""Differences, and how the box and the address call them."""
+
+
+@pytest.mark.parametrize("color", COLORS)
 def test_differences_are_coloured_on_a_diverging_scale(color, token_root, monkeypatch):
-    app = opened(token_root, monkeypatch, run="first", step="0", prompt="0", color=color)
+    app = opened(token_root, monkeypatch, run="first", step="0", prompt="0", color=COLORS[color])
     data = payload(app)
     assert data["column"] == color and len(data["colors"]) == 7
     low, high = (float(data[end].strip("≤≥ ").replace("−", "-")) for end in ("low", "high"))
@@ -87,7 +94,7 @@ def test_differences_are_coloured_on_a_diverging_scale(color, token_root, monkey
 
 
 def test_the_difference_of_two_estimators_is_that_of_their_advantages(token_root, monkeypatch):
-    query = {"color": "advantage_difference", "estimator": "token_optimal (proxy)", "against": "grpo"}
+    query = {"color": COLORS["advantage_difference"], "estimator": "token_optimal (proxy)", "against": "grpo"}
     data = payload(opened(token_root, monkeypatch, run="first", step="0", prompt="0", **query))
     run = RunStore(token_root / "first")
     from otb_analysis.estimators import estimate
@@ -134,7 +141,7 @@ def test_an_estimator_that_cannot_be_computed_here_is_a_sentence(store_root, mon
 
 def test_two_runs_stand_side_by_side_on_one_prompt_with_one_scale(token_root, monkeypatch):
     app = opened(token_root, monkeypatch, run=["first", "second"], focus="first", step="0", prompt="1", two="true")
-    assert box(app, "Beside").value == "second:0:1"  # the same step before others
+    assert box(app, "Beside").value == "step 0 of second, prompt 1"  # the same step before others
     data = payload(app)
     assert [pane["title"] for pane in data["panes"]] == ["step 0 of first", "step 0 of second"]
     assert data["panes"][0]["rows"][0]["texts"] != data["panes"][1]["rows"][0]["texts"]
@@ -143,7 +150,7 @@ def test_two_runs_stand_side_by_side_on_one_prompt_with_one_scale(token_root, mo
 
 def test_two_steps_stand_side_by_side_on_one_prompt(token_root, monkeypatch):
     app = opened(token_root, monkeypatch, run="first", step="0", prompt="1", two="true", token="b1.0")
-    assert box(app, "Beside").options == ["step 1 of first"]  # there the prompt is number 0
+    assert box(app, "Beside").options == ["step 1 of first, prompt 0"]  # there the prompt is number 0
     assert [row["rollout"] for row in payload(app)["panes"][1]["rows"]] == [0, 1, 2, 3]
     assert "token 0 of rollout 1" in texts(app) and payload(app)["chosen"] == [1, 1, 0]
 
@@ -154,17 +161,15 @@ def test_another_run_stays_beside_at_the_same_step_or_the_nearest_and_says_so(tm
     RunWriter.create(tmp_path, "none", {}).write_step(0, StepTables(steps={"reward_mean": 1.0}))
     runs = {"run": ["first", "short", "none"], "focus": "first", "two": "true"}
     app = opened(tmp_path, monkeypatch, step="1", prompt="0", **runs)
-    assert box(app, "Beside").value == "short:1:0" and "No step of none has this prompt." in texts(app)
+    assert box(app, "Beside").value == "step 1 of short, prompt 0" and "No step of none has this prompt." in texts(app)
     box(app, "Step").set_value(2).run()
-    assert box(app, "Beside").value == "short:2:0" and "is shown." not in texts(app)
+    assert box(app, "Beside").value == "step 2 of short, prompt 0" and "is shown." not in texts(app)
     box(app, "Step").set_value(5).run()  # its first prompt is that of step 2
-    assert box(app, "Beside").value == "short:2:0"
-    said = "short has no tokens of this prompt at step 5; step 2 is shown."
-    assert said in texts(app)
-    assert said in texts(opened(tmp_path, monkeypatch, **app.query_params))
-    box(app, "Beside").set_value("first:2:0").run()  # by hand: it stays
+    assert box(app, "Beside").value == "step 2 of short, prompt 0"
+    assert "short has no tokens of this prompt at step 5; step 2 is shown." in texts(app)
+    box(app, "Beside").set_value("step 2 of first, prompt 0").run()  # by hand: it stays
     box(app, "Step").set_value(8).run()
-    assert box(app, "Beside").value == "first:2:0"
+    assert box(app, "Beside").value == "step 2 of first, prompt 0"
 
 
 def test_a_prompt_that_stands_nowhere_else_says_so(token_root, monkeypatch):
@@ -193,7 +198,7 @@ def test_of_too_many_tokens_for_a_browser_some_rollouts_are_left_out_and_the_cho
 
 @pytest.mark.parametrize("color", ["entropy", "exact_over_proxy"])
 def test_the_grid_comes_with_the_python_that_draws_it(color, token_root, monkeypatch, tmp_path):
-    app = opened(token_root, monkeypatch, run="first", step="0", color=color)
+    app = opened(token_root, monkeypatch, run="first", step="0", color=COLORS.get(color, color))
     monkeypatch.chdir(tmp_path)
     exec(next(code.value for code in app.code if "plot_tokens" in code.value), {})
     assert "rollout 3" in (tmp_path / "tokens.html").read_text()
@@ -258,7 +263,8 @@ def test_tokens_without_log_probabilities_or_even_rewards_are_shown_or_explained
 
 
 def test_a_colour_is_kept_where_a_step_did_not_measure_it(token_root, monkeypatch):
-    app = opened(token_root, monkeypatch, run="first", step="1", color="grad_norm_sq")
+    app = opened(token_root, monkeypatch, run="first", step="0")
+    box(app, "Step").select(1).run()
     assert box(app, "Colour by").value == "grad_norm_sq"
     assert "Not measured for this prompt at this step" in texts(app)
     assert set(payload(app)["panes"][0]["rows"][0]["levels"]) == {-1}
@@ -270,11 +276,10 @@ def test_a_colour_is_kept_where_a_step_did_not_measure_it(token_root, monkeypatc
 def test_half_written_and_broken_parts(name, token_root, tmp_path, monkeypatch):
     path = tmp_path / "run"
     shutil.copytree(token_root / "first", path)
-    last = path / "tokens" / "part-00000002-r0.parquet"
-    if name == "running":  # a step whose `steps` part is not there yet
-        (path / "steps" / "part-00000002-r0.parquet").unlink()
-        last.write_bytes(b"PAR1 half")
-        assert box(opened(tmp_path, monkeypatch), "Step").options == ["0", "1"]
+    if name == "running":  # a step that is not in the catalogue yet
+        (path / "tokens").mkdir()
+        (path / "tokens" / "part-00000003-r0.parquet").write_bytes(b"PAR1 half")
+        assert box(opened(tmp_path, monkeypatch), "Step").options == ["0", "1", "2"]
     else:
-        last.write_bytes(last.read_bytes()[:200])
-        assert last.name in texts(opened(tmp_path, monkeypatch, step="2"))
+        (path / "tokens.parquet").write_bytes((path / "tokens.parquet").read_bytes()[:200])
+        assert "tokens.parquet" in texts(opened(tmp_path, monkeypatch, step="2"))

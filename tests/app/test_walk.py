@@ -35,12 +35,12 @@ STEPS, DIES = 30, 20
 PLACES = {
     "Triage": "",
     "Run": "run?run=chain-group_mean-s0&step=20&level=prompts&log=true",
-    "Rollouts": "rollouts?run=chain-otb-s0&text=12&groups=different+rewards&steps=5..20&lengths=4..9",
+    "Rollouts": "rollouts?run=chain-otb-s0&text=12&groups=different+rewards&steps=5&steps=20&lengths=4&lengths=9",
     "Tokens": "tokens?run=chain-otb-s0&step=20&prompt=1&token=9.1&color=advantage&order=by+reward",
     "Estimators": "estimators?run=chain-otb-s0&against=none&energy=exact+norms",
-    "Compare": "compare?run=chain-group_mean-s0&run=chain-otb-s0&compare=runs&a=chain-otb-s0&b=chain-group_mean-s0",
+    "Compare": "compare?run=chain-group_mean-s0&run=chain-otb-s0&compare=Estimators+of+one+run&a=group_mean&b=value",
     "Studies": "studies?study=04_group_size",
-    "Proxy": "estimators?run=chain-otb-s0&part=proxy&kind=realized+energy+W",
+    "Proxy": "estimators?run=chain-otb-s0&part=Proxy&kind=realized+energy+W",
 }
 """Pages with a choice that is no default."""
 
@@ -138,7 +138,6 @@ def test_the_same_walk_by_keys(width, scheme, browser, address):
         tab_to(page, "a[href$=rollouts]")
         page.keyboard.press("Enter")
         on_page(page, "Rollouts")
-        assert asked(page, "step") == "1"
         tab_to(page, BAR)
         page.keyboard.press("ArrowRight")
         says(page, "232 rollouts.")
@@ -180,7 +179,7 @@ def step_is(page, step: int) -> None:
     """Wait until a step of the page Run is chosen, in the address, on the bar and in the heading."""
     says(page, f"Who holds the gradient of step {step}")
     finished(page)
-    assert asked(page, "step") == str(step)
+    assert asked(page, "step") in (None, str(step))  # the step that a page begins with leaves the address
     assert page.locator(f"[data-testid=stMain] {BAR}").first.get_attribute("aria-valuetext") == str(step)
 
 
@@ -205,7 +204,7 @@ def new_labels(page, change) -> None:
     before = label(page)
     change()
     page.wait_for_function(
-        "before => !document.querySelector('.st-key-prompt').innerText.includes(before)",
+        "before => !document.querySelector('.st-key-prompt-text').innerText.includes(before)",
         arg=before.rpartition("…")[2], timeout=20 * SECONDS,
     )  # fmt: skip
     finished(page)
@@ -233,7 +232,7 @@ def options(page) -> str:
 
 def prompts_match(page) -> None:
     """The label of the prompt is that of the prompt shown."""
-    shown = page.locator(".st-key-prompt").inner_text().strip()
+    shown = page.locator(".st-key-prompt-text").inner_text().strip()
     assert label(page).endswith(shown.removeprefix(HEAD))
 
 
@@ -265,14 +264,14 @@ def test_a_choice_is_carried_from_page_to_page_by_the_menu(browser, address):
             page.locator(f"[data-testid=stSidebarNav] >> text={name}").click()
             page.wait_for_selector(f"h1:has-text('{name}')", timeout=60 * SECONDS)
             finished(page)
-            for choice in ("run=chain-otb-s0", "step=20", "prompt=1", "token=9.1"):
-                assert choice in page.url, name
+            assert "run=chain-otb-s0" in page.url, name
+        assert all(choice in page.url for choice in ("step=20", "prompt=1", "token=9.1"))
         assert page.locator(CHOSEN).count() == 1 and tab.clean
 
 
 def test_a_click_on_a_circle_of_the_proxy_opens_that_token(browser, address):
     with watched(browser, address) as tab:
-        page = visit(tab, f"{address}/estimators?run=words&part=proxy&kind=realized+energy+W")
+        page = visit(tab, f"{address}/estimators?run=words&part=Proxy&kind=realized+energy+W")
         says(page, "Circles: the")
         finished(page)
         first = """figure => { const at = figure.calcdata[2][0];
@@ -281,6 +280,6 @@ def test_a_click_on_a_circle_of_the_proxy_opens_that_token(browser, address):
         click_point(page, x, y)
         on_page(page, "Tokens")
         says(page, f"token {t} of rollout {rollout}")
-        assert (asked(page, "step"), asked(page, "prompt")) == (str(step), str(group))
+        assert asked(page, "step") in (None, str(step)) and asked(page, "prompt") == str(group)
         prompts_match(page)
         assert tab.clean

@@ -30,9 +30,10 @@ def test_every_part_of_the_work_is_a_phase_and_counts_its_pages(tmp_path, monkey
         return SimpleNamespace(write_step=None)
 
     replaced = {
-        "browser": lambda: nullcontext(None), "server": server, "menu": lambda *_: PAGES, "opened": lambda *_: TAB,
-        "settled": lambda *_: None, "written": lambda root, *_: works(root)(), "timed_page": works({"controls": {}}),
-        "bare": works({}), "first_chart": works(), "followed": works(), "paced": works(),
+        "browser": lambda: nullcontext(None), "server": server, "menu": lambda *_: PAGES, "open_tab": lambda *_: TAB,
+        "wait_until_done": lambda *_: None, "write_runs": lambda root, *_: works(root)(),
+        "timed_page": works({"controls": {}}),
+        "one_point_page": works({}), "first_chart": works(), "write_until_shown": works(), "write_and_wait": works(),
         "write_synthetic_run": write_run,
     }  # fmt: skip
     for name, by in replaced.items():

@@ -109,7 +109,7 @@ def test_an_engine_that_refuses_the_model_is_a_row_that_says_why(tiny, monkeypat
     def refuse(*_):
         raise InputError("parameter x has no rule; pass engine='reference'.")
 
-    monkeypatch.setitem(ENGINES, "picky", Engine(refuse, refuse, refuse))
+    monkeypatch.setitem(ENGINES, "picky", Engine(refuse, refuse))
     (row,) = [row for row in run_bench(TINY).rows if row["name"] == "picky"]
     assert row["seconds"] is None and row["remark"].startswith("parameter x has no rule")
 
@@ -134,7 +134,7 @@ def test_memory_is_that_of_the_row_at_each_of_its_places(tiny, monkeypatch):
 def test_a_gpu_that_is_not_there_is_one_sentence():
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(InputError, match=r"--device is cuda but PyTorch .* sees no accelerator"):
+    with pytest.raises(InputError, match=r"cuda but .* no accelerator"):
         run_bench(replace(TINY, device="cuda"))
 
 
@@ -167,7 +167,7 @@ def test_a_pretrained_model_writes_its_rollouts_itself(fetched):
 
 def test_a_pretrained_model_that_was_not_fetched_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="fetch it with: otb model fetch smollm2"):
+    with pytest.raises(InputError, match="otb model fetch smollm2"):
         run_bench(replace(TINY, sizes=("R",)))
 
 

@@ -44,7 +44,7 @@ def test_what_peers_scripts_load_by_path_answers_turns_and_measures_memory(tmp_p
 def test_a_peer_that_fails_says_why_in_one_sentence(tmp_path):
     (tmp_path / "script.py").write_text("import no_such_package")
     with (
-        pytest.raises(InputError, match=r"script.py ended early: ModuleNotFoundError.*no_such_package"),
+        pytest.raises(InputError, match=r"ended early: .*no_such_package"),
         peer(Path(sys.executable), tmp_path / "script.py", {}),
     ):
         pass
@@ -55,7 +55,7 @@ def test_a_peer_that_dies_between_turns_says_so_although_it_wrote_much(tmp_path)
     (tmp_path / "script.py").write_text(talk)
     with peer(Path(sys.executable), tmp_path / "script.py", {}) as found:
         found.process.wait()
-        with pytest.raises(InputError, match=r"script.py ended early: out of breath;"):
+        with pytest.raises(InputError, match="ended early: out of breath"):
             found.turn()
 
 

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks import sampled
 from benchmarks.config import SampledConfig
-from benchmarks.demo_batch import DemoBatch
 from benchmarks.publish import run_bench
+from benchmarks.sampled import DemoBatch
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
 

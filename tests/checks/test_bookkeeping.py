@@ -4,14 +4,16 @@ import numpy as np
 import pytest
 
 from otb_analysis.checks.bookkeeping import (
+    WHOLE,
     Bookkeeping,
+    TrainerLoss,
     bookkeeping_lines,
     check_bookkeeping,
     check_norms,
     check_weights,
+    trainer_loss,
 )
 from otb_analysis.checks.recorded_advantages import check_advantages
-from otb_analysis.checks.trainer_loss import WHOLE, TrainerLoss, trainer_loss
 from otb_analysis.config import EstimatorConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.importing import import_rollouts

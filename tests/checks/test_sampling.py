@@ -110,7 +110,7 @@ def slow_sums(model, rollouts):
 def test_sums_are_those_of_every_sampler_written_out(policy):
     rollouts = draw(policy, temperature(0.7))
     model = policy[0]
-    found = SamplingSums.of(sums_of(model, rollouts, tau=TAU, size=3))
+    found = SamplingSums.from_rows(sums_of(model, rollouts, tau=TAU, size=3))
     gain, residual, score, variance, outside, expected = slow_sums(model, rollouts)
     for (test, setting), value in gain.items():
         assert found.grid(test, "gain")[setting] == pytest.approx(value, rel=1e-5, abs=1e-4), (test, setting)
@@ -127,7 +127,7 @@ def test_sums_are_those_of_every_sampler_written_out(policy):
 
 def test_the_step_does_not_depend_on_its_passes_but_for_what_was_learned(policy):
     rollouts = draw(policy)
-    whole, parts = (SamplingSums.of(sums_of(policy[0], rollouts, size=size)) for size in (0, 3))
+    whole, parts = (SamplingSums.from_rows(sums_of(policy[0], rollouts, size=size)) for size in (0, 3))
     same = [i for i, test in enumerate(whole.test) if "other_weights" not in test]
     for name in ("n_tokens", "score", "variance", "gain"):
         order = [np.lexsort((s.position[same], s.parameter[same], s.test[same])) for s in (whole, parts)]

@@ -14,7 +14,7 @@ import pytest
 from otb_analysis.commands import sentinel
 from otb_analysis.commands.cli import from_toml, main
 from otb_analysis.config import TrainConfig, plain_config
-from otb_analysis.store import RunWriter, StepTables
+from otb_analysis.store import RunWriter, StepTables, runs_df
 
 
 class Server(HTTPServer):
@@ -105,7 +105,7 @@ for step in range(100):
 def test_a_run_that_another_process_writes_is_followed_to_its_alarm(tmp_path, server):
     with subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path)]) as writing:
         try:
-            wait_until(lambda: (tmp_path / "live" / "steps").is_dir())
+            wait_until(lambda: runs_df(tmp_path)["n_steps"].sum() > 0)
             words = ["live", "--root", str(tmp_path), "--every", "1", "--webhook", address(server)]
             command = [sys.executable, "-m", "otb_analysis.commands.cli", "watch", *words]
             watched = subprocess.run(command, capture_output=True, text=True, timeout=60)

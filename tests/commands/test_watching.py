@@ -1,4 +1,4 @@
-"""What is drawn of phases: on a terminal, as plain lines elsewhere, and never at the cost of the work."""
+"""What is drawn of phases: on a terminal, nothing elsewhere, and never at the cost of the work."""
 
 import io
 import re
@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from otb_analysis.commands import watching
-from otb_analysis.commands.watching import reported, rows, shown
+from otb_analysis.commands.watching import Bars, reported, shown, words
 from otb_analysis.phases import NOTES, Phase, advance, count_to, note, phase
 
 
@@ -26,30 +26,54 @@ def lines():
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Pictures, lines and reports come a hundred times as fast."""
-    for name in ("REFRESH", "LINE_EVERY", "AT_ONCE", "REPORT"):
+    """Pictures and reports come a hundred times as fast."""
+    for name in ("REFRESH", "AT_ONCE"):
         monkeypatch.setattr(watching, name, 0.01)
 
 
-def test_row_joins_the_inner_phases_with_the_innermost_time_left():
-    now = 100.0
-    whole = Phase("train", 60, done=3, text="r: 3 of 60 steps", began=0.0, counted_since=0.0, moved=90.0)
-    measuring = Phase("measuring", began=90.0)
-    norms = Phase("exact norms", 128, "rollout", done=12, began=91.0, counted_since=91.0, moved=100.0)
-    first, second = rows([whole, measuring, norms], now)
-    assert first.text == "r: 3 of 60 steps"
-    assert second.line == "measuring: exact norms, rollout 13 of 128, 1:27 min left"  # 116 · 9 s / 12
-    assert second.share == 12 / 128
+def test_every_open_phase_has_a_bar_with_what_it_counts():
+    bars = Bars(terminal())
+    whole = Phase("train", 60, done=3, text="r: 3 of 60 steps", began=0.0)
+    bars.show([[whole, Phase("measuring", began=0.0), Phase("norms", 128, "rollout", done=12, began=0.0)]])
+    bars.stop()
+    rows = plain(bars.console).splitlines()[:3]
+    assert all("━" in row for row in rows)
+    texts = ["r: 3 of 60 steps", "  measuring", "    norms, rollout 13 of 128"]
+    assert all(row.rstrip().endswith(text) for row, text in zip(rows, texts, strict=True))
+
+
+def test_time_left_follows_the_pace_of_what_is_counted(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(watching, "monotonic", lambda: now[0])
+    bars, norms = Bars(terminal()), Phase("exact norms", 128, "rollout", began=0.0)
+    bars.get_time = lambda: now[0]
+    for norms.done, now[0] in ((4, 103.0), (12, 109.0), (13, 110.0)):
+        bars.show([[norms]])
+    assert bars.tasks[0].time_remaining == pytest.approx(115 * 7 / 9, abs=1)  # nine rollouts in seven seconds
+    bars.stop()
+
+
+def test_a_phase_that_is_not_counted_lasts_as_long_as_it_did_before():
+    bars = Bars(terminal())
+    bars.show([[Phase("update", expected=8.0, began=monotonic() - 2)]])
+    assert bars.tasks[0].percentage == pytest.approx(25, abs=2)
+    bars.stop()
 
 
 def test_phase_that_may_end_early_says_at_most():
-    sampling = Phase("sampling", 64, "token", at_most=True, done=16, began=0.0, counted_since=0.0, moved=4.0)
-    (row,) = rows([sampling], 4.0)
-    assert row.line == "sampling, token 17 of at most 64, at most 12 s left"
+    sampling = Phase("sampling", 64, "token", at_most=True, done=16)
+    assert words(sampling) == "sampling, token 17 of at most 64"
 
 
-def test_short_phase_inside_is_not_drawn():
-    assert len(rows([Phase("train", began=0.0), Phase("storing", began=9.9)], 10.0)) == 1
+def test_short_phase_inside_is_not_drawn_and_one_that_ended_neither():
+    bars, inside = Bars(terminal()), Phase("measuring", began=0.0)
+    bars.show([[Phase("train", began=0.0), Phase("storing")]])
+    assert [task.description for task in bars.tasks] == ["train"]
+    bars.show([[Phase("train", began=0.0), inside]])
+    assert [task.description for task in bars.tasks] == ["train", "  measuring"]
+    bars.show([[Phase("train", began=0.0)]])
+    assert [task.description for task in bars.tasks] == ["train"]
+    bars.stop()
 
 
 def test_terminal_shows_bars_and_notes_and_ends_clean(fast):
@@ -67,14 +91,13 @@ def test_terminal_shows_bars_and_notes_and_ends_clean(fast):
     assert written.rstrip().endswith("\x1b[2K")  # the picture is taken down
 
 
-def test_without_a_terminal_plain_lines_come(fast):
+def test_a_pipe_gets_notes_alone(fast):
     console = lines()
     with shown(console), phase("all of it"), phase("sampling"):
         count_to(64, "token", at_most=True)
+        note("Measuring 2 prompts.")
         sleep(0.2)
-    told = console.file.getvalue()
-    assert "\x1b" not in told
-    assert re.search(r"^\[0 s\] all of it · sampling, token 1 of at most 64$", told, re.M)
+    assert console.file.getvalue() == "Measuring 2 prompts.\n"
 
 
 def test_short_work_leaves_no_trace():

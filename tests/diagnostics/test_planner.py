@@ -8,7 +8,7 @@ import pytest
 
 from otb_analysis.diagnostics.dead_groups import dead_groups, dead_share, limit_ratio, rates_line
 from otb_analysis.diagnostics.planner import plan
-from otb_analysis.statistics import NOTHING, mean_over_subgroups, pooled_statistics, told
+from otb_analysis.statistics import NOTHING, is_informative, mean_over_subgroups, pooled_statistics
 from otb_analysis.types import Gram, Proved
 
 LABELS = (("none", "none"), ("rloo", "none"), ("grpo", "none"))
@@ -175,7 +175,7 @@ def test_an_efficiency_is_shown_by_the_rule_of_every_table():
         cells = {c.estimator: c for c in planned(score, reward).cells if c.size == 8}
         for row in pooled_statistics([grams(score, reward)[0][0]]):
             alone, efficiency = row.intervals["efficiency"], cells[row.estimator].efficiency
-            assert efficiency == (pytest.approx(row.efficiency) if row.signal and told(alone) else None)
-            hidden += alone is not None and row.signal and not told(alone)
+            assert efficiency == (pytest.approx(row.efficiency) if row.signal and is_informative(alone) else None)
+            hidden += alone is not None and row.signal and not is_informative(alone)
             shown += efficiency is not None
     assert hidden and shown

@@ -1,10 +1,11 @@
 import numpy as np
 import pandas as pd
-import pytest
 
 from otb_analysis.diagnostics import StepSeries, change_points, diagnose
-from otb_analysis.figures.alarms import SIGNS, alarm_marks, alarms_line, alarms_table
-from otb_analysis.figures.collapse import collapse_info, plot_collapse
+from otb_analysis.figures.alarms import SIGNS, alarms_line, alarms_table
+from otb_analysis.figures.collapse import QUANTITIES, derived
+from otb_analysis.figures.curves import curves_info, plot_curves
+from otb_analysis.figures.timeline import events
 
 CLIPPED = np.repeat([False, True, False], [35, 15, 10])
 STEPS = pd.DataFrame({"step": np.arange(60), "grad_norm": [1.0] * 50 + [6.0] * 10, "clipped": CLIPPED})
@@ -29,31 +30,14 @@ def test_levels_are_counted_in_words():
     assert alarms_line(short) == "12 detectors on 1 run: 0 alarm, 0 watch, 8 not measured, 2 too short, 2 ok."
 
 
-def test_marks_stand_in_the_panel_of_their_quantity_at_their_step():
-    marks = alarm_marks(FINDINGS, {"mine": change_points(SERIES)})
-    found = {(m.column, m.kind, m.step) for m in marks}
-    assert found == {
-        ("grad_norm", "watch", 52), ("grad_norm", "alarm", 52), ("clipped_share", "watch", 47),
-        ("grad_norm", "change", 50),
-    }  # fmt: skip
-
-
-def test_marks_are_drawn_on_the_curve_once_in_the_legend():
-    info = collapse_info({"mine": STEPS}, {"mine": "otb"})
-    marks = alarm_marks(FINDINGS, {"mine": change_points(SERIES)})
-    plain, marked = plot_collapse(info), plot_collapse(info, marks=marks)
-    drawn = [t for t in marked.data if t.mode == "markers"]
-    assert len(marked.data) == len(plain.data) + 4 == len(plain.data) + len(drawn)
-    heights = {(t.name, t.x[0]): t.y[0] for t in drawn}
-    assert heights["first alarm", 52] == 6.0 and heights["first watch", 47] == pytest.approx(0.65)
-    shown = [t.name for t in drawn if t.showlegend]
-    assert sorted(shown) == ["change point", "first alarm", "first watch"]
+def test_marks_stand_at_their_step_and_know_their_panel():
+    found = {(e.column, e.kind, e.step) for e in events(FINDINGS["mine"], change_points(SERIES))}
+    assert found == {("grad_norm", "alarm", 52), ("clipped_share", "watch", 47), ("grad_norm", "change", 50)}
 
 
 def test_a_share_that_never_changes_is_drawn_on_an_axis_from_0_to_1():
     steps = pd.DataFrame({"step": [0, 1], "n_truncated": [0, 0], "n_rollouts": [8, 8], "length_mean": [5.0, 5.0]})
-    info = collapse_info({"mine": steps}, {"mine": "otb"})
-    layout = plot_collapse(info).layout
+    info = curves_info({"mine": derived(steps)}, QUANTITIES, {"mine": "otb"})
+    layout = plot_curves(info).layout
     axis = {q.column: layout[f"yaxis{i + 1 if i else ''}"].range for i, q in enumerate(info.quantities)}
     assert axis["truncated_share"] == (0.0, 1.03)
-    assert axis["length_mean"] == (0.0, 6.0)

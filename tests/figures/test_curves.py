@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.figures.collapse import QUANTITIES, collapse_info, degenerate_table, derived, plot_collapse
+from otb_analysis.figures.collapse import QUANTITIES, degenerate_table, derived
 from otb_analysis.figures.curves import Quantity, curves_info, plot_curves, running_mean
 from otb_analysis.figures.learning import grouped_info, learning_info, plot_learning
 from otb_analysis.figures.runs import config_differences, grouped
@@ -79,23 +79,15 @@ def test_clipped_share_is_the_mean_of_the_last_twenty():
     assert derived(table)["clipped_share"].iloc[[4, 9, 24]].tolist() == [1.0, 0.5, 0.0]
 
 
-def test_collapse_has_titled_panels_and_one_legend_entry_a_run(steps):
-    figure = plot_collapse(collapse_info({"a": steps, "b": steps}, {"a": "otb", "b": "rloo"}, window=2))
+def test_curves_have_titled_panels_and_one_legend_entry_a_run(steps):
+    figure = plot_curves(curves_info({"a": steps, "b": steps}, QUANTITIES, {"a": "otb", "b": "rloo"}, window=2))
     titles = [note.text.split("<br>")[0] for note in figure.layout.annotations[: len(QUANTITIES)]]
     assert titles == [q.title for q in QUANTITIES]
     assert [t.name for t in figure.data if t.showlegend] == ["a", "b"]
 
 
-def test_only_the_tail_of_exact_norms_has_a_line_of_infinite_variance(steps):
-    proxy_only = plot_collapse(collapse_info({"a": steps}, {"a": "otb"}))
-    both = plot_collapse(collapse_info({"a": steps.assign(exact_tail_k=steps["energy_tail_k"])}, {"a": "otb"}))
-    lines = [line for line in both.layout.shapes if line.y0 == line.y1 == 1.0]
-    assert len(lines) == 1 and not [line for line in proxy_only.layout.shapes if line.y0 == line.y1 == 1.0]
-    assert "infinite variance" in [note.text for note in both.layout.annotations]
-
-
 def test_panel_without_data_says_not_recorded(steps):
-    figure = plot_collapse(collapse_info({"a": steps}, {"a": "otb"}))
+    figure = plot_curves(curves_info({"a": steps}, QUANTITIES, {"a": "otb"}))
     notes = [note for note in figure.layout.annotations if note.text == "no finite number was recorded"]
     assert notes
     # A note lies in its own panel only if the panel has a trace: without one a browser draws no axes there.

@@ -47,7 +47,7 @@ def test_a_planted_ratio_of_noise_is_found():
 def test_no_difference_is_not_distinguishable():
     info = noise_of(a=measured(1, 0.4), b=measured(2, 0.4))
     assert info.rows[0].judged.low < 1 < info.rows[0].judged.high
-    assert noise_display(info).iloc[0]["SF (variance at equal progress)"].endswith("not distinguishable")
+    assert noise_display(info).iloc[0]["variance at equal progress"].endswith("not distinguishable")
 
 
 def test_unlike_estimators_are_compared_on_the_same_rollouts_too():

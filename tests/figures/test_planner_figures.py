@@ -42,7 +42,7 @@ def test_the_table_has_a_row_for_each_point_with_its_cost_against_the_recorded_s
 
 
 def test_the_words_say_for_how_many_rollouts():
-    assert planner_words(PLANNER).startswith("Efficiency of 128 rollouts in groups of N.")
+    assert planner_words(PLANNER).startswith("How efficient the same 128 rollouts would be")
 
 
 def test_what_is_read_has_a_star_at_the_best_and_a_dagger_by_formula_and_leaves_out_rows_without_a_number():
@@ -57,7 +57,7 @@ def test_costs_are_drawn_and_read_where_no_efficiency_is_told():
     (rloo,) = plot_planner(hidden).data  # otb has no cost either
     assert (list(rloo.x), list(rloo.y)[:2], np.isnan(rloo.y[2])) == ([4, 8, 16], [0.8, 1], True)
     assert list(rloo.error_y.array)[:2] == pytest.approx([0.1, 0]) == list(rloo.error_y.arrayminus)[:2]
-    assert planner_words(hidden).startswith("Cost of 128 rollouts in groups of N over groups of 8, below 1 is better")
+    assert planner_words(hidden).startswith("What the same 128 rollouts would cost")
     assert plot_planner(hidden).layout.yaxis.title.text == "cost, groups of 8 = 1"
     assert sizes_display(hidden).to_dict("list") == {
         "estimator": ["rloo"], "group size": ["4"], "cost": ["0.80 [0.70, 0.90]"],

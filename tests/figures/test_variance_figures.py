@@ -4,9 +4,9 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
-from otb_analysis.figures.gradient_table import MEASURES, evenly, labels, statistics_table
+from otb_analysis.figures.gradient_table import MEASURES, default_window, evenly, labels, statistics_table
 from otb_analysis.figures.variance import plot_variance, variance_info
-from otb_analysis.statistics import gradient_noise_scale, pooled_statistics
+from otb_analysis.statistics import NOTHING, gradient_noise_scale, pooled_statistics
 from otb_analysis.types import Gram, Proved
 
 RLOO = ("rloo", "none")
@@ -114,7 +114,7 @@ def test_nothing_is_ranked_where_nothing_is_told_apart(vectors):
     g = np.eye(12)[0] + 0.3 * random.normal(size=(4, 32, 12))
     labels = (RLOO, ("a", "none"), ("b", "none"), ("c", "none"))
     info = comparison_info([Gram(np.einsum("mpd,nqd->mnpq", g, g), labels, 256)])
-    assert [row.key for row in info.rows] == list(labels) and "the order says nothing" in info.words
+    assert [row.key for row in info.rows] == list(labels) and "order says nothing" in info.words
     assert "all 3 together" in display_table(info)
 
 
@@ -196,3 +196,13 @@ def test_table_of_some_estimators_is_their_rows_of_the_whole_one(grams):
     kept = whole[whole["energy_source"].eq("none") & whole["estimator"].eq("rloo") | whole["energy_source"].eq("exact")]
     pd.testing.assert_frame_equal(some, kept.reset_index(drop=True), check_dtype=False)
     assert 0 < len(some) < len(whole)
+
+
+def test_the_default_window_is_one_where_no_window_shows_an_efficiency(grams):
+    # Without inner products between prompts that are positive there is no gradient to be efficient about.
+    assert default_window(grams, NOTHING) < 10
+    orthogonal = np.zeros((1, 1, 4, 4))
+    orthogonal[0, 0] = 4 * np.eye(4) - 1
+    dull = {step: Gram(orthogonal, (RLOO,), 32) for step in range(12)}
+    assert statistics_table(dull, 10)["efficiency"].isna().all()
+    assert default_window(dull, NOTHING) == 1

@@ -137,6 +137,49 @@ def test_the_gram_matrix_of_a_bfloat16_model_is_that_of_its_float64_twin(half_an
     np.testing.assert_allclose(got, expected, atol=5e-6 * expected.max(), rtol=0)
 
 
+@pytest.mark.parametrize(
+    "name", ["sampled", "sketch", "features", "attribution", "split", "gradient", "counts", "gram"]
+)
+def test_what_is_drawn_projected_or_attributed_in_half_precision_is_like_its_float64_twin(
+    half_and_double, sample, name
+):
+    (half, double), (ids, mask), real = half_and_double("qwen3"), sample["both"].args, sample["both"].attention_mask
+    weights = torch.randn(5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    group = np.array([0, 0, 1, 1, 1])
+    calls = {
+        "sampled": lambda m: np.nan_to_num(
+            gradients.sampled_score_norms(m, ids, mask, real, tokens=4, by="uniform", seed=1).norm_sq
+        ),
+        "sketch": lambda m: gradients.sketch_score_norms(m, ids, mask, real, directions=4).norm_sq,
+        "features": lambda m: gradients.sketch_score_norms(
+            m, ids, mask, real, directions=4, method="rank_one", features=True
+        ).features,
+        "attribution": lambda m: gradients.gradient_attribution(m, ids, mask, weights, real).share,
+        "split": lambda m: gradients.signal_noise(m, ids, mask, weights, group, real).signal,
+        "gradient": lambda m: gradients.batch_gradient(m, ids, mask, weights, real)["lm_head.weight"].numpy(),
+        "counts": lambda m: gradients.gradient_sketch(m, ids, mask, weights[:, None], group, real, dim=64),
+        "gram": lambda m: gradients.sketched_group_gram(m, ids, mask, weights[:, None], group, real, dim=64),
+    }  # fmt: skip
+    if name == "gradient":
+        half, double = half_and_double("qwen3", tied=False)
+    got, expected = (np.asarray(calls[name](model)) for model in (half, double))
+    assert got.dtype != np.float16
+    np.testing.assert_allclose(got, expected, atol=2e-5 * np.abs(expected).max(), rtol=0)
+
+
+def test_sketches_of_a_model_whose_copies_do_not_fit_are_in_its_own_precision_and_say_so_once(
+    half_and_double, sample, monkeypatch, caplog
+):
+    (half, double), batch = half_and_double("llama"), sample["both"]
+    monkeypatch.setattr("otb_analysis.gradients.batch.memory.free_bytes", lambda _device: 1 << 10)
+    rows, group = torch.ones(5, 1, 12), np.arange(5)
+    with caplog.at_level(logging.WARNING):
+        got, _ = (gradients.gradient_sketch(half, *batch.args, rows, group, batch.attention_mask) for _ in range(2))
+    expected = gradients.gradient_sketch(double, *batch.args, rows, group, batch.attention_mask)
+    assert len(caplog.messages) == 1 and "half precision" in caplog.text
+    assert 1e-4 < np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.1
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_model_in_half_precision_is_left_as_found(make_model, sample, monkeypatch, fails):
     model, batch = make_model("gpt2", dtype=torch.bfloat16), sample["left"]

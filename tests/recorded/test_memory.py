@@ -16,9 +16,9 @@ from otb_analysis.recorded.score import Scorer, score
 from otb_analysis.rollouts import models
 from otb_analysis.store import RunStore, RunWriter
 
-GROUPS, SIZE, STEPS, LONGER = 4, 4, 1, 8
+GROUPS, SIZE, STEPS, LONGER = 4, 4, 1, 16
 GROWTH = 1.5
-"""Most that peaks may differ by where the file is 8 times as long: garbage that waits to be collected."""
+"""Most that peaks may differ by where the file is 16 times as long: garbage that waits to be collected."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def peak(run):
 
 
 def peaks(file_of, checkpoint):
-    """Return the peaks of scoring a short file and one 8 times as long."""
+    """Return the peaks of scoring a short file and one many times as long."""
     short, long = (config(file_of(steps), checkpoint) for steps in (STEPS, STEPS * LONGER))
     score(short)  # what is loaded and cached once
     return peak(lambda: score(short)), peak(lambda: score(long))

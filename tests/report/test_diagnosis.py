@@ -35,7 +35,7 @@ def test_a_run_without_measured_steps_is_told_what_measures_them_and_what_it_cos
 def test_attribution_prints_three_tables_and_that_the_shares_add_up(attributed, capsys):
     text = said(capsys, "attribution", attributed.name, "--root", str(attributed.parent), "--top", "3")
     assert "The 3 prompts with the largest |share| of 4" in text and "The 3 tokens" in text
-    assert "hold half of all |shares|" in text and "The shares add up to ‖ḡ‖²" in text
+    assert "hold half of the gradient" in text and "The shares add up to ‖ḡ‖²" in text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from html import escape
 from html.parser import HTMLParser
 
@@ -14,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from otb_analysis.answers import opened
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, MeasureConfig, Schedule
+from otb_analysis.figures.curves import curves_info
 from otb_analysis.figures.numbers import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Picture, Section
 from otb_analysis.report.html import to_html
@@ -84,11 +86,11 @@ def test_the_page_names_its_command_and_shows_every_section(page, runs):
     titles = re.findall(r'<h2 id="s\d+">(.*?)</h2>', page)
     assert titles[:2] == ["Runs", "Alarms and health over steps"] and titles[-1] == "How the runs were made"
     assert len(titles) == 3 + 3 * len(runs)
-    # Learning and collapse once; estimators, fidelity and attribution for each run.
-    assert page.split("</head>")[1].count("Plotly.newPlot(") == 2 + 3 * len(runs)
+    # Learning once; health, estimators, fidelity and attribution for each run.
+    assert page.split("</head>")[1].count("Plotly.newPlot(") == 1 + 4 * len(runs)
     lines = [line for run in opened(runs).values() for line in run.lines]
     assert all(escape(line) in page for line in lines)
-    assert "hold half of all |shares|" in page and "Horvitz" not in page
+    assert "hold half of the gradient" in page and "Horvitz" not in page
 
 
 def test_text_from_runs_is_never_markup():
@@ -105,13 +107,22 @@ def test_cells_are_read_as_numbers_words_and_dashes():
     assert shown == ["0.123", "12", "yes", "–", "–", "–", "–", "x", "7"]
 
 
+def test_markdown_without_matplotlib_names_its_pictures(monkeypatch):
+    info = curves_info({}, (), {})
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text, files = to_markdown(
+        Document("t", "c", "n", (Section("s", (Picture("p", "Curves.", go.Figure(), info),)),)), "f"
+    )
+    assert "Curves. The figure is in the HTML form" in text and not files
+
+
 def test_markdown_has_the_tables_and_its_curves_beside_it(runs, tmp_path, capsys):
     out = tmp_path / "r.md"
     assert main(["report", runs[0].name, "--root", str(runs[0].parent), "--out", str(out)]) == 0
     assert "and 2 pictures" in capsys.readouterr().out
     text = out.read_text(encoding="utf-8")
     images = re.findall(r"!\[.*?\]\((.*?)\)", text)
-    assert images == ["r_files/learning.svg", "r_files/collapse.svg"]
+    assert images == ["r_files/learning.svg", f"r_files/health-{runs[0].name}.svg"]
     assert all((tmp_path / name).read_text().startswith("<svg") for name in images)
     assert "The figure is in the HTML form of this report" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
@@ -143,17 +154,6 @@ def test_runs_of_different_scope_are_one_sentence(runs, trained, capsys):
     head = trained("bare_head", measure=MeasureConfig(exact=Schedule(every=0), scope="lm_head"))
     line = refused(capsys, runs[0].name, head.name, "--root", str(head.parent))
     assert "reported measured gradients of scope 'all' but bare_head of 'lm_head'" in line and "--measure.scope" in line
-
-
-def test_runs_of_different_schema_are_one_sentence(runs, tmp_path, capsys):
-    for run in runs:
-        shutil.copytree(run, tmp_path / run.name)
-    file = tmp_path / runs[1].name / "run.json"
-    info = json.loads(file.read_text()) | {"schema_version": 0}
-    del info["checksum"]
-    file.write_text(json.dumps(info))
-    line = refused(capsys, *(run.name for run in runs), "--root", str(tmp_path))
-    assert "stored with schema 1 but reported_rloo with 0" in line
 
 
 @pytest.mark.parametrize(

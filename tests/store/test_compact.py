@@ -1,12 +1,12 @@
-"""A compacted run says what it said before: to its readers, to a writer that goes on, and after a kill."""
+"""A run that has ended is one file per table and says what it said before: to readers, to a writer, after a kill."""
 
-import json
 import os
-import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from otb_analysis.types import Gram
 compact_module = sys.modules[compact_function.__module__]
 LABELS = (("otb", "proxy"), ("otb", "exact"), ("rloo", "none"))
 KILLED = """
-import os, shutil, signal, sys
+import os, shutil, signal, sqlite3, sys
 from pathlib import Path
 from otb_analysis.store import compact
 
@@ -37,12 +37,13 @@ def killing(call, at):
     return counted
 
 whole, calls = Path(sys.argv[1]), 0
-for at in range(1, 100):
+for at in range(1, 300):
     run = whole.with_name(f"killed-{at}")
     shutil.copytree(whole, run)
     child = os.fork()
     if not child:
         os.fsync = killing(os.fsync, at)
+        sqlite3.connect = killing(sqlite3.connect, at)
         for name in ("replace", "unlink", "open"):
             setattr(Path, name, killing(getattr(Path, name), at))
         compact(run)
@@ -68,10 +69,13 @@ def write(writer, tables, step, **scalars):
 
 @pytest.fixture
 def run(writer, tables):
+    """A run of eight steps that failed, so that nothing was compacted; two processes wrote it."""
+    writer.size, other = 2, RunWriter(writer.path, rank=1, size=2)
     for step in range(8):
+        if step == 2:
+            other.write_step(2, StepTables(tables(2).tokens))
         write(writer, tables, step)
-    RunWriter(writer.path, rank=1).write_step(2, StepTables(tables(2).tokens))
-    writer.finish()
+    writer.finish("failed")
     return writer.path
 
 
@@ -86,27 +90,39 @@ def same(one, other):
     np.testing.assert_equal(one[1], other[1])
 
 
-def names(run, table):
-    return sorted(path.name for path in (run / table).iterdir())
+def names(run):
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*.parquet"))
 
 
-def test_rows_checksums_and_gram_matrices_are_those_of_the_parts(run, tmp_path):
+WHOLE = ["grams.parquet", "rollouts.parquet", "steps.parquet", "tokens.parquet"]
+
+
+def test_rows_and_gram_matrices_are_those_of_the_parts(run, tmp_path):
     before = everything(run)
     done = compact(run)
-    assert (done.steps, done.parts, done.files) == (8, 8 + 1 + 8 + 8 + 4, 4)
-    assert names(run, "tokens") == names(run, "steps") == ["merged-00000000-00000007.parquet"]
-    assert names(run, "grams") == ["merged-00000000-00000006.parquet"]
+    assert (done.steps, done.parts, done.files) == (8, 8 + 1 + 4, 4) and names(run) == WHOLE
     same(everything(run), before)
     store = RunStore(run)
     assert store.complete_steps() == list(range(8)) and runs_df(tmp_path)["n_steps"].tolist() == [8]
-    pd.testing.assert_frame_equal(
-        store.tokens_df([2, 5]), before[0]["tokens"].query("step in [2, 5]").reset_index(drop=True)
-    )
+    asked = store.tokens_df([2, 5])
+    pd.testing.assert_frame_equal(asked, before[0]["tokens"].query("step in [2, 5]").reset_index(drop=True))
     assert len(store.steps_df([3])) == 1 and store.tokens_df([99]).empty
     references = [("rloo", "none")]
     assert list(store.reduced_grams(references, [4])) == [4]
     assert list(store.reduced_grams(references)) == [0, 2, 4, 6]
-    assert compact(run).parts == 0
+    assert compact(run).parts == 2  # the files that are there
+
+
+def test_other_tools_read_a_run_that_has_ended(writer, tables):
+    for step in range(3):
+        write(writer, tables, step)
+    writer.finish()
+    store = RunStore(writer.path)
+    assert names(writer.path) == WHOLE
+    for table in ("tokens", "rollouts", "steps", "grams"):
+        rows = pd.read_parquet(writer.path / f"{table}.parquet")
+        assert len(rows) == len(store.frame(table)) and rows["step"].tolist() == store.frame(table)["step"].tolist()
+    assert store.info["steps"] == {"number": 3, "first": 0, "last": 2}
 
 
 def test_row_groups_hold_whole_steps_so_that_one_is_read_alone(run, monkeypatch):
@@ -114,105 +130,92 @@ def test_row_groups_hold_whole_steps_so_that_one_is_read_alone(run, monkeypatch)
     before = everything(run)
     compact(run)
     same(everything(run), before)
-    metadata = pq.read_metadata(run / "tokens" / "merged-00000000-00000007.parquet")
+    metadata = pq.read_metadata(run / "tokens.parquet")
     held = [metadata.row_group(i).column(0).statistics for i in range(metadata.num_row_groups)]
     assert [(s.min, s.max) for s in held] == [(0, 1), (2, 2), (3, 4), (5, 6), (7, 7)]
     assert len(RunStore(run).tokens_df([2])) == 20
 
 
-def test_several_files_where_one_would_be_too_large(run, monkeypatch):
-    monkeypatch.setattr(compact_module, "FILE_BYTES", 1)
-    before = everything(run)
-    assert compact(run).files == 8 + 8 + 8 + 4
-    same(everything(run), before)
-
-
-def test_run_that_is_written_or_compacted_is_refused(writer, tables):
+def test_run_that_is_written_is_refused(writer, tables):
     write(writer, tables, 0)
-    with pytest.raises(InputError, match=r"demo is being written by .*; compact it once it has ended"):
+    with pytest.raises(InputError, match="demo is being written by"):
         compact(writer.path)
     writer.finish()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        path = writer.path / "run.json"
-        info = json.loads(path.read_text())
-        del info["checksum"]
-        start = (Path("/proc") / str(other.pid) / "stat").read_text().rpartition(")")[2].split()[19]
-        process = info["process"] | {"pid": other.pid, "start": int(start)}
-        path.write_text(json.dumps(info | {"compacting": process}))
-        with pytest.raises(InputError, match=f"is being written by process {other.pid}"):
-            compact(writer.path)
-        with pytest.raises(InputError, match=f"is being written by process {other.pid}"):
-            RunWriter.resume(writer.path, 0)
-        other.kill()
     assert compact(writer.path).steps == 1
 
 
-def test_run_goes_on_after_any_step_and_is_compacted_again(run, tables):
+def test_run_goes_on_after_any_step_and_ends_again(run, tables):
     before = everything(run)
     compact(run)
     writer = RunWriter.resume(run, 5)
-    assert RunStore(run).complete_steps() == [0, 1, 2, 3, 4]
+    assert RunStore(run).complete_steps() == [0, 1, 2, 3, 4] and "steps.parquet" not in names(run)
     assert RunStore(run).tokens_df()["step"].max() == 4 and list(RunStore(run).grams()) == [0, 2, 4]
-    with pytest.raises(InputError, match=r"step 4 of .* is in a compacted file and cannot be written again"):
-        write(writer, tables, 4)
-    for step in (5, 6, 7):
+    for step in (4, 5, 6, 7):  # step 4 lies in the file of all steps, and is replaced
         write(writer, tables, step)
     same(everything(run), before)
     writer.finish()
-    assert compact(run).steps == 3
-    assert names(run, "tokens") == ["merged-00000000-00000007.parquet", "merged-00000005-00000007.parquet"]
+    assert names(run) == WHOLE and len(pd.read_parquet(run / "tokens.parquet")) == 90
     same(everything(run), before)
     RunWriter.resume(run, 0)
-    assert RunStore(run).complete_steps() == [] and names(run, "tokens") == []
+    assert RunStore(run).complete_steps() == [] and names(run) == []
 
 
-def test_part_that_was_deleted_is_missed(run):
-    deleted = run / "tokens" / "part-00000003-r0.parquet"
-    deleted.unlink()
-    with pytest.raises(StoreError, match=f"{deleted} is missing, though step 3 was written with it; restore"):
-        RunStore(run).tokens_df()
-    with pytest.raises(StoreError, match="is missing"):
+@pytest.mark.parametrize("ended", [False, True])
+def test_file_that_was_deleted_changed_or_exchanged_is_a_sentence(run, tables, ended):
+    if ended:
         compact(run)
-    assert len(RunStore(run).rollouts_df()) == 32 and len(RunStore(run).tokens_df([1, 2])) == 30
-    (run / "steps" / "part-00000003-r0.parquet").unlink()
-    assert RunStore(run).tokens_df()["step"].unique().tolist() == [0, 1, 2, 4, 5, 6, 7]
-
-
-def test_part_of_another_run_is_no_part_of_this_one(run, tables):
+    path = run / ("tokens.parquet" if ended else "tokens/part-00000003-r0.parquet")
+    content = path.read_bytes()
     other = RunWriter.create(run.parent, "other", {})
     write(other, lambda step: tables(step + 1), 3)
-    shutil.copy(other.path / "tokens" / "part-00000003-r0.parquet", run / "tokens")
-    with pytest.raises(StoreError, match="is another file than its step was written with"):
-        RunStore(run).tokens_df()
-
-
-def test_merged_file_that_is_gone_or_changed_is_a_sentence(run):
-    compact(run)
-    path = run / "tokens" / "merged-00000000-00000007.parquet"
-    content = path.read_bytes()
-    path.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
-    with pytest.raises(StoreError, match=f"{path} is broken .its checksum differs.*; restore it from a copy"):
-        RunStore(run).tokens_df()
+    other.finish()
+    for wrong in (
+        content[:200] + bytes([content[200] ^ 1]) + content[201:],
+        (other.path / "tokens.parquet").read_bytes(),
+    ):
+        path.write_bytes(wrong)
+        for read in (RunStore(run).tokens_df, lambda: compact(run)):
+            if not (ended and read != RunStore(run).tokens_df):
+                with pytest.raises(StoreError, match=f"{path} has changed since it was written"):
+                    read()
     path.unlink()
-    with pytest.raises(StoreError, match=f"{path} is broken .No such file"):
+    with pytest.raises(StoreError, match=f"{path} is missing, though the run was written with it"):
         RunStore(run).tokens_df()
-    assert len(RunStore(run).steps_df()) == 8
+    assert len(RunStore(run).rollouts_df()) == 32
+    if not ended:
+        assert len(RunStore(run).tokens_df([1, 2])) == 30
+
+
+def test_run_that_ended_with_more_steps_than_it_has_is_a_sentence(run):
+    compact(run)
+    RunWriter(run).finish()
+    with closing(sqlite3.connect(run / "run.sqlite")) as db:
+        db.execute("DELETE FROM written WHERE step = 3")
+        db.commit()
+        with pytest.raises(StoreError, match="7 steps where 8 were written"):
+            RunStore(run)
+        db.execute("UPDATE totals SET steps = 7")
+        db.commit()
+    with pytest.raises(StoreError, match="has 7 steps, but it ended with 8"):
+        RunStore(run)
 
 
 def test_full_disk_leaves_the_run_as_it_was(run, monkeypatch):
-    before = everything(run)
+    before, files = everything(run), names(run)
 
     def full(path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(compact_module, "atomic_file", full)
-    with pytest.raises(StoreError, match=r"cannot compact .* \(No space left on device\); its steps stay readable"):
+    with pytest.raises(StoreError, match=r"cannot compact .* \(No space left on device\)"):
         compact(run)
     same(everything(run), before)
-    assert len(names(run, "steps")) == 8 and "compacting" not in RunStore(run).info
+    assert names(run) == files
+    RunWriter(run).finish()  # what cannot be merged stays as it is
+    assert RunStore(run).info["status"] == "complete" and names(run) == files
 
 
-def test_readers_see_the_same_rows_while_a_run_is_compacted(run, tables):
+def test_readers_see_the_same_rows_while_a_run_ends_and_goes_on(run, tables):
     before, failures, stop = everything(run), [], threading.Event()
 
     def read():
@@ -229,8 +232,7 @@ def test_readers_see_the_same_rows_while_a_run_is_compacted(run, tables):
     for _ in range(3):
         compact(run)
         time.sleep(0.2)
-        writer = RunWriter.resume(run, 8)
-        writer.finish()
+        RunWriter.resume(run, 8).finish("failed")
     stop.set()
     for thread in threads:
         thread.join()
@@ -248,9 +250,8 @@ def test_compaction_killed_before_every_operation_on_a_file_loses_nothing(run):
     for name in killed:
         path = run.with_name(name)
         same(everything(path), before)
-        left = list(path.glob("*/part-*"))
-        states.append("before" if "compacted" not in RunStore(path).info else "between" if left else "after")
+        states.append("parts" if any("part-" in file for file in names(path)) else "whole")
         compact(path)
         same(everything(path), before)
-        assert not list(path.glob("*/part-*")) and not list(path.glob("*/.*.tmp"))
-    assert len(killed) > 50 and list(dict.fromkeys(states)) == ["before", "between", "after"]
+        assert names(path) == WHOLE and not list(path.rglob("*.tmp"))
+    assert len(killed) > 20 and set(states) == {"parts", "whole"}

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 from otb_analysis.errors import StoreError
-from otb_analysis.store import RunStore, StepTables, runs_df
+from otb_analysis.store import RunStore, StepTables, gram_rows, runs_df
 from otb_analysis.store import writer as writer_module
+from otb_analysis.types import Gram
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -73,17 +75,18 @@ def test_system_that_refuses_to_write_more_leaves_the_earlier_step_and_a_sentenc
     store = RunStore(tmp_path / "demo")
     assert len(store.tokens_df()) == 100
     assert store.info["status"] == "failed"
-    parts = ["steps/part-00000000-r0.parquet", "tokens/part-00000000-r0.parquet"]
-    assert files(tmp_path / "demo") == ["run.json", "steps-r0.digest", *parts]
+    assert files(tmp_path / "demo") == ["run.json", "run.sqlite", "tokens/part-00000000-r0.parquet"]
 
 
-@pytest.mark.parametrize("full_at", ["tokens", "rollouts", "steps"])
+@pytest.mark.parametrize("full_at", ["tokens", "grams", "the catalogue"])
 def test_disk_full_in_any_table_removes_the_whole_step(writer, tables, monkeypatch, full_at):
     writer.write_step(0, tables(0))
     before = files(writer.path)
     _fill_disk_at(monkeypatch, full_at)
+    one = tables(1)
+    gram = Gram(np.eye(2).reshape(1, 1, 2, 2), (("rloo", "none"),), 4)
     with pytest.raises(StoreError, match=r"No space left on device.*steps up to 0 are complete") as caught:
-        writer.write_step(1, tables(1))
+        writer.write_step(1, StepTables(one.tokens, one.rollouts, one.steps, grams=gram_rows(1, gram)))
     assert "\n" not in str(caught.value)
     assert files(writer.path) == before
     monkeypatch.undo()
@@ -112,17 +115,17 @@ def test_disk_full_at_the_end_keeps_run_json_and_steps(writer, tables, monkeypat
 def test_room_is_set_aside_until_the_run_ends(writer):
     assert (writer.path / ".reserve").stat().st_size > (writer.path / "run.json").stat().st_size
     writer.finish()
-    assert files(writer.path) == ["run.json"]
+    assert files(writer.path) == ["run.json", "run.sqlite"]
 
 
-def test_interrupt_in_the_middle_of_a_part_leaves_no_temporary_file(writer, monkeypatch):
+def test_interrupt_in_the_middle_of_a_part_leaves_no_temporary_file(writer, tables, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("otb_analysis.store.writer.pq.ParquetWriter", interrupted)
+    monkeypatch.setattr("otb_analysis.atomic.os.fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        writer.write_step(0, StepTables(steps={"loss": 1.0}))
-    assert files(writer.path) == [".reserve", "run.json"]
+        writer.write_step(0, tables(0))
+    assert files(writer.path) == [".reserve", "run.json", "run.sqlite"]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.005, 0.011])
@@ -182,16 +185,22 @@ def _no_space(*args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _fill_disk_at(monkeypatch, table):
-    """Make the disk full in the middle of one table's part: some bytes arrive, then the error."""
-    real = writer_module.atomic_file
+def _fill_disk_at(monkeypatch, where):
+    """Make the disk full in the middle of one table's file, or of the transaction."""
+    real, add = writer_module.atomic_file, writer_module.catalogue.add_step
 
     @contextmanager
     def filling(path):
         with real(path) as file:
-            if path.parent.name == table:
+            if path.parent.name == where:
                 file.write(b"PAR1 and then no more")
                 _no_space()
             yield file
 
+    def adding(*given):
+        add(*given)
+        if where == "the catalogue":
+            raise sqlite3.OperationalError("No space left on device")
+
     monkeypatch.setattr(writer_module, "atomic_file", filling)
+    monkeypatch.setattr(writer_module.catalogue, "add_step", adding)

@@ -1,13 +1,10 @@
 """The Gram matrix goes to disk as each unordered pair once and comes back whole."""
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.store import RunStore, StepTables, compact, gram_rows, reader
-from otb_analysis.store import gram as gram_store
-from otb_analysis.store.gram import PRODUCT_TEXTS, _as_written, _by_keys, rebuild_gram
+from otb_analysis.store import RunStore, StepTables, gram_rows, reader, subgroup_rows
 from otb_analysis.types import Gram
 
 LABELS = (("otb", "proxy"), ("otb", "exact"), ("rloo", "none"))
@@ -114,79 +111,56 @@ def test_reduced_gram_refuses_a_reference_that_it_was_reduced_without():
         random_gram().reduced(REFERENCES).blocks(LABELS[1], ("otb", "proxy"))
 
 
-def test_second_look_reads_only_steps_that_are_new_or_were_written_again(writer, monkeypatch):
+def test_what_comparisons_need_is_kept_when_a_step_is_written_and_no_gram_matrix_is_read_for_it(writer, monkeypatch):
+    rollouts = {"group": [7, 2], "rollout": [0, 1], "prompt_id": ["a", "b"]}
     for step in (0, 1):
-        writer.write_step(step, StepTables(grams=gram_rows(step, random_gram(seed=step))))
+        gram = random_gram(seed=step)
+        tables = StepTables(rollouts=rollouts, grams=gram_rows(step, gram), subgroups=subgroup_rows(step, {2: gram}))
+        writer.write_step(step, tables)
     store, read = RunStore(writer.path), []
-    store.reduced_grams(REFERENCES)
-    real = reader.read_gram
-    monkeypatch.setattr(reader, "read_gram", lambda parts, *rest: read.append(parts[0].step) or real(parts, *rest))
-    writer.write_step(2, StepTables(grams=gram_rows(2, random_gram(seed=2))))
-    writer.write_step(1, StepTables(grams=gram_rows(1, random_gram(seed=9))))
-    again = store.reduced_grams(REFERENCES)
-    assert read == [1, 2]
-    np.testing.assert_array_equal(again[1].products, random_gram(seed=9).products)
-
-
-def test_orders_that_another_thread_clears_meanwhile_are_read_again(writer, monkeypatch):
-    class Cleared(dict):
-        def __contains__(self, key):
-            found = super().__contains__(key)
-            self.clear()
-            return found
-
-    monkeypatch.setattr(gram_store, "_ORDERS", Cleared())
+    real = reader.read_step
+    monkeypatch.setattr(reader, "read_step", lambda *args: read.append(args[1].step) or real(*args))
+    kept, halves = store.reduced_grams([("rloo", "none")]), store.subgroup_grams()
+    assert not read
+    other = store.reduced_grams([("otb", "proxy")])  # nobody foresaw this reference
+    assert read == [0, 1]
+    whole = store.grams()
     for step in (0, 1):
-        writer.write_step(step, StepTables(grams=gram_rows(step, random_gram(seed=step))))
-    for _ in range(2):  # the second one finds what the first one left
-        found = RunStore(writer.path).grams()
-        for step in (0, 1):
-            np.testing.assert_array_equal(found[step].inner, random_gram(seed=step).inner)
+        assert kept[step].prompt == whole[step].prompt == ("a", "b")
+        for reduced, reference in ((kept, ("rloo", "none")), (other, ("otb", "proxy"))):
+            found, expected = (grams[step].blocks(("otb", "exact"), reference) for grams in (reduced, whole))
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(halves[2][step].inner, whole[step].inner)
+        assert halves[2][step].labels == LABELS
 
 
-def test_rows_as_written_give_what_their_keys_give():
-    frame = pd.DataFrame(gram_rows(0, random_gram((7, 2, 5)))).astype(dict.fromkeys(PRODUCT_TEXTS, "category"))
-    fast, (inner, plain) = _as_written(frame.__getitem__), _by_keys(frame)
-    assert fast is not None
-    np.testing.assert_array_equal(rebuild_gram(frame, {}).inner, inner)
-    for order in (fast, plain):
-        assert (order.labels, order.groups.tolist(), order.n_rollouts) == (LABELS, [7, 2, 5], 8)
-    swapped = frame.iloc[[1, 0, *range(2, len(frame))]]
-    assert _as_written(swapped.__getitem__) is None and _as_written(frame.iloc[:-1].__getitem__) is None
-
-
-def test_steps_that_pair_the_same_are_read_by_their_products_alone(writer, tmp_path):
-    rng = np.random.default_rng(0)
-    labels = (("otb", "proxy"), ("rloo", "none"), ("otb", "exact"))
-    grams = []
+def test_gram_matrices_of_several_shapes_come_back_as_they_are_and_from_one_file(writer):
+    rng, grams = np.random.default_rng(0), []
     for step in range(5):
         shape = (3, 3, 2, 2) if step != 3 else (2, 2, 4, 4)
         inner = rng.normal(size=shape)
-        inner = inner + inner.transpose(1, 0, 3, 2)
         groups = np.array([4, 2]) if step != 3 else np.arange(4)
-        grams.append(Gram(inner, labels[: shape[0]], 7 + step, groups=groups, sketch_dim=9 if step == 4 else None))
+        dim = 9 if step == 4 else None
+        grams.append(Gram(inner + inner.transpose(1, 0, 3, 2), LABELS[: shape[0]], 7 + step, None, groups, dim))
         writer.write_step(step, StepTables(grams=gram_rows(step, grams[-1])))
-    writer.finish()
     for _ in range(2):
-        for _ in range(2):
-            read = RunStore(writer.path).grams()
-            for step, gram in enumerate(grams):
-                np.testing.assert_array_equal(read[step].inner, gram.inner)
-                assert read[step].labels == gram.labels and read[step].n_rollouts == gram.n_rollouts
-                assert read[step].sketch_dim == gram.sketch_dim
-                assert read[step].group_index.tolist() == gram.group_index.tolist()
-        compact(writer.path)
+        read = RunStore(writer.path).grams()
+        for step, gram in enumerate(grams):
+            np.testing.assert_array_equal(read[step].inner, gram.inner)
+            assert read[step].labels == gram.labels and read[step].n_rollouts == gram.n_rollouts
+            assert read[step].sketch_dim == gram.sketch_dim
+            assert read[step].group_index.tolist() == gram.group_index.tolist()
+        writer.finish()
 
 
-def test_steps_with_a_column_are_known_from_footers_and_from_values_where_those_say_nothing(writer, tables):
+def test_steps_with_a_column_are_known_without_opening_a_file(writer, tables):
     one = tables(0)
     for step in range(4):
         tokens = dict(one.tokens) | ({"attribution": np.ones(10)} if step % 2 else {})
         writer.write_step(step, StepTables(tokens if step else None, one.rollouts, one.steps))
-    writer.finish()
     for _ in range(2):
         store = RunStore(writer.path)
         assert store.steps_with("tokens", "attribution") == [1, 3]
         assert store.steps_with("tokens", "step") == [1, 2, 3] and store.steps_with("rollouts", "step") == [0, 1, 2, 3]
         assert store.steps_with("tokens", "value") == [] and store.steps_with("sampling", "test") == []
-        compact(writer.path)
+        writer.finish()

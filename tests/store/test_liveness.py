@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from otb_analysis.errors import InputError
@@ -31,12 +32,12 @@ def test_process_that_has_ended_has_stopped(gone):
 
 
 def test_number_that_now_belongs_to_another_process_has_stopped():
-    assert standing({"status": "running", "process": this_process() | {"start": 1}})[0] == "stopped"
+    assert standing({"status": "running", "process": this_process() | {"started": 1.0}})[0] == "stopped"
 
 
 def test_process_that_ended_and_was_not_waited_for_has_stopped():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = this_process() | {"pid": child.pid, "start": liveness._start(child.pid)}
+    process = this_process() | {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}
     assert standing({"status": "running", "process": process})[0] == "running"
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is a zombie
@@ -51,7 +52,7 @@ def test_run_elsewhere_is_believed_and_last_seen(gone, place):
 
 
 def test_reader_that_cannot_tell_believes(gone, monkeypatch):
-    monkeypatch.setattr(liveness, "_place", lambda: None)
+    monkeypatch.setattr(liveness, "_place", lambda: "elsewhere")
     assert standing({"status": "running", "process": gone})[0] == "running"
 
 
@@ -93,7 +94,7 @@ def test_run_appears_with_its_file_or_not_at_all(tmp_path, monkeypatch):
 
 def test_run_that_another_process_writes_is_left_alone(tmp_path, gone):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        process = this_process() | {"pid": other.pid, "start": liveness._start(other.pid)}
+        process = this_process() | {"pid": other.pid, "started": psutil.Process(other.pid).create_time()}
         path = RunWriter.create(tmp_path, "demo", {}).path
         info = RunStore(path).info
         (path / "run.json").write_text(json.dumps(info | {"process": process}))

@@ -4,14 +4,10 @@ import threading
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, find_rollouts, held, runs_df
-from otb_analysis.store.held import _steps
-from otb_analysis.store.views import read_part
+from otb_analysis.store import RolloutFilter, RunStore, RunWriter, StepTables, find_rollouts, runs_df
 
 
 @pytest.fixture
@@ -19,14 +15,6 @@ def store(writer, tables):
     for step in range(3):
         writer.write_step(step, tables(step))
     return RunStore(writer.path)
-
-
-def rewrite(store, table, step, change):
-    """Replace one part by what `change` makes of it, as an older or foreign writer would have left it."""
-    path, completing = (store.path / name / f"part-{step:08d}-r0.parquet" for name in (table, "steps"))
-    pq.write_table(change(pq.read_table(path)).replace_schema_metadata(), path)
-    pq.write_table(pq.read_table(completing).replace_schema_metadata(), completing)
-    return path
 
 
 def test_steps_columns_and_condition_narrow_the_answer(store):
@@ -114,26 +102,6 @@ def test_describe_is_reading(store):
     assert "grad_norm_sq" in store.sql("DESCRIBE tokens")["column_name"].tolist()
 
 
-def test_step_without_its_steps_part_is_invisible(store, writer, tables):
-    writer.write_step(3, tables(3))
-    (store.path / "steps" / "part-00000003-r0.parquet").unlink()
-    assert store.complete_steps() == [0, 1, 2]
-    assert store.tokens_df()["step"].max() == 2
-    assert store.sql("SELECT max(step) AS step FROM rollouts")["step"].tolist() == [2]
-
-
-def test_temporary_and_foreign_files_are_ignored(store):
-    for name in (".part-00000001-r0.parquet.77.tmp", "notes.txt", "part-1.parquet.bak"):
-        (store.path / "steps" / name).write_bytes(b"half")
-    assert len(store.steps_df()) == 3
-
-
-def test_all_ranks_of_a_step_are_read(tmp_path, store, tables):
-    RunWriter(tmp_path / "demo", rank=1).write_step(1, tables(1))
-    assert store.tokens_df()["step"].value_counts().to_dict() == {0: 10, 1: 20, 2: 10}
-    assert len(store.steps_df()) == 3
-
-
 def test_step_written_again_replaces_the_old_one(store, writer):
     writer.write_step(1, StepTables(steps={"loss": 7.0}))
     assert store.tokens_df()["step"].unique().tolist() == [0, 2]
@@ -144,45 +112,6 @@ def test_new_steps_and_columns_are_seen_by_an_open_reader(store, writer):
     assert len(store.sql("SELECT * FROM steps")) == 3
     writer.write_step(3, StepTables(steps={"reward_format": 1.0}))
     assert store.sql("SELECT reward_format FROM steps")["reward_format"].tolist()[3] == 1.0
-
-
-def test_file_without_a_measurement_column_reads_as_null(store):
-    rewrite(store, "tokens", 0, lambda t: t.drop_columns(["energy_proxy", "value"]))
-    for step in (1, 2):
-        rewrite(store, "tokens", step, lambda t: t.drop_columns(["value"]))
-    frame = store.tokens_df()
-    assert frame["energy_proxy"].isna().tolist() == [True] * 10 + [False] * 20
-    assert frame["value"].isna().all() and frame["value"].dtype == np.float32
-
-
-def test_file_without_a_key_column_is_named(store):
-    path = rewrite(store, "tokens", 1, lambda t: t.drop_columns(["turn"]))
-    with pytest.raises(StoreError, match=f"{path.name} has no key column 'turn'"):
-        store.tokens_df()
-    with pytest.raises(StoreError, match="key column 'turn'"):
-        store.sql("SELECT 1 FROM tokens")
-    assert len(store.tokens_df(steps=[2])) == 10
-
-
-def test_older_file_with_a_narrower_type_is_read_in_todays(store):
-    narrow = pa.field("t", pa.int16())
-    rewrite(store, "tokens", 0, lambda t: t.set_column(t.column_names.index("t"), narrow, t["t"].cast(pa.int16())))
-    assert store.tokens_df()["t"].dtype == np.int64
-
-
-@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped"])
-def test_broken_file_is_named_and_the_rest_stays_readable(store, damage):
-    path = store.path / "tokens" / "part-00000001-r0.parquet"
-    whole = path.read_bytes()
-    wrong = {"empty": b"", "truncated": whole[: len(whole) // 2], "flipped": whole[:20] + b"\xff" * 400 + whole[420:]}
-    path.write_bytes(wrong[damage])
-    without = r"delete .*steps.part-00000001-r0.parquet to read the run without step 1"
-    for read in (store.tokens_df, lambda: store.sql("SELECT * FROM tokens")):
-        with pytest.raises(StoreError, match=rf"{path.name} is broken \(.*\); {without}") as caught:
-            read()
-        assert "\n" not in str(caught.value)
-    assert len(store.steps_df()) == 3
-    assert len(store.tokens_df(steps=[0, 2])) == 20
 
 
 def test_names_with_signs_of_sql_and_globs_are_only_names(tmp_path, tables):
@@ -277,16 +206,6 @@ def test_larger_answer_is_refused_wherever_its_bytes_are(store, cell, size):
     assert store.sql("SELECT range AS n FROM range(1000000000000)", rows=5_000, megabytes=1)["n"].iloc[-1] == 4_999
 
 
-def test_query_opens_no_part_of_other_steps_or_of_tables_it_does_not_name(store):
-    for table, step in (("tokens", 0), ("tokens", 2), ("rollouts", 0), ("rollouts", 1)):
-        (store.path / table / f"part-{step:08d}-r0.parquet").write_bytes(b"broken")
-    assert store.sql("SELECT count(*) AS n FROM tokens", steps=[1])["n"].tolist() == [10]
-    assert store.sql("SELECT n_tokens, n_rollouts FROM steps")["n_tokens"].tolist() == [10, 10, 10]
-    assert find_rollouts(store, RolloutFilter(steps=(2, 2)))[1] == 4
-    with pytest.raises(StoreError, match=r"part-00000000-r0\.parquet is broken"):
-        store.sql("SELECT count(*) FROM tokens")
-
-
 def test_links_lead_nowhere(tmp_path, tmp_path_factory, store):
     other = RunWriter.create(tmp_path_factory.mktemp("elsewhere"), "secret", {}).path
     (other / "notes.txt").write_text("secret")
@@ -303,65 +222,6 @@ def test_links_lead_nowhere(tmp_path, tmp_path_factory, store):
     assert listed.loc["linked", "status"] == "broken" and "is a link out of" in listed.loc["linked", "reason"]
 
 
-def test_many_steps_read_from_their_footers_are_those_of_the_columns(tmp_path):
-    writer = RunWriter.create(tmp_path, "long", {})
-    for step in range(130):
-        scalars = {"loss": [0.1, np.nan, np.inf, None][step % 4], "n_tokens": 2**60 + step, "clipped": step % 3 == 0}
-        extra = {"reward_format": step / 3} if step > 40 else {"note": "a\n\u202e€ otb_row \x18"} if step < 9 else {}
-        odd = {"reward_list": [1.0, 2.0]} if step == 100 else {}  # no plain value: read from its column
-        writer.write_step(step, StepTables(steps=scalars | extra | odd))
-    store = RunStore(writer.path)
-    whole = store.steps_df()
-    read = pd.concat([store.steps_df([step]) for step in range(130)], ignore_index=True)
-    missing = [frame[whole.columns].astype(object).where(frame[whole.columns].notna(), None) for frame in (whole, read)]
-    pd.testing.assert_frame_equal(*missing, check_exact=True)
-    assert whole["n_tokens"].tolist() == [2**60 + step for step in range(130)]
-    assert store.sql("SELECT count(*) AS n FROM steps WHERE isnan(loss)")["n"].tolist() == [33]
-    some = store.steps_df([*range(0, 130, 2), 129])
-    assert some["step"].tolist() == [*range(0, 130, 2), 129]
-    writer.write_step(130, StepTables(steps={"loss": 3.0}))
-    writer.write_step(5, StepTables(steps={"loss": 4.0}))
-    again = store.steps_df()
-    assert len(again) == 131 and again["loss"].tolist()[5] == 4.0 and again["loss"].tolist()[130] == 3.0
-
-
-def test_a_run_of_many_steps_reads_the_same_with_and_without_a_query(tmp_path):
-    writer = RunWriter.create(tmp_path, "many", {"seed": 0})
-    for step in range(80):
-        columns = {"reward_mean": float(step), "clipped": step > 3, "own": f"text {step}"} if step != 5 else {}
-        writer.write_step(step, StepTables(steps=columns | ({"n_updates": step} if step % 7 else {})))
-    run = RunStore(tmp_path / "many")
-    read, asked = run.steps_df(), run.steps_df(where="true")
-    pd.testing.assert_frame_equal(read, asked)
-    assert len(read) == 80 and read["own"].isna().sum() == 1 and read["n_updates"].isna().any()
-    table = _steps(run.path).table
-    assert run.steps_df([7])["reward_mean"].tolist() == [7.0]
-    assert run.steps_df().equals(read) and _steps(run.path).table is table  # a few steps do not put the others out
-    some = ["own", "step", "clipped", "grad_norm"]
-    pd.testing.assert_frame_equal(run.steps_df(columns=some), run.steps_df(columns=some, where="true"))
-
-
-def test_light_columns_read_from_footers_are_those_of_the_table(tmp_path, monkeypatch):
-    writer = RunWriter.create(tmp_path, "many", {"seed": 0})
-    rewards = [0.1, np.nan, np.inf, -1 / 3]
-    for step in range(80):
-        columns: dict[str, object] = {"group": [0, 0, 1, 2**40], "rollout": [0, 1, 2, 3], "completion": ["x"] * 4}
-        columns |= {"reward": rewards, "length": [1, None, 3, 2**31 - 1]} if step % 7 else {}
-        columns |= {"prompt_id": ["a\n\u202e€", None, "otb_light\x18", ""]} if step % 5 else {}
-        long = {"group": [0] * 9_000, "rollout": list(range(9_000))}  # too long for a footer
-        writer.write_step(step, StepTables(rollouts=long if step == 50 else columns))
-    run = RunStore(writer.path)
-    opened = []
-    monkeypatch.setattr(
-        held, "read_part", lambda *args, **only: opened.append(args[1].step) or read_part(*args, **only)
-    )
-    light = run.sql("SELECT * FROM rollouts ORDER BY ALL", texts=False)
-    assert opened == [0, 50]  # the first one tells how many rows there are
-    whole = run.sql("SELECT " + ", ".join(f'"{name}"' for name in light.columns) + " FROM rollouts ORDER BY ALL")
-    pd.testing.assert_frame_equal(light, whole, check_exact=True)
-    assert len(light) == 79 * 4 + 9_000
-
-
 def test_what_was_written_of_a_table_changes_only_with_its_own_steps(tmp_path):
     writer = RunWriter.create(tmp_path, "run", {"seed": 0})
     row = {"estimator": ["rloo"], "energy_source": ["none"], "variance": [1.0]}
@@ -372,3 +232,109 @@ def test_what_was_written_of_a_table_changes_only_with_its_own_steps(tmp_path):
     assert run.written("gradients", "grams") == first
     writer.write_step(2, StepTables(steps={"reward_mean": 0.0}, gradients=row))
     assert run.written("gradients", "grams") != first
+
+
+def test_step_that_was_not_finished_is_invisible(store, writer):
+    (store.path / "tokens" / "part-00000003-r0.parquet").write_bytes(b"PAR1 half")
+    for name in (".part-00000001-r0.parquet.77.tmp", "notes.txt", "part-00000009-r0.parquet"):
+        (store.path / "tokens" / name).write_bytes(b"half")
+    assert store.complete_steps() == [0, 1, 2] and len(store.tokens_df()) == 30
+    RunWriter.resume(writer.path, 3)
+    left = sorted(path.name for path in (store.path / "tokens").iterdir())
+    assert left == ["notes.txt", *(f"part-0000000{step}-r0.parquet" for step in range(3))]
+
+
+def test_all_ranks_of_a_step_are_read(tmp_path, tables):
+    first = RunWriter.create(tmp_path, "two", {})
+    first.size, second = 2, RunWriter(first.path, rank=1, size=2)
+    for step in range(2):
+        other = tables(step + 5)
+        rollouts = other.rollouts | {"rollout": range(4, 8), "mine": ["x"] * 4}
+        second.write_step(step, StepTables(other.tokens, rollouts, {"loss": 9.0}))
+        assert RunStore(first.path).complete_steps() == list(range(step))
+        first.write_step(step, tables(step, loss=1.0))
+    store = RunStore(first.path)
+    for _ in range(2):
+        assert store.tokens_df()["step"].value_counts().to_dict() == {0: 20, 1: 20}
+        assert store.rollouts_df([1])["rollout"].tolist() == list(range(8))
+        assert store.rollouts_df([1])["mine"].isna().sum() == 4 and store.steps_df()["loss"].tolist() == [1.0, 1.0]
+        first.finish()
+    assert not (store.path / "rollouts").exists()
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "gone", "another"])
+def test_broken_file_is_named_and_the_rest_stays_readable(store, damage):
+    path = store.path / "tokens" / "part-00000001-r0.parquet"
+    whole, other = path.read_bytes(), path.with_name("part-00000002-r0.parquet").read_bytes()
+    wrong = {"empty": b"", "truncated": whole[: len(whole) // 2], "flipped": whole[:20] + b"\xff" * 9 + whole[29:]}
+    path.write_bytes((wrong | {"another": other}).get(damage, b""))
+    if damage == "gone":
+        path.unlink()
+    for read in (store.tokens_df, lambda: store.sql("SELECT * FROM tokens")):
+        with pytest.raises(StoreError, match=rf"{path.name} (has changed|is missing).*restore it") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    assert len(store.steps_df()) == 3
+    assert len(store.tokens_df(steps=[0, 2])) == 20
+
+
+def test_query_opens_no_file_of_other_steps_or_of_tables_it_does_not_name(store):
+    for step in (0, 2):
+        (store.path / "tokens" / f"part-{step:08d}-r0.parquet").write_bytes(b"broken")
+    assert store.sql("SELECT count(*) AS n FROM tokens", steps=[1])["n"].tolist() == [10]
+    assert store.sql("SELECT n_tokens, n_rollouts FROM steps")["n_tokens"].tolist() == [10, 10, 10]
+    assert find_rollouts(store, RolloutFilter(steps=(2, 2)))[1] == 4
+    with pytest.raises(StoreError, match=r"part-00000000-r0\.parquet has changed"):
+        store.sql("SELECT count(*) FROM tokens")
+
+
+def test_scalars_of_every_kind_come_back_and_new_columns_are_null_before(tmp_path):
+    writer = RunWriter.create(tmp_path, "long", {})
+    for step in range(130):
+        scalars = {"loss": [0.1, np.nan, np.inf, None][step % 4], "n_tokens": 2**60 + step, "clipped": step % 3 == 0}
+        extra = {"reward_format": step / 3} if step > 40 else {"note": "a\n\u202e€ \x00\x18"} if step < 9 else {}
+        odd = {"reward_list": [1.0, 2.0], "whole": 3} if step == 100 else {"whole": 2.5} if step > 100 else {}
+        writer.write_step(step, StepTables(steps=scalars | extra | odd))
+    store = RunStore(writer.path)
+    whole = store.steps_df()
+    assert whole["n_tokens"].tolist() == [2**60 + step for step in range(130)]
+    assert whole["clipped"].tolist() == [step % 3 == 0 for step in range(130)]
+    np.testing.assert_array_equal(whole["reward_format"][41:], np.arange(41, 130) / 3)
+    assert whole["note"][:9].tolist() == ["a\n\u202e€ \x00\x18"] * 9 and whole["note"][9:].isna().all()
+    assert whole["reward_list"].dropna().tolist() == ["[1.0, 2.0]"] and whole["whole"][100:103].tolist() == [
+        3,
+        2.5,
+        2.5,
+    ]
+    assert store.sql("SELECT count(*) AS n FROM steps WHERE isnan(loss)")["n"].tolist() == [33]
+    assert store.sql("SELECT count(*) AS n FROM steps WHERE loss IS NULL")["n"].tolist() == [32]
+    some = store.steps_df([*range(0, 130, 2), 129], ["step", "loss"])
+    assert some["step"].tolist() == [*range(0, 130, 2), 129]
+    writer.write_step(130, StepTables(steps={"loss": 3.0}))
+    writer.write_step(5, StepTables(steps={"loss": 4.0}))
+    again = store.steps_df()
+    assert len(again) == 131 and again["loss"].tolist()[5] == 4.0 and again["loss"].tolist()[130] == 3.0
+    with pytest.raises(InputError, match="'whole' of steps held numbers before"):
+        writer.write_step(131, StepTables(steps={"whole": "three"}))
+    assert store.complete_steps()[-1] == 130
+
+
+def test_light_columns_are_those_of_the_table(tmp_path):
+    writer = RunWriter.create(tmp_path, "many", {"seed": 0})
+    for step in range(80):
+        columns: dict[str, object] = {"group": [0, 0, 1, 2**40], "rollout": [0, 1, 2, 3], "completion": ["x"] * 4}
+        columns |= {"reward": [0.1, np.nan, np.inf, -1 / 3], "length": [1, None, 3, 2**31 - 1]} if step % 7 else {}
+        columns |= {"prompt_id": ["a\n\u202e€", None, "\x18", ""]} if step % 5 else {}
+        writer.write_step(step, StepTables(rollouts=columns))
+    run = RunStore(writer.path)
+    light = run.sql("SELECT * FROM rollouts ORDER BY ALL", texts=False)
+    whole = run.sql("SELECT " + ", ".join(f'"{name}"' for name in light.columns) + " FROM rollouts ORDER BY ALL")
+    pd.testing.assert_frame_equal(light, whole, check_exact=True)
+    assert len(light) == 80 * 4 and "completion" not in light
+
+
+def test_following_a_run_reads_what_is_new(store, writer, tables):
+    seen = store.complete_steps()[-1]
+    writer.write_step(3, tables(3))
+    (new,) = [step for step in store.complete_steps() if step > seen]
+    assert store.rows("rollouts", ["step", "reward"], range(seen + 1, new + 1))["step"].to_pylist() == [3] * 4

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 
 import pandas as pd
 import pytest
@@ -67,15 +69,21 @@ def test_root_without_runs_is_a_frame_with_the_fixed_columns(tmp_path, make):
 
 def test_broken_runs_are_rows_with_a_reason_beside_whole_ones(tmp_path, writer):
     writer.write_step(0, StepTables(steps={"reward_mean": 1.0}))
-    for name in ("no_file", "no_json", "newer", "bad_part"):
+    for name in ("no_file", "no_json", "newer", "bad_rows", "bad_date"):
         shutil.copytree(writer.path, tmp_path / name)
     (tmp_path / "no_file" / "run.json").unlink()
     (tmp_path / "no_json" / "run.json").write_text("{")
     (tmp_path / "newer" / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1}))
-    next((tmp_path / "bad_part" / "steps").iterdir()).write_bytes(b"PAR1")
+    with closing(sqlite3.connect(tmp_path / "bad_rows" / "run.sqlite")) as db:
+        db.execute("UPDATE steps SET reward_mean = 2")
+        db.commit()
+    info = json.loads((tmp_path / "bad_date" / "run.json").read_text())
+    del info["checksum"]
+    (tmp_path / "bad_date" / "run.json").write_text(json.dumps(info | {"created": 5}))
     frame = runs_df(tmp_path).set_index("run")
     assert frame["status"].to_dict() == {
-        "bad_part": "broken",
+        "bad_date": "broken",
+        "bad_rows": "broken",
         "demo": "running",
         "newer": "broken",
         "no_file": "broken",
@@ -84,7 +92,8 @@ def test_broken_runs_are_rows_with_a_reason_beside_whole_ones(tmp_path, writer):
     assert "has no run.json" in frame["reason"]["no_file"]
     assert "run.json cannot be read" in frame["reason"]["no_json"]
     assert "upgrade otb-analysis" in frame["reason"]["newer"]
-    assert "part-00000000-r0.parquet is broken" in frame["reason"]["bad_part"]
+    assert "reward_mean of steps at step 0 is not what was written" in frame["reason"]["bad_rows"]
+    assert "created = 5" in frame["reason"]["bad_date"]
 
 
 def test_run_json_records_where_the_run_came_from(writer):

@@ -2,7 +2,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.errors import InputError, StoreError
 from otb_analysis.store import (
     RolloutFilter,
     RunStore,
@@ -11,11 +10,8 @@ from otb_analysis.store import (
     compact,
     facts_of_rollouts,
     find_rollouts,
-    one_look,
     reward_histogram,
 )
-from otb_analysis.store.held import rollout_rows
-from otb_analysis.store.parts import visible_parts
 
 
 @pytest.fixture(scope="module")
@@ -90,46 +86,6 @@ def test_a_run_without_rollouts_has_none(tmp_path):
     assert find_rollouts(store, RolloutFilter(text="x"))[1] == 0 and reward_histogram(store, RolloutFilter()).empty
 
 
-def test_answers_over_many_parts_are_those_over_few_and_a_new_step_is_found(tmp_path, monkeypatch):
-    writer = RunWriter.create(tmp_path, "many", {})
-    asked = [RolloutFilter(), RolloutFilter(reward=(1.0, 1.0)), RolloutFilter(equal=True), RolloutFilter(steps=(2, 3))]
-    for step in range(6):
-        rollouts = {
-            "group": [0, 0, 1], "rollout": [0, 1, 2], "prompt": ["a", "a", "b"], "completion": ["x", "y", "z"],
-            "reward": [1.0, step % 2, 0.5], "length": [1, 2, 3], "finish_reason": ["stop", None, "length"],
-        }  # fmt: skip
-        writer.write_step(step, StepTables(None, rollouts, {"reward_mean": 0.5}))
-        if step < 4:
-            continue
-        answers = []
-        for many in (2, 100):
-            monkeypatch.setattr("otb_analysis.store.reader.MANY", many)
-            store = RunStore(writer.path)
-            answers.append([(find_rollouts(store, a), reward_histogram(store, a)) for a in asked])
-            with pytest.raises(InputError, match="prompt"):
-                store.sql("SELECT prompt FROM rollouts", texts=False)
-        for ((held, n), bins), ((read, m), others) in zip(*answers, strict=True):
-            pd.testing.assert_frame_equal(held, read)
-            pd.testing.assert_frame_equal(bins, others)
-            assert n == m
-        assert answers[0][0][0][1] == 3 * (step + 1)
-    monkeypatch.setattr("otb_analysis.store.held.MOST_ROWS", 17)
-    assert rollout_rows(writer.path, visible_parts(writer.path, ["rollouts"])["rollouts"]) is None
-
-
-def test_a_broken_part_is_named_where_columns_are_held(tmp_path, monkeypatch):
-    monkeypatch.setattr("otb_analysis.store.reader.MANY", 1)
-    writer = RunWriter.create(tmp_path, "run", {})
-    for step in range(3):
-        writer.write_step(step, StepTables(None, {"group": [0], "rollout": [0], "reward": [1.0]}, {"reward_mean": 1.0}))
-    store = RunStore(writer.path)
-    assert len(store.rollouts_df(columns=["reward"])) == 3
-    part = writer.path / "rollouts" / "part-00000001-r0.parquet"
-    part.write_bytes(part.read_bytes()[:-40] + bytes(40))
-    with pytest.raises(StoreError, match=r"part-00000001-r0.parquet is broken"):
-        store.rollouts_df(columns=["reward"])
-
-
 def test_rewards_that_are_not_finite_are_found_but_not_counted_by_reward(tmp_path):
     writer = RunWriter.create(tmp_path, "mine", {})
     rewards = [1.0, float("nan"), float("inf"), 0.0]
@@ -187,10 +143,8 @@ def compare_with_all_rows(store, most=10):
             assert histogram.set_index(["step", "reward"])["n"].to_dict() == by_reward.to_dict()
 
 
-@pytest.mark.parametrize("many", [2, 100])
 @pytest.mark.parametrize("decimals", [0, 3])
-def test_a_run_that_grows_goes_back_and_is_compacted_answers_as_if_read_anew(tmp_path, monkeypatch, many, decimals):
-    monkeypatch.setattr("otb_analysis.store.reader.MANY", many)
+def test_a_run_that_grows_goes_back_and_is_compacted_answers_as_if_read_anew(tmp_path, decimals):
     rng = np.random.default_rng(3)
     writer = RunWriter.create(tmp_path, "run", {})
     store = RunStore(writer.path)
@@ -206,53 +160,3 @@ def test_a_run_that_grows_goes_back_and_is_compacted_answers_as_if_read_anew(tmp
     writer.finish()
     compact(writer.path)
     compare_with_all_rows(store)
-
-
-def test_a_part_that_comes_late_and_an_older_look_count_nothing_twice(tmp_path):
-    rng = np.random.default_rng(6)
-    writer = RunWriter.create(tmp_path, "run", {})
-    store = RunStore(writer.path)
-    for step in range(3):
-        writer.write_step(step, random_step(rng, step, 0))
-        compare_with_all_rows(store)
-    late = random_step(rng, 2, 0)
-    late.rollouts["rollout"] = range(8, 16)
-    RunWriter(writer.path, rank=1, size=2).write_step(2, StepTables(rollouts=late.rollouts))
-    compare_with_all_rows(store)
-    assert find_rollouts(store, RolloutFilter())[1] == 32
-    with one_look():
-        assert store.complete_steps() == [0, 1, 2]
-        writer.write_step(3, random_step(rng, 3, 0))
-        with one_look():
-            compare_with_all_rows(store)
-        compare_with_all_rows(store)
-    compare_with_all_rows(store)
-
-
-def test_answers_that_are_too_long_to_keep_are_right(tmp_path, monkeypatch):
-    monkeypatch.setattr("otb_analysis.store.search.MOST_KEPT", 20)
-    rng = np.random.default_rng(7)
-    writer = RunWriter.create(tmp_path, "run", {})
-    for step in range(5):
-        writer.write_step(step, random_step(rng, step, 3))
-        compare_with_all_rows(RunStore(writer.path))
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_a_new_step_alone_is_asked(tmp_path, monkeypatch, name):
-    rng, asked = np.random.default_rng(4), ASKED[name][0]
-    writer = RunWriter.create(tmp_path, "run", {})
-    store = RunStore(writer.path)
-    for step in range(4):
-        writer.write_step(step, random_step(rng, step, 0))
-
-    def answers():
-        return find_rollouts(store, asked, 1), reward_histogram(store, asked), facts_of_rollouts(store)
-
-    answers()
-    writer.write_step(4, random_step(rng, 4, 0))
-    steps, sql = [], RunStore.sql
-    monkeypatch.setattr(RunStore, "sql", lambda self, *a, **k: steps.append(list(k["steps"])) or sql(self, *a, **k))
-    answers()
-    counted, listed, facts = steps  # the histogram is made of what was counted
-    assert counted == facts == [4] and max(listed) < 4

@@ -103,8 +103,8 @@ def test_contrasts_are_paired_over_seeds_and_say_which_side_is_cut(parts):
     assert found.estimate == 30
     assert found.low == pytest.approx(30 - 12.706 * 6, abs=1e-2)
     pairs = (("otb-4", "raised-4"), ("raised-4", "otb-4"), ("lowered-4", "rloo-4"))
-    assert [derived.bound(RUNS, *pair) for pair in pairs] == ["at least ", "at most ", ""]
-    assert derived.bound(RUNS, "otb-4", "calm") == "both cut: "
+    assert [derived.censored_words(RUNS, *pair) for pair in pairs] == ["at least ", "at most ", ""]
+    assert derived.censored_words(RUNS, "otb-4", "calm") == "both cut: "
 
 
 def test_effects_are_means_of_two_differences_seed_by_seed(parts):
@@ -115,13 +115,13 @@ def test_effects_are_means_of_two_differences_seed_by_seed(parts):
     # 26 ± 12.706 · 4 holds 0, and so does 17 ± 12.706 · 3 of their difference
     effects = derived.effects_of(RUNS, "")
     assert [effects[name].estimate for name in ("level", "shape", "level − shape")] == [26, 9, 17]
-    assert derived.cause(effects) == "open"
+    assert derived.cause_of_lasting(effects) == "open"
     assert derived.effects_of(RUNS, "-ratio") == {"level": None, "shape": None, "level − shape": None}
 
 
 def test_cause_is_named_only_where_one_effect_is_above_the_other(parts):
     high, low, none = ({"": x, "_low": x - 3, "_high": x + 3} for x in (10, -10, 0))
-    cause = parts["derived"].cause
+    cause = parts["derived"].cause_of_lasting
     assert cause({"level": high, "shape": none} | {"level − shape": high}) == "level"
     assert cause({"level": none, "shape": high} | {"level − shape": low}) == "shape"
     assert cause({"level": high, "shape": high} | {"level − shape": none}) == "both"
@@ -206,7 +206,7 @@ def test_fatal_and_control_steps_are_paired_by_run(parts):
         held("fatal", "otb-4", 1, 9.0),
     ]  # fmt: skip
     # seed 0: the median of .4 and 2 is 1.2; seed 1: −.2, since otb has no control; their mean is .5
-    pairs = parts["derived"].paired(rows)
+    pairs = parts["derived"].window_pairs(rows)
     assert parts["derived"].paired_change(pairs, "noise").estimate == pytest.approx(0.5)
     noise = parts["derived"].against_control(pairs, "noise")
     assert (noise["fatal"], noise["control"], noise["higher"]) == ([0.9, 3.0, 0.6], [0.5, 1.0, 0.8], 2)

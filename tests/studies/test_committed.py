@@ -62,7 +62,8 @@ def test_verdict_is_short_and_says_that_it_holds(one):
 def test_tables_are_small_and_cost_every_cell_of_the_study(folder):
     cost = read_tables(folder / "results")["cost"]
     assert [row["cell"] for row in cost] == [cell.name for cell in load_study(folder).cells]
-    assert sum(path.stat().st_size for path in (folder / "results").iterdir()) < 500_000
+    assert sum(path.stat().st_size for path in (folder / "results").glob("*.csv")) < 500_000
+    assert all(path.stat().st_size < 250_000 for path in (folder / "results").glob("*.svg"))
 
 
 def test_index_has_the_verdicts_and_numbers_of_the_pages():

@@ -67,5 +67,5 @@ def test_lessons_are_of_different_prompts(policy):
 
 @pytest.mark.parametrize("own", [CriticConfig(), CriticConfig(enabled=False)])
 def test_nothing_to_fit_is_one_sentence(policy, batches, own):
-    with pytest.raises(InputError, match=r"fitted on at least one batch with critic\.enabled true"):
+    with pytest.raises(InputError, match="at least one batch"):
         fitted_critic(policy, own, [] if own.enabled else batches)

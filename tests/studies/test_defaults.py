@@ -6,7 +6,7 @@ import pytest
 
 from studies.lib import defaults
 from studies.lib.cache import Finished
-from studies.lib.defaults import DEFAULTS, UNKNOWN, aged, default_options, named, recorded
+from studies.lib.defaults import DEFAULTS, UNKNOWN, default_options, defaults_table, named_estimators, outdated_defaults
 from studies.lib.record import Cell, study_folders
 from studies.lib.results import read_tables
 
@@ -24,29 +24,30 @@ def mark(row):
 def test_every_table_records_the_defaults_of_the_estimators_that_it_names(folder):
     tables = read_tables(folder / "results")
     known = {(name, row["estimator"]) for row in tables.get(DEFAULTS, ()) for name in row["tables"].split()}
-    asked = {(name, of) for name, rows in tables.items() if name not in ("cost", DEFAULTS) for of in named(rows)}
+    measured = {name: rows for name, rows in tables.items() if name not in ("cost", DEFAULTS)}
+    asked = {(name, of) for name, rows in measured.items() for of in named_estimators(rows)}
     assert asked <= known
 
 
 @pytest.mark.parametrize("folder", WITH_RESULTS, ids=lambda path: path.name)
 def test_tables_older_than_a_default_are_called_outdated_on_their_page_and_no_others(folder):
     page = (folder / "README.md").read_text(encoding="utf-8")
-    old = aged(read_tables(folder / "results").get(DEFAULTS, ()))
+    old = outdated_defaults(read_tables(folder / "results").get(DEFAULTS, ()))
     assert [row for row in old if mark(row) not in page] == []
     assert page.count("**Outdated.**") == len(old)
 
 
 def test_a_changed_default_makes_committed_tables_outdated(monkeypatch):
     rows = read_tables(STUDIES / "04_group_size" / "results")[DEFAULTS]
-    assert aged(rows) == []
+    assert outdated_defaults(rows) == []
     monkeypatch.setattr(defaults, "LEAST_RIDGE", 0.5)
-    (row,) = aged(rows)
+    (row,) = outdated_defaults(rows)
     assert (row["estimator"], row["tables"]) == ("energy_regression", "curves sweep")
     assert row["then"].endswith("then 0.1") and row["today"].endswith("then 0.5")
 
 
 def test_an_option_that_is_new_makes_them_outdated_too():
-    (row,) = aged([{"estimator": "energy_ema", "defaults": "tail = own_return", "tables": "a"}])
+    (row,) = outdated_defaults([{"estimator": "energy_ema", "defaults": "tail = own_return", "tables": "a"}])
     assert (row["then"], row["today"]) == ("", "decay = 0.9")
 
 
@@ -54,7 +55,7 @@ def test_what_is_recorded_are_the_defaults_of_the_day_on_which_a_cell_was_measur
     cells = [Cell("a", {"arm": "0.5*otb+0.5*energy_ema"}), Cell("b", {"arm": "rloo"}), Cell("c", {"arm": "otb"})]
     then = [{"otb": "tail = zero", "energy_ema": "decay = 0.5"}, default_options(), {}]  # the last was kept before
     results = [Finished({"t": [{"x": 1}], "u": [{"x": 1}]}, 0, None, "here", 0, of) for of in then]
-    assert recorded(cells, results) == [
+    assert defaults_table(cells, results) == [
         {"estimator": "otb", "defaults": "tail = zero", "tables": "t u"},
         {"estimator": "energy_ema", "defaults": "decay = 0.5", "tables": "t u"},
         {"estimator": "otb", "defaults": UNKNOWN, "tables": "t u"},

@@ -3,11 +3,10 @@ import math
 import pytest
 
 from otb_analysis.statistics import Interval
-from studies.lib import interval_columns, known, rounded
+from studies.lib import interval_columns, or_nan, rounded
 from studies.lib.cache import forget_peak_memory, minutes_words, peak_memory_mib
 from studies.lib.formats import (
     above,
-    around,
     below,
     grid,
     heads,
@@ -18,6 +17,7 @@ from studies.lib.formats import (
     number,
     percent,
     span,
+    spanning,
 )
 
 FOUND = Interval(0.4142, 0.3614, 0.4649, 20, "a share")
@@ -50,14 +50,14 @@ def test_numbers_say_no_more_than_is_known():
     assert [median([]), median([3, 1, 10], ".0f")] == ["–", "3 (1–10)"]
 
 
-@pytest.mark.parametrize(("value", "shown"), [(0.3, above), (0.4, around), (0.5, below)])
+@pytest.mark.parametrize(("value", "shown"), [(0.3, above), (0.4, spanning), (0.5, below)])
 def test_an_interval_shows_a_difference_or_contains_the_value(value, shown):
-    assert [test for test in (above, around, below) if test(FOUND, value)] == [shown]
-    assert [test for test in (above, around, below) if test(interval_columns("x", FOUND), value, "x")] == [shown]
+    assert [test for test in (above, spanning, below) if test(FOUND, value)] == [shown]
+    assert [test for test in (above, spanning, below) if test(interval_columns("x", FOUND), value, "x")] == [shown]
 
 
 def test_without_ends_nothing_is_shown():
-    assert not any(test(of, 1) for test in (above, around, below) for of in (POINT, None, {}))
+    assert not any(test(of, 1) for test in (above, spanning, below) for of in (POINT, None, {}))
 
 
 def test_a_table_has_its_words_left_and_its_numbers_right():
@@ -73,7 +73,7 @@ def test_a_grid_keeps_the_order_of_its_rows_and_leaves_missing_pairs_empty():
 def test_a_curve_has_gaps_where_nothing_is_known():
     curve = interval_curve({2: interval_columns("x", FOUND), 4: interval_columns("x", None)}, "x", "words", "#000000")
     assert (list(curve.x), curve.y[0], curve.name) == ([2, 4], 0.4142, "words")
-    assert math.isnan(curve.y[1]) and math.isnan(known(None)) and known(1) == 1.0
+    assert math.isnan(curve.y[1]) and math.isnan(or_nan(None)) and or_nan(1) == 1.0
 
 
 def test_a_mean_curve_has_one_point_a_step():

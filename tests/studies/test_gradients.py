@@ -7,7 +7,7 @@ import torch
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import weighted_score_norms
 from otb_analysis.training.setup import Trainer
-from studies.lib.gradients import Weighed, drawn, prompt_gram, regrouped, scored
+from studies.lib.gradients import drawn_groups, prompt_gram, regrouped, scored_table
 
 
 @pytest.fixture
@@ -16,67 +16,46 @@ def trainer(tiny_config, tmp_path):
 
 
 @pytest.fixture
-def pools(trainer):
-    """Two batches of the same three prompts, of different widths, with random coefficients."""
-    rng = np.random.default_rng(0)
-    made = []
-    for seed, size in ((1, 4), (2, 2)):
-        rollouts = drawn(trainer, 3, size, seed, start=0)
-        made.append((rollouts, rng.normal(size=(2, *scored(trainer, rollouts).mask.shape))))
-    return made
+def pool(trainer):
+    """Rollouts of three prompts, with two sets of random coefficients."""
+    rollouts = drawn_groups(trainer, 3, 4, 1, start=0)
+    return rollouts, np.random.default_rng(0).normal(size=(2, *scored_table(trainer, rollouts).mask.shape))
 
 
-def test_gram_of_two_batches_holds_the_gram_of_each(trainer, pools):
-    first, second = (Weighed(r, {(f"{k}{i}", "none"): c[i] for i in (0, 1)}) for k, (r, c) in enumerate(pools))
-    both = prompt_gram(trainer.model, [first, second])
-    assert both.labels == (("00", "none"), ("01", "none"), ("10", "none"), ("11", "none"))
+def test_gram_of_two_labels_holds_the_gram_of_each(trainer, pool):
+    rollouts, (one, other) = pool
+    both = prompt_gram(trainer.model, rollouts, {("a", "none"): one, ("b", "none"): other})
     rounding = 1e-6 * np.einsum("mmpp->mp", both.inner).max()  # of float32 gradients, as a share of ‖g‖‖g'‖
-    np.testing.assert_allclose(both.inner[:2, :2], prompt_gram(trainer.model, [first]).inner, atol=rounding)
-    np.testing.assert_allclose(both.inner[2:, 2:], prompt_gram(trainer.model, [second]).inner, atol=rounding)
+    for m, c in enumerate((one, other)):
+        alone = prompt_gram(trainer.model, rollouts, {("c", "none"): c}).inner[0, 0]
+        np.testing.assert_allclose(both.inner[m, m], alone, atol=rounding)
     np.testing.assert_allclose(both.inner, both.inner.transpose(1, 0, 3, 2), rtol=1e-5, atol=1e-9)
 
 
-def test_gradients_are_means_over_the_group_and_differ_by_batch(trainer, pools):
-    rollouts, coefficient = pools[1]
-    rollouts, coefficient = rollouts.take(np.array([0, 2, 4])), coefficient[:1, [0, 2, 4]]  # one rollout a prompt
+def test_gradients_are_means_over_the_group(trainer, pool):
+    rollouts, coefficient = pool
+    rollouts, coefficient = rollouts.take(np.array([0, 4, 8])), coefficient[:1, [0, 4, 8]]  # one rollout a prompt
     coefficient = coefficient[..., : rollouts.completion_columns().shape[1]]
-    gram = prompt_gram(trainer.model, [Weighed(rollouts, {("a", "none"): coefficient[0]})])
+    gram = prompt_gram(trainer.model, rollouts, {("a", "none"): coefficient[0]})
     ids, mask, attention = rollouts.tensors(torch.device("cpu"))
     alone = weighted_score_norms(trainer.model, ids, mask, rollouts.by_column(coefficient), attention)[:, 0]
     np.testing.assert_allclose(np.diag(gram.inner[0, 0]), alone, rtol=1e-4)
     twice = replace(rollouts, **{n: np.repeat(getattr(rollouts, n), 2, axis=0) for n in ARRAYS}, **doubled(rollouts))
-    again = prompt_gram(trainer.model, [Weighed(twice, {("a", "none"): np.repeat(coefficient[0], 2, axis=0)})])
+    again = prompt_gram(trainer.model, twice, {("a", "none"): np.repeat(coefficient[0], 2, axis=0)})
     np.testing.assert_allclose(again.inner, gram.inner, rtol=1e-4, atol=1e-9)
-
-
-def test_same_weights_in_both_batches_give_the_same_gradients(trainer, pools):
-    rollouts, coefficient = pools[0]
-    gram = prompt_gram(
-        trainer.model,
-        [Weighed(rollouts, {("a", "none"): coefficient[0]}), Weighed(rollouts, {("b", "none"): coefficient[0]})],
-    )
-    np.testing.assert_allclose(gram.inner[0, 0], gram.inner[0, 1], rtol=1e-5, atol=1e-9)
-
-
-def test_batches_of_different_prompts_are_refused(trainer, pools):
-    other = drawn(trainer, 3, 2, 0, start=50)
-    zeros = np.zeros(scored(trainer, other).mask.shape)
-    with pytest.raises(InputError, match="draw rollouts of the same prompts"):
-        batches = [Weighed(pools[0][0], {("a", "none"): pools[0][1][0]}), Weighed(other, {("b", "none"): zeros})]
-        prompt_gram(trainer.model, batches)
 
 
 def test_drawing_is_repeatable_and_leaves_the_random_state_alone(trainer):
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    one, two, three = (drawn(trainer, 2, 3, seed, start=0) for seed in (5, 5, 6))
+    one, two, three = (drawn_groups(trainer, 2, 3, seed, start=0) for seed in (5, 5, 6))
     assert torch.equal(torch.get_rng_state(), before)
     np.testing.assert_array_equal(one.input_ids, two.input_ids)
     assert not np.array_equal(one.input_ids, three.input_ids)
 
 
-def test_smaller_groups_keep_prompts_and_rollouts(trainer, pools):
-    rollouts, _ = pools[0]
+def test_smaller_groups_keep_prompts_and_rollouts(trainer, pool):
+    rollouts, _ = pool
     halves = regrouped(rollouts, 2)
     assert halves.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert (

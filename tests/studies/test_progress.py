@@ -71,14 +71,14 @@ def paid(rollouts):
 
 
 def exact_success(model, base, step, whole):
-    with gains.moved(model, base, step):
+    with gains.parameters_moved(model, base, step):
         return float(np.exp(gains.sequence_logprob(model, whole)) @ paid(whole))
 
 
 def test_enumerated_completions_are_all_there_are(tiny):
     model, base, step, _, whole = tiny
     for delta in (torch.zeros_like(step), step):
-        with gains.moved(model, base, delta):
+        with gains.parameters_moved(model, base, delta):
             assert np.exp(gains.sequence_logprob(model, whole)).sum() == pytest.approx(1, abs=1e-5)
     assert torch.equal(parameters_to_vector(model.parameters()), base)
 
@@ -89,7 +89,7 @@ def test_weighted_gain_is_the_enumerated_gain_within_its_standard_error(tiny):
     centre = 0.7
     reward = paid(drawn) - centre
     old = gains.sequence_logprob(model, drawn)
-    with gains.moved(model, base, step):
+    with gains.parameters_moved(model, base, step):
         new = gains.sequence_logprob(model, drawn)
     gain, ess = gains.weighted_gain(old, new, reward)
     error = ((np.exp(new - old) - 1) * reward).std() / len(old) ** 0.5
@@ -105,7 +105,7 @@ def test_weighted_gain_is_the_enumerated_gain_within_its_standard_error(tiny):
 def test_weighted_gain_is_exact_where_rollouts_are_the_whole_distribution(tiny):
     model, base, step, _, whole = tiny
     old = gains.sequence_logprob(model, whole)
-    with gains.moved(model, base, step):
+    with gains.parameters_moved(model, base, step):
         new = gains.sequence_logprob(model, whole)
     p = np.exp(old)
     centred = p * len(p) * (paid(whole) - 0.3)  # each completion as often as it is drawn

@@ -129,6 +129,6 @@ def odd(prompt, turns):
 def test_moments_by_hand():
     # prompts' gradients (1, 0), (3, 0), (2, 2): pairs 3, 2, 6, so ‖m‖² = 11/3; power (1 + 9 + 8)/3 = 6
     g = np.array([[1.0, 0.0], [3.0, 0.0], [2.0, 2.0]])
-    assert NAMES["pairs"](g, g) == pytest.approx(11 / 3)
+    assert NAMES["cross_product"](g, g) == pytest.approx(11 / 3)
     assert NAMES["variance"](g) == pytest.approx(6 - 11 / 3)
-    assert NAMES["over"](1.0, -1.0) is None
+    assert NAMES["ratio_or_none"](1.0, -1.0) is None

@@ -59,7 +59,7 @@ def test_share_of_power_by_hand():
     # 2 silenced tokens with ‖s‖² 6 each and A = ½; 4 drawn ones with 1 each
     row = dict(tokens=100, positive=40, silenced=2, norm_silenced=12, power_silenced=3, drawn=4, norm_drawn=4)
     row |= dict(power_all=30)
-    found = NAMES["carried"](np.tile([float(row[name]) for name in names], (20, 1)))
+    found = NAMES["silenced_part"](np.tile([float(row[name]) for name in names], (20, 1)))
     assert found["norm_ratio"] == pytest.approx(6.0)
     assert found["power_share"] == pytest.approx(3 / 30)
 

@@ -194,7 +194,7 @@ def test_full_disk_stops_the_run_and_keeps_the_steps_before(config, monkeypatch)
 
     @contextmanager
     def full(path):
-        if path.parent.name == "rollouts" and "part-00000002" in path.name:
+        if path.parent.name == "tokens" and "part-00000002" in path.name:
             _no_space()
         with real(path) as file:
             yield file

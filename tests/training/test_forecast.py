@@ -26,13 +26,13 @@ from otb_analysis.training.budget import (
     NORM,
     WHOLE,
     Forecast,
-    about,
     levels,
-    listed,
     positions,
     read_once,
+    rough_duration,
     seconds_per_position,
     seen,
+    steps_in_words,
 )
 from otb_analysis.training.loop import train
 
@@ -121,7 +121,8 @@ def test_sentence_says_what_at_which_steps_for_how_long():
     one = (WHOLE + NORM["auto"] * 9 / 5 + EXACT * 16 / 20) * 0.01 * 20  # two prompts of two tokens are read once
     _, sentence = told(config)
     assert sentence == (
-        f"Measuring 2 prompts (4 rollouts) at steps 0, 20, 40: about {about(one)} each time, {about(3 * one)} in all; "
+        f"Measuring 2 prompts (4 rollouts) at steps 0, 20, 40: about {rough_duration(one)} each time, "
+        f"{rough_duration(3 * one)} in all; "
         "a step takes about 0.4 s besides."
     )
 
@@ -145,12 +146,12 @@ def test_resumed_run_counts_the_steps_that_are_left():
     [([0], "step 0"), ([0, 20], "steps 0, 20"), (list(range(0, 60, 5)), "12 steps (0, 5, 10, … 55)")],
 )
 def test_many_steps_are_counted_and_not_listed(steps, words):
-    assert listed(steps) == words
+    assert steps_in_words(steps) == words
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.44, "0.4 s"), (9.0, "9 s"), (9.2, "9.2 s"), (80, "1:20 min")])
 def test_seconds_are_given_to_two_digits(seconds, words):
-    assert about(seconds) == words
+    assert rough_duration(seconds) == words
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_forecast_is_corrected_aloud_where_it_was_far_off(factor, sentence):
     found.correct(0)
     assert found.cost(20) == pytest.approx(factor * before)
     words = sentence and sentence.format(
-        took=about(factor * before), before=about(before), rest=about(2 * factor * before)
+        took=rough_duration(factor * before), before=rough_duration(before), rest=rough_duration(2 * factor * before)
     )
     assert list(NOTES) == ([words] if words else [])
     found.correct(20)

@@ -85,7 +85,7 @@ def test_smaller_groups_come_back_from_disk_and_the_planner_compares_them(traine
     planner = RunAnswers(store).planner
     assert planner.n_rollouts == 12
     assert {cell.size for cell in planner.cells if cell.estimator == "otb"} == {2, 4}
-    assert (run / "subgroups").is_dir()
+    assert (run / "subgroups.parquet").is_file()
 
 
 def test_run_without_smaller_groups_reads_as_such_and_says_why(trained):

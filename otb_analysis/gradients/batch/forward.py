@@ -14,6 +14,7 @@ from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import layer_by_layer
 from otb_analysis.gradients.batch.layout import Layout, padded
+from otb_analysis.gradients.batch.scope import end_of, layer_input
 from otb_analysis.gradients.batch.soft import SoftTokens, drawn_logprobs, soft_inputs
 
 BLOCK = 32
@@ -53,9 +54,21 @@ def policy_logits(
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
     z = _cooled(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature)
-    _refuse_non_finite(z, rollouts, first)
+    # One NaN or infinity makes the sum so, which takes a fifth of the time; finite logits may overflow it, hence the
+    # second look.
+    if not z.detach().sum().isfinite() and (bad := ~z.detach().isfinite().all(-1)).any():
+        row, column = [(r.row, c) for r in rollouts for c in r.columns][first + int(bad.nonzero()[0])]
+        raise NonFiniteError(
+            f"logits are not finite at rollout {row}, token {column}; check the model's weights for NaN or infinity, "
+            "or load it in float32."
+        )
     ids = torch.cat([r.ids[r.targets] for r in rollouts])
-    _refuse_outside(ids if soft is None else ids[~soft.among(ids)], z.shape[-1])
+    ids = ids if soft is None else ids[~soft.among(ids)]
+    if len(ids) and int(ids.max()) >= z.shape[-1]:
+        raise InputError(
+            f"input_ids holds the sampled token {int(ids.max())} but the output layer has {z.shape[-1]} entries; "
+            "encode the text with this model's own tokenizer."
+        )
     return z
 
 
@@ -119,18 +132,17 @@ class _OutputCall:
 def _watched(batch: ScoreBatch) -> Iterator[list[_OutputCall]]:
     """Note every call of a plain linear output layer inside the block, with the weights it used."""
     calls: list[_OutputCall] = []
-    get_head = getattr(batch.model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
+    head = end_of(batch.model, "output")
     if type(head) is not nn.Linear:
         yield calls
         return
 
-    def note(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def note(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         # In scope "lm_head" the layer is evaluated on the scope's leaves, not on its own tensors.
         used = [module.weight, module.bias] if batch.scope.head is None else [*batch.scope.parameters, module.bias]
-        calls.append(_OutputCall(args[0], output, used[0], used[1]))
+        calls.append(_OutputCall(layer_input(args, kwargs), output, used[0], used[1]))
 
-    with head.register_forward_hook(note):
+    with head.register_forward_hook(note, with_kwargs=True):
         yield calls
 
 
@@ -162,28 +174,3 @@ def _takes_kept(forward: Callable[..., Any]) -> bool:
 def _cooled(z: Tensor, temperature: float) -> Tensor:
     """Logits / τ, which at τ = 1 is no copy."""
     return z if temperature == 1 else z / temperature
-
-
-def _where(index: int, rollouts: tuple[Rollout, ...]) -> str:
-    places = [(r.row, column) for r in rollouts for column in r.columns]
-    return "rollout {}, token {}".format(*places[index])
-
-
-def _refuse_non_finite(z: Tensor, rollouts: tuple[Rollout, ...], first: int) -> None:
-    # One NaN or infinity makes the sum so; finite logits may overflow it, hence the second look.
-    if z.detach().sum().isfinite():  # a fifth of the time that looking at every entry takes
-        return
-    bad = ~z.detach().isfinite().all(-1)
-    if bad.any():
-        raise NonFiniteError(
-            f"logits are not finite at {_where(first + int(bad.nonzero()[0]), rollouts)}; "
-            "check the model's weights for NaN or infinity, or load it in float32."
-        )
-
-
-def _refuse_outside(targets: Tensor, vocabulary: int) -> None:
-    if len(targets) and int(targets.max()) >= vocabulary:
-        raise InputError(
-            f"input_ids holds the sampled token {int(targets.max())} but the output layer has {vocabulary} entries; "
-            "encode the text with this model's own tokenizer."
-        )

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.hooks import RemovableHandle
 
 from otb_analysis.errors import InputError, NonFiniteError, nearest
 from otb_analysis.gradients.batch.forward import sampled_logprobs, sharp_logprobs
@@ -26,11 +25,14 @@ Forward = Callable[[ScoreBatch, tuple[Rollout, ...]], Tensor]
 
 @dataclass(frozen=True)
 class Functional:
-    """log π of sampled tokens as a function of the tensors in scope; made by `functional`."""
+    """log π of sampled tokens as a function of the tensors in scope."""
 
     batch: ScoreBatch
-    parameters: tuple[Tensor, ...]  # The scope's tensors at the model's own weights, in float32 or better
-    fixed: dict[str, Tensor]  # Float32 copies of the weights outside the scope by name, where the model's are narrower
+
+    @cached_property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The scope's tensors at the model's own weights."""
+        return tuple(p.detach() for p in self.batch.scope.parameters)
 
     def logprobs(
         self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...], layout: Layout | None = None
@@ -41,7 +43,7 @@ class Functional:
     def microbatches(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[tuple[Rollout, ...], Layout]]:
         """Rollouts that run together and how they lie in the pass; what they have in common is read once."""
         for micro in microbatches(rollouts):
-            yield micro, layout_of(self.batch, micro, dtype=self.parameters[0].dtype)
+            yield micro, layout_of(self.batch, micro)
 
     @torch.no_grad()
     def evaluate(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Float:
@@ -52,14 +54,12 @@ class Functional:
         return result
 
     def _call(self, forward: Forward, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Tensor:
-        scope = self.batch.scope
-        swapped = dict(self.fixed)
+        scope, named = self.batch.scope, dict[str, Tensor]()
         if scope.head is None:
-            swapped |= dict(zip(scope.names, parameters, strict=True))
+            named = {f"model.{name}": tensor for name, tensor in zip(scope.names, parameters, strict=True)}
         else:
             scope = replace(scope, parameters=tuple(parameters))
         call = _Call(replace(self.batch, scope=scope), forward)
-        named = {f"model.{name}": tensor for name, tensor in swapped.items()}
         with plain_kernels(self.batch.model), _padding_rows_held(self.batch.model):
             # Tied names must move together, though only one of them is in `named`.
             return functional_call(call, named, (rollouts,), tie_weights=True)
@@ -91,19 +91,6 @@ class _Call(nn.Module):
         return self.run(self.batch, rollouts)
 
 
-def functional(batch: ScoreBatch) -> Functional:
-    """Take a batch's weights out of its model.
-
-    Weights in float32 or float64 are shared, not copied. A half-precision model is evaluated on float32 copies of all
-    its weights, since a direction's differences drown in half precision; that takes 4 bytes a parameter.
-    """
-    inside = {id(p) for p in batch.scope.parameters}
-    outside = [*batch.model.named_parameters(), *batch.model.named_buffers()]
-    # Only narrower weights are copied; those in scope come as `parameters`.
-    fixed = {name: _wide(t) for name, t in outside if _wide(t).dtype != t.dtype and id(t) not in inside}
-    return Functional(batch, tuple(_wide(p) for p in batch.scope.parameters), fixed)
-
-
 def check_direction(direction: Direction, function: Functional) -> tuple[Tensor, ...]:
     """Turn tensors by name (of a tied parameter, any) into one tensor per tensor in scope, zeros by default.
 
@@ -115,8 +102,10 @@ def check_direction(direction: Direction, function: Functional) -> tuple[Tensor,
     moves: dict[int, Tensor] = {}
     scope, named = function.batch.scope, function.batch.model.named_parameters(remove_duplicate=False)
     place = {id(p): i for i, p in enumerate(scope.parameters)}
-    index = {name: i for i, name in enumerate(scope.names)}
-    index |= {name: place[id(p)] for name, p in named if id(p) in place}  # every name of a tied parameter
+    # Every name of a tied parameter counts.
+    index = dict(zip(scope.names, range(len(place)), strict=True)) | {
+        n: place[id(p)] for n, p in named if id(p) in place
+    }
     for name, tensor in direction.items():
         if name not in index:
             raise InputError(f"direction names {name!r}, which is not in scope; {nearest(name, index)}")
@@ -149,27 +138,18 @@ def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
         into[rollout.row, rollout.columns] = part
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """A detached float32 (or wider) version; anything but half precision shares its storage."""
-    return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
-
-
 @contextmanager
 def _padding_rows_held(model: nn.Module) -> Iterator[None]:
     """Keep the padding token's embedding where it is: a text may hold that token, and no gradient reaches its row."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None)
+    rows = {table: table.weight[table.padding_idx].detach() for table in tables}
 
-    def held(table: nn.Embedding, padding: int) -> RemovableHandle:
-        row = table.weight[padding].detach()
-
-        def hold(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            # `where`, not an assignment: it has a derivative in both modes, zero for the padding row.
-            return torch.where((args[0] == padding)[..., None], row.to(output), output)
-
-        return table.register_forward_hook(hold)
+    def hold(table: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # `where`, not an assignment: it has a derivative in both modes, zero for the padding row.
+        return torch.where((args[0] == table.padding_idx)[..., None], rows[table].to(output), output)  # pyright: ignore
 
     # The reverse pass gives the row no gradient; without this the other methods would disagree with it.
     with ExitStack() as handles:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                handles.enter_context(held(module, module.padding_idx))
+        for table in rows:
+            handles.enter_context(table.register_forward_hook(hold))
         yield

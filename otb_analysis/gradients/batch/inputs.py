@@ -11,7 +11,7 @@ from otb_analysis.devices import GRAPH, NO_FLOAT64, working_set
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.kernels import unwrapped
 from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_lengths, refuse_parameters
-from otb_analysis.gradients.batch.scope import Scope, select_scope
+from otb_analysis.gradients.batch.scope import Scope, end_of, select_scope
 from otb_analysis.gradients.batch.soft import SoftTokens, check_soft
 from otb_analysis.types import Bool, Float, Int
 
@@ -45,9 +45,9 @@ class Rollout:
         """Positions that a forward pass has: up to the last token that a sampled one is predicted from."""
         return int(self.targets[-1])
 
-    def blocks(self, size: int) -> Iterator["Rollout"]:
-        """The same rollout with at most `size` consecutive sampled tokens at a time."""
-        for k in range(0, len(self.columns), size):
+    def blocks(self, size: int, first: int = 0) -> Iterator["Rollout"]:
+        """The same rollout with at most `size` consecutive sampled tokens at a time, from the `first` on."""
+        for k in range(first, len(self.columns), size):
             yield replace(self, targets=self.targets[k : k + size], columns=self.columns[k : k + size])
 
 
@@ -115,14 +115,14 @@ def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
 
 
 def microbatches(rollouts: Sequence[Rollout], positions: int | None = None) -> Iterator[tuple[Rollout, ...]]:
-    """Cut rollouts into batches of at most so many padded positions (`BATCH_POSITIONS`), like lengths together.
+    """Cut rollouts into batches of at most so many padded positions, like lengths together; a longer one is alone.
 
-    On an accelerator they are `GRAPH` times as many.
+    By default these are `BATCH_POSITIONS`, and on an accelerator `GRAPH` times as many.
     """
     batch: tuple[Rollout, ...] = ()
     # Longest first: the first rollout of a batch is then as long as its padded rows.
     for rollout in sorted(rollouts, key=lambda r: -r.length):
-        most = working_set(rollout.ids.device, positions or BATCH_POSITIONS, GRAPH)
+        most = positions or working_set(rollout.ids.device, BATCH_POSITIONS, GRAPH)
         if batch and (len(batch) + 1) * batch[0].length > most:
             yield batch
             batch = ()
@@ -193,11 +193,6 @@ def _aligned(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
                 "pass one entry per token, shape [N, L]."
             )
     mask, real = mask.bool(), real.bool()
-    _refuse_unpredicted(mask, real)
-    return ids, mask, real
-
-
-def _refuse_unpredicted(mask: Tensor, real: Tensor) -> None:
     for wrong, what in (
         (mask & ~real, "padding (its attention_mask is 0)"),
         (mask & (real.cumsum(-1) == 1), "the first token of its rollout, which nothing predicts"),
@@ -208,6 +203,7 @@ def _refuse_unpredicted(mask: Tensor, real: Tensor) -> None:
                 f"mask is true at rollout {row}, token {column}, but that is {what}; "
                 "set mask only at tokens the policy sampled."
             )
+    return ids, mask, real
 
 
 def _strip(row: int, ids: Tensor, mask: Tensor, real: Tensor, device: torch.device) -> Rollout:
@@ -218,8 +214,7 @@ def _strip(row: int, ids: Tensor, mask: Tensor, real: Tensor, device: torch.devi
 
 
 def _check_vocabulary(model: nn.Module, rollout: Rollout, soft: SoftTokens | None) -> None:
-    get_embedding = getattr(model, "get_input_embeddings", None)
-    size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
+    size = getattr(end_of(model, "input"), "num_embeddings", None)
     low, high = int(rollout.ids.min()), int(rollout.ids.max())
     if soft is not None:
         size = soft.first + len(soft.vectors)

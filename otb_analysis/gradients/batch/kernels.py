@@ -23,52 +23,74 @@ PLAIN_ATTENTION = ("sdpa", "eager")
 FUSED = "liger_kernel"
 """The package whose fused functions are replaced: a module's `forward` by that of its class, and the rotation."""
 ABSENT = object()
+_PLAIN_NOW: dict[int, dict[str, nn.Module]] = {}  # By identity of the models inside of a block, their layers
 
 
 @contextmanager
 def plain_kernels(model: nn.Module) -> Iterator[None]:
     """Run passes in the block by plain attention, experts and activations, uncompiled and without checkpointing.
 
-    Log-probabilities stay what they are up to rounding, and the model is left as it was found.
+    Log-probabilities stay what they are up to rounding, and the model is left as it was found. A block inside of
+    another one changes nothing.
     """
-    modules = list(model.modules())
-    inner = next((m for m in modules if isinstance(m, PreTrainedModel)), None)
-    attention = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
+    if id(model) in _PLAIN_NOW:
+        yield
+        return
     with ExitStack() as undo:
         undo.enter_context(layer_by_layer(model))
-        for module in modules:
+        undo.enter_context(plain_attention(model))
+        undo.enter_context(replaced(_PLAIN_NOW, id(model), layers_of(model)))
+        for module in model.modules():
             own = vars(module)
             if "config" in own:
-                if getattr(own["config"], "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
-                    undo.enter_context(_put(vars(own["config"]), "_attn_implementation_internal", attention))
                 names = vars(sys.modules[type(module).__module__])
                 if _fused(names.get("apply_rotary_pos_emb")):
-                    undo.enter_context(_put(names, "apply_rotary_pos_emb", _rotated))
+                    undo.enter_context(replaced(names, "apply_rotary_pos_emb", _rotated))
             if (plain := _plain_forward(module)) is not None:
-                undo.enter_context(_put(own, "forward", plain))
+                undo.enter_context(replaced(own, "forward", plain))
             if type(module).__name__ == "DoraLinearLayer":
                 # Its own way sends a unit matrix through both adapters, as if that were a text.
-                undo.enter_context(_put(own, "get_lora_weight", _lora_weight))
+                undo.enter_context(replaced(own, "get_lora_weight", _lora_weight))
+        yield
+
+
+@contextmanager
+def plain_attention(model: nn.Module) -> Iterator[None]:
+    """Attend by a kernel that takes float32 inside the block."""
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    attention = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
+    with ExitStack() as undo:
+        for module in model.modules():
+            config = vars(module).get("config")
+            if getattr(config, "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
+                undo.enter_context(replaced(vars(config), "_attn_implementation_internal", attention))
         yield
 
 
 @contextmanager
 def layer_by_layer(model: nn.Module) -> Iterator[None]:
     """Keep every layer's graph and hooks: no layer is run twice, as checkpointing does, and none is compiled."""
+    if id(model) in _PLAIN_NOW:
+        yield
+        return
     with ExitStack() as undo:
         for module in model.modules():
             own = vars(module)
             if own.get("gradient_checkpointing"):
-                undo.enter_context(_put(own, "gradient_checkpointing", False))
+                undo.enter_context(replaced(own, "gradient_checkpointing", False))
             if own.get("_compiled_call_impl") is not None:
-                undo.enter_context(_put(own, "_compiled_call_impl", None))
+                undo.enter_context(replaced(own, "_compiled_call_impl", None))
             if "_orig_mod" in own["_modules"]:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
+            if "is_transposed" in own and next(module.parameters()).dtype == torch.float64:
+                # The grouped products of experts take no float64.
+                undo.enter_context(replaced(vars(own["config"]), "_experts_implementation_internal", "eager"))
         yield
 
 
 @contextmanager
-def _put(place: dict[str, Any], name: str, value: object) -> Iterator[None]:
+def replaced(place: dict[Any, Any], name: object, value: object) -> Iterator[None]:
+    """Hold another value under a name inside the block."""
     before = place.get(name, ABSENT)
     place[name] = value
     try:
@@ -107,9 +129,9 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any] | None:
     """What runs in place of a module's `forward`; None where that is plain, or was replaced by somebody else."""
-    replaced, kind = vars(module).get("forward"), type(module)
-    if replaced is not None and getattr(replaced, "func", None) not in (_experts, _router, _sinks):
-        return partial(kind.forward, module) if _fused(replaced) else None
+    own, kind = vars(module).get("forward"), type(module)
+    if own is not None and getattr(own, "func", None) not in (_experts, _router, _sinks):
+        return partial(kind.forward, module) if _fused(own) else None
     if kind.__name__ == "BloomGelu":  # a function with a backward pass of its own and no derivative forward
         return partial(nn.functional.gelu, approximate="tanh")
     inner = inner_layers(module)
@@ -139,6 +161,7 @@ class Experts(nn.Module):
     """
 
     choices = 1  # k, as of the last pass
+    matrices: list[Tensor] | None = None  # Each expert's matrix in the last pass, where `expert_matrices` asks
 
     def unpacked(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [..., 1 or k, d], the factor of an expert's bias [..., 1 or k, 1], and the experts [..., k]."""
@@ -157,7 +180,10 @@ class Experts(nn.Module):
         rows = x.flatten(0, -2).to(weight.dtype).index_select(0, order // repeats).split(counts)
         apply = torch.matmul if transposed else nn.functional.linear
         # Not by index: the backward pass of `unbind` writes each expert's gradient once.
-        out = torch.cat([apply(x, matrix) for x, matrix in zip(rows, weight.unbind(), strict=True) if len(x)])
+        matrices = weight.unbind()
+        if self.matrices is not None:
+            self.matrices[:] = matrices
+        out = torch.cat([apply(x, matrix) for x, matrix in zip(rows, matrices, strict=True) if len(x)])
         out = out.index_select(0, order.argsort()).view(*ids.shape, -1)
         if bias is not None:
             out = out + factor.to(bias.dtype) * bias.index_select(0, flat).view_as(out)
@@ -201,9 +227,28 @@ def inner_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Every module of a model by name, and by a parameter's name the layer inside of a module that applies it."""
+    if id(model) in _PLAIN_NOW:
+        return _PLAIN_NOW[id(model)]
     named = dict(model.named_modules())
     inner = {f"{name}.{leaf}": layer for name, m in named.items() for leaf, layer in inner_layers(m).items()}
     return named | inner
+
+
+@contextmanager
+def expert_matrices(module: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
+    """By identity of the parameters that hold experts, the experts' matrices in the last pass inside the block.
+
+    Gradients by these are formed one by one; those by the parameter are copied together.
+    """
+    inner = ((getattr(m, leaf), layer) for m in module.modules() for leaf, layer in inner_layers(m).items())
+    layers = {id(parameter): layer for parameter, layer in inner if isinstance(layer, Experts)}
+    try:
+        for layer in layers.values():
+            layer.matrices = []
+        yield {key: layer.matrices for key, layer in layers.items() if layer.matrices is not None}
+    finally:
+        for layer in layers.values():
+            layer.matrices = None  # a view would keep the weights alive
 
 
 class _InnerLinear(TorchFunctionMode):

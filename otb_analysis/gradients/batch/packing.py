@@ -1,5 +1,6 @@
 """Which models give a packed row the log-probabilities of padded rows: both are compared at first use."""
 
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,38 +17,25 @@ _PACKED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 """By model, kind of attention and dtype, how long the rollouts are up to which packing was seen right, or NEVER."""
 
 
-def layout_of(
-    batch: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | None = None, dtype: torch.dtype | None = None
-) -> Layout:
-    """One packed row where that is less work and the model gives it the same numbers, else a padded row per rollout.
-
-    `dtype` is that of the activations, where it is not the model's own.
-    """
+def layout_of(batch: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | None = None) -> Layout:
+    """One packed row where that is less work and the model gives it the same numbers, else a padded row per rollout."""
     plain = padded(rollouts)
     attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
     kind = next(batch.model.parameters()).dtype
     tree = tree_of(rollouts) if tree is None else tree
-    # In half precision rounding hides what a window of attention does: there nothing could be seen.
+    # Weights that are packed in bytes have activations of some other dtype.
     if attention not in ("eager", "sdpa") or kind.itemsize < 4 or not packing_pays(tree):
         return plain
-    # Compared in the model's own dtype, whatever the dtype of the pass to come.
     one_row = packed(rollouts, tree, kind)
     longest, seen = max(r.length for r in rollouts), _PACKED.setdefault(batch.model, {})
     key = f"{attention} {kind}"
     # A window of attention, or any other use of where tokens lie, shows in the log-probabilities as soon as it matters.
     # So they are compared again for every rollout that is longer than those seen right before.
     if key not in seen or 0 < seen[key] < longest:
-        seen[key] = longest if _same_logprobs(batch, rollouts, (plain, one_row)) else NEVER
-    if seen[key] == NEVER:
-        return plain
-    return one_row if dtype in (None, kind) else packed(rollouts, tree, dtype)
-
-
-@torch.no_grad()
-def _same_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layouts: tuple[Layout, Layout]) -> bool:
-    expected = sampled_logprobs(batch, rollouts, layouts[0])
-    try:
-        got = sampled_logprobs(batch, rollouts, layouts[1])
-    except (RuntimeError, ValueError, TypeError, IndexError, NonFiniteError):  # a model that takes no such mask
-        return False
-    return torch.allclose(got, expected, rtol=0, atol=1e-4)
+        with torch.no_grad():
+            expected, seen[key] = sampled_logprobs(batch, rollouts, plain), NEVER
+            # An error is how a model says that it takes no such mask.
+            with suppress(RuntimeError, ValueError, TypeError, IndexError, NonFiniteError):
+                got = sampled_logprobs(batch, rollouts, one_row)
+                seen[key] = longest if torch.allclose(got, expected, rtol=0, atol=1e-4) else NEVER
+    return plain if seen[key] == NEVER else one_row

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scope:
     """The tensors to differentiate by; made by `select_scope`, read by every engine."""
 
@@ -39,15 +40,26 @@ class Scope:
         bias = rest[0] if rest else self.head.bias
         calls: list[bool] = []
 
-        def on_leaves(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        def on_leaves(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Tensor) -> Tensor:
             calls.append(True)
             # The layer runs a second time, on leaves; the cut input ends the graph here.
-            return nn.functional.linear(args[0].detach(), weight, bias)
+            return nn.functional.linear(layer_input(args, kwargs).detach(), weight, bias)
 
-        with self.head.register_forward_hook(on_leaves):
+        with self.head.register_forward_hook(on_leaves, with_kwargs=True):
             yield
         if not calls:
             raise unreached(self.head)
+
+
+def end_of(model: nn.Module, which: Literal["input", "output"]) -> Any:
+    """The table of input embeddings or the output layer of a model, None where it does not say."""
+    get = getattr(model, f"get_{which}_embeddings", None)
+    return get() if callable(get) else None
+
+
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a layer of one input was called with, by position or by name."""
+    return next(iter((*args, *kwargs.values())))
 
 
 def select_scope(model: nn.Module, scope: str) -> Scope:
@@ -123,8 +135,7 @@ def _trainable(scope: str, named: dict[str, nn.Parameter]) -> Scope:
 
 
 def _output_use(model: nn.Module) -> Scope:
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
+    head = end_of(model, "output")
     if type(head) is not nn.Linear:
         raise InputError(
             f'scope "lm_head" needs a torch.nn.Linear output layer but {type(model).__name__} has '

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
+from otb_analysis.gradients.batch.scope import end_of
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ def embeddings_of(model: nn.Module) -> nn.Embedding:
     Raises:
         InputError: It has none, or one that does more than look up rows.
     """
-    get = getattr(model, "get_input_embeddings", None)
-    table = get() if callable(get) else None
+    table = end_of(model, "input")
     if not isinstance(table, nn.Embedding) or type(table).forward is not nn.Embedding.forward:
         raise InputError(
             f"soft tokens need a plain table of input embeddings but {type(model).__name__} has "
@@ -125,10 +125,5 @@ def soft_inputs(model: nn.Module, soft: SoftTokens | None) -> Iterator[None]:
         # `where` stops the gradient there: the vector is given, no row of the table
         return torch.where(soft.among(read[0])[..., None], soft.at(read[0]).to(output), output)
 
-    before = table.register_forward_pre_hook(known)
-    after = table.register_forward_hook(placed, prepend=True)
-    try:
+    with table.register_forward_pre_hook(known), table.register_forward_hook(placed, prepend=True):
         yield
-    finally:
-        before.remove()
-        after.remove()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, restricted
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.types import Bool, Float, Int
 
 
@@ -60,21 +60,19 @@ def sampled_nodes(rollouts: Sequence[Rollout], tree: Tree) -> Int:
     return np.concatenate([path[r.targets.cpu().numpy()] for r, path in zip(rollouts, tree.paths, strict=True)])
 
 
-def distinct(batch: ScoreBatch) -> tuple[ScoreBatch, tuple[Int, Int]]:
-    """Leave out every sampled token whose text up to it another rollout has sampled too: the scores are the same.
+def distinct(batch: ScoreBatch) -> tuple[Bool, tuple[Int, Int]]:
+    """Tell which sampled tokens are enough [N, L]: those whose text up to them no earlier rollout has sampled too.
 
     Returns also, for every true entry of the mask in its order, row and column of the token that stands for it.
     """
     rows, columns = np.nonzero(batch.mask)
-    if not len(rows):
-        return batch, (rows, columns)
     # Equal nodes have equal texts, so equal scores; the first of them is measured for all.
     _, first, twin = np.unique(
         sampled_nodes(batch.rollouts, tree_of(batch.rollouts)), return_index=True, return_inverse=True
     )
     kept = np.zeros_like(batch.mask)
     kept[rows[first], columns[first]] = True
-    return restricted(batch, kept), (rows[first[twin]], columns[first[twin]])
+    return kept, (rows[first[twin]], columns[first[twin]])
 
 
 def distinct_rollouts(batch: ScoreBatch, weights: Float) -> tuple[ScoreBatch, Int]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.gradients.batch.functional import Direction, Functional, check_direction, functional
-from otb_analysis.gradients.batch.inputs import Batch, Rollout, Weights, check_group, check_weight_row, prepare
+from otb_analysis.gradients.batch.functional import Direction, Functional, check_direction
+from otb_analysis.gradients.batch.inputs import Batch, Rollout, Weights, check_group, check_weight_row
+from otb_analysis.gradients.batch.widening import measured
 from otb_analysis.gradients.directional.directional import METHODS, Method, Slopes, jvp
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import norm_sq_of
@@ -70,14 +71,16 @@ def gradient_attribution(
         NonFiniteError: A logit, a weight or the direction is NaN or infinite.
     """
     run = _method(method, engine)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    row = check_weight_row(weights, batch.mask)
-    function = functional(batch)
-    along = function.gradient(row, batch.rollouts) if direction is None else check_direction(direction, function)
-    slopes, norm_sq = run(function, batch.rollouts, along), norm_sq_of(along)
-    if method == "difference" and direction is None and abs((row * slopes.value).sum() - norm_sq) > SUM_ERROR * norm_sq:
-        _log.warning("Differences miss the gradient's squared norm by more than %.1g: forward mode is used.", SUM_ERROR)
-        method, slopes = "jvp", jvp(function, batch.rollouts, along)
+    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
+        row, function = check_weight_row(weights, batch.mask), Functional(batch)
+        along = function.gradient(row, batch.rollouts) if direction is None else check_direction(direction, function)
+        slopes, norm_sq = run(function, batch.rollouts, along), norm_sq_of(along)
+        off = abs((row * slopes.value).sum() - norm_sq)
+        if method == "difference" and direction is None and off > SUM_ERROR * norm_sq:
+            _log.warning(
+                "Differences miss the gradient's squared norm by more than %.1g: forward mode is used.", SUM_ERROR
+            )
+            method, slopes = "jvp", jvp(function, batch.rollouts, along)
     ran = engine if engine == "reference" else method
     share = row * slopes.value
     if direction is None:
@@ -118,22 +121,22 @@ def signal_noise(
         NonFiniteError: A logit or a weight is NaN or infinite.
     """
     run = _method(method, engine)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    row, prompt = check_weight_row(weights, batch.mask), check_group(group, batch.shape[0])
-    function = functional(batch)
-    total = [torch.zeros_like(p) for p in function.parameters]
-    weighted = [r for r in batch.rollouts if row[r.row].any()]  # the others have neither share nor gradient
-    noise, power = np.zeros(batch.shape), []
-    for p in counted(np.unique(prompt).tolist(), "prompt"):
-        members = tuple(r for r in weighted if prompt[r.row] == p)
-        gradient = function.gradient(row, members)
-        # Only a prompt's own rollouts: elsewhere this direction's slopes are not needed.
-        noise += row * run(function, members, gradient).value
-        power.append(norm_sq_of(gradient))
-        for into, part in zip(total, gradient, strict=True):
-            into.add_(part)
-    gradient = part = None  # as large as the weights, and no part of the pass below
-    share, norm_sq = row * run(function, tuple(weighted), total).value, norm_sq_of(total)
+    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
+        row, prompt = check_weight_row(weights, batch.mask), check_group(group, batch.shape[0])
+        function = Functional(batch)
+        total = [torch.zeros_like(p) for p in function.parameters]
+        weighted = [r for r in batch.rollouts if row[r.row].any()]  # the others have neither share nor gradient
+        noise, power = np.zeros(batch.shape), []
+        for p in counted(np.unique(prompt).tolist(), "prompt"):
+            members = tuple(r for r in weighted if prompt[r.row] == p)
+            gradient = function.gradient(row, members)
+            # Only a prompt's own rollouts: elsewhere this direction's slopes are not needed.
+            noise += row * run(function, members, gradient).value
+            power.append(norm_sq_of(gradient))
+            for into, part in zip(total, gradient, strict=True):
+                into.add_(part)
+        gradient = part = None  # as large as the weights, and no part of the pass below
+        share, norm_sq = row * run(function, tuple(weighted), total).value, norm_sq_of(total)
     _refuse_sum(share, norm_sq, SUM_ERROR if method == "difference" else ROUNDED)
     return SignalNoise(share - noise, noise, norm_sq, np.array(power))
 
@@ -161,8 +164,8 @@ def batch_gradient(
         InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    gradient = functional(batch).gradient(check_weight_row(weights, batch.mask), batch.rollouts)
+    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
+        gradient = Functional(batch).gradient(check_weight_row(weights, batch.mask), batch.rollouts)
     return dict(zip(batch.scope.names, gradient, strict=True))
 
 

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from otb_analysis.devices import forms_products, products
 from otb_analysis.errors import InputError
-from otb_analysis.gradients.batch.inputs import Batch, Rollout, prepare
+from otb_analysis.gradients.batch.inputs import Batch, Rollout
+from otb_analysis.gradients.batch.widening import measured
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.verdicts import reference_norms, refuse_difference
 
@@ -36,9 +37,9 @@ def arithmetic(model: nn.Module, asked: str, scope: str = "all", temperature: fl
             return reference_norms(batch, rollout)
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    batch = prepare(model, Batch(ids, torch.tensor([[False, True]], device=device)), scope, temperature)
+    checked = measured(model, Batch(ids, torch.tensor([[False, True]], device=device)), scope, temperature)
     try:
-        with products("float32"):
+        with checked as batch, products("float32"):
             refuse_difference(batch, f"with {asked} products", "that is too coarse", measure)
     except UnfitError as reason:
         return "float32", str(reason).rstrip(".")

@@ -7,12 +7,14 @@ that they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ�
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
+from otb_analysis.gradients.batch.kernels import plain_kernels
+from otb_analysis.gradients.batch.per_rollout import Asked, Norms, norms_of
 from otb_analysis.gradients.exact import head
 from otb_analysis.gradients.exact.layers import MATRIX
 from otb_analysis.gradients.exact.norm_accumulators import RowLengths, norm_sq, outer_norms, outer_row_norms
@@ -20,7 +22,6 @@ from otb_analysis.gradients.exact.passes import SIGNAL_BYTES, DecomposedRollout,
 from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, find_plan
 from otb_analysis.gradients.exact.reference import pass_bytes
 from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, graph_bytes, refuse_difference
-from otb_analysis.types import Float, ScoreNorms
 
 NAME = "generic"
 BLOCK = 16
@@ -35,45 +36,26 @@ SIGNAL_COPIES = 10
 _PLANS = Verdicts[Plan]()
 
 
-def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
-    """Squared norm of every token's score, and with `path` of the running sums, without forming a gradient.
+def norms(batch: ScoreBatch, asked: Asked) -> Norms:
+    """Squared norms of scores, of running sums and of weighted sums, without forming a gradient.
+
+    Every token and every row of weights that is not all zero takes one backward signal.
 
     Raises:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
     if batch.scope.head is not None:
-        return head.token_score_norms(batch, path, NAME)
-    plan = plan_for(batch)
-
-    def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-        decomposed = DecomposedRollout(batch, plan, rollout)
-        return decomposed.trace.logprob, *_token_norms(decomposed, path)
-
-    return norms_of_tokens(batch, NAME, path, measure)
+        return head.norms(batch, asked)
+    take_apart = partial(DecomposedRollout, batch, plan_for(batch))
+    with plain_kernels(batch.model):  # once for all passes
+        return norms_of(batch, asked, take_apart, _token_norms, _row_norms)
 
 
-def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
-    """‖Σ_t weights[n,m,t] s_{n,t}‖² with one backward signal per row that is not all zero.
-
-    Raises:
-        UnfitError: A parameter in scope has no rule; the sentence names it.
-    """
-    if batch.scope.head is not None:
-        return head.weighted_score_norms(batch, weights)
-    plan = plan_for(batch)
-    return norms_of_rows(
-        batch, weights, lambda rollout, rows: _row_norms(DecomposedRollout(batch, plan, rollout), rows)
-    )
-
-
-def fits(batch: ScoreBatch, rows: int | None = None) -> bool:
-    """Whether "auto" should use this engine, for `rows` weighted sums per rollout (None: for every token's own score).
-
-    A model that has no plan is logged once, with the reason.
-    """
+def fits(batch: ScoreBatch, asked: Asked) -> bool:
+    """Whether "auto" should use this engine; a model that has no plan is logged once, with the reason."""
     if batch.scope.head is not None:
         return True
-    signals = sum(len(r.columns) if rows is None else rows for r in batch.rollouts)
+    signals = asked.tokens.sum() + len(batch.rollouts) * asked.weights.shape[1]
     if signals <= sum(FEW + r.length / POSITIONS_PER_SIGNAL for r in batch.rollouts):
         return False
     return has_plan(batch)
@@ -93,11 +75,12 @@ def needed_bytes(batch: ScoreBatch, path: bool) -> int:
     """What measuring the longest rollout takes at most, about: two graphs, signals, factors of inputs and logits."""
     if batch.scope.head is not None or not batch.rollouts:
         return 0
-    plan, length = plan_for(batch), max(r.length for r in batch.rollouts)
-    tensors, item = (
-        dict(zip(batch.scope.names, batch.scope.parameters, strict=True)),
+    plan, length, item = (
+        plan_for(batch),
+        max(r.length for r in batch.rollouts),
         batch.scope.parameters[0].element_size(),
     )
+    tensors = dict(zip(batch.scope.names, batch.scope.parameters, strict=True))
     shapes = [tensors[u.parameter].shape[-2:] for u in plan.below if u.rule is MATRIX]
     signals = max(min(BLOCK * length * plan.width * item, SIGNAL_BYTES), length * plan.width * item)
     factors = item * length * sum(min(columns, length) for _, columns in shapes)
@@ -130,14 +113,14 @@ def _parts(decomposed: DecomposedRollout) -> dict[str, Tensor]:
     return parts
 
 
-def _token_norms(decomposed: DecomposedRollout, path: bool) -> tuple[Tensor, Tensor]:
-    """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
+def _token_norms(decomposed: DecomposedRollout, first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, ‖s_t‖² and, if wanted, ‖Σ_{j≤t} s_j‖² of the sampled tokens from `first` on."""
     norms, path_norm_sq = outer_norms(decomposed.outer.values(), decomposed.token_signals, path)
     # Coordinates of blocks are nested in the prefix, so running sums go on from block to block.
     running: dict[ParameterUse, Tensor] = {}
-    start = 0
+    start = first
     # Each block of tokens goes back on the prefix that it sees.
-    for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size)) if decomposed.plan.cut else ():
+    for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size), first) if decomposed.plan.cut else ():
         span = slice(start, start := start + len(block.columns))
         single, summed = RowLengths(), RowLengths()
 
@@ -152,7 +135,7 @@ def _token_norms(decomposed: DecomposedRollout, path: bool) -> tuple[Tensor, Ten
         norms[span] += single.norm_sq
         if path:
             path_norm_sq[span] += summed.norm_sq
-    return norms, path_norm_sq
+    return decomposed.trace.logprob[first:], norms[first:], path_norm_sq[first:]
 
 
 def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:

@@ -84,33 +84,27 @@ def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:
     count, device = len(gradients), gradients[0][0].device
     total = torch.zeros(count, count, dtype=torch.float64, device=device)
     for parts in zip(*gradients, strict=True):
-        add_products(total, [part.flatten() for part in parts])
+        add_products(total, [part.flatten()[None] for part in parts])
     return total.cpu().numpy()
 
 
-def add_products(total: Tensor, gradients: Sequence[Tensor] | Tensor) -> None:
-    """Add the inner products of (parts of) R flat gradients, [R, n] or a list, to their matrix `total` [R, R]."""
+def add_products(total: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Add the inner products of (parts of) R flat gradients, some at a time [r, n], to their matrix `total` [R, R]."""
     # A float32 product over millions of entries is off by 1e-5 and more, one over a short chunk by less than the
     # gradients' own rounding; chunks are summed in float64. Of the symmetric matrix the blocks on and above the
     # diagonal are computed.
-    single = len(gradients) >= ROWS and _single(gradients[0])
+    # Many float64 products take 2.4 times as long; float32 will do where torch puts nothing coarser in its place.
+    single = len(total) >= ROWS and total.device.type == "cpu" and gradients[0].dtype != torch.float64
+    single = single and torch.get_float32_matmul_precision() == "highest"
     size, dtype = (SHORT, torch.float32) if single else (working_set(total.device, CHUNK), torch.float64)
-    for start in range(0, len(gradients[0]), size):
-        span = slice(start, start + size)
-        parts = gradients[:, span] if isinstance(gradients, Tensor) else torch.stack([g[span] for g in gradients])
-        block = parts.to(dtype)
+    for start in range(0, gradients[0].shape[1], size):
+        parts = [g[:, start : start + size] for g in gradients]
+        block = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         for first in range(0, len(block), ROWS):
             part = block[first : first + ROWS] @ block[first:].T
             total[first : first + ROWS, first:] += part
             # The mirror image of what lies right of the diagonal block.
             total[first + ROWS :, first : first + ROWS] += part[:, ROWS:].T
-
-
-def _single(gradient: Tensor) -> bool:
-    """Whether products may be taken in float32: where torch does not replace it by something coarser."""
-    # Many float64 products take 2.4 times as long.
-    true_float32 = gradient.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    return true_float32 and gradient.dtype != torch.float64
 
 
 def flat_norm_sq(gradients: Tensor) -> Tensor:

@@ -6,50 +6,42 @@ behind the layer (a soft-cap, a scale); 1 − π_y is formed as the sum of the o
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import sampled_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
-from otb_analysis.gradients.batch.scope import unreached
+from otb_analysis.gradients.batch.per_rollout import Asked, Norms, norms_of
+from otb_analysis.gradients.batch.scope import layer_input, unreached
 from otb_analysis.gradients.exact.hooks import own_rows
 from otb_analysis.gradients.exact.layers import wide
 from otb_analysis.gradients.exact.norm_accumulators import outer_path_norms, outer_row_norms
-from otb_analysis.types import Float, ScoreNorms
 
 
-def token_score_norms(batch: ScoreBatch, path: bool, name: str) -> ScoreNorms:
-    """‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1), and of running sums with `path`; engine `name`."""
+def norms(batch: ScoreBatch, asked: Asked) -> Norms:
+    """‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1); sums of scores from the tokens' inner products."""
 
-    def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-        scores = _outer(batch, rollout)
+    def of_tokens(scores: _Outer, first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
         norms = _norm_sq(scores.left) * _norm_sq(scores.right)
         path_norms = outer_path_norms(scores.left, scores.right) if path else torch.zeros_like(norms)
-        return scores.logprob, norms, path_norms
+        return scores.logprob[first:], norms[first:], path_norms[first:]
 
-    return norms_of_tokens(batch, name, path, measure)
-
-
-def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
-    """‖Σ_t weights[n,m,t] s_{n,t}‖² from the inner products of a rollout's tokens."""
-
-    def measure(rollout: Rollout, rows: Tensor) -> Tensor:
-        scores = _outer(batch, rollout)
+    def of_rows(scores: _Outer, rows: Tensor) -> Tensor:
         return outer_row_norms([(scores.left, scores.right)], rows.to(scores.left.device))
 
-    return norms_of_rows(batch, weights, measure)
+    return norms_of(batch, asked, partial(_outer, batch), of_tokens, of_rows)
 
 
-@dataclass(frozen=True)
-class _Outer:
-    """Scores of K tokens as outer products: δ [K, V], h [K, d] (with a 1 behind it for a bias), and log π [K]."""
+class _Outer(NamedTuple):
+    """Scores of K tokens as outer products."""
 
-    left: Tensor
-    right: Tensor
-    logprob: Tensor
+    left: Tensor  # δ [K, V]
+    right: Tensor  # h [K, d], with a 1 behind it for a bias
+    logprob: Tensor  # log π [K]
 
 
 def _outer(batch: ScoreBatch, rollout: Rollout) -> _Outer:
@@ -78,13 +70,13 @@ def _leaf_at_output(head: nn.Module) -> Iterator[list[Tensor]]:
     """Start the graph at the output of the layer: what is below it needs none. Yields its input and output."""
     seen: list[Tensor] = []
 
-    def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         leaf = wide(output.detach()).requires_grad_()
-        seen[:] = args[0], leaf
+        seen[:] = layer_input(args, kwargs), leaf
         torch.set_grad_enabled(True)  # until the caller's `no_grad` ends
         return leaf
 
-    with head.register_forward_hook(hook):
+    with head.register_forward_hook(hook, with_kwargs=True):
         yield seen
 
 

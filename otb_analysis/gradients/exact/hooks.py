@@ -12,6 +12,7 @@ from torch.func import vmap
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import Experts, InnerMatrix, SummedExperts, layers_of, plain_kernels
+from otb_analysis.gradients.batch.scope import layer_input
 from otb_analysis.gradients.exact.attention import many_signals
 from otb_analysis.gradients.exact.layers import UnfitError, rule_for
 
@@ -56,21 +57,21 @@ def traced(
     shape = len(rollouts), max(r.length for r in rollouts)
     inner = replace(batch, scope=replace(batch.scope, head=None))
 
-    def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        trace.inputs[str(cut)] = args[0].unflatten(0, shape) if _flattened(module, args[0], shape) else args[0]
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = layer_input(args, kwargs)
+        trace.inputs[str(cut)] = inputs.unflatten(0, shape) if _flattened(module, inputs, shape) else inputs
         raise ReachedCut
 
     with ExitStack() as context:
         context.enter_context(suppress(ReachedCut))
         context.enter_context(plain_kernels(batch.model))
         if cut is not None:
-            context.enter_context(modules[cut].register_forward_pre_hook(stop))
+            context.enter_context(modules[cut].register_forward_pre_hook(stop, with_kwargs=True))
         # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
         context.enter_context(batch.scope.active())
         for name in dict.fromkeys(names):
-            before, after = _watch(name, shape, trace, tap)
-            context.enter_context(modules[name].register_forward_pre_hook(before))
-            context.enter_context(modules[name].register_forward_hook(after, with_kwargs=True))
+            watch = _watch(name, shape, trace, tap)
+            context.enter_context(modules[name].register_forward_hook(watch, with_kwargs=True))
         if len(rollouts) == 1:
             # The fused attention kernels have no rule for many signals at once.
             context.enter_context(many_signals(rollouts[0].length))
@@ -78,32 +79,23 @@ def traced(
     return trace
 
 
-def _watch(
-    name: str, shape: tuple[int, int], trace: Trace, tap: Tap | None
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that remember a layer's input and output, with one row per rollout, or hand them to `tap`.
+def _watch(name: str, shape: tuple[int, int], trace: Trace, tap: Tap | None) -> Callable[..., Any]:
+    """A hook that remembers a layer's input and output, with one row per rollout, or hands them to `tap`.
 
-    `shape` is that of the pass, rollouts and positions. A layer on flattened positions is given them unflattened.
+    `shape` is that of the pass, rollouts and positions. A layer on flattened positions is seen with them unflattened.
     """
-    rows, flattened = shape[0], list[bool]()
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not args or not _flattened(module, args[0], shape):
-            return None
-        flattened.append(True)
-        return args[0].unflatten(0, shape), *args[1:]
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        seen = observed(module, args, kwargs, output)
-        return seen.flatten(0, 1) if flattened and flattened.pop() else seen
+    rows = shape[0]
 
     def observed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # A layer that runs twice has two signals; which of them a rule saw would be chance.
         if name in trace.outputs:
             trace.repeated.add(name)
-        inputs = args[0] if args else None
+        inputs = next(iter((*args, *kwargs.values())), None)
         if not (isinstance(inputs, Tensor) and isinstance(output, Tensor)):
             return output
+        if _flattened(module, inputs, shape):
+            x, y = inputs.unflatten(0, shape), output.unflatten(0, shape)
+            return observed(module, (x,), kwargs, y).flatten(0, 1)
         if type(module).__name__.endswith("LearnedPositionalEmbedding"):
             inputs = output.detach()  # positions are read, whatever the arguments are
         if rows > 1 and (inputs.shape[0] not in (1, rows) or output.shape[0] != inputs.shape[0]):
@@ -125,7 +117,7 @@ def _watch(
         trace.inputs[name], trace.outputs[name] = inputs, output
         return output
 
-    return before, after
+    return observed
 
 
 def _flattened(module: nn.Module, x: object, shape: tuple[int, int]) -> bool:

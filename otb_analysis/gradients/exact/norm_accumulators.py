@@ -94,7 +94,8 @@ class Running(NormAccumulator):
         # Products are float32, but there is one small matrix per coordinate row, and they are summed in float64.
         gram = torch.cat(self._parts).double().sum(0)
         self._parts.clear()
-        return gram.diagonal()[1:], leading_sums(gram)[1:]
+        # ‖Σ_{j≤k} s_j‖² are the sums of the matrix' leading blocks.
+        return gram.diagonal()[1:], (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)[1:]
 
 
 class Parts(NormAccumulator):
@@ -125,11 +126,6 @@ class RowLengths:
         """Squared norms [C], float64; 0 where nothing came."""
         # Squares in float32 would lose small ones; one conversion for all parts, because each is short.
         return torch.cat(self._parts, 1).double().square().sum(1) if self._parts else 0.0
-
-
-def leading_sums(gram: Tensor) -> Tensor:
-    """‖Σ_{j≤k} s_j‖² [K] from the inner products of K vectors: the sums of the leading blocks of their Gram matrix."""
-    return (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)
 
 
 def outer_gram(left: Tensor, right: Tensor) -> Iterator[tuple[slice, Tensor]]:

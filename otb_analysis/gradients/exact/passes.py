@@ -10,13 +10,16 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.kernels import layers_of
+from otb_analysis.gradients.batch.kernels import layers_of, replaced
 from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
 from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX
 from otb_analysis.gradients.exact.plan import ParameterUse, Plan
 
 SIGNAL_BYTES = 1 << 27
 """What the signals of one block may occupy at the widest layer below the cut; longer rollouts get smaller blocks."""
+TOGETHER_BYTES = 1 << 20
+"""What one signal may occupy at all layers together, for those of a block to be taken off the pass at its end: watching
+every layer takes a tenth longer on short texts."""
 
 Take = Callable[[ParameterUse, Tensor], None]
 """Is handed a use below the cut and the coordinates [C, ...] of C gradients in it."""
@@ -65,6 +68,8 @@ class DecomposedRollout:
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
+        each = rollout.length * plan.widths * batch.scope.parameters[0].element_size()
+        self._together = each <= TOGETHER_BYTES
         self._uses: dict[str, list[ParameterUse]] = {}  # By module below the cut
         for use in plan.below:
             self._uses.setdefault(use.module, []).append(use)
@@ -76,22 +81,38 @@ class DecomposedRollout:
         self.shared: dict[str, tuple[Tensor, Tensor]] = {}
         self._modules = modules = layers_of(batch.model)
         names = list(dict.fromkeys(u.module for u in plan.above))
-        signals = self._signals([self.trace.outputs[n] for n in names])
+        outputs = [self.trace.outputs[n] for n in names]
+        cut = outputs[0] if plan.cut is None else self.trace.inputs[plan.cut]
+        # One pass for all tokens: nothing at or above the cut mixes positions, so what the sum of all log-probabilities
+        # sends to a position there is the signal of the one token that it predicts.
+        *signals, last = torch.autograd.grad(self.trace.logprob.sum(), [*outputs, cut], retain_graph=True)
+        self.token_signals = last[0, own_rows(last, rollout)]  # each token's own signal at the cut [K, ...]
         for use in plan.above:
             inputs, signal = self.trace.inputs[use.module].detach(), signals[names.index(use.module)]
             at = own_rows(inputs, rollout)
             self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
-        self._separate_tied()
+        # In the rows that are also read as input both uses add before they are squared.
+        tokens = rollout.ids[: rollout.length].unique()
+        for parameter, use in plan.tied.items():
+            left, right = self.outer[use]
+            self.shared[parameter] = right[:, tokens], left
+            self.outer[use] = left, right.index_fill(1, tokens, 0.0)
 
     def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, Tensor, _Arrivals]:
         """A pass over the rollout or a prefix, as far as `cut`, whose layers below the cut hand over their signals."""
         zero, arrivals, seen = self.batch.scope.parameters[0].new_zeros((), requires_grad=True), _Arrivals(), Trace()
+        versions: list[tuple[Tensor, int]] = []
 
         def tap(name: str, inputs: Tensor, output: Tensor) -> Tensor:
             seen.inputs[name], seen.outputs[name] = inputs, output
-            return _Tap.apply(output, zero, name, arrivals) if name in self._uses else output  # pyright: ignore[reportReturnType]
+            versions.append((output, output._version))
+            tapped = name in self._uses and not self._together
+            return _Tap.apply(output, zero, name, arrivals) if tapped else output  # pyright: ignore[reportReturnType]
 
         trace = traced(self.batch, (rollout,), self.plan.modules, cut, tap)
+        if self._together and any(output._version != before for output, before in versions):
+            self._together = False  # the model changes outputs in place: a tap returns a copy
+            return self._traced(rollout, cut)
         trace.inputs |= seen.inputs
         trace.outputs |= seen.outputs
         return trace, zero, arrivals
@@ -109,23 +130,6 @@ class DecomposedRollout:
                 made[same] = use.rule.prepare(self._modules[use.module], inputs)
             kept[use] = made[same]
         return kept
-
-    def _signals(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        cut = [] if self.plan.cut is None else [self.trace.inputs[self.plan.cut]]
-        # One pass for all tokens: nothing at or above the cut mixes positions, so what the sum of all log-probabilities
-        # sends to a position there is the signal of the one token that it predicts.
-        total = self.trace.logprob.sum()
-        *signals, last = torch.autograd.grad(total, [*outputs, *(cut or outputs[:1])], retain_graph=True)
-        self.token_signals = last[0, own_rows(last, self.rollout)]  # each token's own signal at the cut [K, ...]
-        return tuple(signals)
-
-    def _separate_tied(self) -> None:
-        """Split a tied matrix: in the rows that are also read as input both uses add before they are squared."""
-        tokens = self.rollout.ids[: self.rollout.length].unique()
-        for parameter, use in self.plan.tied.items():
-            left, right = self.outer[use]
-            self.shared[parameter] = right[:, tokens], left
-            self.outer[use] = left, right.index_fill(1, tokens, 0.0)
 
     def zeros(self, *shape: int) -> Tensor:
         """Float64 zeros [K, *shape], to add up numbers of the sampled tokens."""
@@ -145,15 +149,11 @@ class DecomposedRollout:
         """
         if self.plan.cut is None:
             return
-        whole = rollout.length == self.rollout.length  # whose pass is there already
-        trace, zero, arrivals = (
-            (self.trace, self._zero, self._arrivals) if whole else self._traced(rollout, self.plan.cut)
-        )
-        source, signals, weights = (
-            trace.inputs[self.plan.cut],
-            self.token_signals[mix.span],
-            mix.matrix(self.token_signals),
-        )
+        trace, zero, arrivals = self.trace, self._zero, self._arrivals
+        if rollout.length < self.rollout.length:
+            trace, zero, arrivals = self._traced(rollout, self.plan.cut)
+        source, signals = trace.inputs[self.plan.cut], self.token_signals[mix.span]
+        weights = mix.matrix(self.token_signals)
         seeds = source.new_zeros(len(weights), *source.shape)
         at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
         seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
@@ -164,11 +164,13 @@ class DecomposedRollout:
             for use in self._uses[name]:
                 take(use, self._coordinates(use, kept[use], at_output[:, 0], mix, weights))
 
-        arrivals.take = arrived
-        try:
+        if self._together:
+            signals = pull_back(source, [trace.outputs[name] for name in self._uses], seeds)
+            for name, at_output in zip(self._uses, signals, strict=True):
+                arrived(name, at_output)
+            return
+        with replaced(vars(arrivals), "take", arrived):
             pull_back(source, [zero], seeds)
-        finally:
-            arrivals.take = None
 
     def _coordinates(self, use: ParameterUse, kept: Any, signals: Tensor, mix: Mix, weights: Tensor) -> Tensor:
         coordinates = use.rule.coordinates(kept, signals)

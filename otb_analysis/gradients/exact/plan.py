@@ -48,6 +48,7 @@ class Plan:
     below: tuple[ParameterUse, ...]  # Uses in all other layers
     cut: str | None  # Module whose input separates the two; None when nothing is below
     width: int  # Numbers per position that one backward signal has at the widest layer below
+    widths: int = 0  # The same of all layers below together
     graph: int = 0  # Bytes per position that the graph of a forward pass keeps
 
     @property
@@ -177,8 +178,9 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
     above |= {u for u in uses if u.module in behind & silent}
     below = tuple(u for u in uses if u not in above)
     reached = [direct[n] for n in {u.module for u in below}]
-    width = max((math.prod(s.shape[3:]) * s.shape[2] // rollout.length for s in reached), default=0)
-    return Plan(tuple(u for u in uses if u in above), below, name if below else None, width)
+    widths = [math.prod(s.shape[3:]) * s.shape[2] // rollout.length for s in reached]
+    cut = name if below else None
+    return Plan(tuple(u for u in uses if u in above), below, cut, max(widths, default=0), sum(widths))
 
 
 def _stays(signal: Tensor, rollout: Rollout) -> bool:

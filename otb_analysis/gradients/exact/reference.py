@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
+from otb_analysis.gradients.batch.per_rollout import Asked, Norms, norms_of
 from otb_analysis.gradients.exact.gram import (
     Stretch,
     gram_matrix,
@@ -22,7 +22,7 @@ from otb_analysis.gradients.exact.gram import (
     tell_rounds,
 )
 from otb_analysis.gradients.exact.verdicts import Verdicts, graph_bytes
-from otb_analysis.types import Bool, Float, Int, ScoreNorms
+from otb_analysis.types import Bool, Float, Int
 
 NAME = "reference"
 BLOCK = 16
@@ -32,25 +32,29 @@ running it anyway costs more than the extra forward passes (1.5 times as long fo
 _GRAPHS = Verdicts[int]()
 
 
-def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
-    """Squared norm of every token's score by one `torch.autograd.grad` per token.
+def norms(batch: ScoreBatch, asked: Asked) -> Norms:
+    """Squared norm of every token's score by one `torch.autograd.grad` per token, and of rows of weights likewise.
 
-    With `path` the running sum Σ_{j≤t} s_j is kept in float64, and its squared norm is taken too.
+    For path norms the running sum Σ_{j≤t} s_j is kept in float64.
     """
 
-    def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+    def of_tokens(rollout: Rollout, first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
         # A path sum adds many scores that nearly cancel; float32 would drift.
         running = [torch.zeros_like(p, dtype=torch.float64) for p in batch.scope.parameters] if path else []
         measured = []
-        for logprob, score in _scores(batch, rollout):
-            if path:
-                for total, part in zip(running, score, strict=True):
-                    total.add_(part)
+        for logprob, score in _scores(batch, rollout, first):
+            for total, part in zip(running, score if path else (), strict=True):
+                total.add_(part)
             measured.append((logprob, norm_sq_of(score), norm_sq_of(running) if path else 0.0))
         logprob, norms, path_norms = torch.tensor(measured, dtype=torch.float64, device="cpu").T
         return logprob, norms, path_norms
 
-    return norms_of_tokens(batch, NAME, path, measure)
+    def of_rows(rollout: Rollout, rows: Tensor) -> Tensor:
+        values = sampled_logprobs(batch, (rollout,))
+        scores = (_weighted_score(values, row.to(values), batch.scope.parameters) for row in rows)
+        return torch.tensor([norm_sq_of(score) for score in scores], dtype=torch.float64, device="cpu")
+
+    return norms_of(batch, asked, lambda rollout: rollout, of_tokens, of_rows)
 
 
 def needed_bytes(batch: ScoreBatch, path: bool) -> int:
@@ -59,9 +63,12 @@ def needed_bytes(batch: ScoreBatch, path: bool) -> int:
         return 0
     gradient = sum(p.numel() * p.element_size() for p in batch.scope.parameters)
     sums = sum(8 * p.numel() for p in batch.scope.parameters) if path else 0
-    # A model that reads soft tokens has no probe.
-    graph = 0 if batch.soft is not None else _GRAPHS.get(batch, lambda: graph_bytes(batch))
-    return 2 * (pass_bytes(batch, graph) + gradient) + sums
+    return 2 * (pass_bytes(batch, graph_per_position(batch)) + gradient) + sums
+
+
+def graph_per_position(batch: ScoreBatch) -> int:
+    """What the graph of a forward pass keeps per position; 0 where a model reads soft tokens, which has no probe."""
+    return 0 if batch.soft is not None else _GRAPHS.get(batch, lambda: graph_bytes(batch))
 
 
 def pass_bytes(batch: ScoreBatch, each: int) -> int:
@@ -74,17 +81,6 @@ def pass_bytes(batch: ScoreBatch, each: int) -> int:
     heads = getattr(config, "num_attention_heads", 0) * getattr(config, "num_hidden_layers", 0)
     eager = getattr(config, "_attn_implementation", None) == "eager"
     return each * length + logits + (3 * heads * length**2 * size if eager else 0)
-
-
-def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
-    """‖Σ_t weights[n,m,t] s_{n,t}‖² by one forward per rollout and one backward per row that is not all zero."""
-
-    def measure(rollout: Rollout, rows: Tensor) -> Tensor:
-        values = sampled_logprobs(batch, (rollout,))
-        scores = (_weighted_score(values, row.to(values), batch.scope.parameters) for row in rows)
-        return torch.tensor([norm_sq_of(score) for score in scores], dtype=torch.float64, device="cpu")
-
-    return norms_of_rows(batch, weights, measure)
 
 
 def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
@@ -148,9 +144,9 @@ def token_alignments(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:
     return result
 
 
-def _scores(batch: ScoreBatch, rollout: Rollout) -> Iterator[tuple[float, list[Tensor]]]:
-    """Log-probability and score of every sampled token."""
-    for block in rollout.blocks(BLOCK):
+def _scores(batch: ScoreBatch, rollout: Rollout, first: int = 0) -> Iterator[tuple[float, list[Tensor]]]:
+    """Log-probability and score of every sampled token from the `first` on."""
+    for block in rollout.blocks(BLOCK, first):
         values = sampled_logprobs(batch, (block,))
         for value, unit in zip(
             values.detach().double().tolist(), torch.eye(len(values), device=values.device).to(values), strict=True

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from otb_analysis.devices import products
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
-from otb_analysis.gradients.batch.functional import functional
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import padded
+from otb_analysis.gradients.batch.scope import Scope, end_of
 from otb_analysis.gradients.exact.gram import flat_norm_sq
 from otb_analysis.gradients.exact.layers import UnfitError
 
@@ -24,6 +24,7 @@ PROBE_LENGTH, PROBE_TARGETS = 12, (3, 5, 11)
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_KEYS: WeakKeyDictionary[Scope, tuple[object, ...]] = WeakKeyDictionary()
 
 
 class Verdicts(Generic[T]):
@@ -56,6 +57,8 @@ class Verdicts(Generic[T]):
 
 def model_key(batch: ScoreBatch) -> tuple[object, ...]:
     """What a verdict depends on besides the identity of the model: layers, attention, dtypes, scope and zeros."""
+    if batch.scope in _KEYS:  # found once for each batch that was checked
+        return _KEYS[batch.scope]
     modules = batch.model.named_modules()
     # `forward` itself is part of the key, because a class may be patched after the first use.
     layers = tuple((name, type(module), type(module).forward, module.training) for name, module in modules)
@@ -63,8 +66,10 @@ def model_key(batch: ScoreBatch) -> tuple[object, ...]:
     dtypes = tuple(p.dtype for p in batch.model.parameters())
     # An adapter's B starts at zero, where A has no gradient that could be compared: once it has moved, the model is
     # tried out again. The first row tells, so that not all weights are read at every call.
-    zeros = tuple(not torch.atleast_1d(p)[:1].any() for p in batch.scope.parameters)
-    return batch.scope.names, batch.scope.head is None, attention, dtypes, layers, zeros
+    zeros = tuple(p.ndim > 1 and not p.detach()[0].any() for p in batch.scope.parameters)
+    key = batch.scope.names, batch.scope.head is None, attention, dtypes, layers, zeros
+    _KEYS[batch.scope] = key
+    return key
 
 
 def first_told(model: nn.Module, sentence: str) -> bool:
@@ -89,8 +94,7 @@ def fits_or_told(batch: ScoreBatch, find: Callable[[ScoreBatch], object], what: 
 
 def probe(batch: ScoreBatch) -> Rollout:
     """A short random text over the model's vocabulary with three sampled tokens."""
-    get_embedding = getattr(batch.model, "get_input_embeddings", None)
-    size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", None)
+    size = getattr(end_of(batch.model, "input"), "num_embeddings", None)
     known = torch.cat([r.ids for r in batch.rollouts]).unique()
     pool = known.cpu() if size is None else torch.arange(size, device="cpu")
     # A generator of its own: a measurement must not move torch's random state, from which rollouts are drawn.
@@ -121,21 +125,12 @@ def graph_bytes(batch: ScoreBatch) -> int:
 
 
 @torch.enable_grad()
-def reference_norms(batch: ScoreBatch, rollout: Rollout, widened: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes.
-
-    `widened`: on float32 copies of weights in half precision.
-    """
-    parameters = batch.scope.parameters
-    if widened:
-        function = functional(batch)
-        parameters = tuple(p.requires_grad_() for p in function.parameters)
-        values = function.logprobs(parameters, (rollout,))
-    else:
-        values = sampled_logprobs(batch, (rollout,))
+def reference_norms(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities [K] by the model's own kernels, and ‖s_t‖² [K] of each parameter by plain backward passes."""
+    values = sampled_logprobs(batch, (rollout,))
     norms = torch.zeros(len(batch.scope.names), len(values), dtype=torch.float64, device=values.device)
     for k, value in enumerate(values):
-        grads = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
+        grads = torch.autograd.grad(value, batch.scope.parameters, retain_graph=True, materialize_grads=True)
         norms[:, k] = torch.cat([flat_norm_sq(g.flatten()[None]) for g in grads])
         del grads  # before the next ones are formed: each is as large as the model
     return values.detach().double(), dict(zip(batch.scope.names, norms, strict=True))
@@ -146,39 +141,28 @@ def refuse_difference(
     how: str,
     remedy: str,
     measure: Callable[[Rollout], tuple[Tensor, dict[str, Tensor]]],
-    widened: bool = False,
 ) -> None:
-    """Raise where a probe's log-probabilities [K] or, by parameter, its norms [K] are not the reference ones.
-
-    `widened`: `measure` computes in float32 whatever the model's dtype, and so does the reference.
-    """
-    rollout, coarse = probe(batch), is_coarse(batch) and not widened
-    half = any(p.dtype.itemsize < 4 for p in batch.model.parameters())
+    """Raise where a probe's log-probabilities [K] or, by parameter, its norms [K] are not the reference ones."""
+    rollout = probe(batch)
     logprob, parts = measure(rollout)
-    expected, norms = reference_norms(batch, rollout, widened and half)
+    expected, norms = reference_norms(batch, rollout)
     off = float((logprob.detach().double() - expected).abs().max())
     # `not ≤` instead of `>`: a NaN must fail as well.
-    if not off <= (0.2 if coarse else 1e-4):
+    if not off <= 1e-4:
         raise UnfitError(f"log-probabilities {how} are {off:.2g} nats from the model's own; {remedy}.")
-    if reason := disagreement(parts, norms, coarse):
+    if reason := disagreement(parts, norms):
         raise UnfitError(f"{reason}; {remedy}.")
 
 
-def disagreement(parts: dict[str, Tensor], norms: dict[str, Tensor], coarse: bool) -> str | None:
+def disagreement(parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | None:
     """The first parameter whose ‖s_t‖² on a probe are not the reference ones, in a clause; None where all agree."""
-    relative, absolute = (0.2, 1e-2) if coarse else (1e-3, 1e-6)
     # A parameter with a tiny share of the norm is mostly rounding, so part of the tolerance is a share of the total.
     total = sum(norms.values())
     for name, norm in norms.items():
         got = parts.get(name, torch.zeros_like(norm))
-        if ((got - norm).abs() > relative * norm + absolute * total).any():
+        if ((got - norm).abs() > 1e-3 * norm + 1e-6 * total).any():
             return (
                 f"parameter {name} has squared score norms {got.tolist()} on a probe where the reference gives "
                 f"{norm.tolist()}"
             )
     return None
-
-
-def is_coarse(batch: ScoreBatch) -> bool:
-    """Whether the scope is in half precision, in which two right computations differ by percents."""
-    return batch.scope.parameters[0].dtype.itemsize < 4

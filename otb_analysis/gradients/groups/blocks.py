@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.batch.scope import end_of, layer_input
 from otb_analysis.gradients.exact.hooks import ReachedCut
 from otb_analysis.gradients.exact.layers import UnfitError
 
@@ -114,8 +115,8 @@ class BlockStructure:
             torch.set_grad_enabled(True)  # until the caller's `no_grad` ends
             return seen.output if isinstance(output, Tensor) else (seen.output, *output[1:])
 
-        def into_head(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
-            seen.into_head.append(args[0])
+        def into_head(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Tensor) -> None:
+            seen.into_head.append(layer_input(args, kwargs))
 
         with ExitStack() as handles:
             handles.enter_context(plain_kernels(self.model))
@@ -123,7 +124,7 @@ class BlockStructure:
                 handles.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
                 handles.enter_context(block.register_forward_hook(after))
             if self.head is not None:
-                handles.enter_context(self.head.register_forward_hook(into_head))
+                handles.enter_context(self.head.register_forward_hook(into_head, with_kwargs=True))
             yield seen
 
     @contextmanager
@@ -166,21 +167,17 @@ def structure_of(batch: ScoreBatch) -> BlockStructure:
     head = _layer(model, "output", nn.Linear, names)
     if isinstance(embedding, nn.Embedding) and (embedding.max_norm is not None or embedding.scale_grad_by_freq):
         raise UnfitError("its embedding changes what is read or scales its gradient")
-    ends = (
-        None if embedding is None else names[id(embedding.weight)],
-        None if head is None else names[id(head.weight)],
-    )
-    members = [name for block in inside for name in block]
-    if len({*members, *ends}) < len(members) + len(set(ends)):
+    first, last = (None if layer is None else names[id(layer.weight)] for layer in (embedding, head))
+    members, ends = [name for block in inside for name in block], {first, last}
+    if len({*members, *ends}) < len(members) + len(ends):
         raise UnfitError("its blocks share parameters")
     outside = tuple(name for name in batch.scope.names if name not in {*members, *ends})
-    return BlockStructure(model, blocks, inside, embedding, head, ends, outside)
+    return BlockStructure(model, blocks, inside, embedding, head, (first, last), outside)
 
 
-def _layer(model: nn.Module, which: str, kind: type, names: dict[int, str]) -> Any:
+def _layer(model: nn.Module, which: Literal["input", "output"], kind: type, names: dict[int, str]) -> Any:
     """The input or output embedding if its weight is in scope; only a plain layer's gradient can be taken in slices."""
-    get = getattr(model, f"get_{which}_embeddings", None)
-    layer = get() if callable(get) else None
+    layer = end_of(model, which)
     if id(getattr(layer, "weight", None)) not in names:
         return None
     if type(layer) is not kind:

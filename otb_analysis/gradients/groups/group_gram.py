@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.layout import padded
+from otb_analysis.gradients.batch.kernels import plain_kernels
+from otb_analysis.gradients.batch.layout import packing_pays, padded, read_nodes
+from otb_analysis.gradients.batch.memory import free_bytes
 from otb_analysis.gradients.batch.packing import layout_of
 from otb_analysis.gradients.batch.tree import sampled_nodes, tree_of
 from otb_analysis.gradients.exact import reference
@@ -21,7 +23,6 @@ from otb_analysis.gradients.exact.verdicts import (
     Verdicts,
     disagreement,
     first_told,
-    is_coarse,
     probe,
     reference_norms,
 )
@@ -32,6 +33,10 @@ from otb_analysis.phases import count_to, note
 from otb_analysis.types import Float, Int
 
 _log = logging.getLogger(__name__)
+BLOCK_COPIES = 4
+"""What a pass through one block takes, in graphs of the block: the graph, its gradients, signals on their way."""
+MASKED = 1 << 13
+"""Entries of a mask in the room of one position."""
 _CHECKED = Verdicts[None]()
 
 
@@ -56,6 +61,22 @@ class PromptRows:
         self.basis = Basis(rows, basis.mix)
         return torch.from_numpy(rows).to(logprob.device)
 
+    def packs_into(self, most: int) -> bool:
+        """Whether one packed row of so many positions holds all rollouts; its mask takes as much as the layers."""
+        nodes = len(read_nodes(self.tree))
+        return packing_pays(self.tree) and nodes <= most and nodes**2 <= MASKED * most
+
+    def cut(self, most: int) -> list[tuple[Rollout, ...]]:
+        """Cut the rollouts, in their order, into passes of at most so many padded positions; a longer one is alone."""
+        passes: list[tuple[Rollout, ...]] = [()]
+        for rollout in self.rollouts:
+            wider = (*passes[-1], rollout)
+            if passes[-1] and len(wider) * max(r.length for r in wider) > most:
+                passes.append((rollout,))
+            else:
+                passes[-1] = wider
+        return passes
+
 
 def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] from the gradients of each prompt's basis rows; all else is algebra in float64.
@@ -70,7 +91,10 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
         _tell(batch.model, "is measured block by block, in one round of passes")
     except UnfitError as reason:
         _tell(batch.model, f"is not measured block by block: {reason}")
-        total = _formed_whole(batch, prompts, weights.shape, group)
+        inner = reference.group_gradient_gram(batch, basis_weights(batch, prompts, weights.shape), group)
+        where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
+        m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
+        total = inner[m[:, None], m[None, :], p[:, None], p[None, :]]
     return mixed(total, prompts)
 
 
@@ -85,8 +109,13 @@ def _block_by_block(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> Float:
     """Products [R, R] of the basis rows' gradients, in one round of passes; raises if the model has no blocks."""
     layered = Layered(batch, verified_structure(batch), len(prompts))
     count_to(len(prompts) * layered.structure.steps, "pass")
-    for prompt in prompts:
-        layered.add(prompt.rollouts, layout_of(batch, prompt.rollouts, prompt.tree), prompt.rows)
+    each = BLOCK_COPIES * reference.graph_per_position(batch) // len(layered.structure.blocks) if prompts else 1
+    most = free_bytes(batch.scope.parameters[0].device) // (2 * max(each, 1))
+    with plain_kernels(batch.model):  # once for all passes
+        for prompt in prompts:
+            passes = [prompt.rollouts] if prompt.packs_into(most) else prompt.cut(most)
+            tree = prompt.tree if len(passes) == 1 else None
+            layered.add([(some, layout_of(batch, some, tree)) for some in passes], prompt.rows)
     count = sum(len(prompt.basis.rows) for prompt in prompts)
     total = torch.zeros(count, count, dtype=torch.float64, device=batch.scope.parameters[0].device)
     for _, gradients in layered.gradients() if count else ():
@@ -112,19 +141,11 @@ def _check(batch: ScoreBatch, structure: BlockStructure) -> None:
     # The reference first, while little is held: each of its gradients is as large as the model.
     expected = reference_norms(batch, rollout)[1]
     layered = Layered(batch, structure)
-    layered.add((rollout,), padded((rollout,)), lambda logprob: torch.eye(len(logprob), device=logprob.device))
+    layered.add([((rollout,), padded((rollout,)))], lambda logprob: torch.eye(len(logprob), device=logprob.device))
     for name, gradients in layered.gradients():
-        parts[name] = parts.get(name, 0.0) + flat_norm_sq(gradients)
-    if reason := disagreement(parts, expected, is_coarse(batch)):
+        parts[name] = parts.get(name, 0.0) + torch.cat([flat_norm_sq(x) for x in gradients])
+    if reason := disagreement(parts, expected):
         raise UnfitError(reason)
-
-
-def _formed_whole(batch: ScoreBatch, prompts: Sequence[PromptRows], shape: tuple[int, ...], group: Int) -> Float:
-    """Products [R, R] of the basis rows' whole gradients, for a model that is not made of blocks."""
-    inner = reference.group_gradient_gram(batch, basis_weights(batch, prompts, shape), group)
-    where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
-    m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
-    return inner[m[:, None], m[None, :], p[:, None], p[None, :]]
 
 
 def prompts_of(batch: ScoreBatch, weights: Float, group: Int) -> list[PromptRows]:

@@ -13,20 +13,21 @@ and a tied one's as their sum.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.kernels import expert_matrices
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.memory import memory_bytes
-from otb_analysis.gradients.exact.attention import many_signals
+from otb_analysis.gradients.exact.attention import many_signals, query_blocks
 from otb_analysis.gradients.exact.gram import stretches
 from otb_analysis.gradients.exact.hooks import pull_back
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.groups.blocks import BlockStructure, Call
+from otb_analysis.gradients.groups.blocks import BlockStructure, Call, Seen
 from otb_analysis.gradients.groups.predictions import Predictions, plain_head, predictions
 from otb_analysis.gradients.groups.vocabulary import Ends, vocabulary_gradients
 from otb_analysis.phases import advance
@@ -36,20 +37,30 @@ SIGNAL_BYTES, WIDER = 1 << 26, 8
 INPUT_BYTES = 1 << 30
 """What the inputs of all blocks may occupy, for all prompts; beyond, every √blocks-th is kept, for one more pass."""
 
-Gradients = Iterator[tuple[str, Tensor]]
-"""Names of parameters with (part of) their gradients [R, n], R the rows of all prompts; every entry comes once."""
+Rollouts = tuple[tuple[Rollout, ...], Layout]
+"""Rollouts of one pass, and how they lie in it."""
+Gradient = tuple[str, list[Tensor]]
+"""The name of a parameter, and (part of) its gradients by some rows at a time [r, n], R in all."""
+Gradients = Iterator[Gradient]
+"""Gradients of the rows of all prompts; every entry of a parameter comes once."""
 
 
 @dataclass
 class Pass:
-    """One prompt's rollouts: what went into each block, and the signals that have come back so far."""
+    """Rollouts of a prompt that run together: what went into each block, and the signals that have come back so far."""
 
     layout: Layout  # How the rollouts lie in the pass
     calls: list[Call]  # Arguments of each block
-    ends: Ends  # What the vocabulary's matrices need to know
     signals: Tensor  # Backward signals at the output of the next block to go through [r, *x]
-    # By parameter outside of the blocks, the gradients of the rows from above the last block
-    outside: list[list[Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class PromptPasses:
+    """All rollouts of a prompt, in one pass or in several, whose gradients add up."""
+
+    passes: list[Pass]
+    ends: Ends  # What the vocabulary's matrices need to know
+    outside: list[tuple[Tensor, ...]]  # By row, the gradients so far of the parameters outside of the blocks
 
 
 class Layered:
@@ -59,127 +70,147 @@ class Layered:
         self.batch, self.structure, self.prompts = batch, structure, prompts
         self.named = dict(zip(batch.scope.names, batch.scope.parameters, strict=True))
         self.head = plain_head(batch)  # Evaluated in slices; None where only the model's own logits will do
-        self.passes: list[Pass] = []
+        self.added: list[PromptPasses] = []
 
-    def add(self, rollouts: tuple[Rollout, ...], layout: Layout, rows_of: Callable[[Tensor], Tensor]) -> None:
+    def add(self, passes: Sequence[Rollouts], rows_of: Callable[[Tensor], Tensor]) -> None:
         """Run a prompt's rollouts forward and bring the signals of its rows back to the last block's output.
 
-        `rows_of` gives the prompt's rows of weights [r, K] from its log-probabilities [K].
+        `rows_of` gives the prompt's rows of weights [r, Σ K] from its log-probabilities [Σ K], pass after pass.
 
         Raises:
             UnfitError: The blocks do not run in order, the output layer's logits are changed, or signals do not fit.
         """
-        parameters = [self.named[name] for name in self.structure.outside]
-        # No graph below the last block's output: blocks are run again one at a time.
-        with torch.no_grad(), self.structure.watched() as seen:
-            if self.head is None:
-                found = Predictions(values := sampled_logprobs(self.batch, rollouts, layout), values, None)
-            else:
-                found = predictions(self.batch, rollouts, layout, self.head)
-            # The basis depends on log-probabilities, so rows are known only after the forward pass.
-            rows = torch.zeros(0) if found is None else rows_of(found.logprob.detach()).to(found.logprob)
-            last = seen.last()
-            pulled = [_pulled(found.output, [last, *parameters], found.signal(row)) for row in rows] if found else []
-        if found is None:  # the model caps or scales its logits
+        ran = [self._forward(*one) for one in passes]
+        if any(found is None for _, found in ran):  # the model caps or scales its logits
+            if self.structure.head is not None:
+                raise UnfitError("its logits are not what its output layer returns")
             self.head = None
-            return self.add(rollouts, layout, rows_of)
-        targets = torch.cat([r.ids[r.targets] for r in rollouts])
-        ends = Ends(rows, targets, seen.hidden(layout) if self.head is None else found.output.detach())
+            ran = [self._forward(*one) for one in passes]
+        logprob = torch.cat([found.logprob.detach() for _, found in ran if found])
+        # The basis depends on log-probabilities, so rows are known only after the forward passes.
+        rows, start = rows_of(logprob).to(logprob), 0
+        parameters = [self.named[name] for name in self.structure.outside]
+        outside = [tuple(torch.zeros_like(p) for p in parameters) for _ in rows]
+        made, hidden = list[Pass](), list[Tensor | None]()
+        for (_, layout), (seen, found) in zip(passes, ran, strict=True):
+            assert found is not None
+            own, start = slice(start, start + len(found.logprob)), start + len(found.logprob)
+            last = seen.last()
+            pulled = [_pulled(found.output, [last, *parameters], found.signal(row[own])) for row in rows]
+            outside = [_added(total, more[1:]) for total, more in zip(outside, pulled, strict=True)]
+            made.append(Pass(layout, seen.calls, _stacked([gradients[0] for gradients in pulled], last)))
+            hidden.append(seen.hidden(layout) if self.head is None else found.output.detach())
+        targets = torch.cat([r.ids[r.targets] for rollouts, _ in passes for r in rollouts])
+        ends = Ends(rows, targets, None if hidden[0] is None else torch.cat([h for h in hidden if h is not None]))
         if self.head is None:
-            ends.check(self.structure.head, found.logprob.detach(), self.batch.temperature)
-        outside = [[gradients[1 + i] for gradients in pulled] for i in range(len(parameters))]
-        signals = _stacked([gradients[0] for gradients in pulled], last)
+            ends.check(self.structure.head, logprob, self.batch.temperature)
         # Signals of all prompts, as many as this one's, at a block's output and at its input: half the memory at most.
-        needed = self.prompts * 2 * signals.numel() * signals.element_size()
-        if needed > memory_bytes(signals.device) // 2:
+        needed = self.prompts * 2 * sum(one.signals.numel() * one.signals.element_size() for one in made)
+        if needed > memory_bytes(logprob.device) // 2:
             raise UnfitError(f"the signals of {self.prompts} prompts would take {needed / 2**30:.1f} GiB")
-        self._drop(seen.calls)
-        self.passes.append(Pass(layout, seen.calls, ends, signals, outside))
+        inputs = [call.hidden for one in made for call in one.calls if call.hidden is not None]
+        if self.prompts * sum(x.numel() * x.element_size() for x in inputs) > INPUT_BYTES:
+            # √L kept inputs, √L blocks run again between two of them: the least memory for one more pass.
+            kept = math.isqrt(len(self.structure.blocks))
+            for call in (call for one in made for i, call in enumerate(one.calls) if i % kept):
+                call.hidden = None
+        self.added.append(PromptPasses(made, ends, outside))
         advance()
 
-    def _drop(self, calls: list[Call]) -> None:
-        """Keep the inputs of some blocks only, where those of all prompts and blocks are many; others run again."""
-        held = sum(call.hidden.numel() * call.hidden.element_size() for call in calls if call.hidden is not None)
-        if self.prompts * held > INPUT_BYTES:
-            # √L kept inputs, √L blocks run again between two of them: the least memory for one more pass.
-            kept = math.isqrt(len(calls))
-            for index, call in enumerate(calls):
-                if index % kept:
-                    call.hidden = None
+    def _forward(self, rollouts: tuple[Rollout, ...], layout: Layout) -> tuple[Seen, Predictions | None]:
+        """Run some rollouts; no graph below the last block's output, because blocks are run again one at a time."""
+        with torch.no_grad(), self.structure.watched() as seen:
+            if self.head is not None:
+                return seen, predictions(self.batch, rollouts, layout, self.head)
+            return seen, Predictions(values := sampled_logprobs(self.batch, rollouts, layout), values, None)
 
     def gradients(self) -> Gradients:
         """Form every parameter's gradients of all rows, from the last block to the first."""
         for index in reversed(range(self.structure.first, len(self.structure.blocks))):
             yield from self._block(index)
         if self.structure.embedding is not None or self.structure.outside:
-            for prompt in self.passes:
+            for prompt in self.added:
                 self._below(prompt)
         for i, name in enumerate(self.structure.outside):
-            yield name, torch.stack([row.flatten() for prompt in self.passes for row in prompt.outside[i]])
-        yield from vocabulary_gradients(self.structure, [prompt.ends for prompt in self.passes], self.batch.temperature)
+            yield name, [row[i].flatten()[None] for prompt in self.added for row in prompt.outside]
+        ends = [prompt.ends for prompt in self.added]
+        for name, gradients in vocabulary_gradients(self.structure, ends, self.batch.temperature):
+            yield name, [gradients]
 
     def _block(self, index: int) -> Gradients:
         """Take all signals through a block, once for each part of its gradients that fits in memory."""
         # Each further part repeats this block alone: too little memory costs passes over a block, not over the model.
-        names = self.structure.inside[index]
-        parameters, count = [self.named[name] for name in names], sum(len(prompt.signals) for prompt in self.passes)
-        parts = stretches(parameters, max(count, 1))
+        named = [(name, self.named[name]) for name in self.structure.inside[index]]
+        count = sum(len(prompt.ends.rows) for prompt in self.added)
+        parts = stretches([parameter for _, parameter in named], max(count, 1))
         for part in parts:
-            held = [parameters[i].new_empty(count, span.stop - span.start) for i, span in part]
-            start = 0
-            for prompt in self.passes:
-                into = [h[start : start + len(prompt.signals)] for h in held]
-                start += len(prompt.signals)
-                back = self._through(index, prompt, [(parameters[i], span) for i, span in part], into)
+            wanted, by_prompt = [(*named[i], span) for i, span in part], list[list[Gradient]]()
+            for prompt in self.added:
+                total = list[Gradient]()
+                for one in prompt.passes:
+                    found = self._through(index, one, wanted, last=part is parts[-1])
+                    for (_, into), (_, more) in zip(total, found, strict=False):  # of passes after the first
+                        for x, y in zip(into, more, strict=True):
+                            x += y
+                    total = total or found
+                by_prompt.append(total)
                 if part is parts[-1]:
-                    # Only now: every part needs the signals at the block's output and its input once more.
-                    prompt.signals, prompt.calls[index].hidden = back, None
                     advance()
-            for into, (i, _) in zip(held, part, strict=True):
-                yield names[i], into
+            for same in zip(*by_prompt, strict=True):
+                yield same[0][0], [rows for _, gradients in same for rows in gradients]
 
     def _through(
-        self, index: int, prompt: Pass, wanted: Sequence[tuple[Tensor, slice]], into: Sequence[Tensor]
-    ) -> Tensor:
-        """Write the gradients of one prompt's rows; return its signals at the block's input."""
+        self, index: int, one: Pass, wanted: Sequence[tuple[str, Tensor, slice]], *, last: bool
+    ) -> list[Gradient]:
+        """Form the gradients of a pass' rows by spans of parameters; if these are the `last`, move the signals on."""
         # A new leaf: the graph spans one block and is freed with it.
-        source = self._input(index, prompt).detach().requires_grad_()
-        with many_signals(prompt.layout.ids.shape[1]):
-            output = prompt.calls[index].again(self.structure.blocks[index], source)
-        inputs = [source, *(parameter for parameter, _ in wanted)]
-        back = torch.empty_like(prompt.signals)
-        size = sum(parameter.numel() * parameter.element_size() for parameter, _ in wanted)
-        for rows in _some_at_once(prompt.signals, size):
-            # Written into memory that is there: stacking would hold everything twice.
-            back[rows], *gradients = pull_back(output, inputs, prompt.signals[rows])
-            for row, gradient, (_, span) in zip(into, gradients, wanted, strict=True):
-                row[rows] = gradient.flatten(1)[:, span]
-        return back
+        source, block = self._input(index, one).detach().requires_grad_(), self.structure.blocks[index]
+        targets: list[tuple[str, Tensor, slice]] = []
+        with expert_matrices(block) as experts, many_signals(one.layout.ids.shape[1]):
+            output = one.calls[index].again(block, source)
+            for name, parameter, span in wanted:
+                pieces = experts.get(id(parameter), []) if span.stop - span.start == parameter.numel() else []
+                targets += [(name, x, slice(0, x.numel())) for x in pieces] or [(name, parameter, span)]
+        size = sum(parameter.numel() * parameter.element_size() for _, parameter, _ in wanted)
+        back, found = torch.empty_like(one.signals), [(name, list[Tensor]()) for name, _, _ in targets]
+        # Few enough rows at once for the block's activations and their gradients.
+        widest = one.signals.element_size() * one.signals[:1].numel() * WIDER
+        for rows in query_blocks(len(back), back.device, max(1, SIGNAL_BYTES // max(1, size, widest))):
+            back[rows], *gradients = pull_back(output, [source, *(x for _, x, _ in targets)], one.signals[rows])
+            for (_, into), gradient, (_, x, span) in zip(found, gradients, targets, strict=True):
+                flat = gradient.flatten(1)
+                # A copy of a part lets go of the whole gradient; a whole one is kept as it is.
+                into.append(flat if span.stop - span.start == x.numel() else flat[:, span].clone())
+        if last:  # every part needs the signals at the block's output and its input once more
+            one.signals, one.calls[index].hidden = back, None
+        return found
 
     @torch.no_grad()
-    def _input(self, index: int, prompt: Pass) -> Tensor:
+    def _input(self, index: int, one: Pass) -> Tensor:
         """Input of a block, run again from the last block before it whose input was kept."""
-        first = next(i for i in range(index, -1, -1) if prompt.calls[i].hidden is not None)
-        hidden = prompt.calls[first].hidden
+        first = next(i for i in range(index, -1, -1) if one.calls[i].hidden is not None)
+        hidden = one.calls[first].hidden
         assert hidden is not None
         for i in range(first, index):
-            hidden = prompt.calls[i + 1].hidden = prompt.calls[i].again(self.structure.blocks[i], hidden)
+            hidden = one.calls[i + 1].hidden = one.calls[i].again(self.structure.blocks[i], hidden)
         return hidden
 
-    def _below(self, prompt: Pass) -> None:
+    def _below(self, prompt: PromptPasses) -> None:
         """Bring a prompt's signals from the first block's input to the embedding's output."""
         parameters = [self.named[name] for name in self.structure.outside]
-        with self.structure.stopped() as seen:
-            model_logits(self.batch.model, prompt.layout)
-        leaves = [] if seen.embedded is None else [seen.embedded]
-        pulled = [_pulled(seen.first, [*leaves, *parameters], signal) for signal in prompt.signals]
-        if seen.embedded is not None:
-            prompt.ends.read(
-                seen.ids, _stacked([gradients[0] for gradients in pulled], seen.embedded), self.structure.embedding
-            )
-        for i, rows in enumerate(prompt.outside):
-            for k, row in enumerate(rows):
-                rows[k] = row + pulled[k][len(leaves) + i]
+        ids, signals = list[Tensor](), list[Tensor]()
+        for one in prompt.passes:
+            with self.structure.stopped() as seen:
+                model_logits(self.batch.model, one.layout)
+            leaves = [] if seen.embedded is None else [seen.embedded]
+            pulled = [_pulled(seen.first, [*leaves, *parameters], signal) for signal in one.signals]
+            if seen.embedded is not None:
+                ids.append(seen.ids)
+                signals.append(_stacked([gradients[0] for gradients in pulled], seen.embedded))
+            more = (gradients[len(leaves) :] for gradients in pulled)
+            prompt.outside = [_added(total, one) for total, one in zip(prompt.outside, more, strict=True)]
+        if self.structure.embedding is not None:
+            prompt.ends.read(ids, signals, self.structure.embedding)
 
 
 def _pulled(output: Tensor, inputs: Sequence[Tensor], signal: Tensor) -> tuple[Tensor, ...]:
@@ -189,11 +220,8 @@ def _pulled(output: Tensor, inputs: Sequence[Tensor], signal: Tensor) -> tuple[T
     return torch.autograd.grad(output, inputs, signal, retain_graph=True, materialize_grads=True)
 
 
-def _some_at_once(signals: Tensor, size: int) -> list[slice]:
-    """Rows whose signals go through a block together, few enough for its activations and gradients of `size` bytes."""
-    each = max(1, size, signals[0].numel() * signals.element_size() * WIDER) if len(signals) else 1
-    most = max(1, SIGNAL_BYTES // each)
-    return [slice(start, start + most) for start in range(0, len(signals), most)]
+def _added(total: Sequence[Tensor], more: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(x + y for x, y in zip(total, more, strict=True))
 
 
 def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:

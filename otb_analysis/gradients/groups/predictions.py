@@ -6,6 +6,7 @@ taken there and then: a row of weights w pulls w_k ∂log π(y_k)/∂h_k back fr
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from otb_analysis.gradients.batch.forward import model_logits, policy_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.batch.scope import end_of, layer_input
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.vocabulary import CHECKED, agree
 
@@ -35,8 +37,7 @@ class Predictions:
 
 def plain_head(batch: ScoreBatch) -> nn.Linear | None:
     """Return the output layer where it is a linear one that can be run by itself, with no bias to differentiate by."""
-    get = getattr(batch.model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
+    head = end_of(batch.model, "output")
     if batch.soft is not None or batch.scope.head is not None or type(head) is not nn.Linear:
         return None
     return None if any(head.bias is one for one in batch.scope.tensors) else head
@@ -52,13 +53,16 @@ def predictions(
         InputError: A sampled token lies outside the vocabulary.
         UnfitError: The output layer does not run once on every position.
     """
-    inputs: list[Tensor] = []
+    inputs, outputs = list[Tensor](), list[Tensor]()
 
-    def few(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        inputs.append(args[0])
-        return (layout.pick(args[0])[None, :CHECKED], *args[1:])
+    def few(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        inputs.append(hidden := layer_input(args, kwargs))
+        return (layout.pick(hidden)[None, :CHECKED],), {}
 
-    with head.register_forward_pre_hook(few):
+    def note(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
+        outputs.append(output)
+
+    with head.register_forward_pre_hook(few, with_kwargs=True), head.register_forward_hook(note):
         own = model_logits(batch.model, layout)
     if len(inputs) != 1 or inputs[0].ndim != 3:
         raise UnfitError("its output layer does not run once on every position")
@@ -74,6 +78,8 @@ def predictions(
         (slope[start : start + size],) = torch.autograd.grad(values.sum(), leaf)
         logprob.append(values.detach())
     found = torch.cat(logprob)
-    if own.shape[:-1] != (1, min(CHECKED, len(targets))) or not agree(own[0], targets, found, batch.temperature):
+    # A cap hardly changes small logits, but their slopes: what the layer returned must be what the model returns.
+    untouched = own.data_ptr() == outputs[0].data_ptr() and own.shape == outputs[0].shape
+    if not untouched or not agree(own[0], targets, found, batch.temperature):
         return None
     return Predictions(found, hidden, slope)

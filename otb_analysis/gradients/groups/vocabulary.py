@@ -23,10 +23,8 @@ CHECKED = 4
 
 def agree(logits: Tensor, targets: Tensor, logprob: Tensor, temperature: float) -> bool:
     """Tell whether log-probabilities [K] follow from the logits of the first few tokens [k, V], up to rounding."""
-    few, coarse = len(logits), logits.dtype.itemsize < 4
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    expected = z.log_softmax(-1).gather(-1, targets[:few, None])[:, 0]
-    return torch.allclose(expected, logprob[:few].to(expected), rtol=0, atol=0.2 if coarse else 1e-3)
+    expected = (logits / temperature).log_softmax(-1).gather(-1, targets[: len(logits), None])[:, 0]
+    return torch.allclose(expected, logprob[: len(logits)].to(expected), rtol=0, atol=1e-3)
 
 
 @dataclass
@@ -50,11 +48,11 @@ class Ends:
         if not agree(z, self.targets, logprob, temperature):
             raise UnfitError("its logits are not what its output layer returns")
 
-    def read(self, ids: Tensor, signals: Tensor, embedding: nn.Embedding | None) -> None:
-        """Note the signals [r, *ids, d] at the embedding's output; a padding entry has no gradient."""
-        self.ids = ids.flatten()
-        self.embedded = signals.reshape(len(signals), len(self.ids), signals.shape[-1])
-        if embedding is not None and embedding.padding_idx is not None:
+    def read(self, ids: Sequence[Tensor], signals: Sequence[Tensor], embedding: nn.Embedding) -> None:
+        """Note what each pass read [n, ℓ], and the signals there [r, n, ℓ, d]; a padding entry has no gradient."""
+        self.ids = torch.cat([x.flatten() for x in ids])
+        self.embedded = torch.cat([x.flatten(1, -2) for x in signals], 1)
+        if embedding.padding_idx is not None:
             self.embedded[:, self.ids == embedding.padding_idx] = 0
 
 
@@ -65,20 +63,22 @@ def vocabulary_gradients(
     embedding, head = structure.embedding, structure.head
     tied = embedding is not None and head is not None and structure.ends[0] == structure.ends[1]
     if head is not None:
-        _normalise(head, ends, temperature)
-        for entries in _slices(torch.arange(len(head.weight), device=head.weight.device), head.weight, ends):
+        every = torch.arange(len(head.weight), device=head.weight.device)
+        # Normalisers in float64, as the slices take the logits: 1 − π_y must survive π_y → 1. Slice by slice, since all
+        # logits in float64 would be [K, V] for every prompt.
+        for end in ends:
+            end.lse = end.targets.new_full((len(end.targets),), -torch.inf, dtype=torch.float64)
+        for entries in _slices(every, head.weight, ends):
+            for end in ends:
+                end.lse = torch.logaddexp(end.lse, (_logits(head, end, entries) / temperature).logsumexp(-1))
+        for entries in _slices(every, head.weight, ends):
             gradients = _zeros(head.weight, ends, entries)
             _add_of_output(gradients, head, ends, entries, temperature)
             if tied:
                 _add_of_input(gradients, ends, entries)
             yield structure.ends[1] or "", gradients.flatten(1)
     if embedding is not None and not tied:
-        read = (
-            torch.cat([end.ids for end in ends]).unique()
-            if ends
-            else torch.zeros(0, dtype=torch.long, device=embedding.weight.device)
-        )
-        for entries in _slices(read, embedding.weight, ends):
+        for entries in _slices(torch.cat([end.ids for end in ends]).unique(), embedding.weight, ends):
             gradients = _zeros(embedding.weight, ends, entries)
             _add_of_input(gradients, ends, entries)
             yield structure.ends[0] or "", gradients.flatten(1)
@@ -97,23 +97,11 @@ def _slices(entries: Tensor, weight: Tensor, ends: Sequence[Ends]) -> Iterator[T
     return iter(entries.split(max(1, SLICE_BYTES // each)))
 
 
-@torch.no_grad()
-def _normalise(head: nn.Linear, ends: Sequence[Ends], temperature: float) -> None:
-    """Take the logits' normalisers in float64, as the slices take the logits: 1 − π_y must survive π_y → 1."""
-    # Slice by slice, since all logits in float64 would be [K, V] for every prompt.
-    for end in ends:
-        end.lse = end.targets.new_full((len(end.targets),), -torch.inf, dtype=torch.float64)
-    for entries in _slices(torch.arange(len(head.weight), device=head.weight.device), head.weight, ends):
-        for end in ends:
-            part = torch.logsumexp(_logits(head, end, entries) / temperature, dim=-1)
-            end.lse = torch.logaddexp(end.lse, part)
-
-
 def _logits(head: nn.Linear, end: Ends, entries: Tensor) -> Tensor:
     """Logits of some entries of the vocabulary [K, |entries|], float64."""
     assert end.hidden is not None
-    bias = 0.0 if head.bias is None else head.bias[entries].double()
-    return end.hidden.double() @ head.weight[entries].double().T + bias
+    bias = None if head.bias is None else head.bias.detach()[entries].double()
+    return nn.functional.linear(end.hidden.double(), head.weight.detach()[entries].double(), bias)
 
 
 @torch.no_grad()

@@ -6,13 +6,14 @@ that is used again.
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.per_rollout import norms_of_rows, norms_of_tokens
+from otb_analysis.gradients.batch.per_rollout import Asked, Norms, norms_of
 from otb_analysis.gradients.exact.norm_accumulators import (
     NormAccumulator,
     Parts,
@@ -28,7 +29,6 @@ from otb_analysis.gradients.manual.backward import SCORE_BYTES
 from otb_analysis.gradients.manual.llama_layout import LlamaLayout, read
 from otb_analysis.gradients.manual.manual_backward import ManualBackward
 from otb_analysis.gradients.manual.support_check import FAMILIES
-from otb_analysis.types import Float, ScoreNorms
 
 NAME = "fast"
 BLOCK, CACHE_BYTES, SIGNAL_BYTES = 8, 1 << 21, 1 << 27
@@ -38,24 +38,10 @@ _CHECKED = Verdicts[None]()
 
 
 @torch.no_grad()
-def token_score_norms(batch: ScoreBatch, path: bool) -> ScoreNorms:
-    """Squared norm of every token's score, and with `path` of the running sums, without forming a gradient."""
-    layout = checked_layout(batch)
-
-    def measure(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-        manual = ManualBackward(layout, rollout, batch.temperature)
-        return manual.logprob, *_token_norms(manual, path)
-
-    return norms_of_tokens(batch, NAME, path, measure)
-
-
-@torch.no_grad()
-def weighted_score_norms(batch: ScoreBatch, weights: Float) -> Float:
-    """‖Σ_t weights[n,m,t] s_{n,t}‖² with one backward signal per row that is not all zero."""
-    layout = checked_layout(batch)
-    return norms_of_rows(
-        batch, weights, lambda rollout, rows: _row_norms(ManualBackward(layout, rollout, batch.temperature), rows)
-    )
+def norms(batch: ScoreBatch, asked: Asked) -> Norms:
+    """Squared norms of scores, of running sums and of weighted sums, without forming a gradient."""
+    take_apart = partial(ManualBackward, checked_layout(batch), temperature=batch.temperature)
+    return norms_of(batch, asked, take_apart, _token_norms, _row_norms)
 
 
 def checked_layout(batch: ScoreBatch) -> LlamaLayout:
@@ -66,7 +52,7 @@ def checked_layout(batch: ScoreBatch) -> LlamaLayout:
     return layout
 
 
-def fits(batch: ScoreBatch) -> bool:
+def fits(batch: ScoreBatch, _asked: Asked | None = None) -> bool:
     """Whether "auto" should use this engine; a model that it does not support is logged once, with the reason."""
     return fits_or_told(batch, checked_layout, 'not measured by engine="fast"', logging.INFO)
 
@@ -100,7 +86,7 @@ def _check(batch: ScoreBatch, layout: LlamaLayout) -> None:
         manual.below(Mix(None, slice(None)), accumulator)
         return manual.logprob, accumulator.by_name
 
-    refuse_difference(batch, "by hand", 'pass engine="generic"', measure, widened=True)
+    refuse_difference(batch, "by hand", 'pass engine="generic"', measure)
 
 
 def block_size(manual: ManualBackward) -> int:
@@ -111,20 +97,20 @@ def block_size(manual: ManualBackward) -> int:
     return max(1, min(wanted, SIGNAL_BYTES // each))
 
 
-def _token_norms(manual: ManualBackward, path: bool) -> tuple[Tensor, Tensor]:
-    """‖s_t‖² and, if asked for, ‖Σ_{j≤t} s_j‖² of a rollout's K sampled tokens."""
+def _token_norms(manual: ManualBackward, first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, ‖s_t‖² and, if wanted, ‖Σ_{j≤t} s_j‖² of the sampled tokens from `first` on."""
     norms, path_norms = outer_norms(((left, right) for _, left, right in manual.outer), manual.token_signals, path)
     size = block_size(manual)
     # Running sums take a Gram matrix per coordinate row; without `path` lengths are enough.
     accumulator = Running(manual.work) if path else NormAccumulator(manual.work)
-    for start in range(0, len(norms), size) if manual.layout.reaches_below else ():
+    for start in range(first, len(norms), size) if manual.layout.reaches_below else ():
         span = slice(start, start + size)
         manual.below(Mix(None, span), accumulator)
         single, running = accumulator.total()
         norms[span] += single
         if running is not None:
             path_norms[span] += running
-    return norms, path_norms
+    return manual.logprob[first:], norms[first:], path_norms[first:]
 
 
 def _row_norms(manual: ManualBackward, rows: Tensor) -> Tensor:

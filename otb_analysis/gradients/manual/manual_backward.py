@@ -35,7 +35,13 @@ class ManualBackward:
         signal.scatter_add_(-1, sampled, torch.ones_like(signal[:, :1])).div_(temperature)
         above = Above()
         # Each token's own signal in the residual stream behind the last attention [K, d].
-        self.token_signals = self._through_last_feed(signal, above)
+        tools = above, self.work
+        above.dense((-1, "head"), (layout.head,), self.acts.hidden, signal[:, None])
+        stream = torch.zeros_like(self.acts.hidden)[:, None]
+        norm_backward(layout.norm, self.acts.final, (signal @ layout.head.weight)[:, None], stream, tools)
+        layer, kept = layout.layers[-1], self.acts.blocks[-1]
+        norm_backward(layer.after, kept.after, feed_backward(layer, -1, kept.feed, stream, tools), stream, tools)
+        self.token_signals = stream[:, 0]
         self.at_input = self._through_last_attention(above)
         self.tokens, self.index = rollout.ids[: len(self.acts.turns.cos)].unique(return_inverse=True)
         # (parameter, left, right) of gradients above the cut; of a tied matrix only the rows that the rollout does not
@@ -45,16 +51,6 @@ class ManualBackward:
         # Made once for all blocks of tokens. Afterwards the inputs themselves are no longer needed.
         self.factors = factors(layout, self.acts)
         self.acts = without_inputs(self.acts)
-
-    def _through_last_feed(self, at_logits: Tensor, above: Above) -> Tensor:
-        layout, acts, tools = self.layout, self.acts, (above, self.work)
-        above.dense((-1, "head"), (layout.head,), acts.hidden, at_logits[:, None])
-        stream = torch.zeros_like(acts.hidden)[:, None]
-        norm_backward(layout.norm, acts.final, (at_logits @ layout.head.weight)[:, None], stream, tools)
-        layer, kept = layout.layers[-1], acts.blocks[-1]
-        signal = feed_backward(layer, -1, kept.feed, stream, tools)
-        norm_backward(layer.after, kept.after, signal, stream, tools)
-        return stream[:, 0]
 
     def _through_last_attention(self, above: Above) -> Tensor:
         layer, kept, at = self.layout.layers[-1], self.acts.blocks[-1].attention, self.rollout.targets - 1

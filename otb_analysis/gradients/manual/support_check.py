@@ -35,6 +35,7 @@ SLOTS: dict[str, str | type[nn.Module]] = {
     "lm_head": nn.Linear,
 }
 """By the last part of a module's name, its kind: a type, or what the family's own type is called behind its prefix."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ELSEWHERE = 'pass engine="generic" or engine="auto".'
 
 
@@ -50,7 +51,16 @@ def refuse_unsupported(model: nn.Module) -> None:
         expected = getattr(source, prefix + kind) if isinstance(kind, str) else kind
         if name and type(module) is not expected and slot != "act_fn":
             raise UnfitError(f"{name} is a {type(module).__name__}, which the engine does not follow; {ELSEWHERE}")
-        _refuse_altered(name or "the model", module)
+        # Hooks, and methods replaced on the instance, through which the model's own pass may differ.
+        hooks = [vars(module).get(h) or getattr(torch_module, "_global" + h, None) for h in HOOKS]
+        if any(hooks):
+            raise UnfitError(
+                f"{name or 'the model'} has a hook, which a hand-written pass would not run; remove it or {ELSEWHERE}"
+            )
+        if "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnfitError(f"the forward method of {name or 'the model'} was replaced; restore it or {ELSEWHERE}")
+        if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
+            raise UnfitError(f"{name} rescales its rows or their gradients; {ELSEWHERE}")
     kernel = getattr(model.config, "_attn_implementation", None)
     if kernel not in ("eager", "sdpa"):
         raise UnfitError(
@@ -58,14 +68,3 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
     if torch.is_autocast_enabled(next(model.parameters()).device.type):
         raise UnfitError(f"autocast is on, under which layers run in other dtypes; leave its block or {ELSEWHERE}")
-
-
-def _refuse_altered(name: str, module: nn.Module) -> None:
-    """Raise on hooks and on methods replaced on the instance, through which the model's own pass may differ."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, h, None) for h in hooks) or any(getattr(torch_module, "_global" + h, None) for h in hooks):
-        raise UnfitError(f"{name} has a hook, which a hand-written pass would not run; remove it or {ELSEWHERE}")
-    if "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None:
-        raise UnfitError(f"the forward method of {name} was replaced; restore it or {ELSEWHERE}")
-    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
-        raise UnfitError(f"{name} rescales its rows or their gradients; {ELSEWHERE}")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from otb_analysis.devices import GRAPH, working_set
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, microbatches
 from otb_analysis.gradients.batch.kernels import layers_of
 from otb_analysis.gradients.exact.hooks import traced
@@ -64,7 +65,8 @@ def token_norms(batch: ScoreBatch, plan: Plan) -> Float:
     count_to(len(copies), "token")
     # The rows of a pass share a vector that is read as a whole, such as attention sinks: there each has a pass.
     shared = any(use.rule is INNER_VECTOR for use in plan.below)
-    for micro in microbatches(copies, 1 if shared else POSITIONS):
+    positions = working_set(batch.scope.parameters[0].device, POSITIONS, GRAPH)
+    for micro in microbatches(copies, 1 if shared else positions):
         one = _Pass(batch, (*plan.above, *plan.below), micro)
         result[one.places] = _row_norms(plan, one).cpu().numpy()
         advance(len(micro))

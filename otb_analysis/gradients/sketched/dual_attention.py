@@ -42,49 +42,19 @@ def attention_tangent(query: Moving, key: Moving, value: Moving, weights: Weight
     ȯ = (P∘Ṡ)v − rowsum(P∘Ṡ)·o + Pv̇,  Ṡ = scale·(q̇kᵀ + qk̇ᵀ).
     """
     k = next(len(x.tangent) for x in (query, key, value) if x.tangent is not None)
-    output = weights.output
-    moved = output.new_zeros(k, *output.shape[1:])
-    if query.tangent is not None or key.tangent is not None:
-        _through_scores(moved, _paired(query, key, k), value.primal, weights)
-    if value.tangent is not None:
-        _through_values(moved, value.tangent, weights)
+    pairs = [(query.tangent, key.primal.expand(k, -1, -1, -1)), (query.primal.expand(k, -1, -1, -1), key.tangent)]
+    # Side by side, the two terms of Ṡ are one product; a fixed operand leaves one of them.
+    kept = [(left, right) for left, right in pairs if left is not None and right is not None]
+    left, right = (torch.cat(side, -1) for side in zip(*kept, strict=True)) if kept else (None, None)
+    moved, start = weights.output.new_zeros(k, *weights.output.shape[1:]), 0
+    for p, slope in zip(weights.blocks, weights.slopes, strict=True):
+        rows, keys = slice(start, start := start + p.shape[-2]), slice(0, p.shape[-1])
+        if left is not None and right is not None:
+            turned = (left[..., rows, :] @ right[..., keys, :].mT).mul_(slope)
+            through = turned @ value.primal[..., keys, :]
+            moved[..., rows, :] = through.addcmul_(turned.sum(-1, keepdim=True), weights.output[..., rows, :], value=-1)
+        if value.tangent is not None:
+            # One product per head for all directions.
+            columns = value.tangent[..., keys, :].permute(1, 2, 0, 3).flatten(2)
+            moved[..., rows, :] += (p[0] @ columns).unflatten(-1, (k, -1)).permute(2, 0, 1, 3)
     return moved
-
-
-def _paired(query: Moving, key: Moving, k: int) -> tuple[Tensor, Tensor]:
-    """[q̇, q] and [k, k̇], whose one product is Ṡ/scale; a fixed operand leaves one term."""
-    left, right = [], []
-    if query.tangent is not None:
-        left.append(query.tangent)
-        right.append(key.primal.expand(k, *key.primal.shape[1:]))
-    if key.tangent is not None:
-        left.append(query.primal.expand(k, *query.primal.shape[1:]))
-        right.append(key.tangent)
-    return torch.cat(left, -1), torch.cat(right, -1)
-
-
-def _through_scores(moved: Tensor, pair: tuple[Tensor, Tensor], value: Tensor, weights: Weights) -> None:
-    """Write the part of the tangents that moves the weights; a column of ones gives rowsum(P∘Ṡ) with the product."""
-    left, right = pair
-    # A row sum as one more column of the product: no second pass over [k, H, b, keys].
-    ones = value.new_ones(*value.shape[:-1], 1)
-    summed = torch.cat([value, ones], -1).expand(len(moved), *value.shape[1:-1], -1).contiguous()
-    start = 0
-    for block in weights.slopes:
-        rows, keys = slice(start, start := start + block.shape[-2]), slice(0, block.shape[-1])
-        turned = (left[..., rows, :] @ right[..., keys, :].mT).mul_(block)
-        through = turned @ summed[..., keys, :]
-        torch.addcmul(
-            through[..., :-1], through[..., -1:], weights.output[..., rows, :], value=-1, out=moved[..., rows, :]
-        )
-
-
-def _through_values(moved: Tensor, tangent: Tensor, weights: Weights) -> None:
-    """Add Pv̇, one product per head for all directions."""
-    k, heads, length, width = tangent.shape
-    columns = tangent.permute(1, 2, 0, 3).reshape(heads, length, k * width)
-    start = 0
-    for block in weights.blocks:
-        rows = slice(start, start := start + block.shape[-2])
-        product = block[0] @ columns[:, : block.shape[-1]]
-        moved[..., rows, :] += product.unflatten(-1, (k, width)).permute(2, 0, 1, 3)

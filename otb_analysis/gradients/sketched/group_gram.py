@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from otb_analysis.gradients.batch.inputs import Batch, Weights, check_group, check_weights, prepare
 from otb_analysis.gradients.exact.gram import add_products
 from otb_analysis.gradients.groups.group_gram import basis_weights, mixed, prompts_of
-from otb_analysis.gradients.sketched.sketch import gradient_sketch
+from otb_analysis.gradients.sketched.sketch import gradient_sketch, widened_if_it_fits
 from otb_analysis.types import Float
 
 
@@ -40,15 +40,15 @@ def sketched_group_gram(
         InputError: An argument does not fit, or so many buckets do not fit in memory; the sentence says what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    checked, member = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
-    prompts = prompts_of(batch, checked, member)
-    basis = basis_weights(batch, prompts, checked.shape)
-    sketch = gradient_sketch(
-        model, input_ids, mask, basis, member, attention_mask, dim=dim, seed=seed, scope=scope, temperature=temperature
-    )
+    options = {"scope": scope, "temperature": temperature}
+    with widened_if_it_fits(model):
+        batch = prepare(model, Batch(input_ids, mask, attention_mask), **options)
+        checked, member = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
+        prompts = prompts_of(batch, checked, member)
+        basis = basis_weights(batch, prompts, checked.shape)
+        sketch = gradient_sketch(model, input_ids, mask, basis, member, attention_mask, dim=dim, seed=seed, **options)
     rows = [row for prompt, part in zip(prompts, sketch, strict=True) for row in part[: len(prompt.basis.rows)]]
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     if rows:
-        add_products(total, [torch.from_numpy(row) for row in rows])
+        add_products(total, [torch.from_numpy(row)[None] for row in rows])
     return mixed(total.numpy(), prompts)

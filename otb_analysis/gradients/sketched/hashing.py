@@ -33,7 +33,10 @@ class Buckets:
         self.chunk = working_set(device, CHUNK)
         for first in range(0, length, self.chunk):
             part = self.signed[first : first + self.chunk]
-            part.copy_(_signed_buckets(start + first, len(part), dim, seed, device))
+            # h(j) where σ(j) = +1 and dim + h(j) where it is −1: one draw for both.
+            mixed = _shift(_mix(torch.arange(start + first, start + first + len(part), device=device), seed), 1)
+            power = dim & (dim - 1) == 0
+            part.copy_(mixed.bitwise_and_(2 * dim - 1) if power else mixed.remainder_(2 * dim))
 
     def sketch(self, values: Tensor) -> Tensor:
         """Return what `count_sketch` returns for the piece."""
@@ -49,14 +52,6 @@ def check_dim(dim: int) -> None:
     """Raise where the number of buckets is not positive."""
     if dim < 1:
         raise InputError(f"dim is {dim}; pass a positive number of buckets, 65536 by default.")
-
-
-def _signed_buckets(start: int, length: int, dim: int, seed: int, device: torch.device) -> Tensor:
-    """h(j) where σ(j) = +1 and dim + h(j) where it is −1."""
-    # One draw for bucket and sign: the upper half of 2·dim values stands for −1.
-    mixed = _shift(_mix(torch.arange(start, start + length, device=device), seed), 1)
-    size = 2 * dim
-    return mixed.bitwise_and_(size - 1) if size & (size - 1) == 0 else mixed.remainder_(size)
 
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.gradients.batch.functional import functional
-from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch, prepare
+from otb_analysis.gradients.batch.functional import Functional
+from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch
 from otb_analysis.gradients.batch.memory import refuse_more_than_fit
+from otb_analysis.gradients.batch.widening import measured
 from otb_analysis.gradients.directional.directional import jvp
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.layers import UnfitError
@@ -127,21 +128,21 @@ def sketch_score_norms(
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
     _check_request(directions, method, engine, features)
-    batch = prepare(model, Batch(input_ids, mask, attention_mask), scope, temperature)
-    drawn = Directions(batch, directions, seed)
-    parameters = batch.scope.parameters
-    each = 4 * sum(sum(p.shape) for p in parameters) + 8 * math.prod(batch.shape)  # signs, and projections
-    refuse_more_than_fit("directions", directions, each, parameters[0].device)
-    ran, parts = _projections(drawn, method, engine)
-    norm_sq, stderr, paths, logprob = (np.zeros(batch.shape) for _ in range(4))
-    kept = np.zeros((*batch.shape, directions), dtype=np.float32) if features else None
-    for part in parts:
-        where = part.rollout.row, part.rollout.columns
-        norm_sq[where], stderr[where], logprob[where] = part.norm_sq, part.norm_sq_stderr, part.logprob
-        if path:
-            paths[where] = part.path_norm_sq
-        if kept is not None:
-            kept[where] = part.sketched / np.sqrt(directions)
+    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
+        drawn = Directions(batch, directions, seed)
+        parameters = batch.scope.parameters
+        each = 4 * sum(sum(p.shape) for p in parameters) + 8 * math.prod(batch.shape)  # signs, and projections
+        refuse_more_than_fit("directions", directions, each, parameters[0].device)
+        ran, parts = _projections(drawn, method, engine)
+        norm_sq, stderr, paths, logprob = (np.zeros(batch.shape) for _ in range(4))
+        kept = np.zeros((*batch.shape, directions), dtype=np.float32) if features else None
+        for part in parts:
+            where = part.rollout.row, part.rollout.columns
+            norm_sq[where], stderr[where], logprob[where] = part.norm_sq, part.norm_sq_stderr, part.logprob
+            if path:
+                paths[where] = part.path_norm_sq
+            if kept is not None:
+                kept[where] = part.sketched / np.sqrt(directions)
     return ScoreNorms(norm_sq, logprob, ran, paths if path else None, stderr, kept)
 
 
@@ -157,7 +158,11 @@ def _projections(directions: Directions, method: str, engine: str) -> tuple[str,
         name = type(directions.batch.model).__name__
         _log.warning('%s is sketched by method "rank_one", one pass a direction: %s', name, reason)
         return "rank_one", _one_by_one(directions, "rank_one", _slopes)
-    return method, (_hybrid if method == "hybrid" else _rank_one)(directions)
+    if method == "hybrid":
+        return method, _hybrid(directions)
+    moves = DirectionBatch(directions.count, directions.signs, {})
+    wholes = ((one, (above(one, directions) + below(one, moves)).cpu().numpy()) for one in _decomposed(directions))
+    return method, (Projected(one.rollout, _logprob(one), whole) for one, whole in wholes)
 
 
 def _hybrid(directions: Directions) -> Iterator[Projected]:
@@ -176,13 +181,6 @@ def _hybrid(directions: Directions) -> Iterator[Projected]:
         yield projected
 
 
-def _rank_one(directions: Directions) -> Iterator[Projected]:
-    moves = DirectionBatch(directions.count, directions.signs, {})
-    for decomposed in _decomposed(directions):
-        whole = above(decomposed, directions) + below(decomposed, moves)
-        yield Projected(decomposed.rollout, _logprob(decomposed), whole.cpu().numpy())
-
-
 def _decomposed(directions: Directions) -> Iterator[DecomposedRollout]:
     plan = checked_plan(directions.batch)
     for rollout in counted(directions.batch.rollouts, "rollout"):
@@ -194,7 +192,7 @@ def _logprob(decomposed: DecomposedRollout) -> Float:
 
 
 def _slopes(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:
-    return jvp(functional(batch), batch.rollouts, direction).value
+    return jvp(Functional(batch), batch.rollouts, direction).value
 
 
 def _one_by_one(
@@ -205,7 +203,7 @@ def _one_by_one(
     projections = np.zeros((*batch.shape, directions.count), dtype=np.float32)
     for k in counted(range(directions.count), "direction"):
         projections[..., k] = slopes(batch, draw(k))
-    function = functional(batch)
+    function = Functional(batch)
     logprob = function.evaluate(function.parameters, batch.rollouts)
     for rollout in batch.rollouts:
         where = rollout.row, rollout.columns

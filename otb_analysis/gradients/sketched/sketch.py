@@ -1,6 +1,8 @@
 """Count sketches of gradients: short vectors whose inner products estimate those of the gradients, at any size."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -8,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import (
     Batch,
@@ -21,11 +24,14 @@ from otb_analysis.gradients.batch.inputs import (
 )
 from otb_analysis.gradients.batch.memory import refuse_more_than_fit
 from otb_analysis.gradients.batch.soft import SoftTokens
+from otb_analysis.gradients.batch.widening import widened
+from otb_analysis.gradients.exact.verdicts import first_told
 from otb_analysis.gradients.sketched.hashing import Buckets, check_dim
 from otb_analysis.gradients.sketched.shards import Shards, is_sharded
 
 KEPT = 1 << 28
 """Parameters up to which their buckets are kept during a call, at 4 bytes each; beyond, they are hashed every time."""
+_log = logging.getLogger(__name__)
 
 
 @torch.inference_mode(False)
@@ -55,7 +61,8 @@ def gradient_sketch(
     of the same seed, dim and model; those over disjoint scopes or shards add up. Costs one forward pass per cluster and
     one ordinary backward pass per (cluster, row) that is not all zero: no hooks, any attention kernel.
 
-    A model cut up by `fully_shard` takes the same batch on every process; all return the sketch of the whole gradient.
+    Weights in half precision are widened to float32, unless they are shards or the copies do not fit in memory. A model
+    cut up by `fully_shard` takes the same batch on every process; all return the sketch of the whole gradient.
     Inside `DistributedDataParallel` the wrapped model is measured on this process's batch.
 
     Sketches are [C, M, dim], float32, accumulated in float64. `weights` is [N, M, L]; `cluster` holds the rollout index
@@ -72,27 +79,40 @@ def gradient_sketch(
     check_dim(dim)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     shards = Shards(inner, scope) if is_sharded(inner) else None
-    arguments = Batch(input_ids, mask, attention_mask)
-    batch = prepare(inner, arguments, scope, temperature, sharded=shards is not None, soft=soft)
-    rows = check_weights(weights, batch.mask)
-    member = check_group(cluster, batch.shape[0], "cluster")
-    clusters = np.unique(member)
-    # Float64 sums of one cluster, what is added to them with both signs, and the float32 result.
-    each = 8 * (rows.shape[1] + 3) + 4 * len(clusters) * rows.shape[1]
-    refuse_more_than_fit("dim", dim, each, batch.scope.parameters[0].device)
-    if shards is not None:
-        shards.check_same(batch, rows)
-    sketch = _sketcher(batch, shards, dim, seed)
-    result = np.zeros((len(clusters), rows.shape[1], dim), dtype=np.float32)
-    for c, name in enumerate(clusters):
-        sums = torch.zeros(rows.shape[1], dim, dtype=torch.float64, device=batch.scope.parameters[0].device)
-        for micro in microbatches([r for r in batch.rollouts if member[r.row] == name]):
-            stacked = np.concatenate([rows[r.row][:, r.columns] for r in micro], axis=1)
-            gradients = _gradients if shards is None else shards.gradients
-            for m, gradient in gradients(batch, micro, stacked):
-                sketch(sums[m], gradient)
-        result[c] = (sums if shards is None else shards.total(sums)).cpu().numpy()
+    with nullcontext() if shards else widened_if_it_fits(inner):
+        arguments = Batch(input_ids, mask, attention_mask)
+        batch = prepare(inner, arguments, scope, temperature, sharded=shards is not None, soft=soft)
+        rows = check_weights(weights, batch.mask)
+        member = check_group(cluster, batch.shape[0], "cluster")
+        clusters, device = np.unique(member), batch.scope.parameters[0].device
+        # Float64 sums of one cluster, what is added to them with both signs, and the float32 result.
+        each = 8 * (rows.shape[1] + 3) + 4 * len(clusters) * rows.shape[1]
+        refuse_more_than_fit("dim", dim, each, device)
+        if shards is not None:
+            shards.check_same(batch, rows)
+        sketch = _sketcher(batch, shards, dim, seed)
+        gradients = _gradients if shards is None else shards.gradients
+        result = np.zeros((len(clusters), rows.shape[1], dim), dtype=np.float32)
+        for c, name in enumerate(clusters):
+            sums = torch.zeros(rows.shape[1], dim, dtype=torch.float64, device=device)
+            for micro in microbatches([r for r in batch.rollouts if member[r.row] == name]):
+                stacked = np.concatenate([rows[r.row][:, r.columns] for r in micro], axis=1)
+                for m, gradient in gradients(batch, micro, stacked):
+                    sketch(sums[m], gradient)
+            result[c] = (sums if shards is None else shards.total(sums)).cpu().numpy()
     return result
+
+
+@contextmanager
+def widened_if_it_fits(model: nn.Module) -> Iterator[None]:
+    """`widened` weights, or the model's own where copies do not fit: sketches are for models of any size."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(widened(model))
+        except InputError as reason:
+            if first_told(model, sentence := f"Gradients are sketched in half precision, because {reason}"):
+                _log.warning(sentence)
+        yield
 
 
 def _gradients(

@@ -38,6 +38,6 @@ def art(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedR
         place=fields.place,
         reward=fields.number("reward"),
         messages=tuple(messages),
-        group=fields.whole("group_index"),
+        group=fields.whole_number("group_index"),
         step=number_in(fields.place.file),
     )

@@ -31,7 +31,9 @@ def prime_rl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Reco
     }
     columns = {ours: fields.numbers(theirs) for ours, theirs in names.items() if theirs in fields}
     columns["reward"] = fields.numbers("rewards")
-    return _split(fields, ids, mask, columns, step=fields.whole("export_step" if "export_step" in fields else "step"))
+    return _split(
+        fields, ids, mask, columns, step=fields.whole_number("export_step" if "export_step" in fields else "step")
+    )
 
 
 def nemo_rl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
@@ -43,7 +45,7 @@ def nemo_rl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recor
     alone = {name: value[0] if _is_batch_of_one(value) else value for name, value in fields.row.items()}
     fields = Fields(fields.place, alone)
     ids, mask = fields.ids("token_ids"), fields.flags("token_loss_mask")
-    length = fields.whole("input_lengths") if "input_lengths" in fields else len(ids)
+    length = fields.whole_number("input_lengths") if "input_lengths" in fields else len(ids)
     if "sample_loss_mask" in fields and not fields.number("sample_loss_mask"):
         tally[EXCLUDED] += 1
     names = {"behavior_logprob": "generation_logprobs", "logprob": "prev_logprobs", "advantage": "advantages"}
@@ -76,7 +78,7 @@ def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         tally[UNFINISHED] += 1
         return None
     tokens = fields.ids("tokens")
-    length = fields.whole("response_length" if "response_length" in fields else "response_lengths")
+    length = fields.whole_number("response_length" if "response_length" in fields else "response_lengths")
     if not 0 <= length <= len(tokens):
         raise InputError(f"{fields.place}: the response has {length} tokens of {len(tokens)}; write its true length.")
     if "rewards" in fields and "raw_reward" not in fields:
@@ -103,7 +105,7 @@ def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         prompt=fields.text("prompt") if isinstance(fields.row.get("prompt"), str) else None,
         completion=fields.text("response") if isinstance(fields.row.get("response"), str) else None,
         group=fields.row.get("group_index"),
-        step=fields.whole("file_step") if "file_step" in fields else number_in(fields.place.file),
+        step=fields.whole_number("file_step") if "file_step" in fields else number_in(fields.place.file),
         prompt_ids=tokens[:cut],
         ids=tokens[cut:],
         mask=None if mask is None else fields.flags(mask),

@@ -45,7 +45,7 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         completion=None if chat else completion,
         messages=(*_messages(fields), Message("assistant", completion, True)) if chat else (),
         group=fields.key("group"),
-        step=fields.whole("step") if "step" in fields else None,
+        step=fields.whole_number("step") if "step" in fields else None,
         prompt_ids=fields.ids("prompt_ids") if "prompt_ids" in fields else None,
         ids=fields.ids("ids") if "ids" in fields else None,
         mask=fields.flags("mask") if "mask" in fields else None,
@@ -87,7 +87,7 @@ def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedR
         prompt=fields.text("prompt"),
         completion=fields.text("completion"),
         stripped=True,
-        step=fields.whole("step"),
+        step=fields.whole_number("step"),
         reward_parts=parts,
     )
 
@@ -113,7 +113,7 @@ def verl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorded
         completion=fields.text("output"),
         stripped=True,
         group=None if uid is None else uid.rsplit("_", 2)[0],
-        step=fields.whole("step"),
+        step=fields.whole_number("step"),
     )
 
 

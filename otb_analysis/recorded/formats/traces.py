@@ -69,7 +69,7 @@ def verifiers(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Rec
     columns: dict[str, Float] = {}
     for ours, theirs in PER_TOKEN.items():
         if any(node.get(theirs) for node in nodes):
-            columns[ours] = np.concatenate([part.spread(theirs) for part in parts])[first:]
+            columns[ours] = np.concatenate([part.by_token(theirs) for part in parts])[first:]
     scores = {name: (Fields(fields.place, reward), reward) for name, reward in paid.items()}
     parts_paid = {name: own.number("score") for name, (own, _) in scores.items()}
     weight = {name: float(reward.get("weight", 1.0)) for name, (_, reward) in scores.items()}
@@ -101,7 +101,7 @@ class _Node:
                 f"{self.where} has {len(self.mask)} mask entries for {len(self.ids)} tokens; write one each."
             )
 
-    def spread(self, name: str) -> Float:
+    def by_token(self, name: str) -> Float:
         """Return numbers of the sampled tokens by token, NaN at the others.
 
         A message that was assigned no advantages has none to give: 0, as verifiers reads it.

@@ -16,7 +16,13 @@ import numpy as np
 from scipy import special
 
 from otb_analysis.statistics.comparisons.alike import Alike, alike
-from otb_analysis.statistics.inference.intervals import LEVEL, MIN_CLUSTERS, Interval, jackknife_interval, told
+from otb_analysis.statistics.inference.intervals import (
+    LEVEL,
+    MIN_CLUSTERS,
+    Interval,
+    is_informative,
+    jackknife_interval,
+)
 from otb_analysis.statistics.moments.absolute import has_signal
 from otb_analysis.statistics.moments.gram import REFERENCE, against_reference, deleted_moments, truth_of, typical
 from otb_analysis.statistics.moments.measures import Moments
@@ -107,7 +113,7 @@ class Decision:
         usable = [one for one in self.better if one.label[1] != "calibrated"]
         return next(iter(sorted(usable, key=lambda one: one.label[1] == "exact")), None)
 
-    def of(self, label: Label) -> Comparison | None:
+    def comparison_of(self, label: Label) -> Comparison | None:
         """Return the comparison of a label, or of what it is the same update as; None where there is none."""
         named = self.alike[label].of if label in self.alike else label
         return next((one for one in self.comparisons if one.label == named), None)
@@ -178,7 +184,7 @@ def _look(
     if by == "efficiency" and not signal and (values.size > MIN_CLUSTERS or not sampled):
         return None
     found = jackknife_interval(values[0], values[1:], f"{by} of {label[0]} over that of {against[0]}", "log", level)
-    return found if told(found) or (found is not None and found.n_clusters < MIN_CLUSTERS) else None
+    return found if is_informative(found) or (found is not None and found.n_clusters < MIN_CLUSTERS) else None
 
 
 def _with_ends(interval: Interval | None) -> Interval | None:

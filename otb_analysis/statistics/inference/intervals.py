@@ -47,7 +47,7 @@ WIDE = 100.0
 """An interval of a positive quantity whose ends differ by this factor says that noise hides it, and is not shown."""
 
 
-def told(interval: Interval | None) -> bool:
+def is_informative(interval: Interval | None) -> bool:
     """Tell whether an interval of a positive quantity or ratio says something: it has ends, not too far apart."""
     if interval is None or interval.low is None or interval.high is None:
         return False
@@ -81,7 +81,7 @@ def jackknife_interval(
     point = Interval(float(estimate), None, None, k, estimand)
     if k < MIN_CLUSTERS or not np.isfinite(stderr):
         return point
-    law = Studentized.of(-values)  # deleting a cluster that pulls the value up lowers it
+    law = Studentized.from_influence(-values)  # deleting a cluster that pulls the value up lowers it
     down, up = law.quantiles(level)
     with np.errstate(over="ignore"):  # exp of a very wide interval is ∞, and then there is no interval
         low, high = SCALES[scale][1](np.array([centre - down * stderr, centre + up * stderr]))

@@ -28,7 +28,7 @@ class Studentized:
     degrees: float
 
     @classmethod
-    def of(cls, influence: Float) -> "Studentized":
+    def from_influence(cls, influence: Float) -> "Studentized":
         """Estimate the law from the clusters.
 
         Args:

@@ -99,7 +99,7 @@ def shown_efficiency(efficiency: Float, n_prompts: float, floor: float, words: s
     r = efficiency / ((1 - efficiency) * n_prompts)
     stderr = float(np.sqrt((k - 1) * r[1:].var()))
     # As many standard errors as skewed or heavy-tailed prompts take, in units of a normal law's.
-    stretch = Studentized.of(-r[1:]).quantiles(LEVEL)[0] / special.ndtri((1 + LEVEL) / 2)
+    stretch = Studentized.from_influence(-r[1:]).quantiles(LEVEL)[0] / special.ndtri((1 + LEVEL) / 2)
     # The jackknife counts the variance of pairs of noises twice, and in few directions they are skewed to the right.
     least = min(2 * floor * float(r[0]), stderr)
     lowest = _lower_end(float(r[0]), LEAST / k, stretch * stderr, stretch * least) * n_prompts

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from otb_analysis import schema
-from otb_analysis.statistics.inference.intervals import MIN_CLUSTERS, Interval, jackknife_interval, told
+from otb_analysis.statistics.inference.intervals import MIN_CLUSTERS, Interval, is_informative, jackknife_interval
 from otb_analysis.statistics.moments import absolute, measures
 from otb_analysis.statistics.moments.gram import (
     REFERENCE,
@@ -88,7 +88,7 @@ class GradientStatistics:
             return None
         # What has no noise has no ends, and what is proved has none either.
         sure = self.c_known if name == "projection" else one.low is None and name in ("efficiency", "noise_scale")
-        if name not in POSITIVE or sure or self.n_clusters < MIN_CLUSTERS or told(one):
+        if name not in POSITIVE or sure or self.n_clusters < MIN_CLUSTERS or is_informative(one):
             return one
         if name == "noise_scale":
             return replace(one, estimate=np.inf, high=np.inf)

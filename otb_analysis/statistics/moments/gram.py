@@ -45,7 +45,7 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     """
     number = {name: code for code, name in enumerate(prompts_of(grams))}
     parts = [_shares(gram, label, reference) for gram in grams]
-    # Sums over steps of what `_weighed` returns, from all clusters and without each [1 + K, 11].
+    # Sums over steps of what `_additive_sums` returns, from all clusters and without each [1 + K, 11].
     kept = np.tile(np.sum([whole for whole, _ in parts], axis=0), (1 + len(number), 1)) if parts else np.zeros((1, 11))
     named = [number[name] for step, gram in enumerate(grams) for name in dict.fromkeys(_names(step, gram))]
     if named:
@@ -80,7 +80,7 @@ def _shares(gram: Gram, label: Label, reference: Truth) -> tuple[Float, Float]:
         sums = _by_cluster(gram, labels, reference)
         total = sums.sum(axis=1, keepdims=True) * HALVES
         # Without a cluster a step loses its row and its column of pairs.
-        whole, without = _weighed(total), _weighed(total - sums)
+        whole, without = _additive_sums(total), _additive_sums(total - sums)
         gram.derived[labels, reference] = whole[:, 0], without - whole
     whole, changes = gram.derived[labels, reference]
     return whole[labels.index(label)], changes[labels.index(label)]
@@ -107,7 +107,7 @@ def _by_cluster(gram: Gram, labels: Sequence[Label], reference: Truth) -> Float:
     return sums
 
 
-def _weighed(sums: Float) -> Float:
+def _additive_sums(sums: Float) -> Float:
     """Return from sums [..., 8] of one step what adds up over steps [..., 11].
 
     Where it has a pair: its prompts, and prompts times the means of the diagonal [3] and of the pairs [3], else zeros;

@@ -50,10 +50,10 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
             f"groups, so pass a size of at most {pool[p] // 2} or a larger pool."
         )
     rng = np.random.default_rng(seed)
-    return [_cut(codes, pool // size, size, rng) for _ in range(shuffles)]
+    return [_partition(codes, pool // size, size, rng) for _ in range(shuffles)]
 
 
-def _cut(codes: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
+def _partition(codes: Int, counts: Int, size: int, rng: np.random.Generator) -> Partition:
     inside = _shuffled_rank(codes, rng) // size
     first = np.cumsum(counts) - counts
     # What does not fill a last group is left over: a smaller group would have another variance.

@@ -27,7 +27,7 @@ class TokenBatch:
     advantage: Float
     behavior: Float  # log-probability under the policy that sampled, in nats; NaN outside the mask
     reference: Float | None  # log π_ref in nats, or None
-    weight: Float  # Aggregation weight of each token within its mini-batch; set by `Objective.weighed`
+    weight: Float  # Aggregation weight of each token within its mini-batch; set by `Objective.with_weights`
     number: Int  # Each rollout's index in the step [N]
     seed: int = 0  # Seed of the mini-batches' order
     rate_factor: float = 1.0  # Multiplies the learning rate of these updates
@@ -75,7 +75,7 @@ class Objective:
         shaped = shape_rewards(self.config.shaping, inputs, self._options["shaping"])
         return shaped if penalty is None else replace(shaped, reward=shaped.reward - penalty)
 
-    def weighed(self, batch: TokenBatch) -> TokenBatch:
+    def with_weights(self, batch: TokenBatch) -> TokenBatch:
         """Return a mini-batch with the aggregation weight of each token."""
         inputs = AggregationInputs(batch.mask, batch.rollouts.group, batch.advantage)
         weight = aggregation_weights(self.config.aggregation, inputs, self._options["aggregation"])
@@ -113,7 +113,7 @@ class Objective:
         With several mini-batches their mean has these coefficients, up to how each normalises its own part. The entropy
         bonus is left out: its gradient is no sum of scores.
         """
-        return self.coefficients(self.weighed(batch), logprob).value
+        return self.coefficients(self.with_weights(batch), logprob).value
 
     def penalty(self, logprob: Float, reference: Float | None, mask: Bool) -> Float | None:
         """Return what the divergence subtracts from each token's reward [N, T], or None."""

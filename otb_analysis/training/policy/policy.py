@@ -73,10 +73,10 @@ class Policy:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Use the weights that rollouts are sampled from inside the block; every process must enter it."""
-        with self.whole(), self.past.sampling(), self.arithmetic():
+        with self.whole_weights(), self.past.sampling(), self.arithmetic():
             yield
 
-    def whole(self) -> AbstractContextManager[object]:
+    def whole_weights(self) -> AbstractContextManager[object]:
         """Return the context in which every process holds all weights; every process must enter it."""
         return gathered(self.model) if self.processes.sharded else nullcontext()
 
@@ -94,7 +94,7 @@ class Policy:
         with self.arithmetic(), self._recomputing() if keeps else torch.no_grad():
             for rows in parts:
                 part = rollouts.take(rows)
-                for some, prompts in self._cut(self.model, part):
+                for some, prompts in self._passes(self.model, part):
                     with rows_numbered(rows[some]):
                         outputs.append(forward_pass(self.model, part.take(some), self.temperature, prompts, wanted))
                     passes.append(rows[some])
@@ -136,7 +136,7 @@ class Policy:
         """Cut a batch, or some rows of it, into parts that fit into memory."""
         return micro_batches(self.model, rollouts, self.settings.micro_batch, rows)
 
-    def _cut(self, model: PreTrainedModel, rollouts: Rollouts) -> Iterator[tuple[Int, PrefixCache | None]]:
+    def _passes(self, model: PreTrainedModel, rollouts: Rollouts) -> Iterator[tuple[Int, PrefixCache | None]]:
         """Cut a micro-batch into passes, each with its prompts read; with sharded weights it is one pass."""
         if self.processes.sharded:
             yield np.arange(len(rollouts.group)), None
@@ -149,7 +149,7 @@ class Policy:
         part = rollouts.take(rows)
         passes, scored = [], []
         with self.arithmetic():
-            for some, prompts in self._cut(model, part):
+            for some, prompts in self._passes(model, part):
                 with rows_numbered(rows[some]):
                     scored.append(completion_logprobs(model, part.take(some), self.temperature, entropy, prompts))
                 passes.append(some)

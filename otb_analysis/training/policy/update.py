@@ -60,7 +60,7 @@ def update(
     """
     tally = Tally()
     for number, rows in enumerate(minibatches(batch.rollouts, objective.config, batch.seed)):
-        part = objective.weighed(batch.take(rows))
+        part = objective.with_weights(batch.take(rows))
         whole = number == 0 and len(rows) == len(batch.mask)
         kept = forward.logprob if whole and forward.logprob.requires_grad else None
         _accumulate(policy, objective, part, kept, tally)

@@ -18,6 +18,7 @@ from otb_analysis.statistics.moments import measures
 from otb_analysis.types import Float
 from studies.lib.enumeration.facts import GROUP, GROUP_SIZE, SETTINGS
 from studies.lib.enumeration.groups import group_moments
+from studies.lib.enumeration.moments import GroupMoments
 from studies.lib.enumeration.off_policy import CASES, DRIFT, case_moments, drifted, mean_shift, touched
 from studies.lib.enumeration.pages import page, table
 from studies.lib.enumeration.token_weights import PEAKED, WEIGHT_CASES, weighed_moments
@@ -43,23 +44,10 @@ WEIGHT_COLUMNS = ("weight", "bias", "c", "V", "SF", "efficiency, P = 1", "P = 10
 def catalogue(bias: str, shift: str, weights: str) -> str:
     """Return the whole page as Markdown around its three enumerated tables."""
     return page(
-        "catalogue.md.j2",
-        estimators=ESTIMATORS,
-        ratios=RATIOS,
-        aggregations=AGGREGATIONS,
-        token_weights=TOKEN_WEIGHTS,
-        shapings=SHAPINGS,
-        filters=FILTERS,
-        drawn=DRAWN,
-        policies=POLICIES,
-        group_size=GROUP_SIZE,
-        drift=DRIFT,
-        bias_table=bias,
-        shift_table=shift,
-        weight_table=weights,
-        vars=vars,
-        repr=repr,
-    )
+        "catalogue.md.j2", estimators=ESTIMATORS, ratios=RATIOS, aggregations=AGGREGATIONS, token_weights=TOKEN_WEIGHTS,
+        shapings=SHAPINGS, filters=FILTERS, drawn=DRAWN, policies=POLICIES, group_size=GROUP_SIZE, drift=DRIFT,
+        bias_table=bias, shift_table=shift, weight_table=weights, vars=vars, repr=repr,
+    )  # fmt: skip
 
 
 def main(path: Path = Path("docs/catalogue.md")) -> None:
@@ -93,23 +81,22 @@ def bias_table() -> str:
     for name in ESTIMATORS:
         moments = [group_moments(name, tree, GROUP_SIZE) for tree in trees]
         pairs = list(zip(moments, reference, strict=True))
-        bias = _median([m.relative_bias for m in moments])
+        bias, *others = moment_cells(pairs)
         if name in TARGETS:
             targets = [TARGETS[name](tree.objective) * tree.gradient for tree in trees]
             off = [np.linalg.norm(m.mean - t) / np.linalg.norm(t) for m, t in zip(moments, targets, strict=True)]
             bias += f" ({_median(off)})"
         crossing = float(np.median([float(measures.crossing(m.measured(r))) for m, r in pairs]))
-        rows.append([
-            f"`{name}`",
-            bias,
-            _median([m.projection for m in moments]),
-            _median([m.variance / r.variance for m, r in pairs]),
-            _median([m.sf / r.sf for m, r in pairs]),
-            _median([m.efficiency(1) for m in moments]),
-            _median([m.efficiency(1000) for m in moments]),
-            "∞" if math.isinf(crossing) else f"{crossing:.0f}",
-        ])  # fmt: skip
+        efficiencies = [_median([m.efficiency(prompts) for m in moments]) for prompts in (1, 1000)]
+        rows.append([f"`{name}`", bias, *others, *efficiencies, "∞" if math.isinf(crossing) else f"{crossing:.0f}"])
     return table(BIAS_COLUMNS, rows)
+
+
+def moment_cells(pairs: Sequence[tuple[GroupMoments, GroupMoments]]) -> list[str]:
+    """Return the medians of bias, c, and of V and SF over those of `rloo`, from moments beside those of `rloo`."""
+    variance, sf = ([getattr(m, name) / getattr(r, name) for m, r in pairs] for name in ("variance", "sf"))
+    return [*(_median([getattr(m, name) for m, _ in pairs]) for name in ("relative_bias", "projection")),
+            _median(variance), _median(sf)]  # fmt: skip
 
 
 def weight_table() -> str:
@@ -120,16 +107,8 @@ def weight_table() -> str:
     for label, (name, options) in WEIGHT_CASES.items():
         found = [weighed_moments(tree, name, GROUP_SIZE, options) for tree in trees]
         pairs = [(m, r) for (m, _), r in zip(found, reference, strict=True)]
-        rows.append([
-            label,
-            _median([m.relative_bias for m, _ in pairs]),
-            _median([m.projection for m, _ in pairs]),
-            _median([m.variance / r.variance for m, r in pairs]),
-            _median([m.sf / r.sf for m, r in pairs]),
-            _median([m.efficiency(1) / r.efficiency(1) for m, r in pairs]),
-            _median([m.efficiency(1000) / r.efficiency(1000) for m, r in pairs]),
-            _median([share for _, share in found]),
-        ])  # fmt: skip
+        efficiencies = [_median([m.efficiency(p) / r.efficiency(p) for m, r in pairs]) for p in (1, 1000)]
+        rows.append([label, *moment_cells(pairs), *efficiencies, _median([share for _, share in found])])
     return table(WEIGHT_COLUMNS, rows)
 
 

@@ -139,10 +139,8 @@ class Derailment:
 
     def sample(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, Float]:
         """Draw n rollouts: state before each token [n, T], tokens [n, T], rewards [n]."""
-        cumulative = np.cumsum(self.policy, axis=1)
-        state = np.zeros((n, self.horizon), np.int64)
-        token = np.zeros((n, self.horizon), np.int64)
-        now = np.zeros(n, np.int64)
+        cumulative, now = np.cumsum(self.policy, axis=1), np.zeros(n, np.int64)
+        state, token = np.zeros((2, n, self.horizon), np.int64)
         for t in range(self.horizon):
             state[:, t] = now
             drawn = (rng.random(n)[:, None] > cumulative[now]).sum(axis=1)

@@ -43,23 +43,19 @@ def exact_contrast(tree: Tree) -> Float:
     right = tree.total
     if not np.isin(right, (0.0, 1.0)).all():
         raise InputError("rewards of the tree are not 0 or 1, so no answer is right or wrong; draw it without dense.")
-    answer = np.exp(tree.logprob.sum(axis=1))
-    odds, chance, reach = np.zeros(tree.mask.shape), np.zeros(tree.mask.shape), np.zeros(tree.mask.shape)
-    for t in range(tree.mask.shape[1]):
-        step = tree.prefix[:, t] * (int(tree.token.max()) + 1) + tree.token[:, t]  # h and y
-        for h_y in np.unique(step[tree.mask[:, t]]):
-            rows = tree.mask[:, t] & (step == h_y)
-            chance[rows, t] = answer[rows] @ right[rows] / answer[rows].sum()
-    pi = np.exp(tree.logprob)
-    with np.errstate(divide="ignore"):
-        odds = np.where(tree.mask, pi * chance**2 / (1 - chance), 0.0)
-    sure = np.where(np.isinf(odds), pi, 0.0)
-    for h in np.unique(tree.prefix[tree.mask]):
-        at = tree.prefix == h
-        _, first = np.unique(tree.token[at], return_index=True)
-        total, certain = odds[at][first].sum(), sure[at][first].sum()
-        reach[at] = sure[at] / certain if certain else odds[at] / total if total else pi[at]
-    return reach
+    at, out = tree.mask, np.zeros(tree.mask.shape)
+    answer, paid = (np.broadcast_to(x[:, None], at.shape)[at] for x in (np.exp(tree.logprob.sum(axis=1)), right))
+    pairs = tree.prefix[at] * (int(tree.token.max()) + 1) + tree.token[at]  # h and y
+    _, first, place = np.unique(pairs, return_index=True, return_inverse=True)
+    chance = np.bincount(place, answer * paid) / np.bincount(place, answer)
+    pi, prefix = np.exp(tree.logprob[at][first]), tree.prefix[at][first]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        odds = pi * chance**2 / (1 - chance)
+        sure = np.where(np.isinf(odds), pi, 0.0)
+        total, certain = (np.bincount(prefix, x)[prefix] for x in (odds, sure))
+        share = np.where(certain > 0, sure / certain, np.where(total > 0, odds / total, pi))
+    out[at] = share[place]
+    return out
 
 
 def weighed_moments(tree: Tree, name: str, n: int, options: object = None) -> tuple[GroupMoments, float]:

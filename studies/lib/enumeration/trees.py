@@ -89,9 +89,9 @@ class Tree:
         """
         energy = {"exact": self.energy, "proxy": self.proxy}[source]
         return EstimatorInputs(
-            reward=self.reward[rows],
-            mask=self.mask[rows],
-            group=group,
+            self.reward[rows],
+            self.mask[rows],
+            group,
             energy=energy[rows],
             rollout_norm_sq=(self.score.sum(axis=1) ** 2).sum(axis=1)[rows],
             ratio=self.ratio[rows],

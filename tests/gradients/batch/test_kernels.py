@@ -1,12 +1,13 @@
 """Kernels of a model that engines replace for a pass: attention, activations, checkpoints, compiled code, wrappers."""
 
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -264,3 +265,80 @@ def test_an_operation_without_a_forward_derivative_is_refused_in_a_sentence(make
     assert "\n" not in str(refused.value)
     got, expected = gradient_attribution(*args, method="difference"), gradient_attribution(*args, engine="reference")
     np.testing.assert_allclose(got.share, expected.share, atol=1e-3 * np.abs(expected.share).max())
+
+
+def half_only(_module, query, key, value, _mask, **_options):
+    assert query.dtype == torch.bfloat16, "this kernel takes no float32"
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    ).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("half_only", half_only)
+
+
+@pytest.mark.parametrize("engine", ["fast", "generic", "reference"])
+def test_a_kernel_for_half_precision_steps_aside_where_weights_are_widened(make_model, sample, engine):
+    model, batch = make_model("qwen2", dtype=torch.bfloat16), sample["right"]
+    twin = make_model("qwen2").bfloat16().double()
+    model.set_attn_implementation("half_only")
+    with torch.no_grad():
+        assert model(batch.input_ids).logits.isfinite().all()
+    got = token_score_norms(model, *batch.args, batch.attention_mask, engine=engine)
+    expected = token_score_norms(twin, *batch.args, batch.attention_mask, engine="reference")
+    np.testing.assert_allclose(got.norm_sq, expected.norm_sq, atol=5e-6 * expected.norm_sq.max(), rtol=0)
+    assert got.engine == engine and model.config._attn_implementation == "half_only"
+
+
+@pytest.mark.parametrize("engine", ["generic", "reference"])
+def test_experts_in_float64_do_not_run_by_products_that_take_none(sample, engine):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model, batch = MixtralForCausalLM(config).eval(), sample["left"]
+    single = token_score_norms(model, *batch.args, batch.attention_mask, engine=engine)
+    double = token_score_norms(model.double(), *batch.args, batch.attention_mask, engine=engine)
+    np.testing.assert_allclose(single.norm_sq, double.norm_sq, rtol=1e-3, atol=1e-5 * double.norm_sq.max())
+    gram, expected = (
+        group_gradient_gram(model, *batch.args, torch.ones(5, 1, 12), np.arange(5), batch.attention_mask, engine=e)
+        for e in (engine, "reference")
+    )
+    np.testing.assert_allclose(gram, expected, atol=1e-6 * expected.max())
+
+
+class Keyword(torch.nn.Module):
+    """A model whose output layer is called by the name of its argument."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.config, self.model, self.lm_head = model.config, model.model, model.lm_head
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids, logits_to_keep=0, **options):
+        hidden = self.model(input_ids, **options).last_hidden_state
+        return SimpleNamespace(logits=self.lm_head(input=hidden[:, logits_to_keep]))
+
+
+@pytest.mark.parametrize("scope", ["all", "lm_head"])
+def test_an_output_layer_may_be_called_by_keyword(make_model, sample, scope):
+    plain, batch = make_model("qwen2"), sample["left"]
+    model, rest = Keyword(plain), {"attention_mask": batch.attention_mask, "scope": scope}
+    rows, group = torch.ones(5, 1, 12), np.array([0, 0, 1, 1, 1])
+    expected = group_gradient_gram(plain, *batch.args, rows, group, **rest)
+    np.testing.assert_allclose(
+        group_gradient_gram(model, *batch.args, rows, group, **rest), expected, rtol=1e-5, atol=1e-7 * expected.max()
+    )
+    for engine in ("generic", "reference"):
+        found, exact = (token_score_norms(m, *batch.args, engine=engine, **rest).norm_sq for m in (model, plain))
+        np.testing.assert_allclose(found, exact, rtol=2e-6)
+    share, other = (
+        gradient_attribution(m, *batch.args, rows[:, 0], method="difference", **rest).share for m in (model, plain)
+    )
+    np.testing.assert_allclose(share, other, rtol=1e-3, atol=1e-5 * np.abs(other).max())

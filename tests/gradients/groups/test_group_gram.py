@@ -193,14 +193,6 @@ def test_long_padded_rows_go_through_tiled_attention(make_model, make_sample, at
     assert distance(*both(model, sample, weights, np.array([0, 0]))) < 1e-6
 
 
-def test_half_precision_is_never_packed(batch):
-    torch.manual_seed(0)
-    model = mistral().bfloat16().eval()
-    prepared = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
-    long = tuple(r for r in prepared.rollouts if GROUP[r.row] == 3)
-    assert "position_ids" not in packing.layout_of(prepared, long, dtype=torch.float32).inputs
-
-
 def test_frozen_parameters_are_left_out(make_model, batch):
     model = make_model("llama", False)
     for name, parameter in model.named_parameters():
@@ -334,11 +326,11 @@ def test_scores_that_are_sampled_twice_are_measured_once_and_counted_twice(make_
     measured = []
     engine = gradients.ENGINES["generic"]
 
-    def spy(prepared, path):
+    def spy(prepared, asked):
         measured.append([r.columns.tolist() for r in prepared.rollouts])
-        return engine.token_score_norms(prepared, path)
+        return engine.norms(prepared, asked)
 
-    monkeypatch.setitem(gradients.ENGINES, "generic", replace(engine, token_score_norms=spy))
+    monkeypatch.setitem(gradients.ENGINES, "generic", replace(engine, norms=spy))
     found = gradients.token_score_norms(model, *sample.args, sample.attention_mask, engine="generic")
     plain = gradients.token_score_norms(model, *sample.args, sample.attention_mask, engine="reference")
     assert [len(columns) for columns in measured[0]] == [3, 1]
@@ -407,7 +399,7 @@ def test_products_of_float32_gradients_are_those_of_float64_up_to_one_rounding_w
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(count, 40_000, generator=generator) * torch.rand(40_000, generator=generator).pow(power)
     total = torch.zeros(count, count, dtype=torch.float64)
-    gram.add_products(total, rows)
+    gram.add_products(total, list(rows.split(60)))
     exact = (rows.double() @ rows.double().T).numpy()
     length = np.sqrt(exact.diagonal())
     assert np.abs((total.numpy() - exact) / (length[:, None] * length)).max() < error
@@ -418,7 +410,7 @@ def test_products_of_float32_gradients_stay_in_float64_where_torch_may_round_the
     rows = torch.randn(gram.ROWS, 4_096, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     total = torch.zeros(gram.ROWS, gram.ROWS, dtype=torch.float64)
-    gram.add_products(total, rows)
+    gram.add_products(total, list(rows.split(60)))
     torch.testing.assert_close(total, rows.double() @ rows.double().T, rtol=1e-12, atol=1e-12 * 4_096)
 
 
@@ -428,3 +420,35 @@ def test_blocks_are_the_largest_list_of_modules(make_model, batch):
     structure = blocks.structure_of(prepared)
     assert structure.blocks == tuple(model.model.layers) and structure.outside == ("model.norm.weight",)
     assert structure.ends == ("model.embed_tokens.weight",) * 2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma2", "cohere"])
+def test_rollouts_of_a_prompt_run_in_parts_where_memory_is_short(make_model, batch, monkeypatch, family):
+    # Gemma 2 caps its logits and Cohere scales them, so that their own are taken instead of slices.
+    others = {"gemma2": gemma, "cohere": cohere}
+    torch.manual_seed(0)
+    model = others[family]().double().eval() if family in others else make_model(family, dtype=torch.float64)
+    weights, passes = weights_of(), list[list[int]]()
+    scope = {"scope": "layers"} if family in others else {}
+    whole, expected = both(model, batch, weights, **scope)
+    add = group_gram.Layered.add
+
+    def spy(layered, parts, rows_of):
+        passes.append([len(rollouts) for rollouts, _ in parts])
+        return add(layered, parts, rows_of)
+
+    monkeypatch.setattr(group_gram.Layered, "add", spy)
+    monkeypatch.setattr(group_gram, "free_bytes", lambda _device: 0)
+    found = group_gradient_gram(model, *batch.args, weights, GROUP, batch.attention_mask, **scope)
+    assert passes[-3:] == [[1, 1], [1, 1, 1], [1]]
+    assert distance(found, expected) < 2e-6 and distance(whole, expected) < 2e-6
+
+
+def test_rollouts_are_cut_in_their_order_at_padded_positions(make_model, batch):
+    prepared = prepare(make_model("llama"), Batch(*batch.args, batch.attention_mask), "all", 1.0)
+    prompt = group_gram.prompts_of(prepared, weights_of(), np.zeros(6, int))[0]
+    assert [r.length for r in prompt.rollouts] == [6, 8, 4, 4, 6, 1]
+    # 2 · 8 = 16 positions fit, 3 · 8 do not; 3 · 6 do not, 2 · 6 do
+    assert [[r.row for r in some] for some in prompt.cut(16)] == [[0, 1], [2, 3], [4, 5]]
+    assert [len(some) for some in prompt.cut(3)] == [1] * 6 and len(prompt.cut(48)) == 1
+    assert prompt.packs_into(48) and not prompt.packs_into(10)

@@ -8,6 +8,7 @@ from transformers import GemmaConfig, GemmaForCausalLM
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
 from otb_analysis.gradients.batch.inputs import Batch, prepare
+from otb_analysis.gradients.batch.per_rollout import Asked
 from otb_analysis.gradients.exact import generic
 from otb_analysis.gradients.exact.passes import DecomposedRollout
 from otb_analysis.gradients.sampled import scattered
@@ -66,7 +67,7 @@ def test_scattered_copies_know_every_scope(make_model, prepared, scope):
     for tied in (True, False):
         model = make_model("qwen3", tied)
         scored = prepared(model, scope=scope)
-        exact = generic.token_score_norms(scored, False).norm_sq
+        exact = generic.norms(scored, Asked.of_tokens(scored)).norm_sq
         found = scattered.token_norms(scored, generic.plan_for(scored))
         np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-6 * exact.max())
 
@@ -103,13 +104,13 @@ def test_norm_above_the_cut_is_that_of_the_layers_there(make_model, prepared):
         )
     found = scattered.norms_above_cut(scored, plan)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    exact = generic.token_score_norms(scored, False).norm_sq
+    exact = generic.norms(scored, Asked.of_tokens(scored)).norm_sq
     assert (found <= exact * (1 + 1e-6)).all() and (found[scored.mask] > 0).all()
 
 
 def test_norm_above_the_cut_is_everything_where_nothing_in_scope_is_below(make_model, prepared):
     scored = prepared(make_model("qwen2"), scope="lm_head")
-    exact = generic.token_score_norms(scored, False).norm_sq
+    exact = generic.norms(scored, Asked.of_tokens(scored)).norm_sq
     np.testing.assert_allclose(scattered.norms_above_cut(scored, generic.plan_for(scored)), exact, rtol=1e-5)
 
 

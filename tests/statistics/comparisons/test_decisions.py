@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from otb_analysis.figures.comparison import comparison_info
-from otb_analysis.statistics import REFERENCE, Gram, Interval, Proved, decide, paired_ratios, pooled_statistics, told
+from otb_analysis.statistics import (
+    REFERENCE,
+    Gram,
+    Interval,
+    Proved,
+    decide,
+    is_informative,
+    paired_ratios,
+    pooled_statistics,
+)
 
 NAMES = [(f"loo{k}", "proxy") for k in range(6)]
 MEAN, OTB, TURN = ("group_mean", "none"), ("otb", "proxy"), ("otb_turn", "proxy")
@@ -111,10 +120,10 @@ def test_multiples_are_one_comparison_named_after_the_one_that_trained():
     one = gram(np.stack([rloo, rloo, 0.75 * rloo, other, 2 * other]), labels)
     found = decide([one])
     assert [c.label for c in found.comparisons] == [OTB] and found.alike[MEAN].factor == pytest.approx(0.75)
-    assert found.of(TURN) == found.of(OTB) and found.of(MEAN) is None
+    assert found.comparison_of(TURN) == found.comparison_of(OTB) and found.comparison_of(MEAN) is None
     assert [c.label for c in decide([one], first=[TURN]).comparisons] == [TURN]
     assert [c.label for c in decide([one], OTB).comparisons] == [REFERENCE]
-    assert decide([one], only=[TURN]).of(TURN) is not None  # asked for by name, it goes by no other
+    assert decide([one], only=[TURN]).comparison_of(TURN) is not None  # asked for by name, it goes by no other
 
 
 def test_the_interval_of_all_contains_that_of_one_look_which_contains_the_estimate():
@@ -130,15 +139,15 @@ def test_the_interval_of_all_contains_that_of_one_look_which_contains_the_estima
 
 @pytest.mark.parametrize(("low", "high", "says"), [(0.1, 9.99, True), (0.1, 10, False), (0, 1, False)])
 def test_ends_that_differ_by_a_hundred_say_nothing(low, high, says):
-    assert told(Interval(0.5, low, high, 20, "")) is says
-    assert not told(Interval(0.5, None, None, 20, "")) and not told(None)
+    assert is_informative(Interval(0.5, low, high, 20, "")) is says
+    assert not is_informative(Interval(0.5, None, None, 20, "")) and not is_informative(None)
 
 
 def test_an_interval_that_is_too_wide_is_missing_everywhere():
     g = gradients(0, [1, 1], n_prompts=18)
     g[1, 0] *= 40  # one prompt holds all of its variance
     known = unbiased(NAMES[0])
-    assert not told(paired_ratios([gram(g)], known=known)[0].sf)
+    assert not is_informative(paired_ratios([gram(g)], known=known)[0].sf)
     found = decide([gram(g)], known=known)
     assert (found.comparisons[0].one_look, found.comparisons[0].together, found.tested) == (None, None, ())
     row = comparison_info([gram(g)], known=known).rows[1]
@@ -190,7 +199,7 @@ def test_as_many_prompts_as_are_said_to_be_needed_show_ten_percent_four_times_in
     found = [
         decide([measured(100 + seed, sizes, round(np.median(needed)), own=1.0)], known=known) for seed in range(100)
     ]
-    shown = np.mean([one.of(NAMES[0]).better for one in found])
+    shown = np.mean([one.comparison_of(NAMES[0]).better for one in found])
     assert abs(shown - 0.8) < 3 * np.sqrt(0.16 / 100)
 
 

@@ -7,14 +7,14 @@ from otb_analysis.statistics.inference.studentized import Studentized
 
 
 def test_symmetric_light_tails_leave_students_quantiles():
-    law = Studentized.of(np.concatenate([np.arange(8.0), -np.arange(8.0)]))
+    law = Studentized.from_influence(np.concatenate([np.arange(8.0), -np.arange(8.0)]))
     assert (law.skew, law.degrees) == (pytest.approx(0), pytest.approx(15))
     assert law.quantiles(0.95) == pytest.approx((stats.t.ppf(0.975, 15), stats.t.ppf(0.975, 15)))
 
 
 def test_quantiles_invert_halls_cubic():
     influence = np.random.default_rng(4).exponential(size=20)
-    law = Studentized.of(influence)
+    law = Studentized.from_influence(influence)
     a = stats.skew(influence, bias=False) / np.sqrt(20)
     kurtosis = stats.kurtosis(influence, bias=False)
     q = stats.t.ppf(0.975, 2 / (kurtosis / 20 + 2 / 19))
@@ -27,18 +27,22 @@ def test_quantiles_invert_halls_cubic():
 
 def test_mirrored_clusters_mirror_the_quantiles():
     x = np.random.default_rng(5).exponential(size=30)
-    assert Studentized.of(-x).quantiles(0.9) == pytest.approx(Studentized.of(x).quantiles(0.9)[::-1])
-    assert Studentized.of(7 * x - 3).quantiles(0.9) == pytest.approx(Studentized.of(x).quantiles(0.9))
+    assert Studentized.from_influence(-x).quantiles(0.9) == pytest.approx(
+        Studentized.from_influence(x).quantiles(0.9)[::-1]
+    )
+    assert Studentized.from_influence(7 * x - 3).quantiles(0.9) == pytest.approx(
+        Studentized.from_influence(x).quantiles(0.9)
+    )
 
 
 def test_clusters_without_spread_are_students():
-    assert Studentized.of(np.full(20, 0.1)) == Studentized(0.0, 19.0)
-    assert Studentized.of(np.zeros(20)) == Studentized(0.0, 19.0)
+    assert Studentized.from_influence(np.full(20, 0.1)) == Studentized(0.0, 19.0)
+    assert Studentized.from_influence(np.zeros(20)) == Studentized(0.0, 19.0)
 
 
 def test_p_value_is_one_minus_the_level_that_just_excludes():
     for seed in range(4):
-        law = Studentized.of(np.random.default_rng(seed).exponential(size=20))
+        law = Studentized.from_influence(np.random.default_rng(seed).exponential(size=20))
         for level in (0.5, 0.9, 0.99):
             down, up = law.quantiles(level)
             # θ₀ at the lower end lies `down` standard errors below θ̂, at the upper end `up` above.

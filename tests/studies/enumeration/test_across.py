@@ -86,5 +86,5 @@ def test_unclipped_ratios_leave_the_mean_where_no_baseline_has_it():
 
 
 def test_batches_too_many_to_enumerate_are_refused():
-    with pytest.raises(InputError, match=r"there are \d+ batches but at most 200000 are enumerated"):
+    with pytest.raises(InputError, match="batches but at most 200000"):
         batch_means("rloo", policies(0, replace(SPEC, horizon=4)), 5)

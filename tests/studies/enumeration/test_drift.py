@@ -52,7 +52,7 @@ def test_sampler_behind_along_the_gradient_earns_less():
 
 def test_direction_in_which_nothing_moves_is_refused():
     one = tree(6)
-    with pytest.raises(InputError, match=r"no sampler in this direction is 0\.1 nats away"):
+    with pytest.raises(InputError, match=r"0\.1 nats away"):
         sampled_at(one, np.zeros(6), 0.1)
     with pytest.raises(InputError, match="one entry a parameter"):
         moved_logprob(one, np.zeros(5))

@@ -153,5 +153,5 @@ def test_energy_ema_runs_from_token_optimal_to_otb(tree):
 
 
 def test_leave_one_out_names_have_no_limit_of_their_own(draw):
-    with pytest.raises(InputError, match="'otb_loo' has no population form of its own; did you mean 'otb'"):
+    with pytest.raises(InputError, match=r"'otb_loo' .* mean 'otb'"):
         population_baseline("otb_loo", draw(0, horizon=2))

@@ -65,5 +65,5 @@ def test_table_has_every_feature_set_and_batch():
     assert [row["prompts"] for row in rows[-4:]] == ["3", "3", "5", "5"]
     across = next(row for row in rows if str(row["features"]).startswith("1 ("))
     assert across["free"] == pytest.approx(across["ridge_10"])  # the coefficient of 1 is not penalised
-    with pytest.raises(InputError, match="--prompts has 8 but there are 6 policies"):
+    with pytest.raises(InputError, match="has 8 but there are 6"):
         run_bench(RegressionConfig(policies=6, prompts=(8,)))

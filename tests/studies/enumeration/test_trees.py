@@ -79,5 +79,5 @@ def test_sampling_policy_changes_probabilities_but_not_the_gradient(draw):
 
 
 def test_trees_too_large_to_enumerate_are_refused():
-    with pytest.raises(InputError, match="vocabulary 10 and horizon 10 give 10000000000 completions"):
+    with pytest.raises(InputError, match="10000000000 completions"):
         random_tree(replace(TreeSpec(), vocabulary=10, horizon=10), np.random.default_rng(0))

@@ -191,7 +191,7 @@ def test_dropped_groups_take_no_part_in_the_update(made):
     equal = np.where(first[:, None], 0.0, compute_rewards(trainer.task, rollouts).reward)
     table = trainer.table(replace(rollouts, reward=equal), forward, None)
     assert not table.keep[first].any()
-    batch = trainer.objective.weighed(trainer.objective.batch(rollouts, table, np.ones(table.mask.shape), None))
+    batch = trainer.objective.with_weights(trainer.objective.batch(rollouts, table, np.ones(table.mask.shape), None))
     kept = batch.mask.any(axis=1).sum()
     assert (batch.weight[first] == 0).all()
     assert batch.weight.max() == pytest.approx(1 / kept)

@@ -1,26 +1,17 @@
-"""The batch on which measurements are timed and compared: one step's rollouts, of the demo's policy as a rule."""
+"""What measurements are timed on: one step's rollouts, of the demo's policy as a rule, and one pass over them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from otb_analysis.config import SampleConfig, TrainConfig
-from otb_analysis.measurement.forward import forward_pass
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.setup import Trainer
-from otb_analysis.types import Float
-
-
-@dataclass(frozen=True)
-class DemoBatch:
-    """What engines take."""
-
-    args: tuple[PreTrainedModel, Tensor, Tensor, Tensor]  # Model, token ids, sampled and real tokens [N, L]
-    proxy: Float  # Energy proxy [N, L], zero outside the mask
 
 
 def sampled_step(config: SampleConfig, model: str = "demo") -> tuple[Trainer, Rollouts]:
@@ -37,9 +28,13 @@ def sampled_step(config: SampleConfig, model: str = "demo") -> tuple[Trainer, Ro
         return trainer, sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config, group)
 
 
-def demo_batch(prompts: int, group_size: int = 8) -> DemoBatch:
-    """Return a batch of the demo's policy."""
-    trainer, rollouts = sampled_step(SampleConfig(prompts=prompts, group_size=group_size))
-    energy = forward_pass(trainer.model, rollouts, 1.0).stats.energy
-    proxy = rollouts.by_column(energy[None])[:, 0]
-    return DemoBatch((trainer.model, *rollouts.tensors(trainer.model.device)), proxy)
+def group_passes(model: PreTrainedModel, rollouts: Rollouts) -> Callable[[], None]:
+    """Return a call that takes one forward and one backward pass of every group's rollouts: the yardstick."""
+    problem = prepare(model, Batch(*rollouts.tensors(model.device)), "all", 1.0)
+    groups = [tuple(r for r in problem.rollouts if rollouts.group[r.row] == g) for g in np.unique(rollouts.group)]
+
+    def passes() -> None:
+        for own in groups:
+            torch.autograd.grad(sampled_logprobs(problem, own).sum(), problem.scope.parameters)
+
+    return passes

@@ -1,0 +1,353 @@
+"""run.sqlite: which steps a run has, its small tables, and the list of its Parquet files, each checked when it is read.
+
+One transaction adds a step, so a reader sees all of it or nothing. A rollback journal and no write-ahead log: nothing
+lies beside the file once a transaction ended, network disks work, and readers need no right to write. SQLite has no
+checksums of its own, so the row of a step in `written` holds how many rows each table has of it and a sum over every
+column. A changed bit, a lost row and an exchanged one change a sum.
+"""
+
+import json
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pyarrow as pa
+from pandas.util import hash_array as pandas_hash_array
+
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.schema import TABLES, Column
+from otb_analysis.store.encode import ARROW
+from otb_analysis.store.layout import CATALOGUE, refused_link
+
+SMALL = ("steps", "rollouts", "gradients", "sampling")
+"""The tables of the schema that live in the catalogue."""
+LARGE = tuple(table for table in TABLES if table not in SMALL)
+"""Those that live in Parquet files."""
+
+PARTS = (
+    Column("step", "BIGINT", "", "Step whose rows the file holds.", key=True),
+    Column("table", "VARCHAR", "", "Table of the schema."),
+    Column("file", "VARCHAR", "", "Path inside the run."),
+    Column("rows", "BIGINT", "", "Rows of this step in the file."),
+    Column("crc32", "BIGINT", "", "CRC-32 of the file's bytes."),
+    Column("fields", "VARCHAR", "", "Columns and their types, as JSON."),
+    Column("recorded", "VARCHAR", "", "Columns that hold any value of this step, with commas between."),
+)
+"""The table of Parquet files: a row for each file of a step, or of several steps once they are compacted."""
+
+_SCHEMA = {table: TABLES[table] for table in SMALL} | {"parts": PARTS}
+_SQL = {
+    "BIGINT": "BIGINT",
+    "INTEGER": "INT",
+    "FLOAT": "REAL",
+    "DOUBLE": "DOUBLE",
+    "VARCHAR": "TEXT",
+    "BOOLEAN": "BOOLEAN",
+}
+_ARROW = {_SQL[dtype]: kind for dtype, kind in ARROW.items()}
+hash_array: Any = pandas_hash_array
+WAIT = 60
+"""Seconds to wait for a transaction of another process; they take milliseconds."""
+
+
+@contextmanager
+def transaction(run_dir: Path, *, write: bool = False) -> Iterator[sqlite3.Connection]:
+    """Yield a connection to a run's catalogue on which all reading is of one moment, or all writing happens at once.
+
+    Raises:
+        StoreError: The file is missing, a link, or cannot be read.
+        sqlite3.Error: It cannot be written.
+    """
+    path = run_dir / CATALOGUE
+    if path.is_symlink():
+        raise refused_link(path)
+    try:
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=WAIT, isolation_level=None)
+    except sqlite3.Error as error:
+        raise StoreError(f"{path} cannot be opened ({error}); restore it from a copy of the run.") from error
+    try:
+        # A view or a trigger of somebody else's file must not run.
+        db.execute("PRAGMA trusted_schema=OFF")
+        db.execute(f"PRAGMA query_only={'OFF' if write else 'ON'}")
+        db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+        yield db
+        db.execute("COMMIT")
+    except sqlite3.Error as error:
+        if write:
+            raise
+        raise StoreError(f"{path} cannot be read ({error}); restore it from a copy of the run.") from error
+    finally:
+        db.close()  # what was not committed is rolled back
+
+
+def make(db: sqlite3.Connection) -> None:
+    """Make the tables of an empty catalogue."""
+    db.execute("BEGIN IMMEDIATE")
+    for table, columns in _SCHEMA.items():
+        named = ", ".join(f"{quoted(c.name)} {_SQL[c.dtype]}{' NOT NULL' * c.key}" for c in columns)
+        db.execute(f"CREATE TABLE {table} ({named}{', PRIMARY KEY (step)' * (table == 'steps')})")
+        db.execute(f"CREATE INDEX {table}_of_step ON {table} (step)")
+    counts = ", ".join(f"{table}_rows BIGINT NOT NULL, {table}_sums BLOB NOT NULL" for table in _SCHEMA)
+    db.execute(f"CREATE TABLE written (step INTEGER PRIMARY KEY, {counts})")
+    db.execute("CREATE TABLE totals (steps BIGINT NOT NULL, changes BIGINT NOT NULL, columns BIGINT NOT NULL)")
+    db.execute("INSERT INTO totals VALUES (0, 0, ?)", [_columns(db)])
+    # Numbers that comparisons ask for, derived from `grams` and `subgroups` when a step is measured (`products`).
+    db.execute("CREATE TABLE products (step BIGINT, size BIGINT, numbers BLOB, crc32 BIGINT)")
+    db.execute("CREATE INDEX products_of_step ON products (step)")
+    db.execute("COMMIT")
+
+
+def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) -> None:
+    """Add a step: its rows of the small tables and of `parts`; tables that are left out have none.
+
+    Raises:
+        InputError: A column beyond the schema held numbers before and holds texts now.
+        sqlite3.Error: The disk refuses.
+    """
+    values: dict[str, object] = {"step": step}
+    for table in _SCHEMA:
+        n, sums = _insert(db, table, tables.get(table, pa.table({})))
+        values |= {f"{table}_rows": n, f"{table}_sums": sums}
+    db.execute(f"INSERT INTO written ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
+    db.execute("UPDATE totals SET steps = steps + 1, changes = changes + 1, columns = ?", [_columns(db)])
+
+
+def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int, bytes]]) -> None:
+    """Add what was derived of a step: a size of smaller groups, 0 for whole ones, and numbers."""
+    rows = [(step, size, numbers, crc32(numbers)) for size, numbers in products]
+    db.executemany("INSERT INTO products (step, size, numbers, crc32) VALUES (?, ?, ?, ?)", rows)
+
+
+def replace_parts(db: sqlite3.Connection, step: int, parts: pa.Table) -> None:
+    """Say anew in which Parquet files the rows of a step lie."""
+    db.execute("DELETE FROM parts WHERE step = ?", [step])
+    n, sums = _insert(db, "parts", parts)
+    db.execute("UPDATE written SET parts_rows = ?, parts_sums = ? WHERE step = ?", [n, sums, step])
+    db.execute("UPDATE totals SET changes = changes + 1")
+
+
+def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, bytes]:
+    """Insert rows of one step; return how many, and the sums of all columns that the table has."""
+    types = _types(db, table)
+    rows = _fitting(table, rows, types)
+    for field in rows.schema:
+        if field.name not in types:
+            types[field.name] = next(name for name, arrow in _ARROW.items() if arrow == field.type)
+            db.execute(f"ALTER TABLE {table} ADD COLUMN {quoted(field.name)} {types[field.name]}")
+    if len(rows):
+        columns = [_as_stored(column) for column in rows.columns]
+        places = f"({', '.join(map(quoted, rows.column_names))}) VALUES ({', '.join('?' * len(columns))})"
+        db.executemany(f"INSERT INTO {table} {places}", zip(*columns, strict=True))
+    found = {name: column_sums(name, rows[name], [0, len(rows)])[0] for name in rows.column_names}
+    return len(rows), np.array([found.get(name, 0) for name in types], dtype="<u8").tobytes()
+
+
+def remove_steps(db: sqlite3.Connection, steps: Collection[int]) -> None:
+    """Remove all that is in the catalogue of some steps."""
+    for step in steps:
+        for table in (*_SCHEMA, "products", "written"):
+            db.execute(f"DELETE FROM {table} WHERE step = ?", [step])
+    db.execute("UPDATE totals SET steps = (SELECT count(*) FROM written), changes = changes + 1")
+
+
+def written_steps(db: sqlite3.Connection, where: Path) -> list[int]:
+    """Return the steps of a run, in order.
+
+    Raises:
+        StoreError: The catalogue says that it has more or fewer.
+    """
+    steps = [step for (step,) in db.execute("SELECT step FROM written ORDER BY step")]
+    n, columns = db.execute("SELECT steps, columns FROM totals").fetchone() or (-1, -1)
+    if n != len(steps) or any(type(step) is not int for step in steps):
+        raise _changed(where, f"it has {len(steps)} steps where {n} were written")
+    if columns != _columns(db):
+        raise _changed(where, "its columns have other names or types")
+    return steps
+
+
+def column_names(db: sqlite3.Connection, table: str) -> list[str]:
+    """Return the columns of a small table: the schema's in its order, then the extra ones."""
+    return list(dict.fromkeys([*(c.name for c in _SCHEMA[table]), *_types(db, table)]))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a small table by step, every bit as it was written."""
+
+    table: pa.Table
+    steps: np.ndarray  # The steps that were asked for [S]
+    counts: np.ndarray  # Rows of each [S]
+
+
+def read(
+    db: sqlite3.Connection,
+    where: Path,
+    table: str,
+    steps: Collection[int] | None = None,
+    columns: Sequence[str] | None = None,
+) -> Rows:
+    """Return columns of a small table, by step and in the order of writing; `None` asks for all.
+
+    A column of the schema that the run does not have is null.
+
+    Raises:
+        StoreError: The rows are not those that were written.
+    """
+    try:
+        return _read(db, where, table, steps, columns)
+    except (TypeError, ValueError, KeyError, pa.ArrowException) as error:  # values of other kinds than were written
+        raise _changed(where, f"{table} holds what was never written ({error})") from error
+
+
+def _read(
+    db: sqlite3.Connection, where: Path, table: str, steps: Collection[int] | None, columns: Sequence[str] | None
+) -> Rows:
+    types, asked = _types(db, table), column_names(db, table) if columns is None else columns
+    between = "" if steps is None else f" WHERE step BETWEEN {min(steps, default=0)} AND {max(steps, default=-1)}"
+    names = list(dict.fromkeys(["step", *(name for name in asked if name in types)]))
+    found = db.execute(f"SELECT {', '.join(map(quoted, names))} FROM {table}{between} ORDER BY step, rowid").fetchall()
+    said = db.execute(f"SELECT step, {table}_rows, {table}_sums FROM written{between} ORDER BY step").fetchall()
+    if steps is None:
+        written_steps(db, where)
+    values = list(zip(*found, strict=True)) if found else [()] * len(names)
+    arrays = {name: _array(column, types[name]) for name, column in zip(names, values, strict=True)}
+    of_steps, counts = (np.array([row[i] for row in said], dtype=np.int64) for i in (0, 1))
+    _compare(where, table, arrays, list(types), of_steps, counts, [row[2] for row in said])
+    schema = {c.name: ARROW[c.dtype] for c in _SCHEMA[table]}
+    rows = pa.table(
+        {name: arrays[name] if name in arrays else pa.nulls(len(found), schema[name]) for name in asked}
+        if asked else {"step": arrays["step"]}
+    )  # fmt: skip
+    if steps is not None and len(kept := np.isin(of_steps, list(steps))) and not kept.all():
+        rows = rows.filter(pa.array(np.repeat(kept, counts)))
+        of_steps, counts = of_steps[kept], counts[kept]
+    return Rows(rows, of_steps, counts)
+
+
+def stamp(db: sqlite3.Connection, tables: Collection[str]) -> str:
+    """Return a text that changes when steps with rows of these tables are added, removed or written again."""
+    small = [table for table in tables if table in SMALL] + ["parts"] * any(table in LARGE for table in tables)
+    found = 0
+    for table in small:
+        only = f"{table}_rows > 0"
+        if table == "parts":
+            marks = ", ".join(repr(one) for one in tables if one in LARGE)
+            only = f'step IN (SELECT step FROM parts WHERE "table" IN ({marks}))'
+        for step, sums in db.execute(f"SELECT step, {table}_sums FROM written WHERE {only} ORDER BY step"):
+            found = crc32(b"%d" % step + bytes(sums), found)
+    return f"{found:08x}"
+
+
+def quoted(name: str) -> str:
+    """Return an SQL identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def column_sums(name: str, column: pa.ChunkedArray | pa.Array, ends: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return a sum over each run of rows of a column [len(ends) − 1] that changes with any value, null or order.
+
+    Args:
+        ends: Where the runs begin, then where the last one ends.
+    """
+    if column.null_count == len(column):
+        return np.zeros(len(ends) - 1, np.uint64)
+    valid = (
+        column.is_valid().to_numpy(zero_copy_only=False)
+        if isinstance(column, pa.Array)
+        else column.is_valid().to_numpy()
+    )
+    if pa.types.is_string(column.type):
+        seen = hash_array(column.fill_null("").to_pandas().to_numpy(object), categorize=False)
+    else:  # flags and whole numbers as floats: a later step may make floats of a column
+        whole = column.cast(pa.int64()) if not pa.types.is_floating(column.type) else column
+        values = whole.fill_null(0).to_numpy().astype(np.float64) + 0.0  # −0 is stored as 0
+        seen = hash_array(np.where(np.isnan(values), np.nan, values))  # one kind of NaN
+    place = np.arange(len(seen)) - np.repeat(np.asarray(ends)[:-1], np.diff(ends))
+    with np.errstate(over="ignore"):
+        seen = seen ^ np.uint64(crc32(name.encode()) + 1)
+        seen = np.where(valid, seen * (2 * place.astype(np.uint64) + np.uint64(1)), np.uint64(0))
+        return np.diff(np.concatenate([[np.uint64(0)], np.cumsum(seen, dtype=np.uint64)])[np.asarray(ends)])
+
+
+def _compare(
+    where: Path,
+    table: str,
+    arrays: Mapping[str, pa.Array],
+    columns: list[str],
+    steps: np.ndarray,
+    counts: np.ndarray,
+    sums: list[bytes],
+) -> None:
+    """Refuse rows that are not those of `written`."""
+    of_rows, ends = arrays["step"].to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(counts)])
+    if len(of_rows) != ends[-1] or (of_rows != np.repeat(steps, counts)).any():
+        raise _changed(where, f"it has {len(of_rows)} rows of {table} where {ends[-1]} were written")
+    width = 8 * len(columns)
+    if any(len(one) > width for one in sums):
+        raise _changed(where, f"a column of {table} is missing")
+    # A column that came later has no sum in the steps before it.
+    written = np.frombuffer(b"".join(one.ljust(width, b"\0") for one in sums), "<u8").reshape(len(sums), len(columns))
+    for name, column in arrays.items():
+        wrong = np.flatnonzero(column_sums(name, column, ends) != written[:, columns.index(name)])
+        if len(wrong):
+            raise _changed(where, f"{name} of {table} at step {steps[wrong[0]]} is not what was written")
+
+
+def _changed(where: Path, what: str) -> StoreError:
+    return StoreError(
+        f"{where / CATALOGUE} has changed since it was written: {what}; restore it from a copy of the run."
+    )
+
+
+def _types(db: sqlite3.Connection, table: str) -> dict[str, str]:
+    """Return the columns that a table has and their declared types, in the order of their sums."""
+    return {name: kind for _, name, kind, *_ in db.execute(f"PRAGMA table_info({table})")}
+
+
+def _columns(db: sqlite3.Connection) -> int:
+    """Return a checksum of the names and types of all columns."""
+    return crc32(json.dumps([[*_types(db, table).items()] for table in _SCHEMA]).encode())
+
+
+def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
+    """Return rows whose columns are flags, numbers and texts; what is none of these becomes JSON."""
+    columns = dict[str, pa.ChunkedArray]()
+    for name, column in zip(rows.column_names, rows.columns, strict=True):
+        if pa.types.is_null(column.type):  # says nothing of its type, and of its values that there are none
+            continue
+        if pa.types.is_integer(column.type) and column.type != pa.int32():
+            column = column.cast(pa.int64())
+        elif pa.types.is_large_string(column.type):
+            column = column.cast(pa.string())
+        if column.type not in ARROW.values() or (types.get(name) == "TEXT" and not pa.types.is_string(column.type)):
+            texts = [None if value is None else json.dumps(value, default=str) for value in column.to_pylist()]
+            column = pa.chunked_array([pa.array(texts, pa.string())])
+        elif pa.types.is_string(column.type) and types.get(name, "TEXT") != "TEXT":
+            raise InputError(
+                f"column {name!r} of {table} held numbers before and holds texts now; give it another name."
+            )
+        columns[name] = column
+    return pa.table(columns)
+
+
+def _as_stored(column: pa.ChunkedArray) -> list[Any]:
+    """Return a column's values for SQLite, which would store NaN as null: NaN becomes a text."""
+    values = column.to_pylist()
+    return ["nan" if v != v else v for v in values] if pa.types.is_floating(column.type) else values
+
+
+def _array(values: Sequence[Any], kind: str) -> pa.Array:
+    """Return stored values as a column: NaN again where a text says so, floats where whole numbers became floats."""
+    arrow = _ARROW[kind]
+    try:
+        found = pa.array(values)  # without a type: with one, Arrow makes 2 of 2.5
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN as a text among numbers
+        found = pa.array([None if v is None else float(v) for v in values], pa.float64())
+    if pa.types.is_boolean(arrow) and not set(values) <= {None, 0, 1}:
+        return found
+    return found if pa.types.is_integer(arrow) and pa.types.is_floating(found.type) else found.cast(arrow)

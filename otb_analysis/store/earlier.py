@@ -1,0 +1,221 @@
+"""Runs of the layout before the catalogue: a Parquet file for each step, table and process, checksums in their footers.
+
+They are read by making a catalogue of them in memory. A run that goes on, or is compacted, keeps it as its run.sqlite.
+"""
+
+import json
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from otb_analysis.atomic import atomic_file
+from otb_analysis.errors import StoreError
+from otb_analysis.schema import SCHEMA_VERSION, TABLES
+from otb_analysis.store import catalogue
+from otb_analysis.store.catalogue import SMALL
+from otb_analysis.store.encode import with_not_finite
+from otb_analysis.store.gram import derived
+from otb_analysis.store.layout import CATALOGUE, refused_link
+from otb_analysis.store.parts import Part, as_rows, listed, read_step, remove_unlisted
+from otb_analysis.store.runfile import read_run_file, write_run_file
+
+_PART = re.compile(r"part-(\d+)-r(\d+)\.parquet", re.ASCII)
+_MERGED = re.compile(r"merged-(\d+)-(\d+)\.parquet", re.ASCII)
+_CHECKSUM = b"otb_crc32\x18\x08"  # a key of the footer as Thrift writes it: then comes a text of 8 bytes
+MOST_STEPS = 1_000_000
+"""Steps of a file beyond which its list is wrong: each takes memory before a row is read."""
+
+
+def is_earlier(run_dir: Path) -> bool:
+    """Return whether a run has this layout.
+
+    Raises:
+        StoreError: Its run.json cannot be read.
+    """
+    return read_run_file(run_dir)["schema_version"] == 1
+
+
+def upgrade(run_dir: Path) -> None:
+    """Give a run of this layout the catalogue that it is read by; others stay as they are.
+
+    Raises:
+        StoreError: A file is broken or missing; nothing was changed.
+        OSError: The disk refuses.
+        sqlite3.Error: The same.
+    """
+    if not is_earlier(run_dir):
+        return
+    db = catalogue_of(run_dir)
+    with atomic_file(run_dir / CATALOGUE) as file, closing(sqlite3.connect(file.name, isolation_level=None)) as copy:
+        db.backup(copy)
+        config: Any = read_run_file(run_dir).get("config") or {}
+        for step in catalogue.written_steps(copy, run_dir):
+            tables = dict[str, pa.Table]()
+            for part in listed(copy, run_dir, steps=[step]):
+                if part.table in ("grams", "subgroups"):
+                    rows = [tables[part.table]] if part.table in tables else []
+                    tables[part.table] = pa.concat_tables([*rows, read_step(run_dir, part)], promote_options="default")
+            rollouts = catalogue.read(copy, run_dir, "rollouts", [step], ["group", "prompt_id"]).table
+            catalogue.add_products(copy, step, derived(config, tables | {"rollouts": rollouts}))
+    info = {name: value for name, value in read_run_file(run_dir).items() if name != "compacted"}
+    write_run_file(run_dir, info | {"schema_version": SCHEMA_VERSION})  # from now on the catalogue counts
+    remove_unlisted(run_dir, {file for (file,) in db.execute("SELECT DISTINCT file FROM parts")})
+    for digest in run_dir.glob("*.digest"):
+        digest.unlink()
+
+
+def catalogue_of(run_dir: Path) -> sqlite3.Connection:
+    """Return a catalogue, in memory, of a run of this layout; that of before while its files are the same.
+
+    Raises:
+        StoreError: A file is broken, missing, or not the one that its step was written with.
+    """
+    paths = (run_dir / "run.json", *(run_dir / table for table in TABLES))
+    return _catalogue_of(run_dir, tuple(path.stat().st_mtime_ns for path in paths if path.exists()))
+
+
+@lru_cache(maxsize=4)
+def _catalogue_of(run_dir: Path, times: tuple[int, ...]) -> sqlite3.Connection:
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    catalogue.make(db)
+    files = sorted(_files(run_dir), key=lambda one: (one.step, one.path))
+    db.execute("BEGIN")
+    for step, of_step in groupby(files, lambda one: one.step):
+        some = list(of_step)
+        tables = {"parts": as_rows(one.content for one in some if isinstance(one.content, Part))}
+        for table in SMALL:
+            rows = [one.content for one in some if one.path.parent.name == table and isinstance(one.content, pa.Table)]
+            if rows:
+                joined = pa.concat_tables(rows, promote_options="permissive")
+                tables[table] = with_not_finite(joined) if table == "steps" else joined
+        catalogue.add_step(db, step, tables)
+    db.execute("COMMIT")
+    return db
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a file that was checked holds of one step: the rows of a small table, or where those of a large one are."""
+
+    step: int
+    path: Path
+    content: pa.Table | Part
+
+
+def _files(run_dir: Path) -> Iterator[_File]:
+    """Yield the files of complete steps: those with a part of `steps`, or in a merged file of it."""
+    merged = dict[str, set[int]]()
+    for table, path, steps, checksum in _merged(run_dir, read_run_file(run_dir).get("compacted") or {}):
+        merged.setdefault(table, set()).update(steps)
+        yield from _checked(path, steps, checksum)[0]
+    named = dict[int, dict[str, dict[str, str]]]()
+    for path, step in _parts(run_dir, "steps"):
+        if step not in merged.get("steps", ()):
+            files, metadata = _checked(path, [step], "")
+            named[step] = json.loads(metadata.get(b"otb_parts", b"{}"))
+            yield from files
+    for table in TABLES:
+        there = [(path, step) for path, step in _parts(run_dir, table) if table != "steps" and step in named]
+        missing = {(step, name) for step, said in named.items() for name in said.get(table, ())}
+        missing -= {(step, path.name) for path, step in there}
+        if missing:
+            step, name = min(missing)
+            raise StoreError(
+                f"{run_dir / table / name} is missing, though step {step} was written with it; restore it, or delete "
+                f"{run_dir / 'steps' / f'part-{step:08d}-r0.parquet'} to read the run without step {step}."
+            )
+        for path, step in there:
+            yield from _checked(path, [step], named[step].get(table, {}).get(path.name, ""))[0]
+
+
+def _parts(run_dir: Path, table: str) -> list[tuple[Path, int]]:
+    folder = run_dir / table
+    if folder.is_symlink():
+        raise refused_link(folder)
+    found = [(path, match) for path in folder.glob("*.parquet") if (match := _PART.fullmatch(path.name))]
+    return sorted((path, int(match[1])) for path, match in found)
+
+
+def _checked(path: Path, steps: Sequence[int], checksum: str) -> tuple[list[_File], Mapping[bytes, bytes]]:
+    """Return what a file holds of some steps, and the metadata of its footer, once it is the right one."""
+    if path.is_symlink():
+        raise refused_link(path)
+    table, alone = path.parent.name, len(steps) == 1 and _PART.fullmatch(path.name) is not None
+    try:
+        content = path.read_bytes()
+        _compare(path, content, checksum)
+        file = pq.ParquetFile(pa.BufferReader(content))
+        for column in TABLES[table]:
+            if column.key and column.name not in file.schema_arrow.names:
+                raise OSError(
+                    f"it has no key column {column.name!r}, so its rows cannot be assigned to a step or rollout"
+                )
+        metadata = file.metadata.metadata or {}
+        if table in SMALL:
+            rows = file.read(use_threads=False).replace_schema_metadata(None)
+            found = [rows if alone else rows.filter(pc.field("step") == step) for step in steps]
+            return [_File(step, path, one) for step, one in zip(steps, found, strict=True)], metadata
+        counts = {steps[0]: file.metadata.num_rows} if alone else Counter(file.read(["step"])["step"].to_pylist())
+        recorded = metadata.get(b"otb_recorded", b"").decode()
+        names = file.schema_arrow.names
+        if not recorded:  # of versions that did not say it; one column after the other, since files may be large
+            recorded = ",".join(name for name in names if file.read([name])[name].null_count < file.metadata.num_rows)
+    except (pa.ArrowException, OSError) as error:
+        why = (getattr(error, "strerror", None) or str(error)).splitlines()[0].rstrip(".")
+        raise StoreError(f"{path} is broken ({why}); restore it from a copy, or write the run again.") from error
+    named = json.dumps({field.name: str(field.type) for field in file.schema_arrow})
+    part = Part(0, table, f"{table}/{path.name}", 0, crc32(content), named, recorded)
+    return [_File(step, path, replace(part, step=step, rows=counts[step])) for step in steps], metadata
+
+
+def _compare(path: Path, content: bytes, checksum: str) -> None:
+    """Compare a file with the checksum in its footer, if it has one, and with the one that its step names."""
+    at = content.rfind(_CHECKSUM) + len(_CHECKSUM)
+    if at < len(_CHECKSUM):
+        return
+    blank = b"".join((content[:at], b"00000000", content[at + 8 :]))
+    found = f"{crc32(blank, crc32(f'{path.parent.name}/{path.name}'.encode())):08x}"
+    if content[at : at + 8] != found.encode():
+        raise OSError("its checksum differs, so it has changed since it was written")
+    if checksum not in ("", found):
+        raise OSError("it is another file than its step was written with")
+
+
+def _merged(run_dir: Path, listed: Any) -> Iterator[tuple[str, Path, list[int], str]]:
+    """Yield table, file, steps and checksum of what run.json lists of a compacted run.
+
+    Raises:
+        StoreError: It lists what is no file of this run, or steps that a file cannot hold or that two hold.
+    """
+    try:
+        for table, files in listed.items():
+            seen = set[int]()
+            if table not in TABLES:
+                raise ValueError(f"there is no table {table!r:.80}")
+            for one in files:
+                ends, match = [(int(first), int(last)) for first, last in one["steps"]], _MERGED.fullmatch(one["file"])
+                if match is None or sum(last - first for first, last in ends) > MOST_STEPS:
+                    raise ValueError(f"{table}/{one['file']}"[:80])
+                steps = [step for first, last in ends for step in range(first, last + 1)]
+                inside = all(int(match[1]) <= step <= int(match[2]) for step in steps)
+                if not inside or not steps or len(set(steps)) < len(steps) or seen & set(steps):
+                    raise ValueError(f"{table}/{one['file']} cannot hold steps {str(one['steps'])[:40]} here")
+                seen |= set(steps)
+                yield table, run_dir / table / one["file"], steps, str(one["checksum"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{run_dir / 'run.json'} lists under 'compacted' what is no part of this run ({error}); restore it from a "
+            "copy of the run."
+        ) from error
