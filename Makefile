@@ -11,7 +11,7 @@ WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
-.PHONY: help install demo demo-real test test-all test-lowest test-verl check format bench dashboard clean
+.PHONY: help install demo demo-real test test-all test-lowest test-verl check format docs bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -56,6 +56,14 @@ check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: .venv/.docs  ## build the documents' site in site/: links checked, the tutorial executed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# What builds the site is installed when it is first asked for, so that a demo or a test need not wait for it.
+.venv/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
 bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.installed)  ## measure docs/results/engine, logits and train on an idle machine (PEERS=0 leaves TRL and Opacus out)
 	$(BIN)/otb bench logits --out docs/results $(if $(filter 0,$(PEERS)),,--trl-python .venv-trl/bin/python)
 	$(BIN)/otb bench engine --out docs/results $(if $(filter 0,$(PEERS)),,--opacus-python .cache/opacus/bin/python)
@@ -88,4 +96,4 @@ format: $(STAMP)  ## rewrite the files as `check` wants them
 	$(BIN)/ruff check --fix .
 
 clean:           ## remove caches (never runs/)
-	rm -rf .cache build dist *.egg-info .ruff_cache
+	rm -rf .cache build dist site *.egg-info .ruff_cache

@@ -14,7 +14,7 @@ from otb_analysis.phases import note, phase
 
 
 def audit_command(words: Sequence[str]) -> None:
-    """Tell from recorded rollouts which estimator and group size would have served best, and which tokens pull.
+    """Say which baseline and group size suit recorded rollouts best, and which tokens make up the gradient.
 
     With --model and --rollouts it prints what the audit costs and stops; --go measures. With --run alone it audits a
     run that is there, at no cost. docs/audit.md explains every number.

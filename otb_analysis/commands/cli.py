@@ -37,26 +37,26 @@ from otb_analysis.extras import require
 from otb_analysis.phases import phase
 
 USAGE = """\
-otb – the gradient-variance microscope for LLM reinforcement learning
+otb measures how noisy the gradient is in LLM reinforcement learning, and which baseline makes it less noisy.
 
   otb demo         train a small model twice with every measurement, compare, serve the dashboard
-  otb train        one instrumented training run        (--config FILE.toml, every field on the command line too)
+  otb train        train one run and measure it         (--config FILE.toml, every field on the command line too)
   otb score        measure rollouts that another trainer recorded    (otb score --model DIR --rollouts FILE)
-  otb import       a run of recorded rollouts without a model: rewards, dead groups, lengths, alarms
-  otb audit        which estimator and group size, which tokens pull  (otb audit --model DIR --rollouts FILE)
+  otb import       read recorded rollouts without a model: rewards, dead groups, lengths, alarms
+  otb audit        which baseline and group size suit recorded rollouts   (otb audit --model DIR --rollouts FILE)
   otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
-  otb compare      estimators, learning and fidelity of finished runs, side by side in the terminal
-  otb diagnose     alarms with reasons and first firings, change points, advice   (otb diagnose RUN…)
+  otb compare      which baseline is less noisy, what was learned, whether the proxy will do
+  otb diagnose     whether a run is in trouble: alarms with reasons, change points, advice   (otb diagnose RUN…)
   otb query        one read-only SELECT over a run's tables   (otb query RUN "SELECT …" --json)
   otb tokens       one prompt's tokens under an estimator, and a token's formula   (otb tokens RUN --rollout 3 --t 5)
   otb watch        follow a run, end with status 3 at its first alarm   (otb watch RUN --webhook URL)
-  otb attribution  the tokens, rollouts and prompts that hold a step's gradient   (otb attribution RUN --step S)
-  otb report       all of it as one self-contained HTML file, or Markdown         (otb report RUN… --out FILE)
+  otb attribution  the tokens, rollouts and prompts that make up a step's gradient   (otb attribution RUN --step S)
+  otb report       what these commands say as one self-contained HTML file, or Markdown   (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
   otb compact      merge the many small files of finished runs into few with the same rows     (otb compact RUN…)
   otb aggregate    count, mean and variance of per-token columns by run, steps and prompt
-  otb bench        what things cost and how exact estimates are, measured on this machine     (otb bench --help)
-  otb study        repeat a study of studies/, or the cells of it that are missing
+  otb bench        time, memory and errors on this machine, in a clone     (otb bench --help)
+  otb study        repeat a study, or measure its missing cells, in a clone
 
 `otb COMMAND --help` explains itself, `otb train --help-all` every field; `otb --version` names the version.
 """

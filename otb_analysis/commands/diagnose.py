@@ -16,29 +16,29 @@ from otb_analysis.phases import counted, phase
 
 @dataclass(frozen=True)
 class DiagnoseConfig(RunsConfig):
-    """Say whether runs are about to collapse: each detector's level, reason and first firing, change points, advice.
+    """Say whether runs are in trouble: each detector's level, reason and first alarm, change points, next baseline.
 
-    Of a folder of runs (otb diagnose runs): every run in one line, the worst first, as the page Triage has it.
+    A folder (otb diagnose runs) gives one line for each of its runs, the worst first, as on the page Triage.
     """
 
     json: bool = False
-    """Print JSON instead, for scripts: a list with one object per run, of a folder one object with all runs."""
+    """Print JSON, for scripts: a list with one object per run; for a folder, one object with all runs."""
     step: int | None = None
-    """With --json: add who holds the gradient of this step."""
+    """With --json: add the prompts, rollouts and tokens that make up the gradient of this step."""
     top: int = 50
-    """Prompts, rollouts and tokens of --step."""
+    """How many prompts, rollouts and tokens of --step."""
     curves: bool = False
     """With --json: add the curves of every panel."""
 
 
 @dataclass(frozen=True)
 class AttributionConfig:
-    """Print who holds ‖ḡ‖² at a step: prompts, rollouts and tokens, each share split into signal and noise."""
+    """Print which prompts, rollouts and tokens make up a step's ‖ḡ‖², each share split into signal and noise."""
 
     run: Annotated[str, tyro.conf.Positional] = ""
     """Name or path of a run that measured the level attribution."""
     step: int | None = None
-    """A step; the attributed one with the largest gradient when none is given."""
+    """A step; by default the measured one with the largest gradient."""
     top: int = 12
     """Rows per table."""
     root: Path = Path("runs")

@@ -26,17 +26,17 @@ class RunsConfig:
     """Which runs a command reads."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of runs, or their paths; all complete runs of the root when none is given."""
+    """Names of runs, or their paths; by default all complete runs of the root."""
     root: Path = Path("runs")
     """Directory that holds the runs."""
 
 
 @dataclass(frozen=True)
 class CompareConfig(RunsConfig):
-    """Print estimators, learning and proxy fidelity of runs side by side, and the second of two against the first."""
+    """Say which baseline is less noisy, what runs learned and whether the proxy will do; of two runs, B against A."""
 
     top: int | None = None
-    """Rows per table of estimators, best first; 0 shows all, no number the eight that matter."""
+    """Rows per table of estimators, best first; 0 shows all, and without a number the eight most useful are shown."""
     format: Literal["text", "json", "csv", "latex", "markdown"] = "text"
     """text for the terminal, json with all numbers, or the table of estimators alone for a paper."""
     json: bool = False
@@ -44,7 +44,7 @@ class CompareConfig(RunsConfig):
     setting: str = ""
     """With --json: group the runs by this setting, and compare B with A seed by seed."""
     a: str = ""
-    """With --json: the value of that setting on side A; of one run estimator A, such as rloo."""
+    """With --json: the value of that setting on side A; or, in a single run, estimator A, such as rloo."""
     b: str = ""
     """With --json: the same of B, such as "otb · exact"."""
     curves: bool = False

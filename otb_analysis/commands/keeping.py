@@ -17,7 +17,7 @@ FORMATS = (".parquet", ".csv")
 class CompactConfig(RunsConfig):
     """Merge the many small files of finished runs into few with the same rows, which read several times faster.
 
-    Readers may go on meanwhile; a run that is being written is refused. Stopped or killed, a run stays whole.
+    Others can read the run meanwhile; a run that is being written is refused. If this is stopped, the run stays whole.
     """
 
 

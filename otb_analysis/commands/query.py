@@ -19,7 +19,7 @@ FAILED = 1
 
 @dataclass(frozen=True)
 class QueryConfig:
-    """Answer one read-only SELECT over a run's tables, within the dashboard's bounds of time, memory and rows.
+    """Answer one read-only SELECT over a run's tables, with the dashboard's limits of time, memory and rows.
 
     Without a SELECT: the tables and their columns; with --json also the rewards by step and the first rollouts. Exit
     status 1: the query cannot be answered; one sentence on stderr says why.
@@ -71,9 +71,9 @@ class TokensConfig:
     run: Annotated[str, tyro.conf.Positional] = ""
     """Name or path of a run."""
     step: int | None = None
-    """A step; the last one with exact norms when none is given, else the last one."""
+    """A step; by default the last one with exact norms, or the last one."""
     prompt: int | None = None
-    """Number of the prompt within the step; the first when none is given."""
+    """Number of the prompt within the step; by default the first."""
     rollout: int | None = None
     """Only this rollout, by its number within the step."""
     t: int | None = None
@@ -81,7 +81,7 @@ class TokensConfig:
     estimator: str = ""
     """Whose baseline and advantage: rloo, "otb (exact)", "otb (proxy)"; by default the one that trained."""
     against: str = ""
-    """Another one, whose advantage is taken off in the column advantage_difference."""
+    """Another estimator; its advantage is subtracted in the column advantage_difference."""
     json: bool = False
     """Print one JSON object instead, for scripts."""
     root: Path = Path("runs")

@@ -19,7 +19,7 @@ from otb_analysis.phases import phase
 
 @dataclass(frozen=True)
 class ImportCommand(ImportConfig):
-    """Make a run of rollouts that another trainer recorded, without a model.
+    """Read rollouts that another trainer recorded into a run, without a model.
 
     Prompt, completion and reward are enough for reward curves, dead groups, length drift and alarms, and for what
     success rates say about group sizes. Token ids and per-token numbers are kept where they were recorded.
@@ -30,7 +30,7 @@ class ImportCommand(ImportConfig):
 
 
 def score_command(words: Sequence[str]) -> None:
-    """Measure rollouts that another trainer recorded, under the model that sampled them.
+    """Measure rollouts that another trainer recorded, with the model that sampled them.
 
     The run has what `otb train` stores of its own rollouts: every token's log-probability, entropy and energy, and with
     --measure options exact gradient norms and every estimator's variance. docs/audit.md has examples.

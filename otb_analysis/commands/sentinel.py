@@ -32,7 +32,7 @@ WEBHOOK_SECONDS = 10
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """Follow a run. Status 3: an alarm fired. 4: the run failed, was killed or fell silent. 0: complete, no alarm."""
+    """Follow a run to its end or first alarm. Status 0: complete. 3: an alarm. 4: failed, killed or silent."""
 
     run: Annotated[str, tyro.conf.Positional] = ""
     """Name or path of a run."""

@@ -20,7 +20,7 @@ from otb_analysis.phases import note, phase
 class StudyConfig:
     """Run a study: measure the cells that are not finished yet, then write its tables, figures and README.
 
-    Stopped, it goes on with the same command; finished cells are kept in runs/studies/.
+    If it is stopped, the same command goes on; finished cells are kept in runs/studies/.
     """
 
     name: Annotated[str, tyro.conf.Positional] = ""
