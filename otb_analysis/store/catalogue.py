@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -20,6 +21,7 @@ import pyarrow as pa
 from pandas.util import hash_array as pandas_hash_array
 
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.phases import note
 from otb_analysis.schema import TABLES, Column
 from otb_analysis.store.encode import ARROW
 from otb_analysis.store.layout import CATALOGUE, refused_link
@@ -52,7 +54,11 @@ _SQL = {
 _ARROW = {_SQL[dtype]: kind for dtype, kind in ARROW.items()}
 hash_array: Any = pandas_hash_array
 WAIT = 60
-"""Seconds to wait for a transaction of another process; they take milliseconds."""
+"""Seconds to wait for a transaction of another process; they take milliseconds. A writer then says so and waits on."""
+_REMEDY = {
+    sqlite3.SQLITE_BUSY: "try again once the program that holds it has let go",
+    sqlite3.SQLITE_READONLY: "its writer was killed in the middle of a step, so read it once with the right to write",
+}
 
 
 @contextmanager
@@ -74,15 +80,28 @@ def transaction(run_dir: Path, *, write: bool = False) -> Iterator[sqlite3.Conne
         # A view or a trigger of somebody else's file must not run.
         db.execute("PRAGMA trusted_schema=OFF")
         db.execute(f"PRAGMA query_only={'OFF' if write else 'ON'}")
-        db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+        _patiently(db, "BEGIN IMMEDIATE") if write else db.execute("BEGIN")
         yield db
-        db.execute("COMMIT")
-    except sqlite3.Error as error:
-        if write:
+        _patiently(db, "COMMIT") if write else db.execute("COMMIT")
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of a message that quotes what is broken
+        if write and isinstance(error, sqlite3.Error):
             raise
-        raise StoreError(f"{path} cannot be read ({error}); restore it from a copy of the run.") from error
+        remedy = _REMEDY.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "restore it from a copy of the run")
+        raise StoreError(f"{path} cannot be read ({error}); {remedy}.") from error
     finally:
         db.close()  # what was not committed is rolled back
+
+
+def _patiently(db: sqlite3.Connection, statement: str) -> None:
+    """Run a statement of a writer however long another program keeps its lock: reading a run never ends it."""
+    while True:
+        try:
+            db.execute(statement)
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+        note("another program has held a run's run.sqlite for a while; the run goes on once it lets go.")
 
 
 def make(db: sqlite3.Connection) -> None:
@@ -119,8 +138,30 @@ def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) 
 
 def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int, bytes]]) -> None:
     """Add what was derived of a step: a size of smaller groups, 0 for whole ones, and numbers."""
-    rows = [(step, size, numbers, crc32(numbers)) for size, numbers in products]
+    given = list(products)
+    sizes = [size for size, _ in given]
+    rows = [(step, size, numbers, _products_sum(step, size, numbers, sizes)) for size, numbers in given]
     db.executemany("INSERT INTO products (step, size, numbers, crc32) VALUES (?, ?, ?, ?)", rows)
+
+
+def products(db: sqlite3.Connection, steps: Collection[int] | None) -> list[tuple[int, int, bytes]]:
+    """Return step, size and numbers of what was derived, of each step where nothing of it is lost or changed."""
+    query = f"SELECT step, size, numbers, crc32 FROM products{_between(steps)} ORDER BY step, size"
+    right = list[tuple[int, int, bytes]]()
+    for step, of_step in groupby(db.execute(query), lambda row: row[0]):
+        rows = list(of_step)
+        sizes = [size for _, size, *_ in rows]
+        if (steps is None or step in steps) and all(
+            isinstance(numbers, bytes) and _products_sum(step, size, numbers, sizes) == said
+            for _, size, numbers, said in rows
+        ):
+            right += [(step, size, numbers) for _, size, numbers, _ in rows]
+    return right
+
+
+def _products_sum(step: int, size: int, numbers: bytes, sizes: Sequence[int]) -> int:
+    """Return the checksum of what was derived of a step for one of its sizes."""
+    return crc32(numbers, crc32(repr((step, size, sizes)).encode()))
 
 
 def replace_parts(db: sqlite3.Connection, step: int, parts: pa.Table) -> None:
@@ -138,7 +179,14 @@ def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, by
     for field in rows.schema:
         if field.name not in types:
             types[field.name] = next(name for name, arrow in _ARROW.items() if arrow == field.type)
-            db.execute(f"ALTER TABLE {table} ADD COLUMN {quoted(field.name)} {types[field.name]}")
+            try:
+                db.execute(f"ALTER TABLE {table} ADD COLUMN {quoted(field.name)} {types[field.name]}")
+            except sqlite3.Error as error:
+                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
+                    raise  # of the disk
+                raise InputError(
+                    f"{table} cannot have a column {field.name!r} ({error}); name it otherwise."
+                ) from error
     if len(rows):
         columns = [_as_stored(column) for column in rows.columns]
         places = f"({', '.join(map(quoted, rows.column_names))}) VALUES ({', '.join('?' * len(columns))})"
@@ -208,9 +256,11 @@ def _read(
     db: sqlite3.Connection, where: Path, table: str, steps: Collection[int] | None, columns: Sequence[str] | None
 ) -> Rows:
     types, asked = _types(db, table), column_names(db, table) if columns is None else columns
-    between = "" if steps is None else f" WHERE step BETWEEN {min(steps, default=0)} AND {max(steps, default=-1)}"
+    between = _between(steps)
     names = list(dict.fromkeys(["step", *(name for name in asked if name in types)]))
-    found = db.execute(f"SELECT {', '.join(map(quoted, names))} FROM {table}{between} ORDER BY step, rowid").fetchall()
+    found = db.execute(
+        f"SELECT {', '.join(map(quoted, names))} FROM {table}{between} ORDER BY step, _rowid_"
+    ).fetchall()
     said = db.execute(f"SELECT step, {table}_rows, {table}_sums FROM written{between} ORDER BY step").fetchall()
     if steps is None:
         written_steps(db, where)
@@ -229,6 +279,10 @@ def _read(
     return Rows(rows, of_steps, counts)
 
 
+def _between(steps: Collection[int] | None) -> str:
+    return "" if steps is None else f" WHERE step BETWEEN {min(steps, default=0)} AND {max(steps, default=-1)}"
+
+
 def stamp(db: sqlite3.Connection, tables: Collection[str]) -> str:
     """Return a text that changes when steps with rows of these tables are added, removed or written again."""
     small = [table for table in tables if table in SMALL] + ["parts"] * any(table in LARGE for table in tables)
@@ -239,7 +293,7 @@ def stamp(db: sqlite3.Connection, tables: Collection[str]) -> str:
             marks = ", ".join(repr(one) for one in tables if one in LARGE)
             only = f'step IN (SELECT step FROM parts WHERE "table" IN ({marks}))'
         for step, sums in db.execute(f"SELECT step, {table}_sums FROM written WHERE {only} ORDER BY step"):
-            found = crc32(b"%d" % step + bytes(sums), found)
+            found = crc32(f"{step} {sums}".encode(), found)
     return f"{found:08x}"
 
 
@@ -320,8 +374,13 @@ def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
     for name, column in zip(rows.column_names, rows.columns, strict=True):
         if column.null_count == len(column):  # null is what a column holds that is left out
             continue
-        if pa.types.is_integer(column.type) and column.type != pa.int32():
-            column = column.cast(pa.int64())
+        if pa.types.is_float16(column.type):
+            column = column.cast(pa.float32())
+        elif pa.types.is_integer(column.type) and column.type != pa.int32():
+            try:
+                column = column.cast(pa.int64())
+            except pa.ArrowInvalid as error:
+                raise InputError(f"column {name!r} of {table} cannot be stored ({error}); pass it as text.") from error
         elif pa.types.is_large_string(column.type):
             column = column.cast(pa.string())
         if column.type not in ARROW.values() or (types.get(name) == "TEXT" and not pa.types.is_string(column.type)):

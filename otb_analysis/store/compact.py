@@ -124,7 +124,8 @@ def _aside(run_dir: Path, part: Part) -> str:
         try:
             os.link(run_dir / part.file, run_dir / name)
         except OSError:  # a file system without links
-            shutil.copy2(run_dir / part.file, run_dir / name)
+            with (run_dir / part.file).open("rb") as file, atomic_file(run_dir / name) as copy:
+                shutil.copyfileobj(file, copy)
     return name
 
 

@@ -70,7 +70,7 @@ def _array(table: str, name: str, values: object, column: Column | None) -> pa.A
         array = pa.array(values, from_pandas=False)
         array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
         return array if column is None or array.type == ARROW[column.dtype] else array.cast(ARROW[column.dtype])
-    except (pa.ArrowException, ValueError, TypeError) as error:
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         dtype = column.dtype if column else "an Arrow column"
         reason = str(error).splitlines()[0].rstrip(".")
         raise InputError(

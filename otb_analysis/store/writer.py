@@ -105,18 +105,20 @@ class RunWriter:
         try:
             _refuse_second_writer(find_run(path))
             earlier.upgrade(path)
-            with transaction(path, write=True) as db:
-                steps = catalogue.written_steps(db, path)
-                catalogue.remove_steps(db, [step for step in steps if step >= from_step])
-                separate(db, path)
-                keep = {part.file for part in listed(db, path)}
-            remove_unlisted(path, keep)
+            with transaction(path) as db:
+                steps, _ = catalogue.written_steps(db, path), listed(db, path)
             info = read_run_file(path) | {
                 "status": "running", "reason": "", "updated": now(), "process": this_process(), "steps": None
             }  # fmt: skip
             before = info.get("resumed")
             again = {"at": now(), "from_step": from_step, "git": git_state(), "machine": machine}
+            # First, since it says with how many steps the run ended.
             write_run_file(path, info | {"resumed": [*(before if isinstance(before, list) else []), again]})
+            with transaction(path, write=True) as db:
+                catalogue.remove_steps(db, [step for step in steps if step >= from_step])
+                separate(db, path)
+                keep = {part.file for part in listed(db, path)}
+            remove_unlisted(path, keep)
             write_reserve(path)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot continue {path} ({_why(error)}); free some space or make it writable.") from error
@@ -146,17 +148,20 @@ class RunWriter:
                     joined = [small[table], rows] if table in small else [rows]
                     small[table] = pa.concat_tables(joined, promote_options="default")
             config: Any = read_run_file(self.path).get("config") or {}
-            products = list(derived(config, encoded))
+            products = list(derived(config, encoded | small))
             with transaction(self.path, write=True) as db:
                 catalogue.add_step(db, step, small | {"parts": as_rows(parts)})
                 catalogue.add_products(db, step, products)
             for table, name, _, _ in of_others:
                 if table in SMALL:
-                    (self.path / name).unlink()
-        except (OSError, sqlite3.Error) as error:
+                    with suppress(OSError):  # the step is whole already
+                        (self.path / name).unlink()
+        except (OSError, sqlite3.Error, InputError) as error:
             for path in written:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
+            if isinstance(error, InputError):
+                raise
             raise StoreError(self._failure(step, error)) from error
         self._last_step = step
 
@@ -214,10 +219,9 @@ class RunWriter:
 
     def _remove(self, step: int) -> None:
         """Remove a step that is there already, so that no reader sees half of it."""
-        with transaction(self.path) as db:
+        with transaction(self.path, write=True) as db:
             if db.execute("SELECT 1 FROM written WHERE step = ?", [step]).fetchone() is None:
                 return
-        with transaction(self.path, write=True) as db:
             gone = [part for part in listed(db, self.path, steps=[step]) if part.alone]
             catalogue.remove_steps(db, [step])
         mine = f"-r{self.rank}.parquet"  # others have written theirs anew
