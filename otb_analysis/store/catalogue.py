@@ -133,7 +133,7 @@ def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) 
         n, sums = _insert(db, table, tables.get(table, pa.table({})))
         values |= {f"{table}_rows": n, f"{table}_sums": sums}
     db.execute(f"INSERT INTO written ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
-    db.execute("UPDATE totals SET steps = steps + 1, changes = changes + 1, columns = ?", [_columns(db)])
+    db.execute("UPDATE totals SET steps = steps + 1, changes = changes + 1")
 
 
 def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int, bytes]]) -> None:
@@ -181,6 +181,7 @@ def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, by
             types[field.name] = next(name for name, arrow in _ARROW.items() if arrow == field.type)
             try:
                 db.execute(f"ALTER TABLE {table} ADD COLUMN {quoted(field.name)} {types[field.name]}")
+                db.execute("UPDATE totals SET columns = ?", [_columns(db)])
             except sqlite3.Error as error:
                 if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
                     raise  # of the disk

@@ -57,6 +57,7 @@ class RunWriter:
         self.rank = rank
         self.size = size  # Processes that write parts of the same steps
         self._last_step: int | None = None
+        self._known: set[int] | None = None  # Steps that are there, once the first one is written
 
     @classmethod
     def create(
@@ -138,7 +139,11 @@ class RunWriter:
                 for table, rows in encoded.items():
                     self._write(step, table, rows, written)
                 return
-            self._remove(step)
+            if self._known is None:
+                with transaction(self.path) as db:
+                    self._known = set(catalogue.written_steps(db, self.path))
+            if step in self._known:
+                self._remove(step)
             of_others = list(self._of_others(step))
             parts = [self._write(step, table, encoded[table], written) for table in LARGE if table in encoded]
             parts += [described(step, table, name, rows, sum) for table, name, rows, sum in of_others if table in LARGE]
@@ -163,6 +168,7 @@ class RunWriter:
             if isinstance(error, InputError):
                 raise
             raise StoreError(self._failure(step, error)) from error
+        self._known.add(step)
         self._last_step = step
 
     def finish(self, status: Literal["complete", "failed"] = "complete", reason: str = "") -> None:
