@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -151,7 +150,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     asked = parser.parse_args()
     rows = measured(asked.before, asked.after, asked.steps, asked.grams, asked.turns)
-    (asked.out / "store_versions.json").write_text(json.dumps(rows, indent=1) + "\n")
     words = f"--out docs/results --steps {asked.steps} --grams {asked.grams} --turns {asked.turns}"
     text = page(rows, f"python -m benchmarks.versions ../before . {words}")
     (asked.out / "store_versions.md").write_text(text)
