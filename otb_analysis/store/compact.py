@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -77,23 +77,28 @@ def compact(path: Path) -> Compacted:
 
 def merge(run_dir: Path) -> Compacted:
     """Do the same for the run's own writer; what the disk refuses is an OSError or a sqlite3.Error."""
-    with transaction(run_dir) as db:
-        steps, before = catalogue.written_steps(db, run_dir), listed(db, run_dir)
+    with transaction(run_dir, write=True) as db:
+        steps = catalogue.written_steps(db, run_dir)
+        whole = {table: {part.file for part in listed(db, run_dir, table)} == {f"{table}.parquet"} for table in LARGE}
+        # A file that the catalogue names is never written over: killed before the transaction below, the run needs it.
+        separate(db, run_dir, [table for table in LARGE if not whole[table]])
+        before = listed(db, run_dir)
         (changes,) = db.execute("SELECT changes FROM totals").fetchone()
         small = {table: catalogue.read(db, run_dir, table).table for table in SMALL}
     old = {part.file for part in before}
     size = sum((run_dir / file).stat().st_size for file in old)
     of_table = {table: [part for part in before if part.table == table] for table in LARGE}
-    due = {table: parts for table, parts in of_table.items() if {part.file for part in parts} - {f"{table}.parquet"}}
+    due = {table: parts for table, parts in of_table.items() if parts and not whole[table]}
     count_to(sum(map(len, due.values())), "file")
     try:
         merged = {table: _merged(run_dir, table, parts) for table, parts in due.items()}
         with transaction(run_dir, write=True) as db:
             if db.execute("SELECT changes FROM totals").fetchone() != (changes,):
                 raise StoreError(f"{run_dir} was changed by another process while it was compacted; compact it again.")
-            for step in steps:
-                if new := [one for table in LARGE for one in merged.get(table, of_table[table]) if one.step == step]:
-                    catalogue.replace_parts(db, step, as_rows(new))
+            parts = [part for table in LARGE for part in merged.get(table, of_table[table])]
+            if merged:
+                for step, of_step in groupby(sorted(parts, key=lambda part: part.step), lambda part: part.step):
+                    catalogue.replace_parts(db, step, as_rows(list(of_step)))
         for table, rows in small.items():
             if len(rows):
                 with atomic_file(run_dir / f"{table}.parquet") as file, pq.ParquetWriter(file, rows.schema) as writer:
@@ -107,11 +112,16 @@ def merge(run_dir: Path) -> Compacted:
     return Compacted(len(steps), len(old), len(after), size, sum(path.stat().st_size for path in after))
 
 
-def separate(db: sqlite3.Connection, run_dir: Path) -> None:
+def separate(db: sqlite3.Connection, run_dir: Path, tables: Collection[str] = LARGE) -> None:
     """Give the files of a run that ended other names, since the run goes on: its next end writes them anew."""
     for step, of_step in groupby(listed(db, run_dir), lambda part: part.step):
         parts = list(of_step)
-        moved = [replace(part, file=_aside(run_dir, part)) if "/" not in part.file else part for part in parts]
+        moved = [
+            replace(part, file=_aside(run_dir, part))
+            if f"{part.table}.parquet" == part.file and part.table in tables
+            else part
+            for part in parts
+        ]
         if moved != parts:
             catalogue.replace_parts(db, step, as_rows(moved))
 

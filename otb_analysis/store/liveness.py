@@ -37,11 +37,11 @@ def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
 
 
 def other_writer(info: Mapping[str, object]) -> int | None:
-    """Return the number of another process that is known to write a run, or to compact it; None where none is known."""
-    for process in (info.get("process") if info.get("status") == "running" else None, info.get("compacting")):
-        if isinstance(process, Mapping) and _lives(process) and process["pid"] != os.getpid():
-            return process["pid"]
-    return None
+    """Return the number of another process that is known to write a run; None where none is known."""
+    process = info.get("process")
+    if info.get("status") != "running" or not isinstance(process, Mapping) or not _lives(process):
+        return None
+    return None if process["pid"] == os.getpid() else process["pid"]
 
 
 def _lives(process: Mapping[str, object]) -> bool | None:

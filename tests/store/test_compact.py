@@ -18,6 +18,7 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore, RunWriter, StepTables, compact, gram_rows, runs_df
 from otb_analysis.store import compact as compact_function
+from otb_analysis.store.parts import as_rows
 from otb_analysis.types import Gram
 
 compact_module = sys.modules[compact_function.__module__]
@@ -158,6 +159,27 @@ def test_run_goes_on_after_any_step_and_ends_again(run, tables):
     same(everything(run), before)
     RunWriter.resume(run, 0)
     assert RunStore(run).complete_steps() == [] and names(run) == []
+
+
+def test_a_run_that_ended_and_ends_again_is_whole_where_its_files_are_exchanged(run, tables, monkeypatch):
+    compact(run)
+    write(RunWriter(run), tables, 8)  # without a word that it goes on
+    before = everything(run)
+
+    def killed(*given):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as dying:  # the new files are there, and the catalogue names the old ones
+        dying.setattr(compact_module, "as_rows", lambda parts: killed() if _of_one_file(parts) else as_rows(parts))
+        RunWriter(run).finish()
+        same(everything(run), before)
+    RunWriter(run).finish()
+    same(everything(run), before)
+    assert names(run) == WHOLE and len(pd.read_parquet(run / "tokens.parquet")) == 100
+
+
+def _of_one_file(parts):
+    return any(part.file == "tokens.parquet" for part in parts)
 
 
 @pytest.mark.parametrize("ended", [False, True])
