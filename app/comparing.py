@@ -45,8 +45,9 @@ def comparison(run: Run) -> None:
     # What is usual depends on what trained, so each run has a choice of its own.
     estimators = st.multiselect("Estimators", names, usual, key=f"shown-{run.name}", bind="query-params", wrap=True)
     forest(run, source, against, step, estimators)
-    first, *rest = data.answers(run).lines
-    verdict.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
+    with verdict.container(), errors_as_sentences():
+        first, *rest = data.answers(run).lines
+        st.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
         elsewhere = [] if (root := listing.root()) == Path("runs").resolve() else ["--root", str(root)]
         command = shlex.join(["otb", "compare", *names, *elsewhere])
