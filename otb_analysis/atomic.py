@@ -46,3 +46,16 @@ def atomic_folder(path: Path, *, replace: bool) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process left of such files and folders, anywhere in a folder that nobody else writes.
+
+    Raises:
+        OSError: One cannot be removed.
+    """
+    for path in [*folder.rglob(".*.tmp"), *folder.rglob(".*.new")]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

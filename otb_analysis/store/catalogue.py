@@ -87,7 +87,8 @@ def transaction(run_dir: Path, *, write: bool = False) -> Iterator[sqlite3.Conne
         if write and isinstance(error, sqlite3.Error):
             raise
         remedy = _REMEDY.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "restore it from a copy of the run")
-        raise StoreError(f"{path} cannot be read ({error}); {remedy}.") from error
+        why = " ".join(str(error).split())  # it quotes what is broken, line ends included
+        raise StoreError(f"{path} cannot be read ({why}); {remedy}.") from error
     finally:
         db.close()  # what was not committed is rolled back
 

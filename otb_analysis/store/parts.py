@@ -5,7 +5,6 @@ bit is a sentence.
 """
 
 import json
-import os
 import stat
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from otb_analysis.atomic import remove_leftovers
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue
@@ -187,20 +187,21 @@ def parquet_options(schema: pa.Schema) -> dict[str, Any]:
 
 
 def remove_unlisted(run_dir: Path, keep: Collection[str]) -> None:
-    """Remove Parquet files and temporary ones that a killed process left and the catalogue does not list.
+    """Remove Parquet files that the catalogue does not list, and what a killed process left half-written.
 
     Raises:
         OSError: One cannot be removed.
     """
+    remove_leftovers(run_dir)
     for table in TABLES:
         folder = run_dir / table
         if folder.is_symlink() or not folder.is_dir():
             continue
-        for path in [*folder.glob("*.parquet"), *folder.glob(".*.tmp")]:
+        for path in folder.glob("*.parquet"):
             if f"{table}/{path.name}" not in keep:
                 path.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()
-    for path in [*run_dir.glob("*.parquet"), *run_dir.glob(".*.tmp")]:
-        if (path.name not in keep and path.stem in TABLES) or path.suffix == ".tmp":
-            os.unlink(path)
+    for path in run_dir.glob("*.parquet"):
+        if path.name not in keep and path.stem in TABLES:
+            path.unlink()

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from otb_analysis.atomic import atomic_file, atomic_folder
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.phases import note
+from otb_analysis.phases import note, phase
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier
 from otb_analysis.store.catalogue import LARGE, SMALL, transaction
@@ -195,7 +195,8 @@ class RunWriter:
             ) from error
         if status == "complete":
             try:
-                merge(self.path)
+                with phase("one file for each table"):
+                    merge(self.path)
             except (StoreError, OSError, sqlite3.Error) as error:  # the run is whole as it is
                 note(f"{self.path} keeps a file for each step ({error}); otb compact tries again.")
 

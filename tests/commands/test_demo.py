@@ -161,7 +161,7 @@ def test_runs_are_trained_side_by_side(finished):
     seen = set()
     watched = Watched({}, seen)
     train_together(configs, watched)
-    assert all(stack[0].done == stack[0].total == 2 for stack in watched.values())
+    assert [(stack[0].done, stack[0].total) for stack in watched.values()] == [(2, 2)] * 2
     assert seen > {f"{config.run}: starting" for config in configs}  # and the phases inside that a report caught
     for config in configs:
         assert is_complete(config)

@@ -12,10 +12,11 @@ import pytest
 
 from otb_analysis.config import MeasureConfig, Schedule, ScoreConfig
 from otb_analysis.recorded.score import score
-from otb_analysis.store import RunStore
+from otb_analysis.store import RunStore, RunWriter, catalogue
+from otb_analysis.store.catalogue import transaction
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture
@@ -34,6 +35,13 @@ def launched(*words):
         text=True,
         timeout=300,
     )
+
+
+def forget(run, steps):
+    """Make a run that ended one that was killed before it wrote some steps."""
+    RunWriter.resume(run, 5).finish("failed")
+    with transaction(run, write=True) as db:
+        catalogue.remove_steps(db, steps)
 
 
 def same(one, two):
@@ -55,12 +63,11 @@ def test_two_processes_make_the_run_of_one_and_resume_each_others(tmp_path, chec
     assert told.returncode == 0, told.stderr
     same(tmp_path / "one", tmp_path / "two")
     assert RunStore(tmp_path / "two").info["status"] == "complete"
-    for step in (1, 4):  # as if process 1 had been killed in step 1, and process 0 before step 4
-        (tmp_path / "two" / "steps" / f"part-{step:08d}-r0.parquet").unlink()
+    forget(tmp_path / "two", [1, 4])  # as if process 1 had been killed in step 1, and process 0 before step 4
     told = launched(*options, "--measure.exact.prompts", "0", "--run", "two", "--if-exists", "resume")
     assert told.returncode == 0, told.stderr
     same(tmp_path / "one", tmp_path / "two")
-    (tmp_path / "two" / "steps" / "part-00000002-r0.parquet").unlink()
+    forget(tmp_path / "two", [2])
     score(replace(config, run="two", if_exists="resume"))
     same(tmp_path / "one", tmp_path / "two")
 

@@ -119,7 +119,8 @@ def go_on(config, kept, out):
         pd.testing.assert_frame_equal(frame, expected[name], check_exact=True)
     resumed = weights(path)
     assert final.keys() == resumed.keys() and all((final[name] == resumed[name]).all() for name in final)
-    assert not [p for p in path.rglob(".*") if p.is_file() or p.name.startswith(".model")]  # nothing half-written
+    half_written = [p for p in path.rglob(".*") if p.is_file() or p.name.startswith(".model")]
+    assert not half_written, half_written
     info = RunStore(path).info
     assert info["status"] == "complete"
     out.write_text(json.dumps(found | {"from_step": info["resumed"][0]["from_step"]}))

@@ -30,7 +30,7 @@ FEW, POSITIONS_PER_SIGNAL = 8, 32
 """Up to 8 + positions / 32 signals per rollout the reference engine is no slower (measured with 15 to 256 prompt tokens
 on models of width 16 and 128): the whole rollout's own pass and the factors of its inputs must first be earned back."""
 
-SIGNAL_COPIES = 10
+SIGNAL_COPIES = 16
 """Tensors as large as the signals at the widest layer that are alive at once on the way through a block (measured)."""
 
 _PLANS = Verdicts[Plan]()
