@@ -15,29 +15,28 @@ from otb_analysis.store import RunStore, step_attribution
 shares = step_attribution(RunStore({path!r}), {step})
 plot_attribution(attribution_info(shares)).write_html("attribution.html")"""
 
-LEARNING = """from otb_analysis.figures.learning import learning_info, plot_learning
+LEARNING = """from otb_analysis.figures.curves import learning_info, plot_learning
 from otb_analysis.store import RunStore
 
 estimators = {estimators!r}
 steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for name in estimators}}
 plot_learning(learning_info(steps, estimators, {window})).write_html("learning.html")"""
 
-GROUPED = """from otb_analysis.figures.learning import grouped_info, plot_learning
+GROUPED = """from otb_analysis.figures.curves import grouped_info, plot_learning
 from otb_analysis.store import RunStore
 
 groups = {groups!r}
 steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for names in groups.values() for name in names}}
 plot_learning(grouped_info(steps, groups, {window})).write_html("learning.html")"""
 
-REWARDS = """from otb_analysis.figures.rewards import plot_rewards, rewards_info
+REWARDS = """from otb_analysis.figures.rollouts import plot_rewards, rewards_info
 from otb_analysis.store import RolloutFilter, RunStore, reward_histogram
 
 asked = {asked!r}
 plot_rewards(rewards_info(reward_histogram(RunStore({path!r}), asked))).write_html("rewards.html")"""
 
 TOKENS = """from otb_analysis.figures.token_columns import with_differences
-from otb_analysis.figures.token_grid import plot_tokens
-from otb_analysis.figures.tokens import tokens_info
+from otb_analysis.figures.tokens import plot_tokens, tokens_info
 from otb_analysis.store import RunStore
 
 run = RunStore({path!r})
@@ -60,26 +59,25 @@ plot_comparison(info).write_html("comparison.html")""",
 )
 
 VARIANCE = _ANSWERS.format(
-    imports="""from otb_analysis.figures.gradient_table import statistics_table
-from otb_analysis.figures.variance import plot_variance, variance_info""",
+    imports="from otb_analysis.figures.variance import plot_variance, statistics_table, variance_info",
     draw="""table = statistics_table(run.grams, {window}, run.known, only={labels!r})
 plot_variance(variance_info(table)).write_html("variance.html")""",
 )
 
 ESTIMATOR_PAIR = _ANSWERS.format(
     imports="""from otb_analysis.answers.pairs import estimator_pair
-from otb_analysis.figures.pair_curves import plot_pair""",
+from otb_analysis.figures.pairs import plot_pair""",
     draw="""pair = estimator_pair(run.measured, run.estimator, {a!r}, {b!r})
 plot_pair(pair.panels, "A", "B").write_html("pair.html")""",
 )
 
 PLANNER = _ANSWERS.format(
-    imports="from otb_analysis.figures.planner import plot_planner",
+    imports="from otb_analysis.figures.comparison import plot_planner",
     draw='plot_planner(run.planner).write_html("planner.html")',
 )
 
-RUN_PAIR = """from otb_analysis.figures.pair_curves import compare_curves, plot_pair
-from otb_analysis.figures.pairing import Pairing
+RUN_PAIR = """from otb_analysis.figures.pairs import compare_curves, plot_pair
+from otb_analysis.figures.runs import Pairing
 from otb_analysis.store import RunStore
 
 pairing = {pairing!r}

@@ -4,11 +4,10 @@ import gc
 import sys
 from pathlib import Path
 
-import listing
+import data
 import pandas as pd
 import streamlit as st
-from plain_text import plain
-from widgets import choose_runs, follow, page
+from widgets import choose_runs, follow, page, plain
 
 from otb_analysis.errors import STOPS
 
@@ -32,43 +31,21 @@ STYLE = """<style>
 
 PAPER = ("#FFFFFF", "#12171C")  # of .streamlit/config.toml, light and dark
 STUDIES = "Studies"  # the page that needs no runs
-
-
-def pages() -> list[st.Page]:
-    """Return the pages in the order of the menu."""
-    return [
-        st.Page("views/triage.py", title="Triage", icon=":material/monitoring:", default=True),
-        st.Page("views/run.py", title="Run", icon=":material/timeline:"),
-        st.Page("views/rollouts.py", title="Rollouts", icon=":material/list_alt:"),
-        st.Page("views/tokens.py", title="Tokens", icon=":material/abc:"),
-        st.Page("views/estimators.py", title="Estimators", icon=":material/target:"),
-        st.Page("views/compare.py", title="Compare", icon=":material/compare_arrows:"),
-        st.Page("views/studies.py", title=STUDIES, icon=":material/menu_book:"),
-    ]
-
-
-def load_plotly() -> None:
-    """Let the browser load Plotly, a second's work, while the server reads; without the file it waits for a figure."""
-    for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js"):
-        load = f"<script>import('./static/js/{script.name}')</script>"
-        st.container(key="ahead").html(load, unsafe_allow_javascript=True)
+PAGES = {  # in the order of the menu, with their icons
+    "Triage": "monitoring", "Run": "timeline", "Rollouts": "list_alt", "Tokens": "abc", "Estimators": "target",
+    "Compare": "compare_arrows", STUDIES: "menu_book",
+}  # fmt: skip
 
 
 def offer_runs(folder: Path, table: pd.DataFrame, stamps: dict[str, str]) -> None:
     """Let the sidebar choose among the runs of a folder, and leave the choice to the pages."""
-    runs = listing.readable(table, stamps)
+    runs = data.readable(table, stamps)
     chosen = choose_runs(runs)
     st.session_state.update(_runs=table, _selection=chosen, _readable=runs)
     follow(chosen, stamps)
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(shown))}")
     st.sidebar.button("Reload runs", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
-
-
-def no_runs(folder: Path) -> None:
-    """Say how runs are made."""
-    with page("No runs yet", plain(str(folder))):
-        st.info(("There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. ") + EMPTY)
 
 
 @st.cache_resource(max_entries=1, show_spinner=False)
@@ -86,15 +63,20 @@ def main() -> None:
     st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
     st.html(STYLE)
     st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
-    chosen_page = st.navigation(pages())
+    chosen_page = st.navigation([
+        st.Page(f"views/{title.lower()}.py", title=title, icon=f":material/{icon}:", default=title == "Triage")
+        for title, icon in PAGES.items()
+    ])  # fmt: skip
     if target := st.session_state.pop("_page", None):
         st.switch_page(f"views/{target[0]}.py", query_params=target[1])
     without_runs = chosen_page.title == STUDIES
-    if not without_runs:
-        load_plotly()
-    folder, stamps = listing.root(), listing.stamps()
+    # The browser loads Plotly, a second's work, while the server reads; without the file it waits for a figure.
+    for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js") if not without_runs else ():
+        load = f"<script>import('./static/js/{script.name}')</script>"
+        st.container(key="ahead").html(load, unsafe_allow_javascript=True)
+    folder, stamps = data.root(), data.stamps()
     try:
-        table = listing.runs(str(folder), stamps)
+        table = data.runs(str(folder), stamps)
     except STOPS as error:
         if not without_runs:
             st.warning(plain(str(error)), icon=":material/warning:")
@@ -103,7 +85,9 @@ def main() -> None:
     if not table.empty:
         offer_runs(folder, table, stamps)
     if table.empty and not without_runs:
-        no_runs(folder)
+        missing = "There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. "
+        with page("No runs yet", plain(str(folder))):
+            st.info(missing + EMPTY)
     else:
         chosen_page.run()
 

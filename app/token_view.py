@@ -1,7 +1,7 @@
-"""The clickable, coloured tokens: a component that only ever creates text nodes.
+"""Tokens of a prompt: where they are looked at, the clickable, coloured view of them, and what one token says.
 
 Token text is model output. It reaches the browser as JSON and the page through `textContent`; nothing of it is parsed
-as HTML, Markdown or a template.
+as HTML, Markdown or a template: the component only ever creates text nodes.
 """
 
 import hashlib
@@ -11,14 +11,95 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import data
 import numpy as np
 import pandas as pd
 import streamlit as st
+from data import Run
 from streamlit.components.v2 import component
+from widgets import asked, box, chosen_runs, plain
 
+from otb_analysis.errors import STOPS
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.token_colors import palette
-from otb_analysis.figures.tokens import RolloutRow, TokensInfo
+from otb_analysis.figures.rollouts import distinct
+from otb_analysis.figures.token_columns import palette
+from otb_analysis.figures.token_formula import token_details
+from otb_analysis.figures.tokens import TokensInfo
+from otb_analysis.store.token_arrays import in_words, trained_label
+from otb_analysis.types import Label
+
+
+@dataclass(frozen=True)
+class Place:
+    """One prompt at one step of one run."""
+
+    run: data.Run
+    step: int
+    group: int
+
+    @property
+    def rollouts(self) -> Any:
+        """The rollouts of this prompt."""
+        table = data.rollouts(self.run, self.step)
+        return table[table["group"] == self.group]
+
+    @property
+    def tokens(self) -> Any:
+        """The tokens of this prompt, with the baseline and advantage of the estimator that trained."""
+        return data.tokens(self.run, self.step, self.group)
+
+    @property
+    def words(self) -> str:
+        """Which step of which run."""
+        return f"step {self.step} of {self.run.name}"
+
+
+def choose_prompt(run: data.Run, step: int, within: Any) -> int:
+    """Let the page choose a prompt; labels say in what it differs from the others, and its mean reward."""
+    rollouts = data.rollouts(run, step)
+    means: Any = rollouts.groupby("group")["reward"].mean()
+    texts = distinct({int(str(g)): str(text) for g, text in rollouts.groupby("group")["prompt"].first().items()})
+    labels = {group: f"{group} · reward {number(float(means[group]))} · {text}" for group, text in texts.items()}
+    text = asked("prompt") or ""
+    wanted = int(text) if text.isdigit() else st.session_state.get("prompt")
+    # Set each time: at another step the same prompt has another label, which a browser would not learn otherwise.
+    st.session_state["prompt"] = wanted if wanted in labels else next(iter(labels))
+    return within.selectbox(
+        "Prompt", list(labels), format_func=lambda group: labels.get(group, ""), key="prompt", persist_state="session"
+    )
+
+
+def choose_beside(here: Place, row: Any) -> Place | None:
+    """Let the page choose where else to look at the same prompt: another step, or another of the chosen runs."""
+    if not row.toggle("Side by side", key="two", bind="query-params", help="The same prompt at another step or run."):
+        return None
+    first: Any = here.rollouts.iloc[0]
+    prompt_id = None if pd.isna(first["prompt_id"]) else str(first["prompt_id"])
+    options = {}
+    for run in chosen_runs():
+        with_tokens = set(data.token_steps(run))
+        for step, group in data.occurrences(run, prompt_id, str(first["prompt"])):
+            place = Place(run, step, group)
+            if place != here and step in with_tokens:
+                options[f"{place.words}, prompt {group}"] = place
+    if not options:
+        row.caption("No other step of the chosen runs has this prompt. Choose more runs in the sidebar.")
+        return None
+    of, run, nearest = st.session_state.get("_beside", (here, "", ""))
+    if of != here and st.session_state.get("beside") == nearest:  # not chosen by hand: it goes with the step
+        st.session_state.pop("beside", None)
+    # The same step, else the nearest; of the run that stood beside before, if any.
+    same = [name for name, place in options.items() if place.run.name == run] or list(options)
+    nearest = min(same, key=lambda name: (options[name].step != here.step, abs(options[name].step - here.step)))
+    beside = options[box(row, "Beside", "beside", list(options), nearest, width=220)]
+    st.session_state["_beside"] = here, (name := beside.run.name), nearest
+    at = {run.name: [p.step for p in options.values() if p.run.name == run.name] for run in chosen_runs()}
+    if name != here.run.name and here.step not in at[name]:
+        st.caption(plain(f"{name} has no tokens of this prompt at step {here.step}; step {beside.step} is shown."))
+    if never := [run for run, steps in at.items() if not steps and run != here.run.name]:
+        st.caption(plain(f"No step of {', '.join(never)} has this prompt."))
+    return beside
+
 
 _HERE = Path(__file__)
 _STYLE, _SCRIPT = (_HERE.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
@@ -55,93 +136,115 @@ def token_view(
     Args:
         columns: Columns to show where the mouse is, and how they are called.
         chosen: Its rollout is there even if not all fit.
-        on_token: Called when a token was chosen; `clicked` then says which.
-        on_step: Called when another step was asked for; `stepped` then says in which direction.
+        on_token: Called when a token was chosen, which is then in the session: `KEY`, `token`.
+        on_step: Called when another step was asked for; `step` then holds by how many.
     """
-    scale = panes[0].info.scale
-    shown = [
-        _shown(pane.info, chosen[1] if chosen and chosen[0] == p else None, len(panes)) for p, pane in enumerate(panes)
+    scale, infos = panes[0].info.scale, [pane.info for pane in panes]
+    rows = [
+        _rows(pane, columns, chosen[1] if chosen and chosen[0] == k else None, MOST // len(panes))
+        for k, pane in enumerate(panes)
     ]
+    kinds = {token.kind for info in infos for row in info.rollouts for token in row.tokens}
+    missing = sum(info.n_missing for info in infos)
+    marks = {
+        "missing": f"not measured ({missing:,})" if missing else "",
+        "tool": "tool output, not sampled by the policy" if "tool" in kinds else "",
+        "special": "special token" if "special" in kinds else "",
+    }
+    below, above = any(info.n_below for info in infos), any(info.n_above for info in infos)
     payload: dict[str, Any] = {
-        "panes": [
-            {"title": pane.title, "rows": [_row(row, values) for row, values in _with_values(pane, rows, columns)]}
-            for pane, rows in zip(panes, shown, strict=True)
-        ],
-        "column": panes[0].info.column,
-        "title": columns[panes[0].info.column],
+        "panes": [{"title": pane.title, "rows": shown} for pane, shown in zip(panes, rows, strict=True)],
+        "column": infos[0].column,
+        "title": columns[infos[0].column],
         "columns": list(columns.items()),
         "colors": list(scale.colors),
         "palette": palette(scale),
-        "low": ("≤ " if any(p.info.n_below for p in panes) else "") + number(scale.low),
-        "high": ("≥ " if any(p.info.n_above for p in panes) else "")
-        + number(scale.high)
-        + (" (log)" if scale.log and not scale.diverging else ""),
-        "marks": _marks(panes),
-        "wide": max(row.length for pane in panes for row in pane.info.rollouts) > LONG,
+        "low": "≤ " * below + number(scale.low),
+        "high": "≥ " * above + number(scale.high) + " (log)" * (scale.log and not scale.diverging),
+        "marks": [mark for mark in marks.items() if mark[1]],
+        "wide": max(row.length for info in infos for row in info.rollouts) > LONG,
     }
     # The browser builds its page anew only where this changes.
     version = hashlib.sha256(json.dumps(payload, ensure_ascii=False).encode()).hexdigest()
     data = payload | {"version": version, "chosen": chosen}
     _component(data=data, key=KEY, on_token_change=on_token, on_step_change=on_step)
-    return sum(len(pane.info.rollouts) - len(rows) for pane, rows in zip(panes, shown, strict=True))
+    return sum(len(info.rollouts) for info in infos) - sum(map(len, rows))
 
 
-def clicked() -> Chosen | None:
-    """Return the token that was just chosen."""
-    token = st.session_state[KEY].get("token")
-    return None if token is None else (int(token[0]), int(token[1]), int(token[2]))
+def _rows(pane: Pane, columns: Mapping[str, str], chosen: int | None, most: int) -> list[dict[str, Any]]:
+    """Return the rollouts that fit, the chosen one always among them, with four digits of each value."""
+    ends = np.cumsum([len(row.tokens) for row in pane.info.rollouts])
+    fits = max(1, int((ends <= most).sum()))
+    by_rollout: Any = pane.tokens.sort_values(["rollout", "t"]).groupby("rollout")
+    rows = []
+    for row in (row for i, row in enumerate(pane.info.rollouts) if i < fits or row.rollout == chosen):
+        values = by_rollout.get_group(row.rollout)[list(columns)].to_numpy(np.float64, na_value=np.nan)
+        size = np.where(np.isfinite(values) & (values != 0), np.abs(values), 1.0)
+        unit = 10.0 ** (np.floor(np.log10(size)) - 3)
+        rounded = np.round(values / unit) * unit
+        by_column = [[None if v != v else v for v in column] for column in rounded.T.tolist()]
+        rows.append({
+            "rollout": row.rollout,
+            "reward": number(row.reward),
+            "parts": ", ".join(f"{name} {number(value)}" for name, value in row.parts),
+            "facts": [f"{row.length:,} token{'s' * (row.length != 1)}", *([row.finish] if row.finish else [])],
+            "warning": row.warning,
+            "ts": [token.t for token in row.tokens],
+            "texts": [token.text.encode("utf-8", "replace").decode() for token in row.tokens],
+            "kinds": [token.kind for token in row.tokens],
+            "turns": [token.turn for token in row.tokens],
+            "breaks": [int(token.breaks) for token in row.tokens],
+            "levels": [token.level for token in row.tokens],
+            "values": dict(zip(columns, by_column, strict=True)),
+        })  # fmt: skip
+    return rows
 
 
-def stepped() -> int:
-    """Return by how many steps to move."""
-    step = st.session_state[KEY].get("step")
-    return 0 if step is None else int(step[0])
+HELP = {
+    "weight": "How much this rollout's return counts in B: what B gains when its reward grows by 1.",
+    "return": "What the weight multiplies: the return from this position on, or the total return.",
+    "w": "Energy of the rollout's token at this position.",
+    "W": "Energy realized up to this position, or to the rollout's end.",
+}
 
 
-def _shown(info: TokensInfo, chosen: int | None, panes: int) -> list[RolloutRow]:
-    """Return as many rollouts as fit, the chosen one always among them."""
-    ends = np.cumsum([len(row.tokens) for row in info.rollouts])
-    fits = max(1, int((ends <= MOST // panes).sum()))
-    return [row for i, row in enumerate(info.rollouts) if i < fits or row.rollout == chosen]
+def token_panel(
+    run: Run, step: int, group: int, tokens: pd.DataFrame, token: tuple[int, int], label: Label | None
+) -> None:
+    """Show the numbers of a token as stored, beside the formula of an estimator with them."""
+    found, error = None, None
+    try:
+        if label is not None:
+            found = data.written_out(run, step, group, label, *token)
+    except STOPS as refused:
+        error = refused
+    of_trained = found if label == trained_label(run.estimator, data.answers(run).config) else None
+    stored = token_details(tokens, *token, run.estimator, of_trained)
+    if stored is None:
+        st.caption(f"Rollout {token[0]} has no token {token[1]} here; choose another.")
+        return
+    left, right = st.columns([5, 6])
+    with left:
+        line = st.container(horizontal=True, vertical_alignment="center")
+        line.caption(f"token {stored.t} of rollout {stored.rollout}", width="content")
+        line.code(stored.text, language=None, width="content")
+        pairs(stored.formulas)
+    with right:
+        if error is not None:
+            st.warning(plain(str(error)), icon=":material/warning:")
+        if found is None or label is None:
+            return
+        st.caption(f"Baseline and advantage of **{plain(in_words(label))}**")
+        pairs(found.lines)
+        terms = found.terms.assign(rollout=["this" if r == token[0] else str(r) for r in found.terms["rollout"]])
+        if not found.is_sum:
+            st.caption("This baseline is no weighted sum of returns.")
+            terms = terms.drop(columns="weight")
+        columns: dict[str, Any] = {n: st.column_config.NumberColumn(format="%.3g", help=h) for n, h in HELP.items()}
+        st.dataframe(terms, hide_index=True, column_config=columns, height=min(220, 38 + 35 * len(terms)))
 
 
-def _with_values(pane: Pane, rows: Sequence[RolloutRow], columns: Mapping[str, str]) -> Any:
-    """Yield rollouts with their columns, four digits of each value."""
-    table: Any = pane.tokens.sort_values(["rollout", "t"])
-    by_rollout = dict(iter(table.groupby("rollout")))
-    for row in rows:
-        part = by_rollout[row.rollout]
-        values = {name: _digits(part[name].to_numpy(np.float64, na_value=np.nan)) for name in columns}
-        yield row, values
-
-
-def _digits(x: Any) -> list[float | None]:
-    size = np.where(np.isfinite(x) & (x != 0), np.abs(x), 1.0)
-    unit = 10.0 ** (np.floor(np.log10(size)) - 3)
-    return [None if v != v else v for v in (np.round(x / unit) * unit).tolist()]
-
-
-def _row(row: RolloutRow, values: Mapping[str, list[float | None]]) -> dict[str, Any]:
-    return {
-        "rollout": row.rollout,
-        "reward": number(row.reward),
-        "parts": ", ".join(f"{name} {number(value)}" for name, value in row.parts),
-        "facts": [f"{row.length:,} token{'s' * (row.length != 1)}", *([row.finish] if row.finish else [])],
-        "warning": row.warning,
-        "ts": [t.t for t in row.tokens],
-        "texts": [t.text.encode("utf-8", "replace").decode() for t in row.tokens],
-        "kinds": [t.kind for t in row.tokens],
-        "turns": [t.turn for t in row.tokens],
-        "breaks": [int(t.breaks) for t in row.tokens],
-        "levels": [t.level for t in row.tokens],
-        "values": values,
-    }
-
-
-def _marks(panes: Sequence[Pane]) -> list[tuple[str, str]]:
-    missing = sum(pane.info.n_missing for pane in panes)
-    kinds = {t.kind for pane in panes for row in pane.info.rollouts for t in row.tokens}
-    marks = [("missing", f"not measured ({missing:,})")] if missing else []
-    if "tool" in kinds:
-        marks.append(("tool", "tool output, not sampled by the policy"))
-    return marks + ([("special", "special token")] if "special" in kinds else [])
+def pairs(lines: tuple[tuple[str, str], ...]) -> None:
+    """Show names and formulas as a table of text."""
+    table = pd.DataFrame(lines, columns=["quantity", "with this token's numbers"])
+    st.table(table.map(plain), border="horizontal", hide_index=True, hide_header=True)

@@ -1,18 +1,94 @@
-"""What pages share: the frame around a page, the choice of runs, charts with their data, text that stays text."""
+"""What pages share: the frame around a page, boxes bound to its address, the choice of runs, charts with their data.
 
-from collections.abc import Callable, Iterator, Sequence
+A bound box that stands at its default leaves the address; a value there that is none is ignored. The session keeps what
+was chosen while other pages are open. Model output, names and committed pages hold markup that no page may follow: they
+are shown as text.
+"""
+
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import listing
+import data
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
-from address import box
-from plain_text import plain
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.theme import CONFIG, for_background
+
+
+def plain(text: str) -> str:
+    """Return text that Streamlit's Markdown shows as it is: no markup, directive, formula or link."""
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text.replace("\n", " "))
+
+
+INTERVAL = re.compile(r"-?[\d.,]+(?: %)? \([^()\n|]{1,24}\)")
+
+
+def prose(markdown: str) -> str:
+    """Return Markdown as it reads below the headings of a page: no picture, link, formula or directive of Streamlit's.
+
+    A number and its interval stay on one line.
+    """
+    text = re.sub(r"!\[[^]]*]\([^)]*\)|\[([^]]*)]\([^)]*\)", lambda found: found[1] or "", markdown)
+    text = re.sub(r"^(#+) ", r"##\1 ", text, flags=re.MULTILINE)
+    text = INTERVAL.sub(lambda found: found[0].replace(" ", "\u00a0").replace("–", "\u2060–\u2060"), text)
+    parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.DOTALL)
+    return "".join(part if part.startswith("`") else re.sub(r"([$<]|:(?=\w))", r"\\\1", part) for part in parts)
+
+
+Choices = Sequence[Any] | Mapping[Any, str]
+"""What can be chosen; a mapping has it in words, which stand in the address, too."""
+
+
+def box(
+    within: Any, label: str, key: str, choices: Choices, default: Any = None, buttons: bool = False, **options: Any
+) -> Any:
+    """Let the page choose one of several by a bound selectbox, or of a few by buttons; the first one to begin with."""
+    words = choices if isinstance(choices, Mapping) else {one: str(one) for one in choices}
+    first = default if default in words else next(iter(words))
+    keep(key, words, first)
+    look = {"format_func": lambda one: words.get(one, str(one)), "key": key, "bind": "query-params", **options}
+    if not buttons:
+        return within.selectbox(label, list(words), list(words).index(first), **look)
+    chosen = within.segmented_control(label, list(words), default=first, required=True, **look)
+    return first if chosen is None else chosen
+
+
+def keep(key: str, choices: Container[Any], default: Any) -> None:
+    """Write a choice into the address that was the default of another run or step and is not this one's."""
+    chosen = st.session_state.get(key, default)
+    if chosen != default and chosen in choices and key not in st.query_params:
+        st.session_state[key] = chosen
+
+
+def span(within: Any, label: str, key: str, low: Any, high: Any, **options: Any) -> tuple[Any, Any] | None:
+    """Let the page choose a range with a bound slider; None for the whole one, or where there is only one value."""
+    if low is None or low == high:
+        return None
+    before = st.session_state.get(f"_{key}")
+    if before not in (None, (low, high)) and st.session_state.get(key) == before:
+        st.session_state[key] = low, high  # all of a run that grows stays all of it
+    st.session_state[f"_{key}"] = low, high
+    chosen = within.slider(label, low, high, (low, high), key=key, bind="query-params", **options)
+    return None if chosen == (low, high) else chosen
+
+
+def asked(name: str) -> str | None:
+    """Return what the address asks for where no widget is bound, if that is new: by a link, by hand, or by Back."""
+    text = st.query_params.get(name)
+    return None if text == st.session_state.get(f"_{name}") else text
+
+
+def write(**values: object) -> None:
+    """Write values that no widget holds into the address, in one message, so that one Back leaves the page."""
+    texts = {name: str(value) for name, value in values.items() if value is not None}
+    st.session_state.update({f"_{name}": text for name, text in texts.items()})
+    if any(st.query_params.get(name) != text for name, text in texts.items()):
+        st.query_params.update(texts)
+
 
 DEFAULT_RUNS = 4
 _LIVE_SECONDS = 3
@@ -36,7 +112,7 @@ def errors_as_sentences() -> Iterator[None]:
         st.warning(plain(str(error)), icon=":material/warning:")
 
 
-def choose_runs(runs: Sequence[listing.Run]) -> list[listing.Run]:
+def choose_runs(runs: Sequence[data.Run]) -> list[data.Run]:
     """Let the sidebar choose runs, for all pages and in the URL; all running and a few new ones to begin with.
 
     A run that begins to run while the page is open is chosen, too.
@@ -69,9 +145,9 @@ def go_to(name: str, **address: object) -> None:
     st.session_state["_page"] = name, {key: str(value) for key, value in address.items()}
 
 
-def chosen_runs() -> list[listing.Run]:
+def chosen_runs() -> list[data.Run]:
     """Return the runs chosen in the sidebar; without any the page ends with a hint."""
-    chosen: list[listing.Run] = st.session_state.get("_selection", [])
+    chosen: list[data.Run] = st.session_state.get("_selection", [])
     if chosen:
         return chosen
     if st.session_state.get("_readable"):
@@ -89,7 +165,7 @@ def reasons(table: pd.DataFrame) -> None:
             st.caption(f":material/warning: **{plain(str(name))}**: {plain(str(reason))}")
 
 
-def one_run(within: Any = st, width: int = 420) -> listing.Run:
+def one_run(within: Any = st, width: int = 420) -> data.Run:
     """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
     chosen = {run.name: run for run in chosen_runs()}
     if len(chosen) == 1:
@@ -98,27 +174,19 @@ def one_run(within: Any = st, width: int = 420) -> listing.Run:
     return chosen[box(within, "Run", "focus", list(chosen), width=width)]
 
 
-def follow(runs: Sequence[listing.Run], stamps: dict[str, str]) -> None:
+def follow(runs: Sequence[data.Run], stamps: dict[str, str]) -> None:
     """While a run is running, look every few seconds whether it grew or was killed, and draw the page again then."""
     if not any(run.status == "running" for run in runs):
         return
     live = st.sidebar.toggle("Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds.")
-    seen = listing.states(stamps)
+    seen = data.states(stamps)
 
     @st.fragment(run_every=_LIVE_SECONDS if live else None)
     def watch() -> None:
-        if live and listing.states(listing.stamps()) != seen:
+        if live and data.states(data.stamps()) != seen:
             st.rerun(scope="app")
 
     watch()
-
-
-def background(figure: go.Figure, printed: bool) -> go.Figure:
-    """Set a figure's colours for the page's theme, or for the white paper it is printed on, in place, and return it."""
-    dark = st.context.theme.type == "dark"
-    if dark and printed:
-        figure.update_layout(paper_bgcolor="#FFFFFF")
-    return for_background(figure, dark and not printed)
 
 
 def clicked_data(key: str) -> list[Any]:
@@ -129,7 +197,8 @@ def clicked_data(key: str) -> list[Any]:
     return list(data[0].values()) if isinstance(data[0], dict) else list(data[0])  # a browser's array has keys
 
 
-WIDTHS = {"as shown": None, "one column (3.25 in)": 3.25, "two columns (6.75 in)": 6.75}
+SHOWN = "as shown"
+WIDTHS = {SHOWN: None, "one column (3.25 in)": 3.25, "two columns (6.75 in)": 6.75}
 """Widths of a saved figure, in inches."""
 SVG_INCH, PNG_INCH = 96, 300
 """Pixels of an inch: as SVG defines it, and as printed."""
@@ -140,7 +209,7 @@ SHRUNK = 13 / 16
 def chart(
     figure: go.Figure,
     key: str,
-    table: pd.DataFrame | None = None,
+    table: pd.DataFrame | Callable[[], pd.DataFrame] | None = None,
     python: str = "",
     clicked: Callable[[], None] | None = None,
 ) -> None:
@@ -148,12 +217,24 @@ def chart(
 
     Args:
         key: Unique on the page; also the name of the downloaded files.
+        table: The numbers, or what makes them when they are asked for.
         python: Lines that draw the figure, for a notebook; see `scripts`.
         clicked: Called where a point was clicked, which is then in the session under `key`.
     """
-    background(figure, WIDTHS[st.session_state.get(f"width-{key}", "as shown")] is not None)
-    config = CONFIG | {"toImageButtonOptions": image_options(figure, key)}
+    kind, inches = st.session_state.get(f"format-{key}") or "svg", WIDTHS[st.session_state.get(f"width-{key}", SHOWN)]
+    # The camera button draws it `width` pixels wide and writes `scale` times as many, in SVG too.
+    options: dict[str, Any] = {"filename": f"otb-{key}", "format": kind, "scale": 1 if kind == "svg" else 3}
+    dark = st.context.theme.type == "dark"
+    if inches is not None:  # for the white paper it is printed on
+        layout: Any = figure.layout
+        if dark:
+            figure.update_layout(paper_bgcolor="#FFFFFF")
+        drawn = round(inches * SVG_INCH / SHRUNK)
+        printed = inches * SVG_INCH if kind == "svg" else round(inches * PNG_INCH)
+        options |= {"width": drawn, "height": layout.height or 450, "scale": printed / drawn}
+    for_background(figure, dark and inches is None)
     select: dict[str, Any] = {"on_select": clicked, "selection_mode": "points"} if clicked else {}
+    config = CONFIG | {"toImageButtonOptions": options}
     st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config, **select)
     row = st.container(horizontal=True)
     if table is not None:
@@ -167,25 +248,9 @@ def chart(
             st.code(python, language="python")
 
 
-def image_options(figure: go.Figure, key: str) -> dict[str, Any]:
-    """Return how the camera button saves a figure: format and width as chosen below it.
-
-    Plotly draws it `width` pixels wide and writes `scale` times as many, in SVG too.
-    """
-    kind = st.session_state.get(f"format-{key}") or "svg"
-    options = {"filename": f"otb-{key}", "format": kind, "scale": 1 if kind == "svg" else 3}
-    inches = WIDTHS[st.session_state.get(f"width-{key}", "as shown")]
-    if inches is None:
-        return options
-    layout: Any = figure.layout
-    drawn = round(inches * SVG_INCH / SHRUNK)
-    printed = inches * SVG_INCH if kind == "svg" else round(inches * PNG_INCH)
-    return options | {"width": drawn, "height": layout.height or 450, "scale": printed / drawn}
-
-
-def download(table: pd.DataFrame, key: str) -> None:
+def download(table: pd.DataFrame | Callable[[], pd.DataFrame], key: str) -> None:
     """Offer a table as CSV, which is written when it is asked for."""
     st.download_button(
-        "CSV", lambda: table.to_csv(index=False).encode(), f"otb-{key}.csv", "text/csv",
-        key=f"csv-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
+        "CSV", lambda: (table() if callable(table) else table).to_csv(index=False).encode(), f"otb-{key}.csv",
+        "text/csv", key=f"csv-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
     )  # fmt: skip

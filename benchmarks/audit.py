@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks.config import AuditBenchConfig
 from benchmarks.publish import Report, notes_of, report_of
-from benchmarks.sampled_step import sampled_step
-from benchmarks.timing import threads
+from benchmarks.timing import sampled_step, threads
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError
 from otb_analysis.phases import phase

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.config import ExpertsConfig
-from benchmarks.engine_cases import STEP, forward_backward, make_case, model_config
+from benchmarks.engine import STEP, forward_backward, make_case, model_config
 from benchmarks.publish import Report, notes_of, report_of
 from benchmarks.timing import least_seconds, threads
 from otb_analysis import gradients

@@ -15,12 +15,11 @@ import numpy as np
 from benchmarks.config import GramConfig
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of, settings_of
-from benchmarks.sampled_step import group_passes, sampled_step
-from benchmarks.timing import least_seconds, threads
+from benchmarks.timing import group_passes, least_seconds, sampled_step, threads
 from otb_analysis.config import SampleConfig
 from otb_analysis.gradients import group_gradient_gram, sketched_group_gram
-from otb_analysis.measurement.advantages import every_advantage
-from otb_analysis.measurement.levels import shares
+from otb_analysis.measurement.level import shares
+from otb_analysis.measurement.measurer import every_advantage
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.setup import Trainer

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.long import BEFORE, DRAWN, GRADIENTS, NORMS
 from otb_analysis.figures.styles import BLUE, GREEN, GREY, ORANGE, PINK, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.measurement.levels import NORM
+from otb_analysis.measurement.level import NORM
 
 NAMES = {GRADIENTS: "gradients", DRAWN: "drawn tokens", NORMS.split(",")[0]: "norms of all"}
 COLORS = {"gradients": BLUE, "drawn tokens": SKY, "norms of all": ORANGE}

@@ -8,17 +8,17 @@ import numpy as np
 import torch
 
 from benchmarks.config import LengthsConfig
-from benchmarks.engine_cases import STEP, Case, forward_backward, model_of
-from benchmarks.memory import in_fresh_process
+from benchmarks.engine import STEP, Case, forward_backward, model_of
 from benchmarks.peer_side import peak
 from benchmarks.publish import Column, Report, mebibytes_cell, notes_of, report_of
+from benchmarks.timing import in_fresh_process
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, prepare
 from otb_analysis.gradients.exact import generic
-from otb_analysis.gradients.exact.norm_accumulators import NormAccumulator
-from otb_analysis.gradients.exact.passes import DecomposedRollout, Mix
+from otb_analysis.gradients.exact.generic import DecomposedRollout, Mix
+from otb_analysis.gradients.exact.gram import NormAccumulator
 from otb_analysis.gradients.manual import fast
-from otb_analysis.gradients.manual.manual_backward import ManualBackward
+from otb_analysis.gradients.manual.fast import ManualBackward
 
 WARM_UP = 40
 COLUMNS: dict[str, Column] = {

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.config import LogitsConfig
-from benchmarks.memory import in_fresh_process
-from benchmarks.peer import peer
 from benchmarks.peer_side import head_inputs, peak
 from benchmarks.publish import Column, Report, notes_of, report_of, seconds_cell
-from benchmarks.timing import interleaved, threads, timed
+from benchmarks.timing import in_fresh_process, interleaved, peer, threads, timed
 from otb_analysis.logit_stats import logit_stats
 
 PLAIN = {"logits": "plain, from logits", "hidden": "plain, from hidden states"}
@@ -59,11 +57,6 @@ def plain_from_logits(logits: Tensor, token_ids: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
 
 
-def plain_from_hidden(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
-    """Log-probabilities from all logits, in the inputs' dtype, then as `plain_from_logits`."""
-    return plain_from_logits(torch.nn.functional.linear(hidden, weight), token_ids)
-
-
 def peak_of(inputs: dict[str, Any], name: str) -> int | None:
     """Return the peak bytes of one way, in a fresh process; `inputs` are the arguments of `head_inputs`."""
     torch.set_num_threads(1)
@@ -75,7 +68,7 @@ def _candidates(inputs: Inputs, only: str = "", logits: Tensor | None = None) ->
     """Every way. All logits are made unless they are given, or `only` is a way from hidden states."""
     h, w, y = inputs
     ways: dict[str, Callable[[], Any]] = {
-        PLAIN["hidden"]: torch.no_grad()(lambda: plain_from_hidden(h, w, y)),
+        PLAIN["hidden"]: torch.no_grad()(lambda: plain_from_logits(torch.nn.functional.linear(h, w), y)),
         OURS["hidden"]: lambda: logit_stats(hidden=h, weight=w, token_ids=y),
     }
     if only in ways:

@@ -8,16 +8,15 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from benchmarks.config import LongConfig
-from benchmarks.engine_cases import model_of
+from benchmarks.engine import model_of
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of
-from benchmarks.sampled_step import group_passes
-from benchmarks.timing import least_seconds, threads
+from benchmarks.timing import group_passes, least_seconds, threads
 from otb_analysis.config import MeasureConfig, SampledSchedule, Schedule
 from otb_analysis.gradients import token_score_norms
-from otb_analysis.measurement.levels import drawn_share
+from otb_analysis.measurement.forward import forward_statistics
+from otb_analysis.measurement.level import drawn_share
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.measurement.passes import forward_statistics
 from otb_analysis.measurement.table import token_table
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.tasks import Prompt

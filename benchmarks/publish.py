@@ -126,7 +126,9 @@ def bench_table(report: Report) -> Table:
     caption = "\n".join(report.notes) or None
     table = Table(box=SIMPLE_HEAD, title=report.title, title_justify="left", caption=caption, caption_justify="left")
     for i, name in enumerate(report.columns):
-        table.add_column(name, justify="left" if all(_is_word(row[i]) for row in report.cells) else "right")
+        marks = [row[i].replace("–", "").replace("×", "").strip() for row in report.cells]
+        words = all(not mark or not row[i][0].isdigit() for mark, row in zip(marks, report.cells, strict=True))
+        table.add_column(name, justify="left" if words else "right")
     for row in report.cells:
         table.add_row(*row)
     return table
@@ -173,7 +175,3 @@ def machine() -> dict[str, str]:
 
 def _name(config: BenchConfig) -> str:
     return next(name for name, kind in BENCHMARKS.items() if isinstance(config, kind)).replace("-", "_")
-
-
-def _is_word(cell: str) -> bool:
-    return not cell.replace("–", "").replace("×", "").strip() or not cell[0].isdigit()

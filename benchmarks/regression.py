@@ -49,17 +49,19 @@ def run(config: RegressionConfig) -> Report:
         regressed(random_tree(GROUP, np.random.default_rng(seed)), GROUP_SIZE) for seed in range(config.policies)
     ]
     rloo = np.array([prompt.variance(("m",), np.ones(1)) for prompt in prompts])
-    rows = [_row(MANY, label, [limit_variance(prompts, names, r).sum() / rloo.sum() for r in (0.0, *RIDGES)])
-            for label, names in SETS.items()]  # fmt: skip
+    found = list[tuple[str, str, Sequence[float]]]()
+    for label, names in SETS.items():
+        limits = [limit_variance(prompts, names, ridge).sum() / rloo.sum() for ridge in (0.0, *RIDGES)]
+        found.append((MANY, label, limits))
     rng = np.random.default_rng(0)
     for count in config.prompts:
         chosen = np.stack([rng.permutation(config.policies)[:count] for _ in range(config.batches)])
         for label in ("all", "1, m"):
             variance = batch_variance(prompts, SETS[label], (0.0, *RIDGES), chosen, rng)
-            rows.append(_row(str(count), label, list(variance.sum(axis=1) / rloo[chosen[:, 0]].sum())))
+            found.append((str(count), label, list(variance.sum(axis=1) / rloo[chosen[:, 0]].sum())))
+    rows = [
+        {"prompts": count, "features": label, "free": float(ratios[0])}
+        | {_key(ridge): float(ratio) for ridge, ratio in zip(RIDGES, ratios[1:], strict=True)}
+        for count, label, ratios in found
+    ]
     return report_of(config, "Variance of a group gradient over that of rloo", COLUMNS, rows, notes=notes_of(config))
-
-
-def _row(prompts: str, features: str, ratios: Sequence[float]) -> dict[str, object]:
-    named = {_key(ridge): float(r) for ridge, r in zip(RIDGES, ratios[1:], strict=True)}
-    return {"prompts": prompts, "features": features, "free": float(ratios[0]), **named}

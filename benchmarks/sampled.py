@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.config import SampledConfig
 from benchmarks.publish import Report, notes_of, report_of
-from benchmarks.sampled_step import sampled_step
-from benchmarks.timing import least_seconds, threads
+from benchmarks.timing import least_seconds, sampled_step, threads
 from otb_analysis.config import SampleConfig
 from otb_analysis.gradients import sampled_score_norms, token_score_norms
 from otb_analysis.measurement.forward import forward_pass

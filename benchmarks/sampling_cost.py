@@ -4,11 +4,10 @@ from functools import partial
 
 from benchmarks.config import SamplingCostConfig
 from benchmarks.publish import Report, notes_of, report_of
-from benchmarks.sampled_step import sampled_step
-from benchmarks.timing import least_seconds, threads
+from benchmarks.timing import least_seconds, sampled_step, threads
 from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.config import SampleConfig
-from otb_analysis.measurement.passes import forward_statistics
+from otb_analysis.measurement.forward import forward_statistics
 
 COLUMNS = {
     "model": "{model}",

@@ -17,7 +17,7 @@ from benchmarks.publish import Report, mebibytes_cell, notes_of, report_of
 from benchmarks.synthetic_run import Shape, synthetic_step, write_synthetic_run
 from benchmarks.timing import interleaved, timed
 from otb_analysis.estimators import standing_for_truth
-from otb_analysis.figures.gradient_table import evenly, statistics_table
+from otb_analysis.figures.variance import evenly, statistics_table
 from otb_analysis.statistics import REFERENCE
 from otb_analysis.store import EXACT_ROWS, RolloutFilter, RunStore, find_rollouts, runs_df
 
@@ -39,7 +39,12 @@ def run(config: StoreConfig) -> Report:
         root = config.root or Path(temporary)
         for seed in range(config.runs):
             write_synthetic_run(root, f"synthetic-{seed}", shape, seed)
-        calls = _appending(Path(temporary), config, shape) | reads(root, "synthetic-0")
+        writer = write_synthetic_run(Path(temporary) / "appended", "run", Shape(1, 1, 1, 2, 2, 2), finish=False)
+        appended = synthetic_step(np.random.default_rng(0), 1, shape, config.append, measured=False)
+        calls: dict[str, Callable[[], object]] = {
+            f"append a step of {config.append:,} tokens": lambda: writer.write_step(1, appended)
+        }
+        calls |= reads(root, "synthetic-0")
         calls = {name: call for name, call in calls.items() if config.pandas or name != PANDAS}
         timings = interleaved({name: timed(call) for name, call in calls.items()}, config.repeats)
         rows = [
@@ -82,9 +87,3 @@ def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
         "Estimators: measures over steps": estimators,
         "Proxy: measured tokens": lambda: RunStore(path).sql(proxy),
     }
-
-
-def _appending(root: Path, config: StoreConfig, shape: Shape) -> dict[str, Callable[[], object]]:
-    writer = write_synthetic_run(root / "appended", "run", Shape(1, 1, 1, 2, 2, 2), finish=False)
-    tables = synthetic_step(np.random.default_rng(0), 1, shape, config.append, measured=False)
-    return {f"append a step of {config.append:,} tokens": lambda: writer.write_step(1, tables)}

@@ -60,8 +60,17 @@ def synthetic_step(rng: np.random.Generator, step: int, shape: Shape, tokens: in
     reward = (rng.random(n) < 0.2 + 0.6 * progress).astype(float)
     rollout = np.repeat(np.arange(n), length)
     place = np.arange(len(rollout)) - np.repeat(np.cumsum(length) - length, length)
-    columns = _tokens(rng, len(rollout), 1.5 - progress, measured)
-    columns |= {
+    m, entropy = len(rollout), 1.5 - progress
+    ids = rng.zipf(1.3, m) % len(VOCABULARY)
+    logprob = -rng.exponential(entropy, m).astype(np.float32)
+    proxy = (1 - np.exp(logprob)) ** 2 * rng.uniform(0.5, 1.5, m)
+    exact = 30 * proxy * rng.lognormal(0, 0.7, m)
+    columns: dict[str, Any] = {
+        "token_id": ids, "token": VOCABULARY[ids], "logprob": logprob, "mask": np.ones(m, dtype=bool),
+        "behavior_logprob": logprob + rng.normal(0, 1e-3, m).astype(np.float32),
+        "entropy": rng.exponential(entropy, m), "sum_pi_sq": rng.uniform(0.2, 1, m), "energy_proxy": proxy,
+        "hidden_norm_sq": rng.uniform(20, 40, m), "grad_norm_sq": np.ma.array(exact, mask=not measured),
+        "measured_by": np.full(m, "exact" if measured else "none", dtype=object),
         "group": group[rollout], "rollout": rollout, "turn": np.zeros(len(rollout), np.int64), "t": place,
         "reward": (place == length[rollout] - 1) * reward[rollout],
         "advantage": (reward - reward.reshape(-1, shape.group_size).mean(axis=1).repeat(shape.group_size))[rollout],
@@ -104,18 +113,3 @@ def synthetic_labels(number: int) -> tuple[Label, ...]:
     labels = [(name, "none") for name in plain]
     sources = ("proxy", "exact", "calibrated", "sketch", "path")
     return tuple([*labels, *((name, source) for source in sources for name in reading)][:number])
-
-
-def _tokens(rng: np.random.Generator, n: int, entropy: float, measured: bool) -> dict[str, Any]:
-    """Return the columns of tokens that do not say where a token stands."""
-    ids = rng.zipf(1.3, n) % len(VOCABULARY)
-    logprob = -rng.exponential(entropy, n).astype(np.float32)
-    proxy = (1 - np.exp(logprob)) ** 2 * rng.uniform(0.5, 1.5, n)
-    exact = 30 * proxy * rng.lognormal(0, 0.7, n)
-    return {
-        "token_id": ids, "token": VOCABULARY[ids], "logprob": logprob, "mask": np.ones(n, dtype=bool),
-        "behavior_logprob": logprob + rng.normal(0, 1e-3, n).astype(np.float32),
-        "entropy": rng.exponential(entropy, n), "sum_pi_sq": rng.uniform(0.2, 1, n), "energy_proxy": proxy,
-        "hidden_norm_sq": rng.uniform(20, 40, n), "grad_norm_sq": np.ma.array(exact, mask=not measured),
-        "measured_by": np.full(n, "exact" if measured else "none", dtype=object),
-    }  # fmt: skip

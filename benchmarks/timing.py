@@ -1,15 +1,32 @@
-"""Side-by-side timings: all candidates take turns in every repetition, so that a busy machine slows them alike."""
+"""How benchmarks measure: candidates that take turns, peers in interpreters of their own, calls in a fresh process."""
 
+import json
 import math
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from time import perf_counter, process_time
+from typing import IO, Any, TypeVar
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.devices import device_of, synchronize
+from otb_analysis.errors import InputError
+from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Batch, prepare
+from otb_analysis.rollouts.models import quiet_loading
+from otb_analysis.rollouts.sampling import Rollouts, sample
+from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.training.setup import Trainer
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
 """The time of day, or the processor's time on this process, which other work can lengthen only a little."""
@@ -84,3 +101,99 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A running peer; made by `peer`."""
+
+    facts: Mapping[str, Any]  # What its script printed once it was ready
+    process: subprocess.Popen[str]
+    errors: IO[str]  # Its stderr, in a file so that it never waits for a reader
+
+    def turn(self) -> float:
+        """Let it run once; return the seconds that it measured."""
+        return float(self.answer()["seconds"])
+
+    def answer(self) -> Mapping[str, Any]:
+        """Let it run once; return its answer."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # the peer has ended; reading its answer raises and says why
+            self.process.stdin.write("run\n")
+            self.process.stdin.flush()
+        return _answer(self.process, self.errors)
+
+
+@contextmanager
+def peer(python: Path, script: Path, spec: Mapping[str, object]) -> Iterator[Peer]:
+    """Start a script that imports nothing of ours, with a spec in JSON's types, and end it afterwards.
+
+    Raises:
+        InputError: The interpreter does not exist, or the script failed; the sentence ends with its last line.
+    """
+    command = [str(python), "-P", str(script), json.dumps(dict(spec))]
+    with TemporaryFile("w+") as errors:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+        except OSError as error:
+            raise InputError(
+                f"{python} cannot be run ({error.strerror}); pass the Python of the peer's environment."
+            ) from error
+        try:
+            yield Peer(_answer(process, errors), process, errors)
+        finally:
+            process.kill()
+            with suppress(BrokenPipeError):
+                process.communicate()
+
+
+def _answer(process: subprocess.Popen[str], errors: IO[str]) -> dict[str, Any]:
+    """The next line of JSON; whatever else its libraries print is passed over."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+    process.wait()
+    errors.seek(0)
+    lines = errors.read().strip().splitlines()
+    assert isinstance(process.args, list)
+    script, words = Path(str(process.args[2])).name, lines[-1] if lines else "it said nothing"
+    raise InputError(f"{script} ended early: {words}; install what its first lines name.")
+
+
+R = TypeVar("R")
+
+
+def in_fresh_process(call: Callable[..., R], *args: object) -> R | None:
+    """Return the result of a call; None if it failed or its process was ended, for want of memory for example."""
+    with ProcessPoolExecutor(1, get_context("spawn"), quiet_loading) as pool:
+        try:
+            return pool.submit(call, *args).result()
+        except (RuntimeError, MemoryError):  # torch's errors and a broken pool are RuntimeErrors
+            return None
+
+
+def sampled_step(config: SampleConfig, model: str = "demo") -> tuple[Trainer, Rollouts]:
+    """Return the trainer of a model and the rollouts of its first step, the same at every call.
+
+    Raises:
+        InputError: The model cannot be loaded.
+    """
+    trainer = Trainer.from_config(TrainConfig(model=model, sample=config))
+    prompts = draw_prompts(trainer.task, "train", 0, config.prompts)
+    group = np.repeat(np.arange(config.prompts), config.group_size)
+    torch.manual_seed(0)
+    with trainer.policy.sampling():
+        return trainer, sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, config, group)
+
+
+def group_passes(model: PreTrainedModel, rollouts: Rollouts) -> Callable[[], None]:
+    """Return a call that takes one forward and one backward pass of every group's rollouts: the yardstick."""
+    problem = prepare(model, Batch(*rollouts.tensors(model.device)), "all", 1.0)
+    groups = [tuple(r for r in problem.rollouts if rollouts.group[r.row] == g) for g in np.unique(rollouts.group)]
+
+    def passes() -> None:
+        for own in groups:
+            torch.autograd.grad(sampled_logprobs(problem, own).sum(), problem.scope.parameters)
+
+    return passes

@@ -122,23 +122,6 @@ def _row(what: str, numbers: dict[str, float]) -> dict[str, object]:
     return {"what": what, **numbers, "ratio": numbers["after"] / numbers["before"] if numbers["before"] else None}
 
 
-def page(rows: list[dict[str, object]], command: str) -> str:
-    """Return the rows as Markdown."""
-    lines = [
-        f"# `{command}`",
-        "",
-        ", ".join(f"{name} {value}" for name, value in machine().items()),
-        "",
-        "| what | before | after | after / before |",
-        "|---|---|---|---|",
-    ]
-    for row in rows:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        lines.append(f"| {row['what']} | {row['before']:.3f} | {row['after']:.3f} | {ratio} |")
-    how = "Every call is a process of its own, in turn; the least of some turns, by the clock, imports left out."
-    return "\n".join([*lines, "", how, ""])
-
-
 def main() -> None:
     """Measure two checkouts and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -151,8 +134,14 @@ def main() -> None:
     asked = parser.parse_args()
     rows = measured(asked.before, asked.after, asked.steps, asked.grams, asked.turns)
     words = f"--out docs/results --steps {asked.steps} --grams {asked.grams} --turns {asked.turns}"
-    text = page(rows, f"python -m benchmarks.versions ../before . {words}")
-    (asked.out / "store_versions.md").write_text(text)
+    lines = [f"# `python -m benchmarks.versions ../before . {words}`", ""]
+    lines += [", ".join(f"{name} {value}" for name, value in machine().items()), ""]
+    lines += ["| what | before | after | after / before |", "|---|---|---|---|"]
+    for row in rows:
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append(f"| {row['what']} | {row['before']:.3f} | {row['after']:.3f} | {ratio} |")
+    how = "Every call is a process of its own, in turn; the least of some turns, by the clock, imports left out."
+    (asked.out / "store_versions.md").write_text("\n".join([*lines, "", how, ""]))
 
 
 if __name__ == "__main__":

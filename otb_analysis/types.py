@@ -224,9 +224,7 @@ class Gram:
             raise InputError(f"label is {unknown[0]}; {nearest(str(unknown[0]), map(str, self.labels))}")
         rows, measured = [self.labels.index(label) for label in labels], _members(reference) & set(self.labels)
         block = np.full((len(rows), 3, self.n_prompts, self.n_prompts), np.nan)
-        block[:, 0] = self._own(rows)
-        if measured:
-            block[:, 1], block[:, 2] = self._against(rows, measured)
+        self._fill(block, rows, measured)
         block[~np.isfinite(block)] = np.nan
         return block
 
@@ -247,23 +245,15 @@ class Gram:
             lambda m, other: self.inner[m, other], self.products,
         )  # fmt: skip
 
-    def _own(self, rows: list[int]) -> Float:
-        return self.inner[rows, rows]
-
-    def _against(self, rows: list[int], measured: frozenset[Label]) -> tuple[Float, Float]:
-        """Return ⟨m, reference⟩ of some m and ⟨reference, reference⟩, the reference the mean of several."""
-        several = [self.labels.index(one) for one in sorted(measured)]
-        return self.inner[np.ix_(rows, several)].mean(axis=1), self._mean_product(tuple(several))
-
-    def _mean_product(self, rows: tuple[int, ...]) -> Float:
-        """Return the products of the mean of some rows with itself [P, P]; every label asks for the same ones."""
-        if rows not in self._mean_products:
-            self._mean_products[rows] = np.mean([self.inner[r, list(rows)].mean(axis=0) for r in rows], axis=0)
-        return self._mean_products[rows]
-
-    @cached_property
-    def _mean_products(self) -> dict[tuple[int, ...], Float]:
-        return {}
+    def _fill(self, block: Float, rows: list[int], measured: frozenset[Label]) -> None:
+        """Write the blocks of some labels [n, 3, P, P], the reference the mean of those that are measured."""
+        block[:, 0] = self.inner[rows, rows]
+        if measured:
+            several = [self.labels.index(one) for one in sorted(measured)]
+            key = ("mean product", *several)  # every label asks for the same ones
+            if key not in self.derived:
+                self.derived[key] = np.mean([self.inner[r, several].mean(axis=0) for r in several], axis=0)
+            block[:, 1], block[:, 2] = self.inner[np.ix_(rows, several)].mean(axis=1), self.derived[key]
 
 
 @dataclass(frozen=True)
@@ -318,19 +308,18 @@ class ReducedGram(Gram):
         measured = _members(reference) & set(self.labels)
         return not measured or measured in self.means
 
-    def _own(self, rows: list[int]) -> Float:
-        return self.own[rows]
-
-    def _against(self, rows: list[int], measured: frozenset[Label]) -> tuple[Float, Float]:
+    def _fill(self, block: Float, rows: list[int], measured: frozenset[Label]) -> None:
+        block[:, 0] = self.own[rows]
         if len(rows) == 1 and measured == {self.labels[rows[0]]}:
-            return self.own[rows], self.own[rows[0]]
-        if measured not in self.means:
+            block[:, 1:] = self.own[rows[0]]
+        elif measured and measured not in self.means:
             raise InputError(
                 f"this Gram matrix was reduced without {', '.join(map(str, sorted(measured)))} as reference; "
                 "read the whole one with RunStore.grams."
             )
-        with_every, with_itself = self.means[measured]
-        return with_every[rows], with_itself
+        elif measured:
+            with_every, block[:, 2] = self.means[measured]
+            block[:, 1] = with_every[rows]
 
 
 def _members(reference: "Label | frozenset[Label]") -> frozenset[Label]:

@@ -14,12 +14,12 @@ from otb_analysis.config import AttributionSchedule, MeasureConfig, SampledSched
 from otb_analysis.devices import COARSE, DEVICE, device_of, products, random_forked, use, working_set
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import group_gradient_gram
-from otb_analysis.gradients.exact import arithmetic as module
-from otb_analysis.gradients.exact.arithmetic import arithmetic
+from otb_analysis.gradients.exact import verdicts as module
+from otb_analysis.gradients.exact.verdicts import arithmetic
 from otb_analysis.phases import NOTES
 from otb_analysis.processes import Processes
 from otb_analysis.store import RunStore
-from otb_analysis.store.runfile import read_run_file, write_run_file
+from otb_analysis.store.layout import read_run_file, write_run_file
 from otb_analysis.training.loop import train, train_step
 from tests.second_device import second_device
 

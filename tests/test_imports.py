@@ -38,9 +38,7 @@ ALLOWED_ROOMS = {
     for room in rooms
 }
 INNER_FLOORS = {
-    "gradients": ({"batch"}, {"exact"}, {"manual"}, {"groups", "directional", "sampled"}, {"sketched"}),
-    "statistics": ({"inference"}, {"moments", "energies"}, {"comparisons"}),
-    "training": ({"runtime"}, {"policy", "critic"}),
+    "gradients": ({"batch"}, {"exact"}, {"manual"}, {"groups"}, {"sketched"}),
 }
 """The folders of a room, lowest first; its own files stand above them."""
 HEAVY = {
@@ -68,8 +66,8 @@ ALLOWED_PACKAGES = (
     | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": {"torch"}}
     | {key: HEAVY - {"streamlit"} for key in ("commands", "__main__")}
 )
-CLONE_COMMANDS = {"bench": "benchmarks", "study": "studies"}
-"""Commands that work in a clone alone, and the folder beside the package that each of them opens."""
+CLONE_COMMANDS = {"benchmarks", "studies"}
+"""The folders beside the package that `commands/clone.py` opens."""
 OUTSIDE = {"app", "benchmarks", "studies", "tests"}
 APP_ROOMS = LEAVES | {"answers", "store", "figures", "statistics", "diagnostics", "estimators", "energies", "arrays"}
 
@@ -109,10 +107,8 @@ def test_library_file_imports_only_what_its_room_may(path):
     assert room(path) in ALLOWED_ROOMS, f"{path.name} is in no known room; add it to ARCHITECTURE.md and to this test"
     assert rooms_of(names) - {room(path)} <= ALLOWED_ROOMS[room(path)]
     assert {n.split(".")[0] for n in names} & HEAVY <= ALLOWED_PACKAGES[room(path)]
-    in_a_clone = {LIBRARY / "commands" / f"{name}.py": {beside} for name, beside in CLONE_COMMANDS.items()}
-    assert not {n.split(".")[0] for n in names} & {"app", "benchmarks", "studies", "tests"} - in_a_clone.get(
-        path, set()
-    )
+    in_a_clone = CLONE_COMMANDS if path == LIBRARY / "commands" / "clone.py" else set()
+    assert not {n.split(".")[0] for n in names} & {"app", "benchmarks", "studies", "tests"} - in_a_clone
 
 
 def test_no_file_imports_itself_through_others():
@@ -225,5 +221,5 @@ def test_optional_packages_are_imported_where_they_are_used(path):
             names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             foreign = {str(name).split(".")[0] for name in names} - base
             plugged_in = path.parent == LIBRARY / "integrations" and foreign <= PEERS  # imported by its peer only
-            used_late = id(node) not in loaded and foreign <= set(EXTRAS) | PEERS | set(CLONE_COMMANDS.values())
+            used_late = id(node) not in loaded and foreign <= set(EXTRAS) | PEERS | set(CLONE_COMMANDS)
             assert not foreign or plugged_in or used_late, (node.lineno, foreign)

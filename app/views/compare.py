@@ -1,22 +1,20 @@
 """Compare: A against B, two runs, two groups of runs, or two estimators of one run, with paired intervals."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import data
-import listing
 import pandas as pd
 import scripts
 import streamlit as st
-from address import box, segments
-from plain_text import plain
-from widgets import chart, chosen_runs, download, one_run, page
+from widgets import box, chart, chosen_runs, download, one_run, page, plain
 
 from otb_analysis.answers.pairs import Pair, estimator_names
-from otb_analysis.figures.pair_curves import curves_rows, plot_pair
-from otb_analysis.figures.pair_gradients import default_estimators, noise_display, noise_table
-from otb_analysis.figures.pairing import (
+from otb_analysis.figures.pairs import curves_rows, default_estimators, noise_display, noise_table, plot_pair
+from otb_analysis.figures.runs import (
     Configs,
+    config_differences,
     default_pairing,
     default_values,
     first_groups,
@@ -24,7 +22,6 @@ from otb_analysis.figures.pairing import (
     pair_groups,
     pair_runs,
 )
-from otb_analysis.figures.runs import config_differences
 
 KINDS = {"runs": "Two runs", "groups": "Groups of runs", "estimators": "Estimators of one run"}
 ONE_RUN = "Only one run is chosen. Choose a second one in the sidebar, or compare two estimators of this run."
@@ -50,7 +47,7 @@ def sides(options: Sequence[str], first: tuple[str, str], columns: Sequence[Any]
     return a, b
 
 
-def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
+def compare_runs(runs: list[data.Run], configs: Configs, kind: str) -> None:
     """Compare two runs, or two groups of them."""
     if kind == "groups":
         if not (keys := group_keys(configs)):
@@ -69,7 +66,7 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
         st.info("A and B are the same, or no seed is in both. Choose another A or B.", icon=":material/inbox:")
         return
     pair = data.compared(tuple(runs), pairing)
-    python = scripts.RUN_PAIR.format(root=listing.root(), pairing=pairing)
+    python = scripts.RUN_PAIR.format(root=data.root(), pairing=pairing)
     drawn(pair, SEEDS if pairing.by == "seed" else BLOCKS, python)
     st.subheader("Configuration differences", anchor=False)
     differences = config_differences({run: configs[run] for run in pairing.runs})
@@ -81,7 +78,7 @@ def compare_runs(runs: list[listing.Run], configs: Configs, kind: str) -> None:
     download(differences.table, "compare-config")
 
 
-def compare_estimators(run: listing.Run) -> None:
+def compare_estimators(run: data.Run) -> None:
     """Compare two estimators on the rollouts of one run."""
     run = data.measured(run)
     measured = data.answers(run).measured
@@ -104,7 +101,7 @@ def drawn(pair: Pair, caption: str, python: str) -> None:
     st.caption(plain(" ".join(pair.notes)))
     if pair.panels:
         figure = plot_pair(pair.panels, f"A: {pair.a}", f"B: {pair.b}")
-        chart(figure, "pair", curves_rows(pair.panels), python)
+        chart(figure, "pair", partial(curves_rows, pair.panels), python)
         st.caption(caption)
     shown: pd.DataFrame = noise_display(pair.noise)
     if len(shown):
@@ -116,10 +113,10 @@ def drawn(pair: Pair, caption: str, python: str) -> None:
 
 with page("Compare", "A against B: what differs, by how much, and is it more than chance?"):
     chosen = chosen_runs()[::-1]  # the oldest run is A to begin with
-    configs = {run.name: data.config(run) for run in chosen}
+    configs = {run.name: data.answers(run).config for run in chosen}
     # Groups to begin with where several seeds are paired, else two runs.
     first = "estimators" if len(configs) < 2 else "groups" if first_groups(configs) else "runs"
-    kind = segments(st, "What is compared", "compare", KINDS, first, label_visibility="collapsed")
+    kind = box(st, "What is compared", "compare", KINDS, first, label_visibility="collapsed", buttons=True)
     if kind == "estimators":
         compare_estimators(one_run())
     else:

@@ -1,18 +1,18 @@
 """Rollouts: all answers of a run, filtered and searched; a row opens its tokens."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import data
 import pandas as pd
 import scripts
 import streamlit as st
-from address import box, segments, span
-from listing import Run
-from widgets import chart, clicked_data, download, errors_as_sentences, go_to, one_run, page
+from data import Run
+from widgets import box, chart, clicked_data, download, errors_as_sentences, go_to, one_run, page, span
 
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.rewards import plot_rewards, rewards_info
+from otb_analysis.figures.rollouts import RewardsInfo, plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
 from otb_analysis.store import ASKED_ROWS, RolloutFilter
 from otb_analysis.store.asked import asked_sql
@@ -34,91 +34,37 @@ EXAMPLES = {
 }
 
 
-def asked(facts: dict[str, Any]) -> RolloutFilter:
-    """Let the page ask for rollouts."""
-    row = st.container(horizontal=True, vertical_alignment="bottom")
-    text = row.text_input("Text", key="text", bind="query-params", placeholder="in prompt or answer", width=240)
-    steps = span(row, "Steps", "steps", facts["first"], facts["last"], width=180)
-    reward = span(row, "Reward", "reward_range", facts["low"], facts["high"], width=180)
-    length = span(row, "Length", "lengths", facts["short"], facts["long"], width=180)
-    reasons = row.multiselect("Finish reason", facts["reasons"], key="finish", bind="query-params", width=200)
-    groups = box(row, "Groups with", "groups", list(GROUPS), width=160)
-    turns = None
-    if (most := facts["turns"]) > 1:
-        turns = row.number_input("Turns, at least", 1, most, key="turns", bind="query-params", width=120)
-    if steps or reward:
-        row.button(
-            "All steps and rewards", type="tertiary", icon=":material/zoom_out_map:", on_click=st.session_state.update,
-            args=({"steps": (facts["first"], facts["last"]), "reward_range": (facts["low"], facts["high"])},),
-        )  # fmt: skip
-    return RolloutFilter(steps, reward, length, tuple(reasons), GROUPS[groups], turns, text)
+COLUMNS: Any = {
+    "completion": st.column_config.TextColumn("answer", width="large"),
+    "prompt": st.column_config.TextColumn(width="medium"),
+    "reward": st.column_config.NumberColumn(format="%.3g"),
+    "finish_reason": st.column_config.TextColumn("finish reason"),
+}
 
 
-def histogram(run: Run, what: RolloutFilter, facts: dict[str, Any]) -> None:
-    """Draw rewards by step; a click on a cell asks for its rollouts."""
-    everywhere = replace(what, steps=None, reward=None)  # so that another cell can be clicked
-    table = data.rewards(run, everywhere)
-    if table.empty:
-        return
-    info = rewards_info(table)
-
-    def clicked() -> None:
-        if cell := clicked_data("rewards"):
-            steps, rewards = info.ranges(*cell[:2])
-            st.session_state["steps"] = steps[0], min(steps[1], facts["last"])  # the last bin may go beyond
-            st.session_state["reward_range"] = rewards[0], min(rewards[1], facts["high"])
-
-    st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
-    python = scripts.REWARDS.format(path=run.path, asked=everywhere)
-    chart(plot_rewards(info, what.steps, what.reward), "rewards", table, python, clicked=clicked)
+def ask_for_cell(info: RewardsInfo, last_step: int, highest: float) -> None:
+    """Ask for the rollouts of the cell that was clicked."""
+    if cell := clicked_data("rewards"):
+        steps, rewards = info.ranges(*cell[:2])
+        st.session_state["steps"] = steps[0], min(steps[1], last_step)  # the last bin may go beyond
+        st.session_state["reward_range"] = rewards[0], min(rewards[1], highest)
 
 
-def listed(run: Run, what: RolloutFilter) -> None:
-    """Show the rollouts; a click on one opens its tokens."""
-    table, total = data.found_rollouts(run, what, MOST)
-    if not total:
-        st.info("No rollout is like that; widen the filters.", icon=":material/inbox:")
-        return
-    shown: Any = table[[c for c in SHOWN if c in table]]
-
-    def opened() -> None:
-        cells = st.session_state["found"]["selection"]["cells"]
-        if cells:
-            row: Any = table.iloc[cells[0][0]]
-            go_to("tokens", step=row["step"], prompt=row["group"], token=f"{row['rollout']}.0")
-
-    st.dataframe(
-        shown.rename(columns={"group": "prompt #", "equal": "equal rewards"}), hide_index=True, height=420, key="found",
-        on_select=opened, selection_mode="single-cell", placeholder="–",
-        column_config={
-            "completion": st.column_config.TextColumn("answer", width="large"),
-            "prompt": st.column_config.TextColumn(width="medium"),
-            "reward": st.column_config.NumberColumn(format="%.3g"),
-            "finish_reason": st.column_config.TextColumn("finish reason"),
-        },
-    )  # fmt: skip
-    cut = "" if total == len(table) else f" The first {len(table)} are shown; narrow the filters for the others."
-    st.caption(f"{total:,} rollouts.{cut} Click one to see its tokens.")
-    download(shown, "rollouts")
+def open_rollout(table: pd.DataFrame) -> None:
+    """Open the tokens of the rollout that was clicked."""
+    cells = st.session_state["found"]["selection"]["cells"]
+    if cells:
+        row: Any = table.iloc[cells[0][0]]
+        go_to("tokens", step=row["step"], prompt=row["group"], token=f"{row['rollout']}.0")
 
 
-def answered(answer: pd.DataFrame | Exception) -> None:
-    """Show the answer to a query, or why there is none."""
-    if isinstance(answer, Exception):
-        raise answer
-    st.dataframe(answer.head(1000), hide_index=True)
-    cut = f"The first {ASKED_ROWS:,} rows were read" if len(answer) == ASKED_ROWS else f"{len(answer):,} rows"
-    st.caption(cut + (", the first 1,000 are shown." if len(answer) > 1000 else "."))
-    download(answer, "query")
+def fill() -> None:
+    """Write the chosen example into the box of the query."""
+    st.session_state["sql"] = EXAMPLES.get(st.session_state["example"], st.session_state["sql"])
 
 
 def query(run: Run) -> None:
     """A box for one read-only SELECT over the run's tables."""
-    st.subheader("Ask in SQL", anchor=False)
-
-    def fill() -> None:
-        st.session_state["sql"] = EXAMPLES.get(st.session_state["example"], st.session_state["sql"])
-
     st.selectbox(
         "Example", list(EXAMPLES), index=None, placeholder="choose an example", width=320, key="example", on_change=fill
     )
@@ -131,13 +77,14 @@ def query(run: Run) -> None:
             answer = error
         st.session_state["_answer"] = (run.path, text), answer
     asked_for, answer = st.session_state.get("_answer", (None, None))
-    if asked_for == (run.path, text):  # it is that of the moment at which it was asked
-        with errors_as_sentences():
-            answered(answer)
-    with st.expander("Tables and columns"):
-        table = segments(st, "Table", "glossary", list(TABLES), "rollouts")
-        rows = [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in TABLES[table]]
-        st.dataframe(pd.DataFrame(rows), hide_index=True, height=300)
+    if asked_for != (run.path, text):  # it is that of the moment at which it was asked
+        return
+    if isinstance(answer, Exception):
+        raise answer
+    st.dataframe(answer.head(1000), hide_index=True)
+    cut = f"The first {ASKED_ROWS:,} rows were read" if len(answer) == ASKED_ROWS else f"{len(answer):,} rows"
+    st.caption(cut + (", the first 1,000 are shown." if len(answer) > 1000 else "."))
+    download(answer, "query")
 
 
 with page("Rollouts", "What did the policy answer, and where is an answer like this one?"):
@@ -146,11 +93,53 @@ with page("Rollouts", "What did the policy answer, and where is an answer like t
     if facts["first"] is None:
         st.info("This run has no rollouts in its store; a run of `otb train` stores them.", icon=":material/inbox:")
         st.stop()
-    what = asked(facts)
+    whole = {"steps": (facts["first"], facts["last"]), "reward_range": (facts["low"], facts["high"])}
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    text = row.text_input("Text", key="text", bind="query-params", placeholder="in prompt or answer", width=240)
+    steps = span(row, "Steps", "steps", *whole["steps"], width=180)
+    reward = span(row, "Reward", "reward_range", *whole["reward_range"], width=180)
+    length = span(row, "Length", "lengths", facts["short"], facts["long"], width=180)
+    reasons = row.multiselect("Finish reason", facts["reasons"], key="finish", bind="query-params", width=200)
+    groups = box(row, "Groups with", "groups", list(GROUPS), width=160)
+    turns = None
+    if (most := facts["turns"]) > 1:
+        turns = row.number_input("Turns, at least", 1, most, key="turns", bind="query-params", width=120)
+    if steps or reward:
+        row.button(
+            "All steps and rewards", type="tertiary", icon=":material/zoom_out_map:", on_click=st.session_state.update,
+            args=(whole,),
+        )  # fmt: skip
+    what = RolloutFilter(steps, reward, length, tuple(reasons), GROUPS[groups], turns, text)
     if facts["lost"]:
         st.warning(
             f"{facts['lost']:,} rollouts have a reward that is NaN or infinite; no filter of rewards finds them."
         )
-    histogram(run, what, facts)
-    listed(run, what)
-    query(run)
+    everywhere = replace(what, steps=None, reward=None)  # so that another cell can be clicked
+    histogram = data.rewards(run, everywhere)
+    if len(histogram):
+        info = rewards_info(histogram)
+        st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
+        python = scripts.REWARDS.format(path=run.path, asked=everywhere)
+        clicked = partial(ask_for_cell, info, facts["last"], facts["high"])
+        chart(plot_rewards(info, steps, reward), "rewards", histogram, python, clicked=clicked)
+    table, total = data.found_rollouts(run, what, MOST)
+    if not total:
+        st.info("No rollout is like that; widen the filters.", icon=":material/inbox:")
+    else:
+        shown: Any = table[[c for c in SHOWN if c in table]]
+        st.dataframe(
+            shown.rename(columns={"group": "prompt #", "equal": "equal rewards"}), hide_index=True, height=420,
+            key="found", on_select=partial(open_rollout, table), selection_mode="single-cell", placeholder="–",
+            column_config=COLUMNS,
+        )  # fmt: skip
+        cut = "" if total == len(table) else f" The first {len(table)} are shown; narrow the filters for the others."
+        st.caption(f"{total:,} rollouts.{cut} Click one to see its tokens.")
+        download(shown, "rollouts")
+
+    st.subheader("Ask in SQL", anchor=False)
+    with errors_as_sentences():
+        query(run)
+    with st.expander("Tables and columns"):
+        name = box(st, "Table", "glossary", list(TABLES), "rollouts", buttons=True)
+        rows = [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in TABLES[name]]
+        st.dataframe(pd.DataFrame(rows), hide_index=True, height=300)

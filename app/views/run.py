@@ -1,26 +1,28 @@
 """Run: what happened when, in one run; a click on a step shows who held its gradient."""
 
+from functools import partial
 from typing import Any
 
 import data
 import pandas as pd
 import scripts
 import streamlit as st
-from address import keep, segments
-from listing import Run
-from plain_text import plain
-from widgets import chart, download, errors_as_sentences, go_to, one_run, page
+from data import Run
+from widgets import box, chart, download, errors_as_sentences, go_to, keep, one_run, page, plain
 
 from otb_analysis.answers.holders import NotAttributed
 from otb_analysis.answers.triage import UNFIRED, state_of
 from otb_analysis.diagnostics import LEVELS, Finding
-from otb_analysis.figures.alarms import alarms_table, fired_first
+from otb_analysis.figures.alarms import alarms_table, false_alarms, fired_first, foresight
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
-from otb_analysis.figures.collapse import degenerate_table
-from otb_analysis.figures.detector_rates import false_alarms, foresight
+from otb_analysis.figures.curves import degenerate_table
 from otb_analysis.figures.timeline import first_look, plot_timeline, timeline_info
 
 ROWS = 50
+PERCENT = st.column_config.NumberColumn(format="percent")
+COLUMNS: Any = {
+    "reward": st.column_config.NumberColumn(format="%.3g"), "share": PERCENT, "signal": PERCENT, "noise": PERCENT,
+}  # fmt: skip
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
 FIRED = (
     "What went wrong, since when, and how far to trust it. A step is the one at which you would have seen it while the "
@@ -40,38 +42,6 @@ def clicked() -> None:
     points = st.session_state["timeline"]["selection"]["points"]
     if points:
         st.session_state["step"] = int(points[0]["x"])
-
-
-def timeline(run: Run, steps: pd.DataFrame, findings: list[Finding]) -> int:
-    """Draw events and panels, let a click or the bar choose a step, and return it."""
-    known = [int(step) for step in steps["step"]]
-    bar, more, log = st.columns([4, 1, 1], vertical_alignment="bottom")
-    keep("step", known, first := first_look(known, findings))
-    st.caption(
-        "What happened when: events first, then what changes as a run collapses. A click on a point chooses its step."
-    )
-    at = int(bar.select_slider("Step", known, first, key="step", bind="query-params"))
-    every = more.toggle("All panels", key="all", bind="query-params")
-    log_y = log.toggle("Log axes", key="log", bind="query-params")
-    info = timeline_info(steps, findings, data.changes([run])[run.name], more=every)
-    python = scripts.TIMELINE.format(path=run.path, more=every, step=at, log_y=log_y)
-    chart(plot_timeline(info, at, log_y=log_y), "timeline", steps, python, clicked=clicked)
-    return at
-
-
-def alarms(run: Run, findings: list[Finding]) -> None:
-    """List the detectors that fired, in the order in which they did."""
-    fired, rest = fired_first(findings)
-    st.subheader("Alarms", anchor=False)
-    if fired:
-        st.table(cells(fired), hide_index=True)
-    elif (state := state_of(findings)) in UNFIRED:
-        st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
-    else:
-        st.success("Nothing fired.", icon=":material/check:")
-    st.caption(FIRED)
-    with st.expander(f"What the other {len(rest)} saw"):
-        st.table(cells(rest), hide_index=True)
 
 
 def cells(findings: list[Finding]) -> pd.DataFrame:
@@ -95,18 +65,16 @@ def attribution(run: Run, step: int) -> None:
         return
     st.caption(plain(found.says))
     words = {name: HELD[name] for name in LEVELS}
-    level = segments(st, "Break down by", "level", words, "token")
+    level = box(st, "Break down by", "level", words, "token", buttons=True)
     python = scripts.ATTRIBUTION.format(path=run.path, step=step)
     chart(plot_attribution(attribution_info(found.shares)), "attribution", python=python)
     st.caption(SHARES)
     table, total = found.holders(level, ROWS), len(found.shares.at(level))
     st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest share. Click one to see it.")
-    percent: Any = st.column_config.NumberColumn(format="percent")
     st.dataframe(
         table, hide_index=True, height=330, key="blamed", placeholder="–", selection_mode="single-cell",
-        on_select=lambda: open_clicked(table),
-        column_config={"reward": st.column_config.NumberColumn(format="%.3g"), "share": percent, "signal": percent,
-                       "noise": percent},
+        on_select=partial(open_clicked, table),
+        column_config=COLUMNS,
     )  # fmt: skip
     download(found.holders(level), f"attribution-{level}s")
 
@@ -123,15 +91,39 @@ def open_clicked(table: pd.DataFrame) -> None:
 
 with page("Run", "What happened when, and which tokens held the gradient of a step?"):
     run = one_run()
-    steps: Any = data.steps([run])[run.name].sort_values("step")
-    findings = data.findings([run])[run.name]
+    steps: Any = data.answers(run).steps.sort_values("step")
+    findings = data.answers(run).findings
     row = data.answers(run).triage
     facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, f"{len(steps)} step{'s' * (len(steps) != 1)}"]
     st.markdown(f"{' · '.join(filter(None, facts))}: {plain(row.sentence)}.")
     if data.answers(run).alarm:
         st.warning(plain(data.answers(run).alarm), icon=":material/warning:")
-    step = timeline(run, steps, findings)
-    alarms(run, findings)
+
+    known = [int(step) for step in steps["step"]]
+    bar, more, log = st.columns([4, 1, 1], vertical_alignment="bottom")
+    keep("step", known, first := first_look(known, findings))
+    st.caption(
+        "What happened when: events first, then what changes as a run collapses. A click on a point chooses its step."
+    )
+    step = int(bar.select_slider("Step", known, first, key="step", bind="query-params"))
+    every = more.toggle("All panels", key="all", bind="query-params")
+    log_y = log.toggle("Log axes", key="log", bind="query-params")
+    info = timeline_info(steps, findings, data.answers(run).changes, more=every)
+    python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y)
+    chart(plot_timeline(info, step, log_y=log_y), "timeline", steps, python, clicked=clicked)
+
+    fired, rest = fired_first(findings)
+    st.subheader("Alarms", anchor=False)
+    if fired:
+        st.table(cells(fired), hide_index=True)
+    elif (state := state_of(findings)) in UNFIRED:
+        st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
+    else:
+        st.success("Nothing fired.", icon=":material/check:")
+    st.caption(FIRED)
+    with st.expander(f"What the other {len(rest)} saw"):
+        st.table(cells(rest), hide_index=True)
+
     with errors_as_sentences():
         attribution(run, step)
     st.subheader("Which baseline for the next run?", anchor=False)

@@ -1,17 +1,14 @@
 """Studies: the verdict and figure of one study first, its numbers and how it was made beneath, then all studies."""
 
 import re
-from pathlib import Path
 from typing import Any
 
-import listing
+import data
 import pandas as pd
 import streamlit as st
-from address import asked, segments, write
-from plain_text import plain, prose
-from widgets import download, errors_as_sentences, page
+from widgets import asked, box, download, errors_as_sentences, page, plain, prose, write
 
-from otb_analysis.figures.studies import for_dark, results_table
+from otb_analysis.figures.svg import for_dark, results_table
 from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.studies import BROKEN, MEASURED, NOT_RUN
 
@@ -38,48 +35,13 @@ def short(text: str) -> str:
     return (cut.rsplit("`", 1)[0] if cut.count("`") % 2 else cut).rstrip() + " …"
 
 
-def overview(studies: list[CommittedStudy]) -> None:
-    """Show all studies in one table, verdicts cut to their beginning."""
-    rows = [
-        {
-            "study": f"**{plain(label(study))}**",
-            "question": prose(study.question) or "–",
-            "verdict": prose(short(study.verdict)) or "–",
-            "state and cost": ", ".join(filter(None, [study.state, study.minutes])),
-        }
-        for study in studies
-    ]
-    st.subheader("All studies", anchor=False)
-    st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
-
-
-def choose(studies: list[CommittedStudy]) -> CommittedStudy:
-    """Let the page choose a study, in the URL too; the first one that was run to begin with."""
-    by_name = {study.folder.name: study for study in studies}
-    first = next((name for name, study in by_name.items() if study.state == MEASURED), next(iter(by_name)))
-    if (name := asked("study")) in by_name:
-        st.session_state["study"] = name
-    name = st.pills(
-        "Study", list(by_name), default=first, format_func=lambda name: label(by_name[name]), key="study",
-        required=True, persist_state="session",
-    )  # fmt: skip
-    write(study=name)  # a study's title changes, so the address has its folder
-    return by_name[str(name)]
-
-
-def show_figure(path: Path) -> None:
-    """Show a picture, turned to the page's theme."""
-    picture = study_figure(path)
-    st.image(for_dark(picture) if st.context.theme.type == "dark" else picture)
-
-
 def results(study: CommittedStudy) -> None:
     """Show the result tables, one at a time."""
     names = study_tables(study.folder)
     if not names:
         return
     st.subheader("Numbers", anchor=False)
-    name = segments(st, "Table", "table", names)
+    name = box(st, "Table", "table", names, buttons=True)
     table = study_table(study.folder, name)
     st.caption(f"{len(table):,} rows × {len(table.columns)} columns. {SORTED}")
     shown = results_table(table)
@@ -107,8 +69,24 @@ def reading(study: CommittedStudy) -> None:
             st.markdown(prose(text))
 
 
-def detail(study: CommittedStudy) -> None:
-    """Show one study: verdict, figures, numbers, how to read them, how they were made."""
+with page("Studies", "Which claims about baselines were tested, what came out, and what did it cost?"):
+    folder = data.studies_root()
+    studies = committed_studies(folder)
+    if not studies:
+        st.info(NONE.format(folder=plain(str(folder))), icon=":material/inbox:")
+        st.stop()
+
+    by_name = {study.folder.name: study for study in studies}
+    first = next((name for name, study in by_name.items() if study.state == MEASURED), next(iter(by_name)))
+    if (name := asked("study")) in by_name:
+        st.session_state["study"] = name
+    name = st.pills(
+        "Study", list(by_name), default=first, format_func=lambda name: label(by_name[name]), key="study",
+        required=True, persist_state="session",
+    )  # fmt: skip
+    write(study=name)  # a study's title changes, so the address has its folder
+    study = by_name[str(name)]
+
     if study.state == NOT_RUN:
         st.info(f"This study was not run yet. `{study.command}` runs it; `--quick` tries it in two minutes.")
     elif study.state == BROKEN:
@@ -117,9 +95,10 @@ def detail(study: CommittedStudy) -> None:
         with st.container(border=True):
             st.markdown(f"**Verdict.** {prose(study.verdict)}")
     st.caption(f"Question: {prose(study.question) or 'it stands in the file below.'}")
-    for figure in study.figures:
+    for path in study.figures:
         with errors_as_sentences():
-            show_figure(figure)
+            picture = study_figure(path)
+            st.image(for_dark(picture) if st.context.theme.type == "dark" else picture)
     with errors_as_sentences():
         results(study)
     reading(study)
@@ -130,12 +109,14 @@ def detail(study: CommittedStudy) -> None:
     readme = study.folder / ("study.py" if study.state == NOT_RUN else "README.md")
     st.markdown(f"Page and code: `{readme}`")
 
-
-with page("Studies", "Which claims about baselines were tested, what came out, and what did it cost?"):
-    folder = listing.studies_root()
-    studies = committed_studies(folder)
-    if not studies:
-        st.info(NONE.format(folder=plain(str(folder))), icon=":material/inbox:")
-        st.stop()
-    detail(choose(studies))
-    overview(studies)
+    rows = [
+        {
+            "study": f"**{plain(label(study))}**",
+            "question": prose(study.question) or "–",
+            "verdict": prose(short(study.verdict)) or "–",
+            "state and cost": ", ".join(filter(None, [study.state, study.minutes])),
+        }
+        for study in studies
+    ]
+    st.subheader("All studies", anchor=False)
+    st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from otb_analysis.answers.holders import Tokens
 from otb_analysis.answers.proxy import Proxy
 from otb_analysis.answers.run import RunAnswers
-from otb_analysis.answers.shares import Tokens
 from otb_analysis.checks.bookkeeping import Bookkeeping, check_bookkeeping, trainer_loss
 from otb_analysis.checks.sampling_report import SamplingReport
 from otb_analysis.diagnostics.planner import Planner

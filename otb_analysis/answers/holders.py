@@ -1,11 +1,15 @@
-"""Who holds the gradient of a step: shares by prompt, rollout and token, or why that is not known."""
+"""Who holds the gradient: of a step, by prompt, rollout and token; of all attributed steps, by kind of token.
+
+Classes of all attributed steps sum to 1: shares are c·s·ḡ of their own step, added up and divided by Σ‖ḡ‖².
+"""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from otb_analysis.diagnostics import LEVELS, StepAttribution
@@ -13,9 +17,15 @@ from otb_analysis.errors import InputError
 from otb_analysis.figures.attribution import attribution_table
 from otb_analysis.figures.numbers import number
 from otb_analysis.store import RunStore, attributed_steps, step_attribution
+from otb_analysis.store.token_arrays import floats
+from otb_analysis.types import Float
 
 RECORDED = ("model", "rollouts", "format", "prompts", "group_size", "text", "ended", "temperature")
 """Settings of `otb score` that say which rollouts are measured, and how they were sampled."""
+LISTED = 10
+"""Prompts that are named."""
+AT_ONCE = 8
+"""Steps whose tokens are read by one query."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +79,15 @@ def attribution_of(store: RunStore, config: Mapping[str, Any], step: int) -> Att
     if step not in steps:
         raise InputError(f"--step is {step}, but {store.path.name} has steps {steps[0]} to {steps[-1]}; pass one.")
     if step not in attributed:
-        missing, near = _nearest(step, attributed)
+        near = min(attributed, key=lambda other: abs(other - step), default=None)
+        missing = "No step of this run says which tokens held its gradient."
+        if near is not None:
+            missing = f"Step {step} has no attribution; the nearest step that has is {near}."
         how, command = attribution_command(str(store.path), config, step)
         return NotAttributed(step, f"{missing} {how}", command, near)
     tokens = store.tokens_df([step], ["rollout", "t", "token"])
     rollouts = store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])
     return Attributed(step_attribution(store, step), tokens, rollouts)
-
-
-def _nearest(step: int, attributed: Sequence[int]) -> tuple[str, int | None]:
-    """Return that a step has no attribution, and the nearest step that has, None where none has."""
-    if not attributed:
-        return "No step of this run says which tokens held its gradient.", None
-    near = min(attributed, key=lambda other: abs(other - step))
-    return f"Step {step} has no attribution; the nearest step that has is {near}.", near
 
 
 def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple[str, str]:
@@ -92,20 +97,17 @@ def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple
     """
     path = Path(run)
     if "optimize" in config:
-        command = ["train", "--config", str(path / "run.json"), "--run", f"{path.name}-attributed"]
+        command = ["otb", "train", "--config", str(path / "run.json"), "--run", f"{path.name}-attributed"]
         command += ["--measure.attribution.first", str(step), "--measure.attribution.every", "1"]
-        return f"This trains the run again, from the same seed, and measures it from step {step} on:", _otb(command)
+        return f"This trains the run again, from the same seed, and measures it from step {step} on:", shlex.join(
+            command
+        )
     if config.get("model") and config.get("rollouts"):
         same = [w for name in RECORDED if name in config for w in (f"--{name.replace('_', '-')}", str(config[name]))]
-        command = ["score", *same, "--root", str(path.parent), "--run", f"{path.name}-attributed"]
-        return "This scores the same rollouts again and measures it:", _otb(
-            [*command, "--measure.attribution.every", "1"]
-        )
+        command = ["otb", "score", *same, "--root", str(path.parent), "--run", f"{path.name}-attributed"]
+        command += ["--measure.attribution.every", "1"]
+        return "This scores the same rollouts again and measures it:", shlex.join(command)
     return "`otb train --measure.attribution.every 1` measures every step, `otb audit` those of recorded rollouts.", ""
-
-
-def _otb(words: Sequence[str]) -> str:
-    return shlex.join(["otb", *words])
 
 
 def attribution_line(attribution: StepAttribution) -> str:
@@ -121,3 +123,107 @@ def attribution_line(attribution: StepAttribution) -> str:
         f"{text}: {number(attribution.signal_total)} is signal, which prompts have in common, and "
         f"{number(attribution.noise_total)} is noise, each prompt's own."
     )
+
+
+@dataclass(frozen=True)
+class Share:
+    """Tokens of one kind: their signed part of Σ‖ḡ‖² over the attributed steps."""
+
+    name: str
+    n_tokens: int
+    share: float
+    size: float  # Part of Σ|share|: how much they pull, in whichever direction
+    signal: float | None  # Part along other prompts' gradients
+    noise: float | None  # Part along their own prompt's
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Who holds the gradient."""
+
+    steps: int
+    n_tokens: int
+    half: int  # The largest so many tokens hold half of Σ|share|
+    by_class: tuple[Share, ...]
+    by_position: tuple[Share, ...]
+    by_prompt: tuple[Share, ...]
+
+
+def token_class(text: str | None) -> str:
+    """Return the kind of a token: word, number, space, punctuation, other, or special without a readable text."""
+    plain = (text or "").strip()
+    if not text or (plain.startswith("<") and plain.endswith(">") and len(plain) > 2):
+        return "special"
+    if not plain:
+        return "space"
+    if plain.isalpha():
+        return "word"
+    if plain.isdigit():
+        return "number"
+    return "other" if any(sign.isalnum() for sign in plain) else "punctuation"
+
+
+def position_class(t: int) -> str:
+    """Return the range of positions that a token is in, counted from 1: 1, 2–3, 4–7, 8–15 and so on."""
+    low = 1 << ((t + 1).bit_length() - 1)
+    return "1" if low == 1 else f"{low}–{2 * low - 1}"
+
+
+SHARES = ("attribution", "signal", "noise")
+
+
+def attributed_tokens(store: RunStore) -> Tokens | None:
+    """Return the attribution of all attributed steps, None where there is none.
+
+    Shares are c·s·ḡ of their own step, added up over steps and divided by Σ‖ḡ‖²: a step with a larger gradient counts
+    more. Classes sum to 1. A few steps' tokens are in memory at a time, and of all tokens one number each.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    steps = store.steps_with("tokens", "attribution")
+    sums = {name: dict[str, Float]() for name in ("class", "position", "prompt")}
+    sizes: list[Float] = []
+    for some in (steps[first : first + AT_ONCE] for first in range(0, len(steps), AT_ONCE)):
+        table = store.tokens_df(some, ["step", "group", "t", "token", *SHARES], "attribution IS NOT NULL")
+        values = np.stack([floats(table, name) for name in SHARES])
+        prompts = store.rollouts_df(some, ["step", "group", "prompt"])
+        texts = {(s, g): p for s, g, p in zip(prompts["step"], prompts["group"], prompts["prompt"], strict=True)}
+        names = {
+            "class": [token_class(text) for text in table["token"]],
+            "position": [position_class(t) for t in table["t"].to_numpy(np.int64).tolist()],
+            "prompt": [str(texts.get(key, "")) for key in zip(table["step"], table["group"], strict=True)],
+        }
+        rows = (np.ones(len(table)), *values, np.abs(values[0]))  # tokens, share, signal, noise and |share|
+        for name, of_tokens in names.items():
+            kinds, index = np.unique(np.asarray(of_tokens, dtype=object).astype(str), return_inverse=True)
+            of_kinds = np.stack([np.bincount(index, row, len(kinds)) for row in rows], axis=1)
+            for kind, row in zip(kinds.tolist(), of_kinds, strict=True):
+                sums[name][kind] = sums[name].get(kind, 0.0) + row
+        sizes.append(rows[-1])
+    if not sizes:
+        return None
+    size = np.sort(np.concatenate(sizes))[::-1]
+    half = int(np.searchsorted(np.cumsum(size), size.sum() / 2)) + 1 if size.sum() > 0 else 0
+    return Tokens(
+        steps=len(steps),
+        n_tokens=len(size),
+        half=half,
+        by_class=_shares(sums["class"]),
+        by_position=tuple(sorted(_shares(sums["position"]), key=lambda one: int(one.name.split("–")[0]))),
+        by_prompt=_shares(sums["prompt"])[:LISTED],
+    )
+
+
+def _shares(sums: Mapping[str, Float]) -> tuple[Share, ...]:
+    """Return the parts of Σ tokens, share, signal, noise and |share| by name, largest Σ|share| first."""
+    total = np.sum(list(sums.values()), axis=0)
+    whole, pull = total[1] or 1.0, total[4] or 1.0
+    split = not np.isnan(total[2:4]).any()  # an attribution without its split has neither signal nor noise
+    return tuple(
+        Share(
+            name, int(row[0]), float(row[1] / whole), float(row[4] / pull),
+            float(row[2] / whole) if split else None, float(row[3] / whole) if split else None,
+        )
+        for name, row in sorted(sums.items(), key=lambda item: -item[1][4])
+    )  # fmt: skip

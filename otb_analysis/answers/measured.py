@@ -64,11 +64,9 @@ class MeasuredSteps:
     @property
     def beside(self) -> Decision | None:
         """The same against `rloo`; None where that trained, up to the length of its steps."""
-        if self.against == REFERENCE or self.decision.alike.get(REFERENCE, None) is None:
-            return None
-        if self.decision.alike[REFERENCE].of == self.against:
-            return None
-        return self.decided(REFERENCE)
+        rloo = self.decision.alike.get(REFERENCE)
+        same = self.against == REFERENCE or rloo is None or rloo.of == self.against
+        return None if same else self.decided(REFERENCE)
 
     @property
     def over_rloo(self) -> Decision:
@@ -131,9 +129,7 @@ class MeasuredSteps:
         told = {"better": decision.better, "worse": decision.worse}
         lists = {words: ", ".join(shown_name(one.label) for one in of) for words, of in told.items() if of}
         claims = "; ".join(f"{words} than {base}: {which}" for words, which in lists.items())
-        pairs = [
-            (shown_name(label), shown_name(one.of), one) for label, one in decision.alike.items() if one.of != label
-        ]
+        pairs = [(shown_name(label), shown_name(one.of), one) for label, one in decision.alike.items()]
         pairs = [pair for pair in pairs if pair[0] != pair[1]]
         same = [f"{name} = {other}" for name, other, one in pairs if one.identical]
         times = [f"{name} = {one.factor:.4g} × {other}" for name, other, one in pairs if not one.identical]

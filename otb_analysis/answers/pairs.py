@@ -1,25 +1,31 @@
-"""B against A: two runs, two groups of runs whose seeds are paired, or two estimators of one run; the answer first."""
+"""Runs side by side: what each learned, and B against A.
+
+These are two runs, two groups of runs whose seeds are paired, or two estimators of one run; the answer comes first.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from otb_analysis.answers.measured import MeasuredSteps
-from otb_analysis.answers.run import RunAnswers, grams_against, joint
+from otb_analysis.answers.run import RunAnswers, in_common
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.gradient_table import labels
-from otb_analysis.figures.numbers import number, span
-from otb_analysis.figures.pair_curves import PairPanel, compare_curves, differs, drift_note
-from otb_analysis.figures.pair_gradients import (
+from otb_analysis.figures.numbers import MISSING, bracketed, formatted, number, span
+from otb_analysis.figures.pairs import (
     NoiseInfo,
+    PairPanel,
     RunGrams,
+    compare_curves,
     compare_estimators,
     compare_noise,
     default_estimators,
+    differs,
+    drift_note,
 )
-from otb_analysis.figures.pairing import (
-    Configs,
+from otb_analysis.figures.runs import (
     Pairing,
     default_values,
     first_groups,
@@ -27,11 +33,19 @@ from otb_analysis.figures.pairing import (
     pair_groups,
     pair_runs,
 )
+from otb_analysis.figures.variance import labels
 from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.store.reader import scope_of
 from otb_analysis.types import Label
 
 NOT_SAMPLED = "No gradient noise is compared: another sampler drew the tokens."
+NO_SIGNAL = (
+    "at every step all rewards within a group were equal, so its gradients say nothing; "
+    "start from a policy that sometimes succeeds, or choose an easier task."
+)
+CUT = (
+    "at every step all answers ended at max_new_tokens = {budget}, and all rewards within a group were equal, so its "
+    "gradients say nothing; raise --sample.max-new-tokens."
+)
 ENDS = ("heldout_reward", "heldout_reward_low", "heldout_reward_high")
 
 
@@ -68,19 +82,27 @@ def pairing_of(runs: Mapping[str, RunAnswers], sides: Sides | None = None) -> Pa
         InputError: No seed is in both groups that `sides` asks for, or there is no such setting or value.
     """
     configs = {name: run.config for name, run in runs.items()}
-    if sides is not None and sides.setting:
-        return _grouped(configs, sides)
-    return pair_runs(*runs) if len(runs) == 2 else first_groups(configs)
+    if sides is None or not sides.setting:
+        return pair_runs(*runs) if len(runs) == 2 else first_groups(configs)
+    key, keys = sides.setting, group_keys(configs)
+    if key not in keys:
+        raise InputError(f"--setting is {key!r}, by which these runs form no groups; {nearest(key, keys)}")
+    for value in filter(None, (sides.a, sides.b)):
+        if value not in keys[key]:
+            raise InputError(f"{key} is never {value!r} in these runs; {nearest(value, keys[key])}")
+    first, second = default_values(configs, key, keys[key])
+    pairing = pair_groups(configs, key, sides.a or first, sides.b or second)
+    if not pairing.pairs or pairing.a == pairing.b:
+        raise InputError(f"{pairing.a} and {pairing.b} share no seed or are the same; pass another --a or --b.")
+    return pairing
 
 
 def pair_of(runs: Mapping[str, RunAnswers], pairing: Pairing) -> Pair:
     """Compare two runs, or two groups of them: held-out reward first, then gradient noise."""
     chosen = {name: runs[name] for name in pairing.runs}
     steps = {name: run.steps for name, run in chosen.items()}
-    known = joint(list(chosen.values()))
-    of_runs = {
-        name: RunGrams(run.config, grams_against(run, known), scope_of(run.store)) for name, run in chosen.items()
-    }
+    known, grams = in_common(list(chosen.values()))
+    of_runs = {name: RunGrams(run.config, of, run.scope) for (name, run), of in zip(chosen.items(), grams, strict=True)}
     alarms = [f"{name}: {run.alarm}" for name, run in chosen.items() if run.alarm]
     panels = compare_curves(steps, pairing)
     noise = NoiseInfo((), (NOT_SAMPLED,)) if alarms else compare_noise(pairing, of_runs, known)
@@ -125,21 +147,6 @@ def estimator_names(measured: MeasuredSteps) -> dict[str, Label]:
     """Return every measured estimator by what it is called in figures."""
     every = dict.fromkeys(label for gram in measured.grams for label in gram.labels)
     return {name: label for label, name in labels(every).items()}
-
-
-def _grouped(configs: Configs, sides: Sides) -> Pairing:
-    keys = group_keys(configs)
-    key = sides.setting
-    if key not in keys:
-        raise InputError(f"--setting is {key!r}, by which these runs form no groups; {nearest(key, keys)}")
-    for value in filter(None, (sides.a, sides.b)):
-        if value not in keys[key]:
-            raise InputError(f"{key} is never {value!r} in these runs; {nearest(value, keys[key])}")
-    first, second = default_values(configs, key, keys[key])
-    pairing = pair_groups(configs, key, sides.a or first, sides.b or second)
-    if not pairing.pairs or pairing.a == pairing.b:
-        raise InputError(f"{pairing.a} and {pairing.b} share no seed or are the same; pass another --a or --b.")
-    return pairing
 
 
 def _reward(panels: Sequence[PairPanel], runs: Mapping[str, RunAnswers], pairing: Pairing) -> list[str]:
@@ -193,3 +200,70 @@ def _noise(noise: NoiseInfo) -> list[str]:
 
 def _signed(value: float) -> str:
     return f"+{number(value)}" if value > 0 else number(value)
+
+
+def learning_notes(run: RunAnswers) -> list[str]:
+    """Return what to say of a run: its status unless complete, its last evaluation, why nothing could be learned."""
+    status, reason = run.store.standing
+    notes = [] if status == "complete" else [": ".join(filter(None, (status, reason)))]
+    steps: Any = run.steps
+    evaluated = steps.dropna(subset=["heldout_reward"])
+    if len(evaluated):
+        last = evaluated.iloc[-1]
+        shown = {"reward": "heldout_reward"}
+        if pd.notna(last["heldout_samples"]) and last["heldout_samples"] > 1:  # older runs answered each prompt once
+            shown[f"avg@{last['heldout_samples']:.0f}"] = "heldout_success"
+            shown[f"pass@{last['heldout_pass_k']:.0f}"] = "heldout_pass_at_k"
+        parts = [
+            f"{name} {bracketed(last[column], last[f'{column}_low'], last[f'{column}_high'], '.3f')}"
+            for name, column in shown.items()
+            if pd.notna(last[f"{column}_low"])
+        ]
+        notes += [f"held-out prompts at step {last['step']:.0f}: {' · '.join(parts)}"] if parts else []
+    if bool((steps["n_zero_variance_groups"] >= steps["n_prompts"]).fillna(False).all()):
+        cut = bool((steps["n_truncated"] >= steps["n_rollouts"]).fillna(False).all())
+        budget = (run.config.get("sample") or {}).get("max_new_tokens", "its limit")
+        notes.append(CUT.format(budget=budget) if cut else NO_SIGNAL)
+    return [note for note in notes if note]
+
+
+def learning_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:
+    """Return one row per run as it is read: what it learned, how large its gradients were, where its time went."""
+    rows = []
+    for name, run in runs.items():
+        steps: Any = run.steps
+        heldout = steps["heldout_reward"].dropna()
+        edge = max(1, len(steps) // 10)
+        rows.append({
+            "run": name,
+            "estimator": run.estimator or MISSING,
+            "steps": str(len(steps)),
+            "held-out reward": f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else MISSING,
+            "reward": f"{steps['reward_mean'].head(edge).mean():.3f} → {steps['reward_mean'].tail(edge).mean():.3f}",
+            "‖ḡ‖": formatted(_recorded(steps["grad_norm"].median()), ".3g"),
+            "clipped": formatted(_recorded(steps["clipped"].mean()), ".0%"),
+            "tokens": formatted(_recorded(steps["n_tokens"].sum(min_count=1)), ",.0f"),
+            **{
+                f"{phase} s": formatted(_recorded(steps[f"seconds_{phase}"].sum(min_count=1)), ".0f")
+                for phase in ("sample", "update", "measure")
+            },
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _recorded(value: Any) -> float | None:
+    """Return a number over steps, None where no step recorded it."""
+    return None if pd.isna(value) else float(value)
+
+
+def provenance_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:
+    """Return what each run was made with, from its run.json."""
+    rows = []
+    for name, run in runs.items():
+        info: Any = run.store.info
+        git, packages = info.get("git") or {}, info.get("packages") or {}
+        row = {"run": name, "created": info.get("created"), "seed": run.config.get("seed")}
+        row |= {"scope": run.scope, "schema": info.get("schema_version")}
+        row |= {"commit": str(git.get("commit") or "–")[:12], "changed files": bool(git.get("diff"))}
+        rows.append(row | {"torch": packages.get("torch", "–")})
+    return pd.DataFrame(rows)

@@ -8,14 +8,13 @@ import pandas as pd
 
 from otb_analysis.answers.run import RunAnswers
 from otb_analysis.errors import STOPS, InputError, nearest
-from otb_analysis.figures.prompts import ends_elsewhere
+from otb_analysis.figures.rollouts import ends_elsewhere
 from otb_analysis.figures.token_columns import described, measured, with_differences
-from otb_analysis.figures.token_details import details_beside
-from otb_analysis.figures.token_formula import TokenFormula, token_formula
+from otb_analysis.figures.token_formula import TokenFormula, token_details, token_formula
 from otb_analysis.figures.tokens import prompt_head
 from otb_analysis.store import RunStore, StoredPrompt
 from otb_analysis.store.measured import exact_steps, first_step, token_steps
-from otb_analysis.store.prompt import in_words
+from otb_analysis.store.token_arrays import in_words
 from otb_analysis.types import Label
 
 KEYS = ("rollout", "turn", "t", "token", "mask")
@@ -131,16 +130,13 @@ def token_record(view: PromptView, rollout: int | None, t: int) -> dict[str, Any
         found = view.formula(rollout, t)
     except STOPS as error:
         refused = str(error)
+    names = ("estimator", "formula", "to_go", "baseline", "advantage", "fallback", "others", "terms", "by_position")
+    shown = {name: getattr(found, name, None) for name in names}
     of_trained = found if view.label == view.prompt.trained else None
-    details = details_beside(of_trained, view.prompt.tokens, rollout, t, view.prompt.estimator)
+    details = token_details(view.prompt.tokens, rollout, t, view.prompt.estimator, of_trained)
     if details is None:
         raise InputError(f"rollout {rollout} has no token {t} at step {view.step}; its tokens start at 0.")
     return {
         "rollout": rollout, "t": t, "numbers": dict(details.formulas), "not_known": refused,
-        "formula": None if found is None else {"lines": dict(found.lines), "is_sum": found.is_sum, **_fields(found)},
+        "formula": None if found is None else {"lines": dict(found.lines), "is_sum": found.is_sum} | shown,
     }  # fmt: skip
-
-
-def _fields(found: TokenFormula) -> dict[str, Any]:
-    names = ("estimator", "formula", "to_go", "baseline", "advantage", "fallback", "others", "terms", "by_position")
-    return {name: getattr(found, name) for name in names}

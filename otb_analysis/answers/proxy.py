@@ -8,7 +8,7 @@ import numpy as np
 from otb_analysis.answers.sentences import interval_words
 from otb_analysis.figures.fidelity import KINDS, agreement, comparable, energies, fidelity_columns
 from otb_analysis.statistics import DIFFERENCE, MIN_CLUSTERS, Fidelity, Interval, decide, gain_lost, is_informative
-from otb_analysis.statistics.energies.correlation import log_correlation
+from otb_analysis.statistics.energies import log_correlation
 from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.types import Gram, Label, Proved
 

@@ -8,26 +8,21 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.answers.holders import Attributed, NotAttributed, attribution_of
+from otb_analysis.answers.holders import Attributed, NotAttributed, Tokens, attributed_tokens, attribution_of
 from otb_analysis.answers.measured import MeasuredSteps
 from otb_analysis.answers.proxy import Proxy, fidelity_of, proxy_line, proxy_of
-from otb_analysis.answers.sentences import NOT_MEASURED
-from otb_analysis.answers.shares import Tokens, attributed_tokens
-from otb_analysis.answers.sizes import size_line
+from otb_analysis.answers.sentences import NOT_MEASURED, size_line
 from otb_analysis.answers.triage import Triage, triage, triage_row, worst_first
-from otb_analysis.checks.sampling_report import SamplingReport, sampling_report
-from otb_analysis.checks.sampling_text import sampling_lines
-from otb_analysis.diagnostics import ChangePoint, Finding, StepSeries, change_points, diagnose, trained_labels
-from otb_analysis.diagnostics.certificate import sampling_certificate
-from otb_analysis.diagnostics.dead_groups import reward_groups
-from otb_analysis.diagnostics.planner import Planner, plan
+from otb_analysis.checks.sampling_report import SamplingReport, sampling_lines, sampling_report
+from otb_analysis.diagnostics import ChangePoint, Finding, StepSeries, change_points, diagnose
+from otb_analysis.diagnostics.detectors import sampling_certificate
+from otb_analysis.diagnostics.planner import Planner, plan, reward_groups
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import proved, proved_in_all, unproved_because
+from otb_analysis.estimators import proved, proved_in_all, standing_for_truth, unproved_because
+from otb_analysis.estimators.proved import trained_labels
 from otb_analysis.figures.numbers import number
 from otb_analysis.statistics import REFERENCE, Fidelity
 from otb_analysis.store import RunStore, runs_df, step_series
-from otb_analysis.store.measured import measured_grams
-from otb_analysis.store.reader import WHOLE, scope_of, unlike_scopes
 from otb_analysis.store.runs import can_be_opened, estimator_names
 from otb_analysis.types import Gram, Label, Proved
 
@@ -35,6 +30,10 @@ PLAIN = (
     "The sampling check is clean. If no answer was left out for its outcome, add --plain-sampling: unbiased baselines "
     "are then compared by variance alone, which takes far fewer prompts."
 )
+
+
+WHOLE = "all"
+"""The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
 
 class RunAnswers:
@@ -123,7 +122,8 @@ class RunAnswers:
     @cached_property
     def grams(self) -> dict[int, Gram]:
         """What compares the estimators of every measured step."""
-        return measured_grams(self.store, self.believed)
+        truth = standing_for_truth(self.store.stored_labels(), self.believed)
+        return self.store.reduced_grams((REFERENCE, truth))
 
     @cached_property
     def known(self) -> Proved:
@@ -140,34 +140,35 @@ class RunAnswers:
         """All measured steps with what they decide; None without any."""
         if not self.grams:
             return None
-        grams = tuple(self.grams.values())
-        about = (self.trained, self.config, str(self.store.path))
-        return MeasuredSteps(self.design, grams, self.known, *about, self.alarm, self._reserved(), self._sized)
-
-    def _reserved(self) -> tuple[str, ...]:
-        if self.alarm:
-            return ()
-        who = f"Its own estimator, {self.estimator}," if self.estimator else "What trained is not stored, or"
-        name_it = "; name it as --estimator.name" if "source" in self.config else ""
-        without = f"{who} was not measured, so all are compared with {REFERENCE[0]}{name_it}."
-        reserved = [] if self.trained else [without]
-        if reason := unproved_because(self.config):
+        reserved = list[str]()
+        if not self.alarm and not self.trained:
+            who = f"Its own estimator, {self.estimator}," if self.estimator else "What trained is not stored, or"
+            name_it = "; name it as --estimator.name" if "source" in self.config else ""
+            reserved.append(f"{who} was not measured, so all are compared with {REFERENCE[0]}{name_it}.")
+        if not self.alarm and (reason := unproved_because(self.config)):
             reserved.append(f"Step lengths are estimated for every baseline of this run, since {reason}.")
             reserved += [PLAIN] if "source" in self.config and self.sampling is not None else []
-        return tuple(reserved)
+        about = (self.trained, self.config, str(self.store.path), self.alarm, tuple(reserved), self._size_line)
+        return MeasuredSteps(self.design, tuple(self.grams.values()), self.known, *about)
 
-    def _sized(self) -> str:
+    def _size_line(self) -> str:
         # What trained may be rloo with another step length, which depends on the size; what it judges by does not.
         like_rloo = self.measured is not None and self.measured.beside is None
         return size_line(self.planner, () if like_rloo else self.trained)
 
     @property
+    def scope(self) -> str:
+        """Whose parameters' gradient was measured, as the configuration says; all where it does not say."""
+        measure = self.config.get("measure")
+        return str(measure.get("scope", WHOLE)) if isinstance(measure, Mapping) else WHOLE
+
+    @property
     def design(self) -> str:
         """What makes measured steps comparable: task, group size, soft tokens and scope."""
         sizes = [gram.n_rollouts / max(gram.n_prompts, 1) for gram in self.grams.values()]
-        scope, sample = scope_of(self.store), self.config.get("sample")
+        sample = self.config.get("sample")
         soft = sample.get("soft") if isinstance(sample, Mapping) else 0  # their J is that of other answers
-        of_part = "" if scope == WHOLE else f", scope {scope!r}"
+        of_part = "" if self.scope == WHOLE else f", scope {self.scope!r}"
         size = round(sum(sizes) / len(sizes)) if sizes else 0
         task = self.config.get("task", "task not stored")
         return f"{task}, groups of {size}{f', {soft} soft tokens' * bool(soft)}{of_part}"
@@ -214,7 +215,7 @@ class RunAnswers:
         """What the run says of its baseline and its group size, as every door says it; an alarm first."""
         if self.measured is not None:
             return self.measured.lines
-        return (self.alarm, NOT_MEASURED) if self.alarm else (NOT_MEASURED, *filter(None, [self._sized()]))
+        return (self.alarm, NOT_MEASURED) if self.alarm else (NOT_MEASURED, *filter(None, [self._size_line()]))
 
     @cached_property
     def proxy_line(self) -> str:
@@ -264,7 +265,7 @@ def reportable(paths: Sequence[Path]) -> dict[str, RunAnswers]:
     if len(set(names)) < len(names):
         raise InputError(f"runs are {', '.join(names)}; pass each name once.")
     runs = opened(paths)
-    if apart := unlike_scopes({name: run.store for name, run in runs.items()}):
+    if apart := unlike_scopes(runs):
         raise InputError(f"{apart}; report them apart, or train one again with the other's --measure.scope.")
     return runs
 
@@ -280,7 +281,44 @@ def designs(runs: Mapping[str, RunAnswers]) -> dict[str, MeasuredSteps]:
     for run in runs.values():
         if run.grams:
             parts.setdefault(run.design, []).append(run)
-    return {name: _pooled(name, of) for name, of in parts.items()}
+    pooled = dict[str, MeasuredSteps]()
+    for name, some in parts.items():
+        first = some[0].measured
+        assert first is not None
+        pooled[name] = replace(first, name=name)
+        if len(some) > 1:
+            known, grams = in_common(some)
+            reserved = [f"{run.name}: {line}" for run in some if run.measured for line in run.measured.reservations]
+            pooled[name] = replace(
+                first, name=name, known=known,
+                grams=tuple(gram for of_run in grams for gram in of_run.values()),
+                trained=tuple(dict.fromkeys(label for run in some for label in run.trained)),
+                alarm=" ".join(f"{run.name}: {run.alarm}" for run in some if run.alarm),
+                reservations=tuple(reserved), sized=str, _decided={},
+            )  # fmt: skip
+    return pooled
+
+
+def in_common(runs: Sequence[RunAnswers]) -> tuple[Proved, list[dict[int, Gram]]]:
+    """Return what is proved in all of some runs, and each one's matrices for it: reduced anew where its own differ."""
+    labels = [{label for gram in run.grams.values() for label in gram.labels} for run in runs]
+    known = proved_in_all([(of, run.believed) for of, run in zip(labels, runs, strict=True)])
+    grams = list[dict[int, Gram]]()
+    for run in runs:
+        own = all(gram.stands(known.truth) for gram in run.grams.values())
+        grams.append(run.grams if own else run.store.reduced_grams((REFERENCE, known.truth)))
+    return known, grams
+
+
+def unlike_scopes(runs: Mapping[str, RunAnswers]) -> str:
+    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did."""
+    for name, run in runs.items():
+        first, one = next(iter(runs.items()))
+        if run.scope != one.scope:
+            return (
+                f"{first} measured gradients of scope {one.scope!r} but {name} of {run.scope!r}, which do not compare"
+            )
+    return ""
 
 
 def compare(*paths: str | Path) -> MeasuredSteps:
@@ -298,33 +336,6 @@ def compare(*paths: str | Path) -> MeasuredSteps:
     if len(found) > 1:
         raise InputError(f"these runs cannot be pooled: {'; '.join(found)}; compare each design alone.")
     return next(iter(found.values()))
-
-
-def _pooled(name: str, runs: Sequence[RunAnswers]) -> MeasuredSteps:
-    first = runs[0].measured
-    assert first is not None
-    if len(runs) == 1:
-        return replace(first, name=name)
-    known = joint(runs)
-    grams = tuple(gram for run in runs for gram in grams_against(run, known).values())
-    trained = tuple(dict.fromkeys(label for run in runs for label in run.trained))
-    alarm = " ".join(f"{run.name}: {run.alarm}" for run in runs if run.alarm)
-    said = [(run.name, line) for run in runs if run.measured is not None for line in run.measured.reservations]
-    reserved = tuple(f"{run}: {line}" for run, line in said)
-    return MeasuredSteps(name, grams, known, trained, first.config, first.path, alarm, reserved)
-
-
-def joint(runs: Sequence[RunAnswers]) -> Proved:
-    """Return what is proved of the estimators in all of some runs."""
-    labels = [{label for gram in run.grams.values() for label in gram.labels} for run in runs]
-    return proved_in_all([(of, run.believed) for of, run in zip(labels, runs, strict=True)])
-
-
-def grams_against(run: RunAnswers, known: Proved) -> dict[int, Gram]:
-    """Return a run's matrices for what is proved in several runs: reduced anew where that differs from its own."""
-    if all(gram.stands(known.truth) for gram in run.grams.values()):
-        return run.grams
-    return run.store.reduced_grams((REFERENCE, known.truth))
 
 
 def triaged(root: Path) -> list[Triage]:

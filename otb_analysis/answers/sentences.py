@@ -6,15 +6,18 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.estimators import registered
 from otb_analysis.figures.numbers import shown_name
-from otb_analysis.statistics import DIFFERENCE, MIN_CLUSTERS, Comparison, Decision, Interval
+from otb_analysis.statistics import DIFFERENCE, MIN_CLUSTERS, REFERENCE, Comparison, Decision, Interval, is_informative
 from otb_analysis.types import Label
 
 FAR = 20
 """Above this multiple of the measured prompts the prompts needed are not given as a number."""
 SELDOM = 20
 """Most steps between two measurements that are advised."""
+UNSAID = 0.5
+"""A share of groups without signal with a longer interval is not said."""
 PER_CENT = f"{100 * DIFFERENCE:.0f} %"
 NOT_MEASURED = (
     "Nothing is known of its baselines: no step measured every estimator's gradient. "
@@ -222,3 +225,42 @@ def rounded(count: int) -> int:
     """Round up to two significant digits."""
     unit = 10 ** max(len(str(count)) - 2, 0)
     return math.ceil(count / unit) * unit
+
+
+def size_line(planner: Planner, trained: Sequence[Label]) -> str:
+    """Return the sentence on group sizes, from measured gradients, else from success rates; empty without either.
+
+    The estimator that trained is judged; where noise leaves it open, `rloo` beside it. What counts is the cost of the
+    same rollouts in groups of another size; every claim takes an interval that holds with all others.
+    """
+    size, own = planner.recorded_size, trained[0] if trained else REFERENCE
+    measured: dict[Label, set[int]] = {}
+    for label in dict.fromkeys((own, REFERENCE)):
+        cells = [one for one in planner.cells if (one.estimator, one.energy_source) == label and one.cut]
+        measured[label] = {one.size for one in cells} - {size}
+        costs = {
+            one.size: one.cost
+            for one in cells
+            if one.size != size and one.cost is not None and is_informative(one.cost)
+        }
+        less = {n: cost for n, cost in costs.items() if (cost.high or 1) < 1}
+        more = {n: cost for n, cost in costs.items() if (cost.low or 0) > 1}
+        if not less and (not more or len(more) < len(cells) - 1):
+            continue
+        n, cost = min((less or more).items(), key=lambda of: of[1].estimate)
+        noise = f"with {shown_name(label)} the same rollouts give {interval_words(cost)} times the noise"
+        if label != own:
+            return f"Keep groups of {size}: no difference shown for {shown_name(own)}; {noise} in groups of {n}."
+        return (
+            f"Try groups of {n}, not {size}: {noise}." if less else f"Keep groups of {size}: in groups of {n} {noise}."
+        )
+    if measured[own]:
+        listed = ", ".join(map(str, sorted(measured[own])))
+        return f"Keep groups of {size}: no difference shown for {shown_name(own)} in groups of {listed}."
+    dead = planner.dead[-1] if planner.dead else None
+    if dead is None or dead.share.estimate == 1:
+        return planner.note if dead is not None else ""
+    if dead.share.low is not None and dead.share.high is not None and dead.share.high - dead.share.low > UNSAID:
+        return ""
+    ends = "" if dead.share.low is None else f" ({dead.share.low:.0%}–{dead.share.high:.0%})"
+    return f"In groups of {dead.size}, {dead.share.estimate:.0%}{ends} teach nothing: all their rewards are equal."

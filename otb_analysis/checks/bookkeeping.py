@@ -1,24 +1,150 @@
-"""Does the trainer's bookkeeping agree with ours: sums of loss weights, gradient norms, advantages, in sentences."""
+"""Does the trainer's bookkeeping agree with ours: advantages, sums of loss weights, gradient norms; in sentences."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from otb_analysis.checks.recorded_advantages import AdvantageCheck, check_advantages
+from otb_analysis.arrays import Groups
 from otb_analysis.errors import InputError
+from otb_analysis.estimators import ESTIMATORS, available, estimate
 from otb_analysis.objectives.aggregation import AggregationInputs, ConstantOptions, aggregation_weights
 from otb_analysis.store import RunStore
-from otb_analysis.types import Float, Int
+from otb_analysis.store.token_arrays import TokenArrays
+from otb_analysis.types import EstimatorInputs, Float, Int
 
+RELATIVE, ABSOLUTE = 1e-3, 1e-4
+"""A recorded advantage agrees within so much: float32, bfloat16's reciprocal, or four decimals."""
+SCALED = 1e-4
+"""Advantages agree up to a common factor where the factor leaves less than this share of their Σ of squares."""
+CONVENTIONS = {
+    "grpo with ε = 1e-4": (1, 1e-4, False),
+    "grpo with ddof 0": (0, 1e-6, False),
+    "grpo with ddof 0, ε = 1e-4": (0, 1e-4, False),
+    "group mean over the step's standard deviation": (1, 1e-4, True),
+}
+"""Scalings of other trainers that are no estimators of ours: ddof and ε of the standard deviation, and whether it is
+that of the whole step instead of the group's."""
 UNIFORM = ("sequence_sum", "token_mean", "constant")
 """Aggregations that weigh every token alike: their gradient is that of `sequence_sum` times a number."""
 WHOLE = sys.maxsize
 """Rollouts of a micro-batch where the whole batch is aggregated at once."""
 TRL = {"grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "dr_grpo": "constant"}
 """TRL's loss types. `dapo` divides by the tokens of the whole batch, the others aggregate each micro-batch alone."""
+
+
+@dataclass(frozen=True)
+class AdvantageMatch:
+    """Recorded advantages against those of one convention, over all steps."""
+
+    convention: str  # A name in ESTIMATORS, or one in CONVENTIONS
+    n_differ: int  # Rollouts with a token that differs by more than the tolerance
+    largest: float  # Largest difference
+    first: str  # First record that differs, as `file, record n`; empty where none does
+    factor: float  # Least squares: recorded ≈ factor × ours
+    left: float  # Share of Σ recorded² that the factor leaves
+
+
+@dataclass(frozen=True)
+class AdvantageCheck:
+    """Every convention, the best first."""
+
+    n_rollouts: int  # With recorded advantages
+    matches: tuple[AdvantageMatch, ...]
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Conventions that reproduce every rollout."""
+        return tuple(match.convention for match in self.matches if not match.n_differ)
+
+    @property
+    def scaled(self) -> tuple[AdvantageMatch, ...]:
+        """Conventions that reproduce them up to a common factor other than 1."""
+        return tuple(match for match in self.matches if match.n_differ and match.left < SCALED and match.factor > 0)
+
+
+def check_advantages(store: RunStore) -> AdvantageCheck | None:
+    """Compare a run's recorded advantages with those of every estimator whose inputs it has; None where none are.
+
+    One step is in memory at a time. An estimator counts only if every step has its inputs.
+    """
+    config: Any = store.info.get("config") or {}
+    imported = (config.get("source") or {}).get("made_by") == "otb import"
+    column = "advantage" if imported else "recorded_advantage"
+    sums = defaultdict[str, list[tuple[int, float, tuple[int, int] | None, float, float, float]]](list)
+    n = steps = 0
+    for step in store.complete_steps():
+        tokens = store.tokens_df([step])
+        if column not in tokens or tokens[column].isna().to_numpy().all():
+            continue
+        arrays = store.token_arrays(step)
+        recorded = np.full(arrays.mask.shape, np.nan)
+        rows = np.searchsorted(arrays.rollout, tokens["rollout"].to_numpy(np.int64))
+        recorded[rows, tokens["t"].to_numpy(np.int64)] = tokens[column].to_numpy(np.float64, na_value=np.nan)
+        recorded[~arrays.mask] = np.nan
+        present = ~np.isnan(recorded)
+        b = np.where(present, recorded, 0.0)
+        for name, ours in _step_advantages(arrays).items():
+            a = np.where(present, ours, 0.0)
+            apart = np.abs(a - b)
+            wrong = (apart > ABSOLUTE + RELATIVE * np.abs(b)).any(axis=1)
+            first = (step, int(arrays.rollout[wrong.argmax()])) if wrong.any() else None
+            products = float((a * a).sum()), float((a * b).sum()), float((b * b).sum())
+            sums[name].append((int(wrong.sum()), float(apart.max(initial=0.0)), first, *products))
+        n, steps = n + int(present.any(axis=1).sum()), steps + 1
+    matches = []
+    for name, parts in sums.items():
+        if len(parts) < steps:
+            continue
+        differ, largest, first, ours_sq, both, recorded_sq = zip(*parts, strict=True)
+        factor = sum(both) / sum(ours_sq) if sum(ours_sq) else 0.0
+        left = 1 - factor * sum(both) / sum(recorded_sq) if sum(recorded_sq) else 1.0
+        place = next((_place(store, *where) for where in first if where), "")
+        matches.append(AdvantageMatch(name, sum(differ), max(largest), place, factor, max(left, 0.0)))
+    matches.sort(key=lambda match: (match.n_differ, match.left))
+    return AdvantageCheck(n, tuple(matches)) if matches else None
+
+
+def _step_advantages(arrays: TokenArrays) -> dict[str, Float]:
+    """Return the advantages [N, T] of every estimator and convention that a step's columns allow."""
+    mask = arrays.mask
+    measured = {"energy": arrays.energy_proxy, "entropy": arrays.entropy}
+    whole = {name: None if np.isnan(values[mask]).any() else values for name, values in measured.items()}
+    inputs = EstimatorInputs(
+        reward=np.nan_to_num(arrays.reward),
+        mask=mask,
+        group=arrays.group,
+        energy=whole["energy"],
+        turn=arrays.turn,
+        token_id=None if (arrays.token_id[mask] < 0).any() else arrays.token_id,
+        entropy=whole["entropy"],
+    )
+    gaps = bool((mask[:, 1:] & ~mask[:, :-1]).any())
+    names = [name for name in available(inputs) if ESTIMATORS[name].takes_gaps or not gaps]
+    advantages = {name: estimate(name, inputs).advantage for name in names}
+    total, groups = np.where(mask, inputs.reward, 0.0).sum(axis=1), Groups.of(arrays.group)
+    n = groups.sum(np.ones(len(total)))
+    centred = total - groups.spread(groups.sum(total) / n)
+    for name, (ddof, epsilon, of_step) in CONVENTIONS.items():
+        if of_step:
+            std = total.std(ddof=min(ddof, len(total) - 1))
+        else:
+            std = groups.spread(np.sqrt(groups.sum(centred**2) / np.maximum(n - ddof, 1)))
+        advantages[name] = np.where(mask, (centred / (std + epsilon))[:, None], 0.0)
+    return advantages
+
+
+def _place(store: RunStore, step: int, rollout: int) -> str:
+    """Return where a rollout stands in its file, or its number where it came from none."""
+    rows = store.rollouts_df([step])
+    if "source_file" in rows:
+        for n, file, record in zip(rows["rollout"], rows["source_file"], rows["source_record"], strict=True):
+            if n == rollout:
+                return f"{file}, record {record}"
+    return f"step {step}, rollout {rollout}"
 
 
 @dataclass(frozen=True)
@@ -40,15 +166,12 @@ def trainer_loss(config: Mapping[str, Any], aggregation: str = "", micro_batch: 
         micro_batch: Likewise, 0 where nothing was.
     """
     recorded = TrainerLoss(str(config.get("aggregation") or ""), int(config.get("accumulate") or 0) or None)
-    objective, trl = config.get("objective"), config.get("trl")
-    if isinstance(objective, Mapping):
-        options = objective.get("aggregation_options")
-        length = int(options.get("length", 1024)) if isinstance(options, Mapping) else 1024
+    if objective := config.get("objective"):
+        length = int((objective.get("aggregation_options") or {}).get("length", 1024))
         recorded = TrainerLoss(str(objective.get("aggregation") or ""), WHOLE, length)
-    elif isinstance(trl, Mapping):
+    elif trl := config.get("trl"):
         kind, rows = str(trl.get("loss_type")), trl.get("per_device_train_batch_size")
-        sample = config.get("sample")
-        limit = int(sample.get("max_new_tokens") or 1024) if isinstance(sample, Mapping) else 1024
+        limit = int((config.get("sample") or {}).get("max_new_tokens") or 1024)
         recorded = TrainerLoss(TRL.get(kind, ""), WHOLE if kind == "dapo" else rows, limit)
     return TrainerLoss(aggregation or recorded.aggregation, micro_batch or recorded.micro_batch, recorded.constant)
 
@@ -133,26 +256,25 @@ def check_norms(
             f"aggregation is {aggregation!r}, which weighs rollouts by their lengths, so group gradients do not give "
             f"its norm; pass one of {', '.join(UNIFORM)}."
         )
-    gradients, steps, checks = store.gradients_df(), store.steps_df(), []
+    gradients, checks = store.gradients_df(), list[NormCheck]()
     here = gradients[(gradients["estimator"] == estimator) & gradients["energy_source"].isin(["none", energy])]
     power = dict(zip(here["step"].tolist(), zip(here["mean_norm_sq"], here["n_prompts"], strict=True), strict=True))
-    for row in steps.to_dict("records"):
-        step, logged, updates = int(row["step"]), row.get("grad_norm"), row.get("n_updates")
+    for row in store.steps_df().to_dict("records"):
+        step, logged = int(row["step"]), row.get("grad_norm")
         if step not in power or logged is None or np.isnan(float(logged)):
             continue
-        if updates is not None and float(updates) > 1:
-            continue  # the logged norm may be that of a part of the rollouts
-        left_out = row.get("n_left_out")
-        if left_out is not None and float(left_out) > 0:
-            continue  # rollouts without a reward, which the trainer counted and the store has not
+        # Of several updates, the logged norm may be that of a part of the rollouts; and rollouts without a reward were
+        # counted by the trainer and are not in the store.
+        if float(row.get("n_updates") or 1) > 1 or float(row.get("n_left_out") or 0) > 0:
+            continue
         mean_norm_sq, measured = power[step]
         sizes = np.unique(store.rollouts_df([step], ["group"])["group"].to_numpy(), return_counts=True)[1]
-        if measured != len(sizes) or len(set(sizes.tolist())) > 1:
+        # Groups of equal rewards have no gradient to compare.
+        if measured != len(sizes) or len(set(sizes.tolist())) > 1 or not mean_norm_sq > 0:
             continue
-        n = float(sizes.sum())
-        scale = {"sequence_sum": 1.0, "token_mean": n / float(row["n_tokens"]), "constant": 1.0 / constant}[aggregation]
-        if mean_norm_sq > 0:  # groups of equal rewards have no gradient to compare
-            checks.append(NormCheck(step, float(logged), float(mean_norm_sq) ** 0.5 * scale))
+        per_token = float(sizes.sum()) / float(row["n_tokens"])
+        scale = {"sequence_sum": 1.0, "token_mean": per_token, "constant": 1.0 / constant}[aggregation]
+        checks.append(NormCheck(step, float(logged), float(mean_norm_sq) ** 0.5 * scale))
     return checks
 
 
@@ -232,21 +354,18 @@ def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
             f"Logged over rebuilt gradient norm: median {np.median(factor):.4g}, from {factor.min():.4g} to "
             f"{factor.max():.4g} over {len(norms):,} steps; 1 where the trainer does what it says."
         )
-    if checked.weights is not None:
-        lines.append(_weights_line(checked.weights, checked.loss))
+    if (weights := checked.weights) is not None:
+        alike = np.allclose([weights.factor, weights.lowest, weights.highest], 1.0, rtol=1e-9)
+        what = "add up to the nominal sum, and so does every token's"
+        if not alike:
+            what = (
+                f"add up to {weights.factor:.4g} times the nominal sum; single tokens weigh {weights.lowest:.3g} to "
+                f"{weights.highest:.3g} times what they should"
+            )
+        name, size = checked.loss.aggregation, checked.loss.micro_batch
+        parts = "the whole batch at once" if size == WHOLE else f"micro-batches of {size}"
+        if size is None:  # what they could make of the weights
+            lines.append(f"Loss weights ({name}) in micro-batches of one rollout would {what} (--accumulate: yours).")
+        else:
+            lines.append(f"Loss weights ({name}, {parts}) {what}.")
     return [*lines, *checked.missing]
-
-
-def _weights_line(weights: WeightCheck, loss: TrainerLoss) -> str:
-    """Say what micro-batches make of the weights, or could make of them where their size is not known."""
-    alike = np.allclose([weights.factor, weights.lowest, weights.highest], 1.0, rtol=1e-9)
-    what = (
-        "add up to the nominal sum, and so does every token's"
-        if alike
-        else f"add up to {weights.factor:.4g} times the nominal sum; single tokens weigh {weights.lowest:.3g} to "
-        f"{weights.highest:.3g} times what they should"
-    )
-    if loss.micro_batch is None:
-        return f"Loss weights ({loss.aggregation}) in micro-batches of one rollout would {what} (--accumulate: yours)."
-    size = "the whole batch at once" if loss.micro_batch == WHOLE else f"micro-batches of {loss.micro_batch}"
-    return f"Loss weights ({loss.aggregation}, {size}) {what}."

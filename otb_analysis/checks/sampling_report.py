@@ -1,15 +1,22 @@
-"""The verdict of the sampling check: z of every family, the alarm, and the cause that explains the tokens best."""
+"""The verdict of the sampling check: z of every family, the alarm, the cause that explains the tokens best; in words.
 
-from collections.abc import Mapping, Sequence
+It reads rows of the table `sampling`, added up over steps: by test, by setting, by step and by position.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import scipy
+from numpy.typing import NDArray
 from scipy.special import gammaln, log_ndtr, ndtri_exp, xlogy
 
-from otb_analysis.checks.sampling_sums import SamplingSums, ZScores
+from otb_analysis.errors import InputError
+from otb_analysis.types import Bool, Float
 
+SUMS = ("n_tokens", "score", "variance", "observed", "gain", "residual_sq")
+"""Columns of the table `sampling` that add up."""
 ALARM = 0.01
 """Chance that tokens drawn from the model raise an alarm: Bonferroni over the families."""
 TIE = 3.0
@@ -20,12 +27,85 @@ BEYOND = 0.2
 """Other weights are named where they explain more beyond temperature and noise than this share of the best cause."""
 ALIKE = 0.5
 """Differences that agree by more than this at equal prefixes belong to the weights, not to noise."""
-SEEN = 5.0
-"""z at which a fault counts as found, for the number of tokens it takes."""
 FAMILIES = ("temperature", "probability", "top_p", "top_k", "repetition", "other_weights", "recorded")
-"""Tests that can raise the alarm."""
-CAUSES = ("temperature", "top_p", "top_k", "repetition", "noise", "other_weights")
-"""What the tests can name; `probability` speaks for noise on the logits."""
+"""Tests that can raise the alarm; `probability` speaks for noise on the logits."""
+CAUSES = {
+    "temperature": ("temperature", " {:.3f} times the stated one"),
+    "top_p": ("top-p", " of about {:g}"),
+    "top_k": ("top-k", " of about {:.0f}"),
+    "repetition": ("repetition penalty", " of {:.3f}"),
+    "noise": ("engine mismatch (noise on the logits)", ", σ = {:.2f}"),
+    "other_weights": ("other weights (stale checkpoint, quantisation)", ""),
+}
+"""What the tests can name: in words, and its setting."""
+SHARE = 0.01
+"""A share of tokens beyond bfloat16's rounding that is told even without an alarm."""
+
+
+@dataclass(frozen=True)
+class ZScores:
+    """Both z-scores of a part of the tokens; None where nothing was random."""
+
+    at: int  # The step, or the first position of the bin
+    n_tokens: int
+    temperature: float | None  # z of Σ(log π_y + H)
+    probability: float | None  # z of Σ(π_y − Σπ²)
+
+
+@dataclass(frozen=True)
+class SamplingSums:
+    """Rows of the table `sampling`, of one step or many."""
+
+    test: NDArray[np.str_]
+    parameter: Float  # NaN at score tests
+    position: Float  # NaN where the row is of all positions
+    step: Float
+    sums: Mapping[str, Float]  # By name in SUMS; NaN where the test has no such sum
+
+    @classmethod
+    def from_rows(cls, rows: Any) -> "SamplingSums":
+        """Return the sums of a data frame, or of a step's columns as `SamplingCheck.rows` makes them.
+
+        Raises:
+            InputError: There are none.
+        """
+        test = np.array([str(name) for name in rows["test"]])
+        if not (test == "probability").any():
+            raise InputError(
+                "there is no sampling check; measure the rollouts with: otb score --model DIR --rollouts FILE."
+            )
+        numbers = {}
+        for name in ("parameter", "position", "step", *SUMS):
+            values: Any = rows[name] if name in rows else np.zeros(len(test))
+            if hasattr(values, "to_numpy"):  # a data frame's column, where what is missing may be pandas.NA
+                values = values.to_numpy(np.float64, na_value=np.nan)
+            numbers[name] = np.array(values, np.float64)
+        places = {name: numbers.pop(name) for name in ("parameter", "position", "step")}
+        return cls(test, **places, sums=numbers)
+
+    def total(self, test: str, column: str, rows: Bool | bool = True) -> float:
+        """Return one sum of a score test over all `rows`; 0 where there are none."""
+        return float(np.nansum(self.sums[column][(self.test == test) & np.isnan(self.parameter) & rows]))
+
+    def z(self, test: str, rows: Bool | bool = True) -> float | None:
+        """Return the z-score of a score test over some rows; None where nothing was random."""
+        variance = self.total(test, "variance", rows)
+        return self.total(test, "score", rows) / variance**0.5 if variance > 0 else None
+
+    def z_scores(self, by: Float) -> tuple[ZScores, ...]:
+        """Return both z-scores by `step` or by `position`."""
+        found = []
+        for at in np.unique(by[(self.test == "temperature") & np.isnan(self.parameter)]).tolist():
+            n = int(self.total("temperature", "n_tokens", by == at))
+            found.append(ZScores(int(at), n, self.z("temperature", by == at), self.z("probability", by == at)))
+        return tuple(found)
+
+    def grid(self, test: str, column: str) -> dict[float, float]:
+        """Return one sum at every setting that was tried; settings without it are left out."""
+        here = (self.test == test) & ~np.isnan(self.parameter) & ~np.isnan(self.sums[column])
+        settings, index = np.unique(self.parameter[here], return_inverse=True)
+        values = np.bincount(index, self.sums[column][here], minlength=len(settings))
+        return dict(zip(settings.tolist(), values.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -74,11 +154,6 @@ class SamplingReport:
         """The largest z of all families."""
         return max(one.z for one in self.families.values())
 
-    @property
-    def tokens_needed(self) -> int | None:
-        """Tokens at which this mismatch has z = 5, from z ∝ √tokens; None without an alarm."""
-        return round(self.n_tokens * (SEEN / self.z) ** 2) if self.alarm else None
-
 
 def sampling_report(rows: Any) -> SamplingReport:
     """Return the verdict on rows of the table `sampling`: a data frame of one step or many, or one step's columns.
@@ -87,7 +162,16 @@ def sampling_report(rows: Any) -> SamplingReport:
         InputError: There are no such rows.
     """
     sums = SamplingSums.from_rows(rows)
-    families, recorded = _families(sums), _recorded(sums)
+    found = {name: _smooth(sums, name) for name in ("temperature", "probability", "repetition")}
+    found |= {name: _truncation(sums, name) for name in ("top_p", "top_k")}
+    found["other_weights"] = _other_weights(sums)
+    recorded = None
+    if (sums.test == "recorded").any():
+        # E_π[Π μ/π] = 1, so by Markov's inequality the gain exceeds x with probability e^−x at most.
+        gain = sums.total("recorded", "gain")
+        found["recorded"] = FamilyResult("recorded", *_tail(-gain), max(gain, 0.0))
+        recorded = _recorded(sums)
+    families = {name: found[name] for name in FAMILIES if name in found}
     log_p = min(0.0, min(one.log_p for one in families.values()) + float(np.log(len(families))))
     alarm = bool(log_p < np.log(ALARM))
     causes, from_recorded = _causes(families, recorded) if alarm else ((), False)
@@ -104,47 +188,63 @@ def sampling_report(rows: Any) -> SamplingReport:
     )
 
 
-def _families(sums: SamplingSums) -> dict[str, FamilyResult]:
-    found = {name: _truncation(sums, name) for name in ("top_p", "top_k")}
-    found |= {name: _smooth(sums, name) for name in ("temperature", "repetition")}
-    found["probability"] = _probability(sums)
-    found["other_weights"] = _other_weights(sums)
-    if sums.has("recorded"):
-        # E_π[Π μ/π] = 1, so by Markov's inequality the gain exceeds x with probability e^−x at most.
-        gain = sums.total("recorded", "gain")
-        found["recorded"] = FamilyResult("recorded", *_tail(-gain), max(gain, 0.0))
-    return {name: found[name] for name in FAMILIES if name in found}
-
-
 def _tail(log_p: float) -> tuple[float, float]:
     """Return a p-value's one-sided normal deviate, 0 from p = ½ on, and the logarithm of the p-value."""
     log_p = min(log_p, 0.0)
     return max(float(-ndtri_exp(min(log_p, -1e-12))), 0.0), log_p
 
 
-def _z(sums: SamplingSums, test: str) -> float:
-    variance = sums.total(test, "variance")
-    return sums.total(test, "score") / variance**0.5 if variance > 0 else 0.0
-
-
-def _two_sided(z: float) -> float:
-    return float(min(0.0, log_ndtr(-abs(z)) + np.log(2)))
-
-
 def _smooth(sums: SamplingSums, test: str) -> FamilyResult:
-    """Return a score test with the setting where the likelihood is largest; the stated sampler has setting 1."""
+    """Return a two-sided score test with the setting where the likelihood is largest.
+
+    The stated sampler has setting 1; of `probability`, the test of π_y, it has logit noise σ = 0. Information about
+    the logarithm of a setting is −d²/dx² of the log-likelihood at its peak, of which the standard error is made.
+    """
+    z = sums.z(test) or 0.0
+    log_p = float(min(0.0, log_ndtr(-abs(z)) + np.log(2)))
+    if test == "probability":
+        noise = sums.grid("noise", "gain")
+        sigma_sq, gain = _cubic_peak([sigma**2 for sigma in noise], noise.values())
+        return FamilyResult(test, abs(z), log_p, gain, sigma_sq**0.5)
     grid = sums.grid(test, "gain")
-    setting, gain = _peak(grid)
-    z = _z(sums, test)
-    return FamilyResult(test, abs(z), _two_sided(z), gain, setting, _peak_error(grid, setting))
+    at, gain = _cubic_peak(np.log(list(grid)), grid.values())
+    setting, error = float(np.exp(at)), None
+    x, y = np.array(sorted([(0.0, 0.0), *((np.log(k), v) for k, v in grid.items())])).T
+    if x[0] + 1e-9 < np.log(setting) < x[-1] - 1e-9:  # the peak at the last setting tried may lie anywhere beyond
+        information = -float(scipy.interpolate.CubicSpline(x, y)(np.log(setting), 2))
+        error = setting / information**0.5 if information > 0 else None
+    return FamilyResult(test, abs(z), log_p, gain, setting, error)
 
 
-def _probability(sums: SamplingSums) -> FamilyResult:
-    """Return the test of π_y, and the logit noise σ that fits best; noise makes the drawn tokens less likely."""
-    z = _z(sums, "probability")
-    squares = {sigma**2: gain for sigma, gain in sums.grid("noise", "gain").items()}
-    sigma_sq, gain = _cubic_peak([0.0, *squares], [0.0, *squares.values()])
-    return FamilyResult("probability", abs(z), _two_sided(z), gain, sigma_sq**0.5)
+def _cubic_peak(settings: Iterable[float], values: Iterable[float]) -> tuple[float, float]:
+    """Return where a function that is 0 at 0 is largest, and its value, by the spline around its largest point."""
+    x, y = np.array([0.0, *settings]), np.array([0.0, *values])
+    order = np.argsort(x)
+    best = int(y[order].argmax())
+    near = order[max(best - 2, 0) : best + 3]
+    fine = np.linspace(x[near][0], x[near][-1], 2001)
+    curve = scipy.interpolate.CubicSpline(x[near], y[near])(fine)
+    top = int(curve.argmax())
+    return float(fine[top]), max(float(curve[top]), 0.0)
+
+
+def _truncation(sums: SamplingSums, test: str) -> FamilyResult:
+    """Return the setting whose outside is emptiest: P(X ≤ x) of a Poisson number with its mean, times the settings.
+
+    X is a sum of unlike Bernoulli variables, whose lower tail is lighter than that of a Poisson number of equal mean,
+    and that is bounded by its last term times a geometric series.
+    """
+    observed, score, gain = (sums.grid(test, column) for column in ("observed", "score", "gain"))
+    if not gain:
+        return FamilyResult(test, 0.0, 0.0, 0.0)
+    least = 0.0
+    for setting in gain:
+        outside, expected = observed[setting], observed[setting] - score[setting]
+        if outside < expected:
+            last = xlogy(round(outside), expected) - gammaln(round(outside) + 1) - expected
+            least = min(least, float(last - np.log1p(-outside / expected)))
+    best = max(gain, key=lambda p: gain[p])
+    return FamilyResult(test, *_tail(least + float(np.log(len(gain)))), max(gain[best], 0.0), best)
 
 
 def _other_weights(sums: SamplingSums) -> FamilyResult:
@@ -153,7 +253,7 @@ def _other_weights(sums: SamplingSums) -> FamilyResult:
     Its gain is that beyond temperature and noise, which a learned direction sees too: z²/2 of the part of the score
     that is uncorrelated with theirs.
     """
-    z = _z(sums, "other_weights")
+    z = sums.z("other_weights") or 0.0
     names = ("other_weights", "temperature", "probability")
     covariance = np.diag([sums.total(name, "variance") for name in names])
     for i, one in enumerate(names):
@@ -167,64 +267,25 @@ def _other_weights(sums: SamplingSums) -> FamilyResult:
     return FamilyResult("other_weights", z, float(log_ndtr(-z)), max(float(beyond), 0.0) ** 2 / 2)
 
 
-def _peak(grid: Mapping[float, float]) -> tuple[float, float]:
-    """Return where a function of the setting, 0 at the stated 1, is largest, and its value, by a cubic spline."""
-    setting, value = _cubic_peak([0.0, *np.log(list(grid))], [0.0, *grid.values()])
-    return float(np.exp(setting)), value
-
-
-def _peak_error(grid: Mapping[float, float], setting: float) -> float | None:
-    """Return the standard error of the most likely setting, from the likelihood's curvature there.
-
-    Information about the logarithm of a setting is −d²/dx² of the log-likelihood at its peak. None where the peak is
-    the last setting tried: it may lie anywhere beyond.
-    """
-    x, y = np.array(sorted([(0.0, 0.0), *((np.log(k), v) for k, v in grid.items())])).T
-    at = float(np.log(setting))
-    if not x[0] + 1e-9 < at < x[-1] - 1e-9:
-        return None
-    information = -float(scipy.interpolate.CubicSpline(x, y)(at, 2))
-    return setting / information**0.5 if information > 0 else None
-
-
-def _cubic_peak(settings: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """Return where the cubic spline through the points around the largest value is largest, and its value there."""
-    order = np.argsort(settings)
-    x, y = np.array(settings)[order], np.array(values)[order]
-    best = int(y.argmax())
-    near = slice(max(best - 2, 0), best + 3)
-    fine = np.linspace(x[near][0], x[near][-1], 2001)
-    curve = scipy.interpolate.CubicSpline(x[near], y[near])(fine)
-    top = int(curve.argmax())
-    return float(fine[top]), max(float(curve[top]), 0.0)
-
-
-def _truncation(sums: SamplingSums, test: str) -> FamilyResult:
-    """Return the setting whose outside is emptiest: P(X ≤ x) of a Poisson number with its mean, times the settings.
-
-    X is a sum of unlike Bernoulli variables, whose lower tail is lighter than that of a Poisson number of equal mean.
-    """
-    observed, score, gain = (sums.grid(test, column) for column in ("observed", "score", "gain"))
-    if not gain:
-        return FamilyResult(test, 0.0, 0.0, 0.0)
-    least = min(_log_poisson_tail(observed[p], observed[p] - score[p]) for p in gain)
-    best = max(gain, key=lambda p: gain[p])
-    return FamilyResult(test, *_tail(least + float(np.log(len(gain)))), max(gain[best], 0.0), best)
-
-
-def _log_poisson_tail(observed: float, expected: float) -> float:
-    """Return a bound of log P(X ≤ observed), X ~ Poisson(expected): its last term times a geometric series."""
-    if expected <= 0 or observed >= expected:
-        return 0.0
-    logpmf = xlogy(round(observed), expected) - gammaln(round(observed) + 1) - expected
-    return min(0.0, float(logpmf - np.log1p(-observed / expected)))
-
-
-def _recorded(sums: SamplingSums) -> RecordedMismatch | None:
-    if not sums.has("recorded"):
-        return None
+def _recorded(sums: SamplingSums) -> RecordedMismatch:
+    """Return what recorded log-probabilities say, with the setting of each cause that leaves least of Σδ²."""
     n, square = sums.total("recorded", "n_tokens"), sums.total("recorded", "residual_sq")
     energy, pairs = sums.total("recorded", "variance"), sums.total("repeated", "variance")
+    left: dict[str, tuple[float, float]] = {}
+    for test in ("temperature", "top_p", "top_k", "repetition"):
+        explained = {setting: square - rest for setting, rest in sums.grid(test, "residual_sq").items()}
+        if not explained or square <= 0:
+            continue
+        if test in ("temperature", "repetition"):
+            at, most = _cubic_peak(np.log(list(explained)), explained.values())
+            setting = float(np.exp(at))
+        else:
+            setting, most = max(explained.items(), key=lambda item: item[1])
+        left[test] = (setting, max(square - most, 0.0) / square)
+    by_position = []
+    for at in np.unique(sums.position[(sums.test == "recorded") & ~np.isnan(sums.position)]).tolist():
+        count, mean, sq = (sums.total("recorded", x, sums.position == at) for x in ("n_tokens", "score", "residual_sq"))
+        by_position.append((int(at), mean / count, (sq / count) ** 0.5))
     return RecordedMismatch(
         n_tokens=int(n),
         mean=sums.total("recorded", "score") / n,
@@ -233,25 +294,9 @@ def _recorded(sums: SamplingSums) -> RecordedMismatch | None:
         over_float32=sum(sums.grid("beyond_rounding", "observed").values()) / n,
         over_bfloat16=sums.total("recorded", "observed") / n,
         alike=sums.total("repeated", "score") / pairs if pairs > 0 else None,
-        left=_unexplained(sums, square),
-        by_position=tuple(
-            (at, one["score"] / one["n_tokens"], (one["residual_sq"] / one["n_tokens"]) ** 0.5)
-            for at, one in sums.by_position("recorded")
-        ),
+        left=left,
+        by_position=tuple(by_position),
     )
-
-
-def _unexplained(sums: SamplingSums, square: float) -> dict[str, tuple[float, float]]:
-    """Return by cause the setting that leaves least of Σδ², and the share that it leaves."""
-    left: dict[str, tuple[float, float]] = {}
-    for test in ("temperature", "top_p", "top_k", "repetition"):
-        explained = {setting: square - rest for setting, rest in sums.grid(test, "residual_sq").items()}
-        if not explained or square <= 0:
-            continue
-        smooth = test in ("temperature", "repetition")
-        setting, most = _peak(explained) if smooth else max(explained.items(), key=lambda item: item[1])
-        left[test] = (setting, max(square - most, 0.0) / square)
-    return left
 
 
 def _causes(families: Mapping[str, FamilyResult], recorded: RecordedMismatch | None) -> tuple[tuple[str, ...], bool]:
@@ -265,8 +310,7 @@ def _causes(families: Mapping[str, FamilyResult], recorded: RecordedMismatch | N
     best = max(gains.values())
     gains["other_weights"] = beyond + (best if beyond > BEYOND * best else 0.0)
     best = max(gains.values())
-    told = families.get("recorded")
-    if told is None or recorded is None or told.gain < max(best - TIE, TIE):
+    if recorded is None or families["recorded"].gain < max(best - TIE, TIE):
         return tuple(cause for cause in CAUSES if gains[cause] > max(best - TIE, 0.0)), False
     least = min((share for _, share in recorded.left.values()), default=1.0)
     if least < EXPLAINED:
@@ -274,3 +318,45 @@ def _causes(families: Mapping[str, FamilyResult], recorded: RecordedMismatch | N
     if recorded.alike is None:
         return ("noise", "other_weights"), True
     return ("other_weights" if recorded.alike > ALIKE else "noise",), True
+
+
+def sampling_lines(report: SamplingReport) -> list[str]:
+    """Return the check in sentences, the verdict first."""
+    n = f"{report.n_tokens:,} tokens"
+    if report.alarm:
+        named = []
+        for cause in report.causes:
+            words, with_setting = CAUSES[cause]
+            setting = report.families["probability" if cause == "noise" else cause].setting
+            if report.from_recorded and report.recorded is not None:
+                left = report.recorded.left.get(cause, (setting, 0.0))[0]
+                setting = report.recorded.noise if cause == "noise" else left
+            named.append(words + (with_setting.format(setting) if setting is not None else ""))
+        tie = "; cannot be told apart here" if len(report.causes) > 1 else ""
+        causes = " or ".join(named)
+        lines = [f"{n} were not drawn by the stated sampler (z = {report.z:.1f}). Likely cause: {causes}{tie}."]
+    else:
+        lines = [f"{n} fit the model at the stated temperature (no family has p < 0.01 after correction)."]
+    temperature = report.families["temperature"]
+    if temperature.setting is not None:
+        fit = f"{temperature.setting:.3f}"
+        if temperature.error is not None:
+            fit += f" ± {1.96 * temperature.error:.3f}"
+        else:  # the last one tried
+            fit += " or " + ("less" if temperature.setting < 1 else "more")
+        lines.append(f"Temperature that fits best, if nothing else is wrong: {fit} times the stated one.")
+    if (recorded := report.recorded) is None:
+        return lines
+    lines.append(
+        f"Recorded log-probabilities differ from the model's by {recorded.deviation:.2g} nats (root mean square); "
+        f"{recorded.over_float32:.1%} of tokens by more than 0.001 (float32), {recorded.over_bfloat16:.1%} by more "
+        "than 0.05 (bfloat16)."
+    )
+    if report.alarm or recorded.over_bfloat16 > SHARE:
+        better = "the recorded numbers" if recorded.mean > 0 else "the model"
+        (first, _, before), (last, _, behind) = recorded.by_position[0], recorded.by_position[-1]
+        lines += [
+            f"The tokens fit {better} better, by {abs(recorded.mean):.2g} nats per token.",
+            f"The difference is {before:.2g} nats at token {first} and {behind:.2g} from token {last} on.",
+        ]
+    return lines

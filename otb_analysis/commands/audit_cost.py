@@ -1,6 +1,5 @@
 """What an audit will cost: rollouts counted, one micro-batch timed, memory from the model's size."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,16 +7,14 @@ import numpy as np
 from otb_analysis.config import AuditConfig, MeasureConfig, SampleConfig, SampledSchedule, Schedule, TrainConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.gram_method import GramMethod, gram_method
-from otb_analysis.measurement.level import first_groups, positions
-from otb_analysis.measurement.levels import drawn_share
+from otb_analysis.measurement.level import drawn_share, first_groups, positions
 from otb_analysis.phases import phase, plural
-from otb_analysis.recorded.runs import source_of, stored_config
+from otb_analysis.recorded.runs import Layout, source_of, steps_of, stored_config
 from otb_analysis.recorded.score import Policy as Loaded
 from otb_analysis.recorded.score import Scorer, check
-from otb_analysis.recorded.steps import Layout, steps_of
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.training.budget import PlannedLevel, levels, rough_duration, seconds_per_position
-from otb_analysis.training.policy.policy import Policy
+from otb_analysis.training.budget import levels, rough_duration, seconds_per_position
+from otb_analysis.training.policy import Policy
 
 DEARER = 2.0
 """Norms of all tokens may cost so many times every estimator's gradient."""
@@ -80,14 +77,16 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
         gram = gram_method(model, rollouts, measured, config.measure.gram, config.measure.scope)
     planned = levels(trained, rollouts, gram=gram)
     sizes = {first.step: whole} | {step.step: len(step.records) for step in steps}
-    scored = FORWARD * positions(rollouts, every)
-    passes = [(scored + _passes(planned, rollouts, step)) * count / whole for step, count in sizes.items()]
+    passed = 0.0  # Positions that are passed forward and backward
+    for step, count in sizes.items():
+        due = sum(level.multiple * positions(rollouts, level.rows) for level in planned if level.due(step))
+        passed += (FORWARD * positions(rollouts, every) + due) * count / whole
     return AuditCost(
         n_steps=len(sizes),
         n_rollouts=sum(sizes.values()),
         n_tokens=round(float(rollouts.mask.sum()) * sum(sizes.values()) / whole),
         levels=("forward", *dict.fromkeys(level.name for level in planned)),
-        seconds=each * sum(passes),
+        seconds=each * passed,
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         gram=gram,
         measure=measure,
@@ -108,8 +107,3 @@ def with_norms(config: AuditConfig, rollouts: Rollouts) -> MeasureConfig:
         return measure
     drawn = SampledSchedule(every=int(config.norms != "none"), share=drawn_share(rollouts), by="proxy")
     return replace(measure, exact=Schedule(), gradients=measure.exact, sampled=drawn)
-
-
-def _passes(planned: Iterable[PlannedLevel], rollouts: Rollouts, step: int) -> float:
-    """Positions that are passed forward and backward at a step with rollouts like these."""
-    return sum(level.multiple * positions(rollouts, level.rows) for level in planned if level.due(step))

@@ -5,6 +5,7 @@ import sys
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from inspect import getdoc
 from pathlib import Path
@@ -13,24 +14,19 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from rich.console import Console
 
 from otb_analysis import __version__
-from otb_analysis.commands.audited import audit_command
-from otb_analysis.commands.bench import bench_command
-from otb_analysis.commands.diagnose import attribution_command, diagnose_command
+from otb_analysis.commands.clone import bench_command, study_command
+from otb_analysis.commands.diagnose import attribution_command, diagnose_command, watch_command
 from otb_analysis.commands.inspect import (
     compare_command,
     parsed,
     print_comparison,
     report_command,
 )
-from otb_analysis.commands.keeping import aggregate_command, compact_command
-from otb_analysis.commands.loading import models_loading
-from otb_analysis.commands.models import model_command
+from otb_analysis.commands.keeping import aggregate_command, compact_command, model_command
 from otb_analysis.commands.query import query_command, tokens_command
-from otb_analysis.commands.recorded import import_command, score_command, tell
-from otb_analysis.commands.sentinel import watch_command
+from otb_analysis.commands.recorded import audit_command, import_command, score_command, tell
+from otb_analysis.commands.screen import models_loading, shown
 from otb_analysis.commands.serve import DashboardConfig, serve
-from otb_analysis.commands.study import study_command
-from otb_analysis.commands.watching import shown
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.errors import STOPS, InputError, Interrupted, nearest
 from otb_analysis.extras import require
@@ -99,24 +95,23 @@ def train_command(words: Sequence[str]) -> None:
     With --if-exists resume a run that was stopped goes on from its newest checkpoint, bit for bit. docs/train.toml is a
     commented example.
     """
-    words, file = _without_config(words)
-    default = TrainConfig() if file is None else from_toml(TrainConfig, file)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?", const="")
+    found, words = parser.parse_known_args(words)
+    if found.config == "":
+        raise InputError("--config needs a file; pass one, as in --config run.toml.")
+    default = from_toml(TrainConfig, Path(found.config)) if found.config else TrainConfig()
     config = parsed(TrainConfig, "train", words, default, getdoc(train_command))
-    if os.environ.get("RANK", "0") != "0":  # only the first process prints
-        _trained(config)
-        return
-    with shown(), phase("otb train") as whole:
-        path = _trained(config, whole)
-    tell(path)
-
-
-def _trained(config: TrainConfig, *bar: Any) -> Path:
-    with models_loading("otb train"):
-        from otb_analysis.training.loop import train
-    try:
-        return train(config, *bar)
-    except KeyboardInterrupt as stop:  # the run itself says what it keeps
-        raise Interrupted(str(stop) or "stopped; nothing was written.") from None
+    first = os.environ.get("RANK", "0") == "0"  # only the first process prints
+    with shown() if first else nullcontext(), phase("otb train") as whole:
+        with models_loading("otb train"):
+            from otb_analysis.training.loop import train
+        try:
+            path = train(config, whole)
+        except KeyboardInterrupt as stop:  # the run itself says what it keeps
+            raise Interrupted(str(stop) or "stopped; nothing was written.") from None
+    if first:
+        tell(path)
 
 
 def demo_command(words: Sequence[str]) -> None:
@@ -168,21 +163,18 @@ def from_toml(kind: type[Config], file: Path) -> Config:
     """
     try:
         if file.name == "run.json":
-            return _filled(kind(), _config_of_run(file.parent), str(file))
+            from otb_analysis.store.layout import read_run_file
+
+            # The configuration of an earlier run, but for what it did with an even earlier one of its name.
+            stored: Any = read_run_file(file.parent).get("config")
+            values = {name: value for name, value in (stored or {}).items() if name != "if_exists"}
+            return _filled(kind(), values, str(file))
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}); pass an existing TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid TOML: {error}.") from error
     return _filled(kind(), values, str(file))
-
-
-def _config_of_run(run: Path) -> dict[str, Any]:
-    """Return the configuration of an earlier run, but for what it did with an even earlier one of its name."""
-    from otb_analysis.store.runfile import read_run_file
-
-    config: Any = read_run_file(run).get("config")
-    return {name: value for name, value in (config or {}).items() if name != "if_exists"}
 
 
 def _filled(default: Any, values: Mapping[str, Any], where: str) -> Any:
@@ -212,16 +204,6 @@ def _converted(old: Any, value: Any, where: str) -> Any:
         expected = "a table" if is_dataclass(old) or isinstance(old, dict) else f"of type {type(old).__name__}"
         raise InputError(f"{where} is {value!r}; it must be {expected}.")
     return value
-
-
-def _without_config(words: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Take `--config FILE` out of the words."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?", const="")
-    known, others = parser.parse_known_args(words)
-    if known.config == "":
-        raise InputError("--config needs a file; pass one, as in --config run.toml.")
-    return others, Path(known.config) if known.config else None
 
 
 if __name__ == "__main__":

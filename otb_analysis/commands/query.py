@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.table import Table
 
 from otb_analysis.commands.inspect import parsed, print_all, print_json, run_path
-from otb_analysis.commands.watching import shown
+from otb_analysis.commands.screen import shown
 from otb_analysis.errors import STOPS, InputError
 from otb_analysis.phases import phase
 
@@ -42,26 +43,24 @@ def query_command(words: Sequence[str]) -> int:
         raise InputError('otb query needs a run; pass its name, as in otb query demo-otb-s0 "SELECT * FROM steps".')
     try:
         with shown(), phase("asking the run"):
-            parts, record = _answered(config)
+            from otb_analysis.report.asked import answer_parts, answer_record, columns_parts, rollouts_record
+            from otb_analysis.report.document import printed_parts
+            from otb_analysis.store import ASKED_MEMORY, RunStore
+            from otb_analysis.store.asked import asked_sql
+
+            store = RunStore(run_path(config.root, config.run), memory_limit=ASKED_MEMORY)
+            table = asked_sql(store.path, config.sql) if config.sql else None
+            record: object = None
+            parts: list[Table | str] = []
+            if config.json:
+                record = rollouts_record(store) if table is None else answer_record(store.path.name, table)
+            else:
+                parts = printed_parts(columns_parts() if table is None else answer_parts(table))
     except STOPS as error:
         sys.stderr.write(f"otb: {error}\n")
         return FAILED
     print_json(record) if config.json else print_all(parts)
     return 0
-
-
-def _answered(config: QueryConfig) -> tuple[Sequence[object], object]:
-    """Return what the terminal shows, or the record for JSON."""
-    from otb_analysis.report.asked import answer_parts, answer_record, columns_parts, rollouts_record
-    from otb_analysis.report.terminal import printed_parts
-    from otb_analysis.store import ASKED_MEMORY, RunStore
-    from otb_analysis.store.asked import asked_sql
-
-    store = RunStore(run_path(config.root, config.run), memory_limit=ASKED_MEMORY)
-    table = asked_sql(store.path, config.sql) if config.sql else None
-    if config.json:
-        return [], rollouts_record(store) if table is None else answer_record(store.path.name, table)
-    return printed_parts(columns_parts() if table is None else answer_parts(table)), None
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def tokens_command(words: Sequence[str]) -> None:
     with shown(), phase("reading the tokens"):
         from otb_analysis.answers.prompt import prompt_view, token_record, tokens_record
         from otb_analysis.report.asked import answer_parts
-        from otb_analysis.report.terminal import printed_parts
+        from otb_analysis.report.document import printed_parts
         from otb_analysis.store import RunStore
 
         store = RunStore(run_path(config.root, config.run))

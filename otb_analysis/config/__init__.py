@@ -3,32 +3,37 @@
 The comment beside a field, or the text below it, is its help on the command line.
 """
 
-from otb_analysis.config.audit import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig
-from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
 from otb_analysis.config.measuring import (
     AttributionSchedule,
     ContrastSchedule,
+    CriticConfig,
+    EstimatorConfig,
     EvaluateConfig,
+    LoraConfig,
     MeasureConfig,
+    ObjectiveConfig,
+    OptimizeConfig,
     SampledSchedule,
     Schedule,
     SketchSchedule,
     StepSchedule,
 )
-from otb_analysis.config.tasks import (
+from otb_analysis.config.train import (
+    AuditConfig,
     CalculatorConfig,
     ChainSumConfig,
-    CountingConfig,
-    GraphPathConfig,
-    MathJsonlConfig,
-    ReasoningGymConfig,
-)
-from otb_analysis.config.train import (
     CheckpointConfig,
+    CountingConfig,
     DemoConfig,
     DeviceConfig,
+    GraphPathConfig,
+    ImportConfig,
     MachineConfig,
+    MathJsonlConfig,
+    ReasoningGymConfig,
+    RecordedConfig,
     SampleConfig,
+    ScoreConfig,
     SmallModelConfig,
     TrainConfig,
     WarmStartConfig,

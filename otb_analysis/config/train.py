@@ -1,13 +1,108 @@
-"""A whole run: the policy it starts from, its rollouts, and everything the other files describe."""
+"""A whole run: its tasks, the policy it starts from, its rollouts; and a run made of somebody else's rollouts."""
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from otb_analysis.config.learning import CriticConfig, EstimatorConfig, LoraConfig, ObjectiveConfig, OptimizeConfig
-from otb_analysis.config.measuring import EvaluateConfig, MeasureConfig
-from otb_analysis.config.tasks import TaskSections
+from otb_analysis.config.measuring import (
+    AttributionSchedule,
+    CriticConfig,
+    EstimatorConfig,
+    EvaluateConfig,
+    LoraConfig,
+    MeasureConfig,
+    ObjectiveConfig,
+    OptimizeConfig,
+    Schedule,
+)
+
+
+@dataclass(frozen=True)
+class ChainSumConfig:
+    """`chain_sum`: add a chain of numbers, one partial sum at a time. The number of terms sets the horizon."""
+
+    terms_min: int = 2  # Fewest terms of a prompt.
+    terms_max: int = 4  # Most terms of a prompt.
+    largest: int = 19  # Terms are drawn from 1 … largest.
+
+
+@dataclass(frozen=True)
+class CalculatorConfig:
+    """`calculator`: solve an expression by calls of a tool, one turn each."""
+
+    operations_min: int = 2  # Fewest operators of a prompt.
+    operations_max: int = 3  # Most operators of a prompt.
+    operators: str = "+-*"  # Operators of a prompt, some of + - * / ^; the calculator knows them all.
+    largest: int = 19  # Numbers are drawn from 1 … largest.
+    largest_result: int = 999  # Every result on the way is whole and from 0 to this.
+    call_operations: int = 1  # Most operators of one call; 1 leaves their order to the policy.
+
+
+@dataclass(frozen=True)
+class CountingConfig:
+    """`counting`: how often a letter occurs in a text."""
+
+    length_min: int = 4  # Shortest text.
+    length_max: int = 12  # Longest text.
+    letters: int = 4  # Letters the text is made of.
+    show: Literal["running", "direct"] = "running"
+    """What demonstrations write: the text with a running count, or the number at once."""
+
+
+@dataclass(frozen=True)
+class GraphPathConfig:
+    """`graph_path`: any walk from start to goal along the edges of a random graph is right."""
+
+    nodes: int = 5
+    edges: int = 7
+    distance_min: int = 2  # Fewest edges between start and goal.
+    directed: bool = False  # True allows an edge only from its first letter to its second.
+
+
+@dataclass(frozen=True)
+class MathJsonlConfig:
+    """`math_jsonl`: prompts and answers from local JSON-lines or Parquet files, graded by math-verify."""
+
+    train: str = ""  # A .jsonl or .parquet file.
+    heldout: str = ""  # Another one for the held-out split; by default a share of `train` is held out.
+    heldout_share: float = 0.1  # Share of `train` held out when there is no other file; a hash of the prompt decides.
+    prompt_column: str = "question"
+    answer_column: str = "answer"
+    answer_marker: str = "####"  # What stands before the final answer in the answer column, and may in a completion.
+    template: str = "{prompt}"  # What the policy is given; {prompt} stands for the prompt column.
+    chat: bool = True  # True wraps the prompt by the tokenizer's chat template, where it has one.
+
+
+@dataclass(frozen=True)
+class ReasoningGymConfig:
+    """`reasoning_gym`: problems made and scored by the package reasoning-gym, of one of its tasks or of several."""
+
+    name: tuple[str, ...] = ()  # The task, as in letter_counting; several names mix tasks.
+    weight: tuple[float, ...] = (1.0,)  # How often each task is drawn, in the order of the names; one number for all.
+    config: tuple[str, ...] = ()
+    """Settings of each task as a JSON object, in the order of the names: '{"min_words": 1, "max_words": 2}'."""
+    shots: int = 2
+    """Questions of the training split with right answers that a prompt shows first, as messages of a chat where the
+    tokenizer has a chat template."""
+    answer_format: Literal["line", "tags", "whole"] = "line"
+    """Where a completion has its answer: behind its last "Answer:", between <answer> and </answer>, or all of it."""
+    template: str = "{question}"
+    """What a question and each example is put into; {instruction} stands for a sentence that asks for the answer's
+    form. It is added where no example shows the form."""
+    chat: bool = True  # True wraps the prompt by the tokenizer's chat template, where it has one.
+
+
+@dataclass(frozen=True)
+class TaskSections:
+    """The sections of a run's configuration that tasks have, each named as its task."""
+
+    chain_sum: ChainSumConfig = field(default_factory=ChainSumConfig)
+    calculator: CalculatorConfig = field(default_factory=CalculatorConfig)
+    counting: CountingConfig = field(default_factory=CountingConfig)
+    graph_path: GraphPathConfig = field(default_factory=GraphPathConfig)
+    math_jsonl: MathJsonlConfig = field(default_factory=MathJsonlConfig)
+    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
 
 
 @dataclass(frozen=True)
@@ -149,3 +244,75 @@ class DemoConfig(DeviceConfig):
 def plain_config(config: Any) -> dict[str, Any]:
     """Return a configuration as nested plain values, as JSON reads run.json back: paths are text, tuples lists."""
     return json.loads(json.dumps(asdict(config), default=str))
+
+
+@dataclass(frozen=True)
+class RecordedConfig:
+    """A run made of recorded rollouts: where it is kept, and how the records are read."""
+
+    run: str = ""  # Name of the run's directory; by default that of the file or directory.
+    root: Path = Path("runs")  # Directory that holds the runs.
+    if_exists: Literal["error", "replace", "resume"] = "error"
+    """What to do when the run's directory already exists: refuse, begin anew, or add the steps it does not have."""
+    format: str = "auto"
+    """Who wrote the records: plain, trl, verl, art, prime_rl, prime_rl_traces, verifiers, nemo_rl or slime; auto
+    recognises it."""
+    prompts: int = 16  # Prompts (groups) per step, where the records name no step.
+    group_size: int = 0
+    """Rollouts per prompt, where the records name no group: so many rows in a row are one. 0 takes rows with the same
+    prompt."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """Reward columns of TRL with their weights, as name value pairs; by default every number that TRL did not add."""
+
+
+@dataclass(frozen=True)
+class ScoreConfig(MachineConfig, RecordedConfig):
+    """Measure recorded rollouts under a model: a run with a token table, as if it had been trained here."""
+
+    rollouts: Path = Path()  # File or directory with the rollouts.
+    model: str = ""  # Checkpoint that sampled them: a directory, a GGUF file or a name, as in `otb train --model`.
+    text: Literal["auto", "plain", "chat"] = "auto"
+    """How a prompt without token ids becomes tokens. plain: as it stands. chat: as the user's message in the model's
+    chat template. auto: texts that lost their special tokens (TRL, verl) are put back into the template, and refused
+    where that does not give the same text; all others are plain."""
+    ended: Literal["recorded", "all"] = "recorded"
+    """Which completions without token ids ended with the end token: those with finish_reason stop, or all."""
+    temperature: float = 1.0  # Temperature at which the rollouts were sampled.
+    plain_sampling: bool = False
+    """You state that every rollout was drawn from this model at this temperature: no top-p, top-k or penalty, no
+    prompt or rollout left out by its outcome. Then the step length c of unbiased estimators is known."""
+    estimator: EstimatorConfig = field(default_factory=lambda: EstimatorConfig(name="grpo"))
+    measure: MeasureConfig = field(default_factory=lambda: MeasureConfig(exact=Schedule(every=0, prompts=8)))
+    micro_batch: int = 0  # Rollouts per forward pass; 0 takes what fits into memory.
+    allow_remote_code: bool = False  # True lets Python files in the model's directory run. Read them first.
+
+
+@dataclass(frozen=True)
+class ImportConfig(RecordedConfig):
+    """A run of recorded rollouts without a model: rewards, lengths, and the per-token numbers that were recorded."""
+
+    tokenizer: str = ""
+    """Directory of the tokenizer that made the token ids; with it, pages show each token's text."""
+
+
+@dataclass(frozen=True)
+class AuditConfig(ScoreConfig):
+    """Which estimator, which group size, which tokens: one report on recorded rollouts."""
+
+    measure: MeasureConfig = field(
+        default_factory=lambda: MeasureConfig(
+            exact=Schedule(every=1), attribution=AttributionSchedule(every=1), subgroups=("otb", "none")
+        )
+    )
+    norms: Literal["auto", "whole", "drawn", "none"] = "auto"
+    """Whose norms are measured beside every estimator's gradient: those of all tokens (whole), of a few drawn ones
+    (drawn) or none. auto: whole, unless that takes twice as long as the gradients, as with answers of more than about a
+    hundred tokens. Schedules that you set yourself win."""
+    aggregation: str = ""
+    """How the trainer's loss weighs tokens, as in `objective.aggregation`: sequence_sum, token_mean, sequence_mean,
+    constant or dapo. With it the sum of loss weights and the logged gradient norm are checked; by default that of the
+    run, where it is one of otb train or of OTBGRPOTrainer."""
+    accumulate: int = 0
+    """Rollouts of one of the trainer's micro-batches, whose losses it averages. 0 takes what the run says, or shows
+    what micro-batches of one rollout would do."""
+    go: bool = False  # True measures; without it the cost is printed and nothing is written.

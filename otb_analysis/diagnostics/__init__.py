@@ -4,11 +4,9 @@ NumPy in, frozen records out; a quantity that was not measured is a finding that
 """
 
 from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holders, StepAttribution, attribute_step
-from otb_analysis.diagnostics.change_points import ChangePoint, change_points
-from otb_analysis.diagnostics.decline import fall
+from otb_analysis.diagnostics.changes import ChangePoint, change_points, fall
+from otb_analysis.diagnostics.detectors import DETECTORS, diagnose
 from otb_analysis.diagnostics.findings import Finding, StepSeries
-from otb_analysis.diagnostics.registry import DETECTORS, diagnose
-from otb_analysis.diagnostics.trained import trained_label, trained_labels
 
 __all__ = [
     "DETECTORS",
@@ -23,6 +21,4 @@ __all__ = [
     "change_points",
     "diagnose",
     "fall",
-    "trained_label",
-    "trained_labels",
 ]

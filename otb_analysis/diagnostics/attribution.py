@@ -32,19 +32,6 @@ class AttributedTokens:
     signal: Float | None = None
     noise: Float | None = None
 
-    def __post_init__(self) -> None:
-        """Check shapes and values."""
-        for name in ("group", "rollout", "t", "signal", "noise"):
-            values = getattr(self, name)
-            if values is not None and np.shape(values) != np.shape(self.share):
-                raise InputError(
-                    f"{name} has shape {np.shape(values)} but share {np.shape(self.share)}; pass one value per token."
-                )
-        if (self.signal is None) != (self.noise is None):
-            raise InputError("only one of signal and noise is given; pass both, or neither.")
-        if not np.isfinite(self.share).all():
-            raise InputError("share has entries that are not finite; pass the tokens that were attributed only.")
-
 
 @dataclass(frozen=True)
 class Holders:
@@ -112,11 +99,13 @@ def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None 
     `grad_norm` is ‖ḡ‖ of the step's first update, where it was recorded; the sum is checked against it.
 
     Raises:
-        InputError: There is no token.
+        InputError: There is no token, or a share is not finite.
     """
     if len(tokens.share) == 0:
         raise InputError(f"step {step} has no attributed token; pass the tokens of a step that was attributed.")
     share = np.asarray(tokens.share, dtype=float)
+    if not np.isfinite(share).all():
+        raise InputError("share has entries that are not finite; pass the tokens that were attributed only.")
     return StepAttribution(
         step=step,
         norm_sq=float(share.sum()),
@@ -132,15 +121,11 @@ def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None 
 def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
     """Sum the shares of tokens that have the same keys [1 to 3, n], and order by size."""
     holders, index = np.unique(keys, axis=1, return_inverse=True)
-    index = index.reshape(-1)
-
-    def summed(x: Float | None) -> Any:
-        return None if x is None else np.bincount(index, x, holders.shape[1])
-
-    share = summed(tokens.share)
+    index, count = index.reshape(-1), holders.shape[1]
+    sums = [x if x is None else np.bincount(index, x, count) for x in (tokens.share, tokens.signal, tokens.noise)]
+    share = np.bincount(index, tokens.share, count)
     # Largest first; equals keep the order of their keys, so the ranking is reproducible.
-    order = np.lexsort((np.arange(share.size), -np.abs(share)))
-    absent = np.full((3 - len(holders), share.size), -1)
-    sums = share, summed(tokens.signal), summed(tokens.noise)
+    order = np.lexsort((np.arange(count), -np.abs(share)))
+    absent = np.full((3 - len(holders), count), -1)
     columns: list[Any] = [x if x is None else x[order] for x in (*holders, *absent, np.bincount(index), *sums)]
     return Holders(level, *columns)

@@ -4,11 +4,12 @@ Every statistic is causal: its value at a step is a function of that step and th
 first reached a threshold is the step at which a watcher of the running run would have seen it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from otb_analysis.errors import InputError
 from otb_analysis.types import Float, Int
@@ -111,11 +112,7 @@ class Finding:
 
 def deciding(evidence: Sequence[Evidence]) -> Evidence:
     """Return the statistic that decides: that of the worst level, and among equals the earliest."""
-
-    def rank(one: Evidence) -> tuple[int, int]:
-        return SEVERITY[one.level], int(one.step[one.shown()])
-
-    return min((one for one in evidence if one.ready), key=rank)
+    return min((one for one in evidence if one.ready), key=lambda one: (SEVERITY[one.level], one.step[one.shown()]))
 
 
 def finding_of(detector: str, evidence: Sequence[Evidence], reason: str) -> Finding:
@@ -123,12 +120,9 @@ def finding_of(detector: str, evidence: Sequence[Evidence], reason: str) -> Find
     ready = [one for one in evidence if one.ready]
     first = deciding(ready)
     ordered = (first, *(one for one in ready if one is not first))
-
-    def earliest(threshold: Literal["watch", "alarm"]) -> int | None:
-        firsts = [(one, one.first(getattr(one, threshold))) for one in ready]
-        return min((int(one.step[at]) for one, at in firsts if at is not None), default=None)
-
-    return Finding(detector, first.level, reason, earliest("watch"), earliest("alarm"), ordered)
+    watch = [int(one.step[at]) for one in ready if (at := one.first(one.watch)) is not None]
+    alarm = [int(one.step[at]) for one in ready if (at := one.first(one.alarm)) is not None]
+    return Finding(detector, first.level, reason, min(watch, default=None), min(alarm, default=None), ordered)
 
 
 def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence[str], remedy: str) -> Finding:
@@ -145,3 +139,29 @@ def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence
     if counts[most] == len(series.step) < needed:
         return Finding(detector, "too short", f"{counted}; the run has {counts[most]}.")
     return Finding(detector, "not measured", f"{counted}; {remedy}.")
+
+
+MIN_SPREAD = 0.05
+"""Least spread of logarithms, 5 %: a quantity that happens to repeat itself must not make every change infinite."""
+
+NORMAL = 1.4826
+"""Standard deviation of a normal law per unit of its median absolute deviation."""
+
+
+def trailing(x: Float, window: int, statistic: Callable[..., Float]) -> Float:
+    """Return a statistic of the last `window` values at every index [K]; NaN before there are so many.
+
+    The statistic takes [..., window] and `axis`, such as `np.median`.
+    """
+    values = np.full(x.size, np.nan)
+    if x.size >= window:
+        values[window - 1 :] = statistic(sliding_window_view(x, window), axis=-1)
+    return values
+
+
+def robust(x: Float) -> tuple[Float, Float]:
+    """Return median and robust spread along the last axis."""
+    centre = np.median(x, axis=-1)
+    # Medians of medians: a surge among the values hardly moves the spread it is held against.
+    deviation = np.median(np.abs(x - centre[..., None]), axis=-1)
+    return centre, np.maximum(NORMAL * deviation, MIN_SPREAD)

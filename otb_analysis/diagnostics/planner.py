@@ -2,30 +2,130 @@
 
 Sizes that groups were cut into are measured. Larger ones follow by formula for `none` and `rloo`, whose mean does not
 depend on the size: there the least variance is the highest efficiency, and ∇J need not be known to compare sizes.
+Success rates alone say which share of groups has equal rewards, and how many inform.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
+from math import comb
+from typing import Any
 
 import numpy as np
 
-from otb_analysis.diagnostics.dead_groups import DeadGroups, dead_groups, rates_line
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
     REFERENCE,
     Interval,
+    cluster_jackknife,
     deleted_moments,
     efficiency,
     is_informative,
     jackknife_interval,
 )
-from otb_analysis.statistics.moments.absolute import has_signal, shown_efficiency
-from otb_analysis.statistics.moments.gram import Truth, pair_noise, truth_of
-from otb_analysis.statistics.moments.group_sizes import SizeLaw, pair_law, single_law
-from otb_analysis.statistics.moments.measures import batch_variance, quotient, with_projection
+from otb_analysis.statistics.gradients import has_signal, shown_efficiency
+from otb_analysis.statistics.group_sizes import pair_law, single_law
+from otb_analysis.statistics.intervals import unless_hidden
+from otb_analysis.statistics.moments import Truth, batch_variance, pair_noise, quotient, truth_of, with_projection
 from otb_analysis.types import Float, Gram, Label, Proved
+
+
+@dataclass(frozen=True)
+class DeadGroups:
+    """Share of groups of one size whose rewards are all equal, with its interval over prompts."""
+
+    size: int
+    share: Interval
+    n_groups: int  # Groups of at least this size
+
+    @property
+    def informative(self) -> Interval:
+        """Groups with unequal rewards among 100 rollouts: 100·(1 − share)/N."""
+        low, high = (None if end is None else 100 * (1 - end) / self.size for end in (self.share.high, self.share.low))
+        words = "groups with unequal rewards among 100 rollouts"
+        return Interval(100 * (1 - self.share.estimate) / self.size, low, high, self.share.n_clusters, words)
+
+
+def reward_groups(rewards: Any) -> list[tuple[object, list[float]]]:
+    """Return prompt and rewards of every group; a group whose prompt has no name is a prompt of its own.
+
+    Args:
+        rewards: A table of rollouts with step, group, reward and prompt_id.
+    """
+    if rewards.empty:
+        return []
+    rows = rewards.sort_values(["step", "group"], kind="stable")
+    step, group, paid = (rows[name].to_numpy() for name in ("step", "group", "reward"))
+    starts = np.flatnonzero(np.r_[True, (np.diff(step) != 0) | (np.diff(group) != 0)])
+    nameless = np.logical_or.reduceat(rows["prompt_id"].isna().to_numpy(), starts)
+    names = rows["prompt_id"].to_numpy(object)
+    parts = np.split(paid.astype(float), starts[1:])
+    return [
+        ((int(step[at]), int(group[at])) if bare else names[at], part.tolist())
+        for at, bare, part in zip(starts.tolist(), nameless.tolist(), parts, strict=True)
+    ]
+
+
+@cache
+def dead_share(counts: tuple[int, ...], size: int) -> float:
+    """Return the probability that `size` rollouts of one prompt all have the same reward, from G ≥ size recorded ones.
+
+    Σ_v C(k_v, n)/C(G, n) over distinct rewards v, each met k_v times: the hypergeometric estimator, the share of all
+    subsets of n recorded rollouts that are dead. Unbiased for Σ_v p_v^n; with rewards of 0 and 1 that is pⁿ + (1−p)ⁿ.
+    """
+    return sum(comb(k, size) for k in counts) / comb(sum(counts), size)
+
+
+def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadGroups, ...]:
+    """Return the share of dead groups at 2, 4, 8, … and at the largest recorded size, from (prompt, rewards) of groups.
+
+    A size takes only groups of at least as many rollouts; every group counts alike, and all groups of one prompt are
+    one cluster of the interval. Where no group or every group was dead, prompts do not vary and the jackknife sees no
+    error: there it is Clopper and Pearson's. A mean of values from 0 to 1 that is μ gives K zeros with probability
+    (1 − μ)^K at most: 1 − .025^(1/K) bounds it.
+    """
+    largest = max((len(rewards) for _, rewards in groups), default=0)
+    counted = [(prompt, tuple(sorted(Counter(rewards).values())), len(rewards)) for prompt, rewards in groups]
+    sizes = sorted({2**k for k in range(1, largest.bit_length()) if 2**k <= largest} | ({largest} - {0, 1}))
+    rows = []
+    for size in sizes:
+        shares: dict[object, list[float]] = {}
+        for prompt, counts, recorded in counted:
+            if recorded >= size:
+                shares.setdefault(prompt, []).append(dead_share(counts, size))
+        table = np.array([[sum(each), len(each)] for each in shares.values()])
+        share = cluster_jackknife(table, lambda mean: mean[..., 0] / mean[..., 1], f"dead groups of {size}", "linear")
+        assert share is not None
+        low, high = share.low, share.high
+        if share.estimate in (0.0, 1.0):
+            reach = 1 - (RISK / 2) ** (1 / share.n_clusters)
+            low, high = share.estimate - reach, share.estimate + reach
+        if low is not None and high is not None:
+            share = replace(share, low=max(low, 0.0), high=min(high, 1.0))
+        rows.append(DeadGroups(size, share, int(table[:, 1].sum())))
+    return tuple(rows)
+
+
+def rates_line(dead: Sequence[DeadGroups]) -> str:
+    """Return what success rates say about the best group size of `rloo`; there is at least one size.
+
+    Where noise dominates, so that a rollout's score hardly depends on its reward, and prompts share one gradient, the
+    group gradient is the covariance of two independent samples: V(N) = s²·Var(R)/(N−1), s² the score's variance,
+    whatever the success rates. At the same rollouts that is N/(N−1) times the variance of very large groups.
+    """
+    size = dead[-1].size
+    half, above = size // 2, size / (size - 1)
+    cost = f", and groups of {half} cost {half / (half - 1) / above - 1:.0%}" if size >= 4 else ""
+    return (
+        "From success rates alone: suppose that a completion's score hardly depends on its reward, and that all "
+        "prompts share one gradient. Then the variance of rloo at the same rollouts is proportional to N/(N−1): groups "
+        f"above {size} save at most {1 - 1 / above:.0%}{cost}. Prompts with different gradients favour "
+        "smaller groups."
+    )
+
 
 NONE: Label = ("none", "none")
 RISK = 0.05
@@ -48,7 +148,7 @@ class Cell:
     estimator: str
     energy_source: str
     size: int
-    # None where it must not be shown by itself: by the rule of every other table, see `absolute` and `told`
+    # None where it must not be shown by itself: by the rule of every other table, `shown_efficiency`
     efficiency: float | None
     best: bool  # Intervals show that both neighbours on its curve are worse
     cut: bool  # Recorded groups were cut to this size; else it follows by formula
@@ -102,7 +202,7 @@ def plan(
     common = [step for step in grams if all(step in part and REFERENCE in part[step].labels for part in tables)]
     by_size = {part: [table[step] for step in common] for part, table in subgroups.items()}
     notes = []
-    cells: tuple[Cell, ...] = ()
+    cells: list[Cell] = []
     best_size = None
     if dead and dead[-1].share.estimate == 1:
         return Planner(rollouts, size, (), dead, ALL_DEAD)
@@ -112,8 +212,12 @@ def plan(
         curves = _curves(by_size, rollouts, known)
         # All comparisons of sizes hold together with 95 %.
         level = 1 - RISK / max(sum(len(curve.cost) - 1 for curve in curves.values()), 1)
-        cells = _cells(curves, size, level)
-        best_size = _best_size(curves, level)
+        for label, curve in curves.items():
+            best = _best(curve, level)
+            for n in sorted(curve.cost):
+                cost = None if n == size else _ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")
+                cells.append(Cell(*label, n, curve.shown[n], n == best, n in curve.cut, unless_hidden(cost)))
+        best_size = _best_size(curves[REFERENCE].best_size, level)
         by_formula = any(not cell.cut for cell in cells)
         notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size))
         if best_size is not None and best_size.low is not None:
@@ -125,7 +229,7 @@ def plan(
         notes.append(NOT_HALVED)
     if not cells and dead:
         notes.append(rates_line(dead) + ("" if grams else BY_GRADIENTS))
-    return Planner(rollouts, size, cells, dead, " ".join(notes), best_size)
+    return Planner(rollouts, size, tuple(cells), dead, " ".join(notes), best_size)
 
 
 def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved) -> dict[Label, _Curve]:
@@ -133,63 +237,58 @@ def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved)
     tables = [gram for grams in by_size.values() for gram in grams]
     truth = {size: truth_of(grams, REFERENCE, known) for size, grams in by_size.items()}
     whole = max(by_size)
-    truth_sq = deleted_moments(by_size[whole], REFERENCE, truth[whole]).truth_sq
-    signal = has_signal(deleted_moments(by_size[whole], REFERENCE, truth[whole]))
-    # A projection of 1 is proved at every size; others depend on it.
-    proved = {label for label, c in known.projection.items() if c == 1}
+    base = deleted_moments(by_size[whole], REFERENCE, truth[whole])
+    signal, truth_sq = has_signal(base), base.truth_sq
+    floor = float(quotient(np.array([pair_noise(by_size[whole], REFERENCE, truth[whole])]), truth_sq[:1])[0])
     curves = {}
     for label in sorted(set.intersection(*(set(gram.labels) for gram in tables))):
-        if law := _law(label, by_size):
-            curves[label] = _by_formula(label, law, by_size, rollouts, truth[whole], label in proved)
-            continue
-        at = {
-            size: replace(deleted_moments(by_size[size], label, truth[size]), truth_sq=truth_sq)
-            for size in sorted(by_size)
-        }
-        if label in proved:
-            at = {size: with_projection(one, 1.0) for size, one in at.items()}
-        curves[label] = _Curve(
-            {size: efficiency(one, rollouts / size) for size, one in at.items()},
-            {
-                s: batch_variance(one, rollouts / s)
-                if label in proved  # one rule for all comparisons: proved ones by variance alone
-                # ‖∇J‖² is the same at every size and cancels.
-                else quotient(one.mean_sq + batch_variance(one, rollouts / s), np.where(signal, one.along**2, np.nan))
-                for s, one in at.items()
-            },
-            frozenset(by_size),
-        )
-    floor = float(quotient(np.array([pair_noise(by_size[whole], REFERENCE, truth[whole])]), truth_sq[:1])[0])
-    for curve in curves.values():
+        # A projection of 1 is proved at every size; others depend on it.
+        proved = known.projection.get(label) == 1
+        curve = _by_formula(label, by_size, rollouts, truth[whole], proved)
+        if curve is None:
+            effective, cost = {}, {}
+            for size, grams in sorted(by_size.items()):
+                one = replace(deleted_moments(grams, label, truth[size]), truth_sq=truth_sq)
+                one, p = with_projection(one, 1.0 if proved else None), rollouts / size
+                effective[size], cost[size] = efficiency(one, p), batch_variance(one, p)
+                if not proved:  # one rule for all comparisons: proved ones by variance alone
+                    # ‖∇J‖² is the same at every size and cancels.
+                    cost[size] = quotient(one.mean_sq + cost[size], np.where(signal, one.along**2, np.nan))
+            curve = _Curve(effective, cost, frozenset(by_size))
         for size, values in curve.efficiency.items():
             found = shown_efficiency(values, rollouts / size, floor, "efficiency")
             sure = truth_sq.size <= MIN_CLUSTERS or (signal and is_informative(found))
             curve.shown[size] = found.estimate if found and sure else None
+        curves[label] = curve
     return curves
 
 
-def _law(label: Label, by_size: Mapping[int, Sequence[Gram]]) -> SizeLaw | None:
+def _by_formula(
+    label: Label, by_size: Mapping[int, Sequence[Gram]], rollouts: int, truth: Truth, proved: bool
+) -> _Curve | None:
+    """Return the curve of `none` or `rloo` on measured sizes and larger ones; None of others, or with too few sizes.
+
+    All sizes share the mean that the largest groups measured.
+    """
     if label not in (NONE, REFERENCE):
         return None
-
-    def powers(one: Label) -> dict[int, Float]:
-        return {size: deleted_moments(grams, one).power for size, grams in by_size.items()}
-
-    has_none = all(NONE in gram.labels for grams in by_size.values() for gram in grams)
-    single = single_law(powers(NONE)) if has_none else None
-    return single if label == NONE else pair_law(powers(label), None if single is None else single.square)
-
-
-def _by_formula(
-    label: Label, law: SizeLaw, by_size: Mapping[int, Sequence[Gram]], rollouts: int, truth: Truth, proved: bool
-) -> _Curve:
-    """Return a curve on measured sizes and larger ones; all share the mean that the largest groups measured."""
+    powers: dict[int, Float] = {}
+    if all(NONE in gram.labels for grams in by_size.values() for gram in grams):
+        powers = {size: deleted_moments(grams, NONE).power for size, grams in by_size.items()}
+    law = single_law(powers)
+    if label == REFERENCE:
+        powers = {size: deleted_moments(grams, REFERENCE).power for size, grams in by_size.items()}
+        law = pair_law(powers, None if law is None else law.square)
+    if law is None:
+        return None
     whole = max(by_size)
     moments = deleted_moments(by_size[whole], label, truth)
-    powers = {size: deleted_moments(grams, label).power for size, grams in by_size.items()}
     powers |= {whole * k: law.power(whole * k) for k in LARGER if whole * k <= rollouts}
-    # A formula that noise led below no variance at all says nothing about that size.
-    at = {s: replace(moments, power=_positive(powers[s], moments.mean_sq, s > whole)) for s in sorted(powers)}
+    at = {}
+    for size, power in sorted(powers.items()):
+        # A formula that noise led below no variance at all says nothing about that size.
+        lost = size > whole and not power[0] > moments.mean_sq[0]
+        at[size] = replace(moments, power=np.full_like(power, np.nan) if lost else power)
     c = 1.0 if proved else None
     return _Curve(
         {size: efficiency(with_projection(one, c), rollouts / size) for size, one in at.items()},
@@ -197,22 +296,6 @@ def _by_formula(
         frozenset(by_size),
         law.best_size(moments.mean_sq) if label == REFERENCE else None,
     )
-
-
-def _positive(power: Float, mean_sq: Float, by_formula: bool) -> Float:
-    return np.where(power[0] > mean_sq[0], power, np.nan) if by_formula else power
-
-
-def _cells(curves: Mapping[Label, _Curve], size: int, level: float) -> tuple[Cell, ...]:
-    best = {label: _best(curve, level) for label, curve in curves.items()}
-    return tuple(
-        Cell(
-            *label, n, curve.shown[n], n == best[label], n in curve.cut,
-            None if n == size else _shown(_ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")),
-        )
-        for label, curve in curves.items()
-        for n in sorted(curve.cost)
-    )  # fmt: skip
 
 
 def _best(curve: _Curve, level: float) -> int | None:
@@ -234,8 +317,8 @@ def _best(curve: _Curve, level: float) -> int | None:
     return best
 
 
-def _best_size(curves: Mapping[Label, _Curve], level: float) -> Interval | None:
-    sizes = next((curve.best_size for curve in curves.values() if curve.best_size is not None), None)
+def _best_size(sizes: Float | None, level: float) -> Interval | None:
+    """Return the size with the least variance of `rloo` with an interval; None without one."""
     if sizes is None:
         return None
     # A group has at least 2 rollouts; what is above 1 has a logarithm.
@@ -245,10 +328,6 @@ def _best_size(curves: Mapping[Label, _Curve], level: float) -> Interval | None:
         return None
     low, estimate, high = (max(1 + x, 2.0) for x in (above.low, above.estimate, above.high))
     return replace(above, estimate=estimate, low=low, high=high, p_value=None)
-
-
-def _shown(cost: Interval | None) -> Interval | None:
-    return cost if is_informative(cost) or (cost is not None and cost.n_clusters < MIN_CLUSTERS) else None
 
 
 def _ratio(above: Float, below: Float, level: float, what: str) -> Interval | None:

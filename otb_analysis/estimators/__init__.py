@@ -9,8 +9,15 @@ from otb_analysis.estimators.evaluate import (
     options_from_dict,
     with_limit,
 )
-from otb_analysis.estimators.prefixes import prefix_values
-from otb_analysis.estimators.proved import proved, proved_in_all, standing_for_truth, unproved_because
+from otb_analysis.estimators.proved import (
+    proved,
+    proved_in_all,
+    standing_for_truth,
+    trained_label,
+    trained_labels,
+    unproved_because,
+)
+from otb_analysis.estimators.published import prefix_values
 from otb_analysis.estimators.registry import ESTIMATORS, registered
 from otb_analysis.estimators.spec import (
     DecayOptions,
@@ -46,6 +53,8 @@ __all__ = [
     "proved_in_all",
     "registered",
     "standing_for_truth",
+    "trained_label",
+    "trained_labels",
     "unproved_because",
     "with_limit",
 ]

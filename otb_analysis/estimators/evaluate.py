@@ -1,28 +1,173 @@
-"""From a name and inputs to an estimate, a few groups at a time so that every intermediate stays in cache."""
+"""From a name and inputs to an estimate, a few groups at a time so that every intermediate stays in cache.
 
+A custom estimator, `module:function` or a package's, is a function of `EstimatorInputs` to advantages [N, T]. What it
+reads is found by trial calls on a few made-up rollouts, so nothing has to be declared: an input without which it fails
+is needed, one without which it goes on is used where it is there. Whether it is unbiased is not known, and never
+assumed.
+"""
+
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields, make_dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from otb_analysis.arrays import Groups, has_gaps
-from otb_analysis.custom import is_custom, plugins
-from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators.batch import BaselineResult, Batch, check_shapes, prepare, selector
-from otb_analysis.estimators.custom import custom_estimate, custom_spec
-from otb_analysis.estimators.portfolio import is_portfolio, portfolio
-from otb_analysis.estimators.registry import ESTIMATORS
-from otb_analysis.estimators.spec import EstimatorSpec, RegressionOptions
-from otb_analysis.objectives.registry import checked_options, options_from_table
-from otb_analysis.types import Bool, Estimate, EstimatorInputs, Int
+from otb_analysis.arrays import Groups, has_gaps, masked, returns_to_go
+from otb_analysis.custom import import_attribute, is_custom, one_line, plugins
+from otb_analysis.errors import STOPS, InputError, nearest
+from otb_analysis.estimators.registry import ESTIMATORS, is_portfolio, portfolio
+from otb_analysis.estimators.spec import (
+    EstimatorSpec,
+    RegressionOptions,
+    check_shapes,
+    prepare,
+    selector,
+)
+from otb_analysis.objectives.registry import checked_options, options_from_table, policy_values
+from otb_analysis.types import Estimate, EstimatorInputs, Float, Int
+
+GIVEN = ("reward", "mask", "group")
+OPTIONAL = tuple(field.name for field in fields(EstimatorInputs) if field.name not in (*GIVEN, "state"))
+WHOLE_NUMBERS = ("turn", "token_id")
+TRIAL, AT_WORK = "in a trial on 4 prompts of 4 rollouts", "on the rollouts it was given"
+
+_specs: dict[str, tuple[Callable[..., Any], EstimatorSpec]] = {}
+
+
+def custom_estimate(
+    name: str, entry: EstimatorSpec, inputs: EstimatorInputs, names: tuple[str, ...], options: Any
+) -> Estimate:
+    """Return the checked answer of a custom function, with B = G − A, as if it had only subtracted a baseline.
+
+    The function gets copies: float64, zero outside the mask, None for inputs that it did not read in the trial.
+
+    Raises:
+        InputError: The function raises; returns another shape, NaN, or something outside the mask; or an input has a
+            NaN inside the mask.
+    """
+    mask = np.array(inputs.mask)
+    copies: dict[str, Any] = {"mask": mask.copy(), "group": np.array(inputs.group)}
+    for read in ("reward", *names):
+        x = getattr(inputs, read)
+        copies[read] = np.array(x, np.float64) if np.ndim(x) == 1 else policy_values(read, x, mask)
+        if read in WHOLE_NUMBERS:
+            copies[read] = copies[read].astype(np.int64)
+    given = EstimatorInputs(**copies)
+    advantage = _answer(name, lambda: entry.function(given, options), mask, AT_WORK)
+    baseline = masked(returns_to_go(np.asarray(inputs.reward), mask) - advantage, mask)
+    return Estimate(baseline, advantage, np.zeros(mask.shape, bool))
+
+
+def _answer(name: str, call: Callable[[], object], mask: np.ndarray, where: str) -> Float:
+    """Return advantages in float64, or one sentence that names the function and what is wrong with them."""
+    try:
+        answer = call()
+    except STOPS:
+        raise
+    except Exception as error:  # someone else's code can fail in any way
+        raise InputError(f"estimator {name!r} failed {where} ({one_line(error)}); mend the function.") from error
+    wanted = f"return advantages of shape [N, T] = {mask.shape}"
+    try:
+        advantage = np.array(answer, np.float64)
+    except Exception as error:  # whatever it is, it is no array of numbers
+        raise InputError(f"estimator {name!r} returned a {type(answer).__name__} {where}; {wanted}.") from error
+    if advantage.shape != mask.shape:
+        raise InputError(f"estimator {name!r} returned an array of shape {advantage.shape} {where}; {wanted}.")
+    for wrong, what, remedy in (
+        (mask & ~np.isfinite(advantage), "", "return finite numbers, also where all rewards of a group are equal"),
+        (~mask & (advantage != 0), ", outside the mask,", "multiply by inputs.mask"),
+    ):
+        if wrong.any():
+            n, t = map(int, np.argwhere(wrong)[0])
+            raise InputError(
+                f"estimator {name!r} returned {advantage[n, t]:.3g} at rollout {n}, token {t}{what} {where}; {remedy}."
+            )
+    return advantage
+
+
+def _spec_by_trials(name: str, function: Any) -> EstimatorSpec:
+    """Call the function on the trial rollouts, with every input and then without each one that it read.
+
+    Its options are the parameters after the first that have a number or text as default.
+    """
+    if not callable(function):
+        raise InputError(f"estimator {name!r} is a {type(function).__name__}; name a function of EstimatorInputs.")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+    except ValueError:  # some compiled functions do not tell
+        parameters = []
+    settable = [p for p in parameters if type(p.default) in (int, float, str)]
+    options = make_dataclass("OwnOptions", [(p.name, type(p.default), p.default) for p in settable], frozen=True)
+    seen: set[str] = set()
+    trial = _trial()
+
+    class Watched(EstimatorInputs):
+        """Inputs that note which of them are read."""
+
+        def __getattribute__(self, name: str) -> Any:
+            seen.add(name)
+            return super().__getattribute__(name)
+
+    def attempt(*absent: str) -> None:
+        copies: dict[str, Any] = {key: None if key in absent else x.copy() for key, x in trial.items()}
+        inputs = Watched(**copies)
+        _answer(name, lambda: function(inputs, **asdict(options())), trial["mask"], TRIAL)
+
+    attempt()
+    needs: list[str] = []
+    uses: list[str] = []
+    while left := [x for x in OPTIONAL if x in seen and x not in (*needs, *uses)]:
+        try:
+            attempt(left[0])
+            uses.append(left[0])
+        except InputError:
+            needs.append(left[0])
+    if "energy" in uses:  # energies are always there, and the label of the estimate names their source
+        uses.remove("energy")
+        needs.append("energy")
+    return EstimatorSpec(
+        lambda inputs, chosen: function(inputs, **asdict(chosen)),
+        formula=(inspect.getdoc(function) or name).splitlines()[0],
+        unbiased=False,
+        conditions="not known",
+        source=name,
+        provenance="code",
+        needs=tuple(needs),
+        uses=tuple(uses),
+        options=options,
+        batch_coupled=True,  # it sees the whole batch, so other prompts may matter
+        takes_single=True,
+    )
+
+
+def _trial() -> dict[str, np.ndarray]:
+    """Return inputs of rollouts of unequal lengths; one group earns nothing and one everything, as in every run."""
+    rng = np.random.default_rng(0)
+    n, t = 16, 6
+    length = rng.integers(1, t + 1, size=n)
+    mask = np.arange(t) < length[:, None]
+    right = np.concatenate([np.zeros(4), np.ones(4), [1, 0, 0, 1, 0, 1, 0, 0]])
+    inputs = {
+        "reward": right[:, None] * (np.arange(t) == length[:, None] - 1),
+        "mask": mask,
+        "group": np.repeat(np.arange(4), 4),
+        "rollout_norm_sq": rng.lognormal(size=n),
+        "turn": np.zeros((n, t), np.int64),
+        "token_id": rng.integers(0, 9, size=(n, t)) * mask,
+    }
+    positive = ("energy", "position_baseline", "value", "ratio", "entropy")
+    return inputs | {name: rng.lognormal(size=(n, t)) * mask for name in positive}
+
 
 BLOCK_ELEMENTS = 1 << 16  # Entries of [rows, T] worked on at once; whole groups, so at least one group
 
 
 def entry_of(name: str) -> EstimatorSpec:
     """Return the EstimatorSpec of a name in `ESTIMATORS`, of a portfolio of them, or of one of your own.
+
+    Your own function is called on trial rollouts; the same one is tried once.
 
     Raises:
         InputError: No estimator has that name, or the portfolio or the custom function cannot be used.
@@ -31,10 +176,13 @@ def entry_of(name: str) -> EstimatorSpec:
         return ESTIMATORS[name]
     if is_portfolio(name):
         return portfolio(name, ESTIMATORS)
-    if is_custom("estimator", name):
-        return custom_spec(name)
-    hint = nearest(name, [*ESTIMATORS, *plugins("estimator")])
-    raise InputError(f"estimator {name!r} does not exist; {hint} Your own is named module:function.")
+    if not is_custom("estimator", name):
+        hint = nearest(name, [*ESTIMATORS, *plugins("estimator")])
+        raise InputError(f"estimator {name!r} does not exist; {hint} Your own is named module:function.")
+    function = import_attribute("estimator", name)
+    if name not in _specs or _specs[name][0] is not function:
+        _specs[name] = function, _spec_by_trials(name, function)
+    return _specs[name][1]
 
 
 def available(inputs: EstimatorInputs, also: Iterable[str] = ()) -> list[str]:
@@ -103,8 +251,19 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     for rows, groups in _blocks(Groups.of(inputs.group), mask.shape[1], entry.batch_coupled):
         batch, moved = prepare(inputs, rows, groups, names)
         result = entry.function(batch, options)
-        _write(out, selector(rows), batch, moved, result)
         state = result.state  # only entries that see the whole batch as one block have any
+        baseline = result.baseline * batch.alive
+        advantage = batch.returns - baseline
+        if result.scale is not None:
+            advantage *= result.scale
+        pieces = (baseline, advantage, batch.mask & result.fallback)
+        for whole, piece in zip((out.baseline, out.advantage, out.fallback), pieces, strict=True):
+            if moved is None:
+                whole[selector(rows), : batch.mask.shape[1]] = piece
+            else:  # tokens were squeezed: back to where they were
+                placed = np.zeros(moved.shape, piece.dtype)
+                placed[moved] = piece[batch.mask]
+                whole[selector(rows)] = placed
     return replace(out, state=state)
 
 
@@ -124,19 +283,3 @@ def _blocks(groups: Groups, width: int, whole: bool) -> Iterator[tuple[Int, Grou
     for first, stop in zip(np.concatenate([[0], stops[:-1]]), stops, strict=True):
         rows = groups.order[ends[first] - count[first] : ends[stop - 1]]
         yield rows, Groups(groups.index[rows] - first, groups.labels[first:stop])
-
-
-def _write(out: Estimate, take: Int | slice, batch: Batch, moved: Bool | None, result: BaselineResult) -> None:
-    """Put A = (G − B)·scale inside the mask, in place; `moved` is the block's own mask when tokens were squeezed."""
-    baseline = result.baseline * batch.alive
-    advantage = batch.returns - baseline
-    if result.scale is not None:
-        advantage *= result.scale
-    pieces = (baseline, advantage, batch.mask & result.fallback)
-    for whole, piece in zip((out.baseline, out.advantage, out.fallback), pieces, strict=True):
-        if moved is None:
-            whole[take, : batch.mask.shape[1]] = piece
-        else:
-            placed = np.zeros(moved.shape, piece.dtype)
-            placed[moved] = piece[batch.mask]
-            whole[take] = placed

@@ -1,17 +1,17 @@
-"""Which projections c = ⟨m, ∇J⟩/‖∇J‖² of a stored run are proved, so that they need not be estimated.
+"""What a run's stored configuration says of its estimators: which one trained, and which projections are proved.
 
-The registry says which entries are unbiased, and under which conditions; a run's stored configuration says whether it
-met them. A configuration that does not say counts as one that did not.
+c = ⟨m, ∇J⟩/‖∇J‖² need not be estimated where it is proved. The registry says which entries are unbiased, and under
+which conditions; the configuration says whether the run met them. One that does not say counts as one that did not.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.registry import ESTIMATORS, registered
-from otb_analysis.estimators.spec import EstimatorSpec
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
-from otb_analysis.types import Label, Proved
+from otb_analysis.types import Gram, Label, Proved
 
 PLAIN_SAMPLING = frozenset(
     (
@@ -25,28 +25,22 @@ SOURCES = ("none", "proxy", "exact")
 """Energies that do not look at rollout i where it is left out; a calibration is fitted on it too."""
 
 
-def _is(*allowed: object) -> Callable[[object], bool]:
-    return lambda setting: setting in allowed
-
-
-def _keeps_mean(name: object) -> bool:
-    return name == "none" or (name in RATIOS and RATIOS[str(name)].keeps_mean)
-
-
-def _looks_at_no_group(name: object) -> bool:
-    return name in SHAPINGS and "group" not in SHAPINGS[str(name)].needs
-
-
-CONDITIONS: dict[tuple[str, str], tuple[Callable[[object], bool], str]] = {
-    ("objective", "staleness"): (_is(0), "its rollouts are older than the policy"),
-    ("objective", "epochs"): (_is(1), "it updates more than once on a batch"),
-    ("objective", "minibatches"): (_is(1), "it updates more than once on a batch"),
-    ("objective", "ratio"): (_keeps_mean, "its importance ratios are clipped or cut"),
-    ("objective", "shaping"): (_looks_at_no_group, "its rewards are reshaped or filtered by the group's outcome"),
-    ("sample", "engine"): (_is("transformers"), "another engine sampled than was scored"),
-    ("optimize", "precision"): (_is("float32"), "it sampled in half precision and was measured in single"),
+CONDITIONS: dict[tuple[str, str], tuple[tuple[object, ...], str]] = {
+    ("objective", "staleness"): ((0,), "its rollouts are older than the policy"),
+    ("objective", "epochs"): ((1,), "it updates more than once on a batch"),
+    ("objective", "minibatches"): ((1,), "it updates more than once on a batch"),
+    ("objective", "ratio"): (
+        ("none", *(name for name, ratio in RATIOS.items() if ratio.keeps_mean)),
+        "its importance ratios are clipped or cut",
+    ),
+    ("objective", "shaping"): (
+        tuple(name for name, shaping in SHAPINGS.items() if "group" not in shaping.needs),
+        "its rewards are reshaped or filtered by the group's outcome",
+    ),
+    ("sample", "engine"): (("transformers",), "another engine sampled than was scored"),
+    ("optimize", "precision"): (("float32",), "it sampled in half precision and was measured in single"),
 }
-"""(section, setting) of a stored configuration → its condition, and the reason where the condition fails."""
+"""(section, setting) of a stored configuration → what it may be, and the reason where it is something else."""
 
 
 def unproved_because(config: Mapping[str, Any]) -> str:
@@ -54,11 +48,11 @@ def unproved_because(config: Mapping[str, Any]) -> str:
     if "source" in config:
         stated = config.get("plain_sampling") is True
         return "" if stated else "its rollouts were recorded elsewhere (--plain-sampling states that they meet them)"
-    for (part, name), (fits, wrong) in CONDITIONS.items():
+    for (part, name), (allowed, wrong) in CONDITIONS.items():
         settings = _part(config, part)
         if name not in settings:
             return f"its configuration does not say {part}.{name}"
-        if not fits(settings[name]):
+        if settings[name] not in allowed:
             return wrong
     sample = _part(config, "sample")
     if sample.get("filter", "none") != "none":  # earlier runs had no filters
@@ -101,15 +95,16 @@ def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> 
 
 def _projection(label: Label, config: Mapping[str, Any]) -> float | None:
     name, source = label
-    entry = registered(name)
+    entry, sample, trained = registered(name), _part(config, "sample"), _part(config, "estimator")
     if entry is None or source not in SOURCES or entry.target != "∇J":
         return None
     if entry.unbiased:
-        return 1.0 if _options_keep(name, config) else None
-    return _shrunk(entry, _part(config, "sample"))
-
-
-def _shrunk(entry: EstimatorSpec, sample: Mapping[str, Any]) -> float | None:
+        # Only the estimator that trains has other options than the defaults.
+        options = trained.get("options") if trained.get("name") == name else {}
+        if not isinstance(options, Mapping) or str(options.get("tail", "own_return")) not in ("own_return", "group"):
+            return None
+        exact = ("discount", "decay") if name == "value" else ()
+        return 1.0 if all(float(options.get(option, 1.0)) == 1.0 for option in exact) else None
     size, prompts = sample.get("group_size"), sample.get("prompts")
     if not entry.shrinks_by or not isinstance(size, int) or not isinstance(prompts, int) or size * prompts < 2:
         return None
@@ -117,18 +112,39 @@ def _shrunk(entry: EstimatorSpec, sample: Mapping[str, Any]) -> float | None:
     return 1.0 - 1.0 / rollouts if rollouts > 1 else None
 
 
-def _options_keep(name: str, config: Mapping[str, Any]) -> bool:
-    """Tell whether the options keep an entry unbiased; only the estimator that trains has other than the defaults."""
-    trained = _part(config, "estimator")
-    options = trained.get("options") if trained.get("name") == name else {}
-    if not isinstance(options, Mapping):
-        return False
-    exact = ("discount", "decay") if name == "value" else ()
-    return str(options.get("tail", "own_return")) in ("own_return", "group") and all(
-        float(options.get(option, 1.0)) == 1.0 for option in exact
-    )
-
-
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = config.get(name)
     return part if isinstance(part, Mapping) else {}
+
+
+def trained_labels(config: Mapping[str, Any], grams: Iterable[Gram]) -> tuple[Label, ...]:
+    """Return the estimator that a run trains with; empty where its configuration names none that was measured."""
+    measured = [label for gram in grams for label in gram.labels]
+    try:
+        label = trained_label(config, measured)
+    except InputError:  # a run of somebody else's tool need not name one of ours
+        return ()
+    return (label,) if label in measured else ()
+
+
+def trained_label(config: Mapping[str, Any], measured: Collection[Label] = ()) -> Label:
+    """Return (estimator, energy source) of the estimator that a run trains with, as its Gram matrices name it.
+
+    `measured` are the labels of its Gram matrices. They name custom estimators, which are not in `ESTIMATORS`.
+
+    Raises:
+        InputError: The configuration names no known estimator, and none that was measured.
+    """
+    chosen = config.get("estimator")
+    name = str(chosen.get("name", "") if isinstance(chosen, Mapping) else chosen or "")
+    energy = str(chosen.get("energy", "proxy") if isinstance(chosen, Mapping) else "proxy")
+    if name not in ESTIMATORS:
+        sources = [source for estimator, source in measured if estimator == name]
+        if not sources:
+            known = dict.fromkeys([*ESTIMATORS, *(estimator for estimator, _ in measured)])
+            raise InputError(f"the run's configuration has the estimator {name!r}; {nearest(name, known)}")
+        return name, energy if energy in sources else sources[0]
+    needs = ESTIMATORS[name].needs
+    if "energy" in needs:
+        return name, energy
+    return name, "exact" if {"rollout_norm_sq", "position_baseline"} & set(needs) else "none"

@@ -1,13 +1,29 @@
-"""Baselines of other published methods that look at returns alone: centred elsewhere than at the mean, or rescaled."""
+"""Baselines of other published methods: centred elsewhere than at a mean, rescaled, or from a critic, a tree or turns.
+
+The tree is the one that the rollouts of a group form: rollouts that share a prefix share its value. Prefixes are made
+of policy tokens; a tool's answers in between are assumed to follow from them.
+"""
 
 from dataclasses import replace
 
 import numpy as np
 
-from otb_analysis.estimators.batch import BaselineResult, Batch
-from otb_analysis.estimators.means import ROUNDING, group_mean
-from otb_analysis.estimators.spec import NoOptions, QuantileOptions
-from otb_analysis.types import Float, Int
+from otb_analysis.arrays import Groups, unsqueeze
+from otb_analysis.energies import decayed_energy
+from otb_analysis.errors import InputError
+from otb_analysis.estimators.group import ROUNDING, group_mean, group_scale
+from otb_analysis.estimators.spec import (
+    NOWHERE,
+    BaselineResult,
+    Batch,
+    NoOptions,
+    QuantileOptions,
+    ValueOptions,
+    check_shapes,
+    prepare,
+    provided,
+)
+from otb_analysis.types import EstimatorInputs, Float, Int
 
 WHITENING_EPSILON = 1e-8  # Added to the variance by the published code
 
@@ -89,3 +105,144 @@ def _ordered(batch: Batch, rank: Int) -> Float:
     starts = np.cumsum(count) - count
     place = np.minimum(starts + np.minimum(rank, np.maximum(count - 1, 0)), max(len(order) - 1, 0))
     return batch.total[order[place]] if len(order) else np.zeros(len(count))
+
+
+def position_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
+    """Centre by the variance-optimal constant of each position.
+
+    B_t* = E[s_t · Σ_k s_k G_k] / E‖s_t‖², passed in as `position_baseline`; off-policy E[ρ_t s_t·g]/E[ρ_t²‖s_t‖²].
+    Any other position-dependent B costs exactly Σ_t E‖s_t‖² (B_t − B_t*)² of variance. Unbiased as long as B* comes
+    from rollouts other than the ones it is used on. Proved.
+    """
+    return BaselineResult(provided(batch.position_baseline), NOWHERE)
+
+
+def value(batch: Batch, options: ValueOptions) -> BaselineResult:
+    """Centre by the critic's value of the prefix, or advance by generalized advantage estimation.
+
+    A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V(h_{t+1}) − V(h_t), V = 0 after the end; B_t = G_t − A_t. The defaults
+    γ = λ = 1 give B_t = V(h_t), unbiased for any critic that has not seen these rollouts; with λ < 1 the critic's
+    error is bias, and γ < 1 has another target. V is not variance-optimal: the best prefix function is
+    E[s_t·g|h]/E[‖s_t‖²|h]. Public code.
+    """
+    v = provided(batch.value)
+    if options.discount == options.decay == 1.0:
+        return BaselineResult(v, NOWHERE)
+    reward = batch.returns - _next(batch.returns)
+    surprise = reward + options.discount * _next(v) - v
+    backwards = decayed_energy(surprise[:, ::-1], options.discount * options.decay)
+    return BaselineResult(batch.returns - backwards[:, ::-1], NOWHERE)
+
+
+def tvm(batch: Batch, options: NoOptions) -> BaselineResult:
+    """Centre by a critic fitted to the share of correct rollouts through each prefix.
+
+    B_t = V(h_t), as `value`; what differs is the critic's target, `prefix_values` of earlier groups. Fitted on these
+    very rollouts, the empirical share gives A = 0 wherever a prefix is unique. Abstract of TVM, arXiv 2407.12863.
+    """
+    return BaselineResult(provided(batch.value), NOWHERE)
+
+
+def _next(x: Float) -> Float:
+    """The value one position later, 0 after the last [N, T]."""
+    return np.concatenate([x[:, 1:], np.zeros((len(x), 1))], axis=1)[:, : x.shape[1]]
+
+
+def prefix_values(inputs: EstimatorInputs) -> Float:
+    """Return the share of correct rollouts through the prefix before each token [N, T]; zero outside the mask.
+
+    V(h_t) = mean_j R_j over the rollouts of the group that start with h_t, oneself included: with rewards 0 or 1 the
+    target of token-level value models (TVM, arXiv 2407.12863). Fit a critic, `EstimatorInputs.value`, to it; used as a
+    baseline itself it leaves A = 0 wherever a prefix is unique. Abstract.
+
+    Raises:
+        InputError: There are no token ids, or a shape or value does not fit.
+    """
+    if inputs.token_id is None:
+        raise InputError("prefix_values needs token_id, which is None; pass it in EstimatorInputs.")
+    check_shapes(inputs, ("token_id",))
+    mask = np.asarray(inputs.mask)
+    batch, _ = prepare(inputs, np.arange(len(mask)), Groups.of(inputs.group), ("token_id",))
+    total, count = prefix_sums(batch)
+    return unsqueeze(total[:, :-1] / np.maximum(count[:, :-1], 1), mask)
+
+
+def tempo(batch: Batch, options: NoOptions) -> BaselineResult:
+    """Centre by the group mean, add the change of the prefix's value, and divide by the standard deviation.
+
+    A_t = [G_t − mean_j R_j + V(h_{t+1}) − V(h_t)] / std_j R_j, ddof 0, V(h) the mean return of the group's rollouts
+    that start with h. Where nothing branches the change is zero: GRPO with ddof 0. With the true V the change has the
+    mean ∇J too, so the sum aims at up to 2∇J before the division. Scaling is a guess; arXiv 2509.18314.
+    """
+    total, count = prefix_sums(batch)
+    values = total / np.maximum(count, 1)
+    flat, scale = group_scale(batch, ddof=0, epsilon=0.0)
+    baseline = values[:, :1] + values[:, :-1] - values[:, 1:]
+    return BaselineResult(np.where(batch.is_singleton[:, None], 0.0, baseline), flat[:, None], scale[:, None])
+
+
+def tempo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
+    """Centre by the mean return of the other rollouts that share the prefix.
+
+    B_{i,t} = mean_{j≠i} R_j over rollouts that start with h_{i,t}; where no other does (`fallback`), over those that
+    share the longest prefix anyone shares with it. It depends on h_t and on other rollouts, so it is unbiased, which
+    V(h_{t+1}) of `tempo` is not. Where nothing is shared but the prompt it is `rloo`. Proved.
+    """
+    total, count = prefix_sums(batch)
+    shared = count[:, :-1] > 1
+    others = (total - batch.total[:, None]) / np.maximum(count - 1, 1)
+    deepest = np.maximum(shared.sum(axis=1, keepdims=True) - 1, 0)
+    column = np.minimum(np.arange(shared.shape[1]), deepest)
+    baseline = np.where(batch.is_singleton[:, None], 0.0, np.take_along_axis(others, column, axis=1))
+    return BaselineResult(baseline, ~shared)
+
+
+def prefix_sums(batch: Batch) -> tuple[Float, Float]:
+    """Return, for every prefix of every rollout, what the rollouts of its group that start with it were paid.
+
+    One pass over positions that stops where no two rollouts share a prefix any more.
+
+    Returns:
+        Σ_j R_j over rollouts with the same first k tokens, oneself included, in column k [N, T + 1], and how many they
+        are [N, T + 1], which never grows along a row.
+    """
+    n, t = batch.mask.shape
+    total = np.repeat(batch.total[:, None], t + 1, axis=1)
+    count = np.concatenate([batch.present[:, None], batch.alive], axis=1)
+    names, token = np.unique(provided(batch.token_id), return_inverse=True)
+    token = token.reshape(n, t)
+    rows = np.flatnonzero(batch.present)
+    node = batch.groups.index[rows]
+    for k in range(t + 1):
+        if k:
+            longer = batch.mask[rows, k - 1]
+            rows = rows[longer]
+            node = node[longer] * len(names) + token[rows, k - 1]
+        _, node, size = np.unique(node, return_inverse=True, return_counts=True)
+        total[rows, k] = np.bincount(node, batch.total[rows], minlength=len(size))[node]
+        count[rows, k] = size[node]
+        if (size == 1).all():
+            break
+    return total, count
+
+
+def trloo(batch: Batch, options: NoOptions) -> BaselineResult:
+    """Centre by the mean return of the same turn in the other rollouts of the prompt.
+
+    B_{i,k} = mean_{j≠i} G_{j,k} over rollouts with a turn k, G_{j,k} the return-to-go at the turn's first policy token;
+    A = G − B at every token of the turn. A turn that no other rollout has keeps A = G (`fallback`). One turn and one
+    terminal reward give `rloo`. Unbiased: whether a rollout has turn k is known before the turn. Public code.
+    """
+    row, _ = np.nonzero(batch.mask)
+    _, turn = np.unique(provided(batch.turn)[batch.mask], return_inverse=True)
+    n_turns = turn.max(initial=0) + 1
+    # rollout_turn numbers every (rollout, turn) pair that has a token; `back` leads from tokens to these pairs
+    rollout_turn, first, back = np.unique(row * n_turns + turn, return_index=True, return_inverse=True)
+    at_start = batch.returns[batch.mask][first]
+    peers = Groups.of(batch.groups.index[rollout_turn // n_turns] * n_turns + rollout_turn % n_turns)
+    count = peers.spread(peers.count)
+    mean = (peers.spread(peers.sum(at_start)) - at_start) / np.maximum(count - 1, 1)
+    alone = count < 2
+    baseline, fallback = np.zeros(batch.mask.shape), np.zeros(batch.mask.shape, bool)
+    baseline[batch.mask], fallback[batch.mask] = np.where(alone, 0.0, mean)[back], alone[back]
+    return BaselineResult(baseline, fallback)

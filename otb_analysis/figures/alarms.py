@@ -1,6 +1,11 @@
-"""Alarms as a table, the worst first, and how levels, detectors and marks are called and drawn."""
+"""Alarms as a table, how levels, detectors and marks are called and drawn, and how far an alarm can be trusted.
+
+Rates of false alarms are from docs/results/alarms.md, collapses from the table of detectors in
+studies/05_collapse/README.md; a test compares the numbers with both.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -50,23 +55,13 @@ def fired_first(findings: Sequence[Finding]) -> tuple[list[Finding], list[Findin
 
 def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
     """Return one row per run and detector, the worst first, runs in their order among equals."""
-    rows = [
-        {
-            "run": run,
-            "level": SIGNS[finding.level],
-            "detector": TITLES[finding.detector],
-            "first watch": finding.watch_step,
-            "first alarm": finding.alarm_step,
-            "why": finding.reason,
-            "_order": list(SIGNS).index(finding.level),
-        }
-        for run, several in findings.items()
-        for finding in several
-    ]
-    columns = ["run", "level", "detector", "first watch", "first alarm", "why", "_order"]
-    table = pd.DataFrame(rows, columns=columns).sort_values("_order", kind="stable").drop(columns="_order")
-    steps = {name: table[name].astype("Float64").astype("Int64") for name in ("first watch", "first alarm")}
-    return table.assign(**steps).reset_index(drop=True)
+    worst = list(SIGNS)
+    every = [(run, finding) for run, several in findings.items() for finding in several]
+    every.sort(key=lambda pair: worst.index(pair[1].level))
+    columns = ["run", "level", "detector", "first watch", "first alarm", "why"]
+    rows = [(run, SIGNS[f.level], TITLES[f.detector], f.watch_step, f.alarm_step, f.reason) for run, f in every]
+    table = pd.DataFrame(rows, columns=columns)
+    return table.assign(**{name: table[name].astype("Float64").astype("Int64") for name in columns[3:5]})
 
 
 def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
@@ -74,3 +69,47 @@ def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
     levels = [finding.level for several in findings.values() for finding in several]
     counts = [f"{levels.count(level)} {level}" for level in SIGNS if level in levels or level != "too short"]
     return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."
+
+
+COLLAPSED = 79
+"""Runs of study 05 that collapsed."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One detector; None where study 05 did not measure it."""
+
+    false_alarms: float  # Largest share of simulated calm series of 50, 100, 200 or 500 steps in which it ever fires
+    in_time: int | None = None  # Runs of study 05 that it called before they collapsed, of `COLLAPSED`
+    at_all: int | None = None  # Those it called at any step
+    stale: bool = False  # It calls old rollouts, in runs that had not collapsed too: no forecast
+
+
+RATES = {
+    "reward_fall": Rates(0.0, 15, 67),
+    "vanished_gradient": Rates(0.0, 0, 33),
+    "not_finite": Rates(0.0),
+    "gradient_surge": Rates(0.014, 4, 5),
+    "entropy_collapse": Rates(0.0, 0, 2),
+    "entropy_rise": Rates(0.0, 24, 71),
+    "length_drift": Rates(0.0, 0, 23),
+    "zero_variance_groups": Rates(0.007, 0, 54),
+    "ratio_tails": Rates(0.0, 79, 79, stale=True),
+    "tail_index": Rates(0.001),
+    "clip_fraction": Rates(0.003, 0, 0),
+    "sampling_certificate": Rates(0.005, 79, 79, stale=True),
+}
+
+
+def false_alarms(detector: str) -> str:
+    """Return the share of calm series in which a detector fires: ``1.4 %``."""
+    return f"{RATES[detector].false_alarms:.1%}".replace("%", " %")
+
+
+def foresight(detector: str) -> str:
+    """Return in how many runs of study 05 a detector fired before the collapse, and at all."""
+    rates = RATES[detector]
+    if rates.in_time is None:
+        return "not measured"
+    both = f"{rates.in_time} of {COLLAPSED} before, {rates.at_all} at all"
+    return f"{both}; calls old rollouts, not the collapse" if rates.stale else both

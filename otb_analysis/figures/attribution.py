@@ -36,27 +36,19 @@ class AttributionInfo:
 
 def attribution_info(attribution: StepAttribution) -> AttributionInfo:
     """Collect bars and curve of one step."""
-    whole = attribution.norm_sq or 1.0
-    prompts = attribution.prompts
+    whole, prompts = attribution.norm_sq or 1.0, attribution.prompts
     names = [str(g) for g in prompts.group[:MOST_PROMPTS]]
     if len(prompts) > MOST_PROMPTS:
         names.append(f"{len(prompts) - MOST_PROMPTS} others")
-    first = prompts.share if prompts.signal is None else prompts.signal
+    starts = np.arange(len(names))  # of the bars; the last one goes on to the end
+    parts = (prompts.share if prompts.signal is None else prompts.signal), prompts.noise
+    signal, noise = (None if part is None else np.add.reduceat(part, starts) / whole for part in parts)
     held = np.cumsum(np.sort(attribution.tokens.share)[::-1]) / whole
     return AttributionInfo(
-        attribution.step,
-        attribution.norm_sq,
-        tuple(names),
-        _bars(first, whole),
-        None if prompts.noise is None else _bars(prompts.noise, whole),
-        np.arange(1, len(held) + 1, dtype=np.float32),
+        attribution.step, attribution.norm_sq, tuple(names), np.asarray(signal, np.float32),
+        None if noise is None else noise.astype(np.float32), np.arange(1, len(held) + 1, dtype=np.float32),
         held.astype(np.float32),
-    )
-
-
-def _bars(values: np.ndarray, whole: float) -> Float32:
-    rest = values[MOST_PROMPTS:]
-    return (np.append(values[:MOST_PROMPTS], rest.sum() if rest.size else []) / whole).astype(np.float32)
+    )  # fmt: skip
 
 
 def plot_attribution(info: AttributionInfo) -> go.Figure:

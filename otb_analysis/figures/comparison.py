@@ -1,4 +1,4 @@
-"""Side by side: every estimator over another one, by itself and with all that were looked at, on the same rollouts."""
+"""Side by side, on the same rollouts: every estimator over another one, and each in groups of other sizes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,20 +8,28 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.gradient_table import labels, trace_style
-from otb_analysis.figures.intervals import columns_of, ends_of, error_bars
-from otb_analysis.figures.numbers import MISSING, interval_cell, noise_scale_cell, number, shown_name, span
-from otb_analysis.figures.scales import log_axis
+from otb_analysis.figures.numbers import (
+    MISSING,
+    columns_of,
+    ends_of,
+    error_bars,
+    formatted,
+    interval_cell,
+    noise_scale_cell,
+    number,
+    shown_name,
+    span,
+)
 from otb_analysis.figures.styles import GREY, Style
-from otb_analysis.figures.theme import RULE, TOP, note_in_panel, panels, place
-from otb_analysis.figures.variance import UNDEFINED
+from otb_analysis.figures.theme import RULE, TEMPLATE, TOP, log_axis, note_in_panel, panels, place
+from otb_analysis.figures.variance import UNDEFINED, labels, trace_style
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
     Decision,
     Interval,
-    PairedRatios,
     decide,
     is_informative,
     paired_ratios,
@@ -73,11 +81,7 @@ class ComparisonInfo:
     n_prompts: int
     looked_at: int  # Comparisons that share the risk of an error
     sampled: bool  # False where another sampler drew the tokens, so that nothing is judged
-
-    @property
-    def together(self) -> str:
-        """What the corrected intervals are called."""
-        return f"all {self.looked_at} together"
+    together: str  # What the corrected intervals are called
 
     @property
     def words(self) -> str:
@@ -137,57 +141,46 @@ def comparison_info(
     rows = compared(grams, decision, shown, known)
     if any(row.told for row in rows):
         rows.sort(key=lambda row: _rank(row, base))
-    name = labels(shown)[base]
-    return ComparisonInfo(tuple(rows), name, len(grams), decision.n_prompts, decision.looked_at, sampled)
+    return ComparisonInfo(
+        tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, decision.looked_at, sampled,
+        f"all {decision.looked_at} together",
+    )  # fmt: skip
 
 
 def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], known: Proved) -> list[Row]:
     """Return a row for each of `shown`, all of which were measured, as ratios to what the decision compares with."""
-    base = decision.against
+    base, sampled = decision.against, decision.cause != "another sampler"
     by_label = {(s.estimator, s.energy_source): s for s in pooled_statistics(grams, known=known, only=shown)}
     pairs = {(r.estimator, r.energy_source): r for r in paired_ratios(grams, against=base, known=known, only=shown)}
     names, rows = labels(shown), []
     for label in shown:
-        one, statistics = decision.comparison_of(label), by_label[label]
-        pair = pairs.get(label)
-        proved = pair is not None and pair.c_known
+        judged = decision.comparison_of(label) if label != base else None
+        statistics, pair = by_label[label], pairs.get(label)
         # What is measured along ∇J is known where ∇J is: both efficiencies then, and the SF of estimated step lengths.
-        sampled = decision.cause != "another sampler"
         along = sampled and statistics.signal and by_label[base].signal
-        own = {of: statistics.shown(of) if sampled or of == "variance" else None for of in (*VALUES, "noise_scale")}
-        known_ratios = {"variance": True, "sf": proved or along, "efficiency": along}
+        may_be_shown = {"variance": True, "sf": along or (pair is not None and pair.c_known), "efficiency": along}
         same = decision.alike[label].of == base  # the same update, up to the length of its step
-        ratios = tuple(
-            _ONE
-            if label == base or (same and name != "variance")
-            else _shown(pair, name)
-            if known_ratios[name]
-            else None
-            for name, *_ in RATIOS
-        )
-        told_to_be = "" if one is None or label == base else "better" if one.better else "worse" if one.worse else ""
+        ratios: list[Interval | None] = []
+        for name, *_ in RATIOS:
+            ratio: Interval | None = getattr(pair, name, None) if may_be_shown[name] else None
+            # Where prompts suffice for an interval and noise leaves none, a point would be chance.
+            chance = ratio is None or (ratio.n_clusters >= MIN_CLUSTERS and not is_informative(ratio))
+            one = label == base or (same and name != "variance")
+            ratios.append(_ONE if one else None if chance else ratio)
+        own = {of: statistics.shown(of) if sampled or of == "variance" else None for of in (*VALUES, "noise_scale")}
+        told = [word for word in ("better", "worse") if judged is not None and getattr(judged, word)]
         rows.append(
             Row(
-                key=label,
-                label=names[label],
-                style=trace_style(*label),
-                ratios=ratios,
-                decides=DECIDES[one.by] if one is not None and label != base else "",
-                together=one.together if one is not None and label != base else None,
-                told=told_to_be,
+                label, names[label], trace_style(*label), tuple(ratios),
+                decides="" if judged is None else DECIDES[judged.by],
+                together=None if judged is None else judged.together,
+                told="".join(told),
                 values={of: getattr(statistics, of) if own[of] else None for of in VALUES},
                 intervals={of: own[of] for of in (*OWN, "noise_scale")},
-                c_known=statistics.c_known,
-                n_prompts=statistics.n_clusters,
+                c_known=statistics.c_known, n_prompts=statistics.n_clusters,
             )
-        )
+        )  # fmt: skip
     return rows
-
-
-def _shown(pair: PairedRatios | None, name: str) -> Interval | None:
-    """Return a ratio but where prompts suffice for an interval and noise leaves none: a point would be chance."""
-    ratio: Interval | None = getattr(pair, name, None)
-    return ratio if is_informative(ratio) or (ratio is not None and ratio.n_clusters < MIN_CLUSTERS) else None
 
 
 def _rank(row: Row, base: Label) -> tuple[int, float]:
@@ -200,15 +193,6 @@ def _rank(row: Row, base: Label) -> tuple[int, float]:
     return 2, -efficiency.estimate if efficiency else np.inf
 
 
-def _together(row: Row) -> str:
-    """Return the interval that holds with all others, with a star where it leaves out 1, and digits that show so."""
-    if row.together is None:
-        return MISSING
-    cell = interval_cell(row.together, TWO)
-    cell = interval_cell(row.together, ".3f") if row.told and "1.00" in cell else cell
-    return f"{'SF' if row.decides == 'sf' else 'eff.'} {cell}{'*' * bool(row.told)}"
-
-
 def display_table(info: ComparisonInfo, beside: Decision | None = None, every: bool = True) -> pd.DataFrame:
     """Return the comparison as it is read at every door, intervals in brackets; a dash where noise hides a number.
 
@@ -219,12 +203,17 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
     records = []
     for row in info.rows:
         (sf, efficiency, variance), scale, c = row.ratios, row.intervals["noise_scale"], row.values["projection"]
+        together = interval_cell(row.together, TWO)
+        if row.told and "1.00" in together:  # digits that show that it leaves out 1
+            together = interval_cell(row.together, ".3f")
+        if row.together is not None:
+            together = f"{'SF' if row.decides == 'sf' else 'eff.'} {together}{'*' * bool(row.told)}"
         record = {
             "estimator": row.key[0],
             "energy": row.key[1],
             f"SF ÷ {info.against}": interval_cell(sf, TWO),
             f"efficiency ÷ {info.against}": interval_cell(efficiency, TWO),
-            info.together: _together(row),
+            info.together: together,
         }  # fmt: skip
         if beside is not None:
             one = beside.comparison_of(row.key)
@@ -281,32 +270,17 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     for index, (name, *_) in enumerate(RATIOS):
         where = place(index, 3)
         drawn = [(row, ratio) for row in info.rows if (ratio := row.ratios[index]) is not None and ratio.estimate > 0]
-        wide = {row.label: row.together for row, _ in drawn if row.decides == name and row.together is not None}
-        every = [*(ratio for _, ratio in drawn), *wide.values()]
+        wide = {row.label: row.together for row, _ in drawn if row.decides == name}
+        every = [one for one in (*(ratio for _, ratio in drawn), *wide.values()) if one is not None]
         ends = [end for ratio in every for end in (ratio.low, ratio.high) if end is not None]
         axis = log_axis([1.0, *(ratio.estimate for _, ratio in drawn)], ends, most=4)
         for row, ratio in drawn:
-            marker = {"color": row.style.color, "line": {"color": row.style.color, "width": 1.6}}
-            symbol = row.style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
-            said = "<br>no interval" if ratio.low is None else f"<br>one look {span(ratio.low, ratio.high)}"
             together = wide.get(row.label)
+            said = "no interval" if ratio.low is None else f"one look {span(ratio.low, ratio.high)}"
             said += "" if together is None else f"<br>{info.together} {span(together.low, together.high)}"
-            if together is not None:
-                figure.add_scatter(
-                    x=np.array([together.estimate], np.float32), y=[heights[row.label]], mode="markers",
-                    showlegend=False, hoverinfo="skip", error_x=_bars(together, 1), **where,
-                    marker={"color": row.style.color, "size": 1},
-                )  # fmt: skip
-            figure.add_scatter(
-                x=np.array([ratio.estimate], np.float32), y=[heights[row.label]], mode="markers", showlegend=False,
-                marker=marker | {"symbol": symbol, "size": 9}, error_x=_bars(ratio, 4), **where,
-                hovertemplate=f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b>{said}<extra></extra>",
-            )  # fmt: skip
-            for end, symbol in _beyond(together or ratio, axis["range"]):
-                figure.add_scatter(
-                    x=[10**end], y=[heights[row.label]], mode="markers", showlegend=False, hoverinfo="skip",
-                    marker=marker | {"symbol": symbol, "size": 8}, cliponaxis=False, **where,
-                )  # fmt: skip
+            hover = f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b><br>{said}<extra></extra>"
+            for trace in _bars_and_point(row.style, ratio, together, axis["range"], hover):
+                figure.add_trace(trace.update(y=[heights[row.label]]), **where)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         figure.update_xaxes(**axis, **where)
         figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
@@ -321,14 +295,117 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     return figure.update_layout(margin={"l": 150, "t": TOP}, height=height)
 
 
-def _beyond(ratio: Interval, shown: Sequence[float]) -> list[tuple[float, str]]:
-    """Return where an interval leaves the range that is shown, as log₁₀ and with the arrow that says so."""
-    if ratio.low is None or ratio.high is None:
-        return []
-    low, high = shown
-    left = [(low, "triangle-left")] if ratio.low <= 0 or np.log10(ratio.low) < low else []
-    return left + ([(high, "triangle-right")] if np.log10(ratio.high) > high else [])
+def _bars_and_point(
+    style: Style, ratio: Interval, together: Interval | None, limits: Sequence[float], hover: str
+) -> list[go.Scatter]:
+    """Return an estimator's marks in a panel: thin bar, thick bar with its point, arrows beyond the log₁₀ limits."""
+    symbol = style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
+    marker = {"color": style.color, "line": {"color": style.color, "width": 1.6}, "symbol": symbol, "size": 9}
+    silent: dict[str, Any] = {"hoverinfo": "skip"}
+    bars = [(ratio, 4, marker, {"hovertemplate": hover})]
+    if together is not None:
+        bars.insert(0, (together, 1, {"color": style.color, "size": 1}, silent))
+    traces = [
+        go.Scatter(x=np.array([one.estimate], np.float32), error_x=error_bars(*ends_of([one]), thickness=thickness),
+                   marker=look, **hovering)
+        for one, thickness, look, hovering in bars
+    ]  # fmt: skip
+    longest = together or ratio
+    if longest.low is not None and longest.high is not None:
+        left, right = (10**limit for limit in limits)
+        beyond = (longest.low < left, left, "triangle-left"), (longest.high > right, right, "triangle-right")
+        for x, arrow in ((x, arrow) for goes_on, x, arrow in beyond if goes_on):
+            look = marker | {"symbol": arrow, "size": 8}
+            traces.append(go.Scatter(x=[x], marker=look, cliponaxis=False, **silent))
+    return [trace.update(mode="markers", showlegend=False) for trace in traces]
 
 
-def _bars(ratio: Interval, thickness: float) -> dict[str, Any]:
-    return error_bars(*ends_of([ratio]), thickness=thickness)
+def by_cost(planner: Planner) -> bool:
+    """Tell whether costs are drawn, since no efficiency by itself is told from noise."""
+    return all(cell.efficiency is None for cell in planner.cells)
+
+
+def planner_words(planner: Planner) -> str:
+    """Return what the picture shows, in one line."""
+    what, over = f"the same {planner.n_rollouts} rollouts", f"in groups of {planner.recorded_size}"
+    costs = (
+        f"What {what} would cost in groups of other sizes, beside what they cost {over}: below 1 is better. Bars hold "
+        "together with 95 %. No efficiency by itself is known."
+    )
+    words = costs if by_cost(planner) else f"How efficient {what} would be in groups of other sizes."
+    return f"{words} Star: shown to be a curve's best. Open: by formula."
+
+
+def plot_planner(planner: Planner) -> go.Figure:
+    """Draw efficiency against group size, one curve per estimator; open marks follow by formula, stars are best.
+
+    Where no efficiency may be shown it draws cost against the recorded size with its interval, as far as that is told.
+    """
+    figure, costs = go.Figure(layout=go.Layout(template=TEMPLATE, height=360)), by_cost(planner)
+    drawn = [(cell.estimator, cell.energy_source) for cell in planner.cells if not costs or cell.cost is not None]
+    one = Interval(1.0, 1.0, 1.0, 0, "over itself")
+    for label, name in labels(drawn).items():
+        curve = [cell for cell in planner.cells if (cell.estimator, cell.energy_source) == label]
+        style = trace_style(*label)
+        symbol = style.symbol.removesuffix("-open")
+        bars = [one if cell.size == planner.recorded_size else cell.cost for cell in curve]
+        figure.add_scatter(
+            x=[cell.size for cell in curve],
+            y=ends_of(bars)[0] if costs else [cell.efficiency for cell in curve],
+            error_y=error_bars(*ends_of(bars), width=2, visible=costs),
+            name=name, mode="lines+markers", showlegend=True,
+            line={"color": style.color, "dash": style.dash, "width": 1.6},
+            marker={
+                "symbol": [("star" if cell.best else symbol) + ("" if cell.cut else "-open") for cell in curve],
+                "size": [14 if cell.best else 8 for cell in curve],
+            },
+            hovertemplate="groups of %{x}: <b>%{y:.3g}</b><extra>" + name + "</extra>",
+        )  # fmt: skip
+    sizes = sorted({cell.size for cell in planner.cells})
+    figure.update_xaxes(title="group size N", type="log", tickvals=sizes, ticktext=[str(size) for size in sizes])
+    title = f"cost, groups of {planner.recorded_size} = 1" if costs else "efficiency"
+    return figure.update_yaxes(title=title, rangemode="tozero")
+
+
+def planner_table(planner: Planner) -> pd.DataFrame:
+    """Return one row per estimator and size: efficiency, and cost against the recorded size with its interval."""
+    return pd.DataFrame(
+        {
+            "estimator": cell.estimator,
+            "energy_source": cell.energy_source,
+            "group_size": cell.size,
+            "efficiency": cell.efficiency,
+            "by_formula": not cell.cut,
+            "shown_best": cell.best,
+            **columns_of("cost", cell.cost),
+        }
+        for cell in planner.cells
+    )
+
+
+def sizes_display(planner: Planner) -> pd.DataFrame:
+    """Return efficiency and cost as they are read, by estimator and size; * best of its curve, † by formula."""
+    table = pd.DataFrame(
+        {
+            "estimator": cell.estimator + ("" if cell.energy_source == "none" else f"/{cell.energy_source}"),
+            "group size": f"{cell.size}{'*' * cell.best}{'†' * (not cell.cut)}",
+            "efficiency": formatted(cell.efficiency, ".2f"),
+            "cost": "1" if cell.size == planner.recorded_size else interval_cell(cell.cost, ".2f"),
+        }
+        for cell in planner.cells
+        if cell.efficiency is not None or cell.cost is not None
+    )
+    return table.drop(columns="efficiency") if len(table) and by_cost(planner) else table
+
+
+def dead_display(planner: Planner) -> pd.DataFrame:
+    """Return what success rates say of groups of each size, as it is read."""
+    return pd.DataFrame(
+        {
+            "group size": str(row.size),
+            "dead": interval_cell(row.share, ".1%"),
+            "informative": interval_cell(row.informative, ".1f"),
+            "groups": str(row.n_groups),
+        }
+        for row in planner.dead
+    )

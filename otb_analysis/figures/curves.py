@@ -1,7 +1,7 @@
-"""Training curves: any per-step quantities of any runs as small multiples with one shared axis of steps."""
+"""Training curves: any per-step quantities of runs as small multiples; what learning and a collapse are seen by."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.numbers import bracketed
-from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import Style, run_styles
-from otb_analysis.figures.theme import note_in_panel, panels, place
+from otb_analysis.figures.theme import log_axis, note_in_panel, panels, place
 from otb_analysis.types import Bool, Float32
 
 
@@ -55,26 +54,29 @@ class CurvesInfo:
     window: int
 
 
-def running_mean(value: Float32, window: int) -> Float32:
-    """Return the trailing mean of the last `window` entries, of those there are at the start.
-
-    m_k = mean(v_{max(0, k−window+1)}, …, v_k); window 1 returns the values.
-    """
-    total = np.concatenate([[0.0], np.cumsum(value, dtype=np.float64)])
-    end = np.arange(1, len(value) + 1)
-    start = np.maximum(0, end - window)
-    return ((total[end] - total[start]) / (end - start)).astype(np.float32)
-
-
 def curves_info(
     steps: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity], estimators: Mapping[str, str], window: int = 1
 ) -> CurvesInfo:
-    """Collect what each run recorded of each quantity; steps without a finite value are left out, never drawn as 0."""
-    curves = tuple(
-        tuple(_curve(run, table, one, window) for run, table in steps.items() if finite(table, one.column).any())
-        for one in quantities
-    )
-    return CurvesInfo(tuple(quantities), curves, {run: estimators.get(run, "") for run in steps}, window)
+    """Collect what each run recorded of each quantity; steps without a finite value are left out, never drawn as 0.
+
+    `smooth` is the trailing mean of the last `window` values, of those there are at the start.
+    """
+    curves: list[list[Curve]] = []
+    for quantity in quantities:
+        curves.append([])
+        columns = [quantity.column, f"{quantity.column}_low", f"{quantity.column}_high"]
+        over = window if quantity.smoothed and not quantity.rare else 1
+        for run, table in steps.items():
+            if not (known := finite(table, quantity.column)).any():
+                continue
+            recorded: Any = table.loc[known].sort_values("step").reindex(columns=["step", *columns])
+            step, value, low, high = recorded.to_numpy(np.float32, na_value=np.nan).T
+            smooth = recorded[quantity.column].astype(np.float32).rolling(over, min_periods=1).mean()
+            if not quantity.interval:
+                low = high = np.full_like(value, np.nan)
+            curves[-1].append(Curve(run, step, value, smooth.to_numpy(np.float32), low, high))
+    named = {run: estimators.get(run, "") for run in steps}
+    return CurvesInfo(tuple(quantities), tuple(map(tuple, curves)), named, window)
 
 
 def finite(table: pd.DataFrame, column: str) -> Bool:
@@ -84,25 +86,13 @@ def finite(table: pd.DataFrame, column: str) -> Bool:
     return np.isfinite(table[column].to_numpy(np.float64, na_value=np.nan))
 
 
-def _curve(run: str, table: pd.DataFrame, quantity: Quantity, window: int) -> Curve:
-    column = quantity.column
-    recorded = table.loc[finite(table, column)].sort_values("step")
-    value = recorded[column].to_numpy(np.float32)
-    smooth = running_mean(value, window if quantity.smoothed and not quantity.rare else 1)
-    ends = recorded.reindex(columns=[f"{column}_low", f"{column}_high"]).to_numpy(np.float32, na_value=np.nan)
-    low, high = ends.T if quantity.interval else np.full_like(ends.T, np.nan)
-    return Curve(run, recorded["step"].to_numpy(np.float32), value, smooth, low, high)
-
-
 def curves_table(info: CurvesInfo) -> pd.DataFrame:
     """Return the curves of small multiples as one long table: value, running mean and ends of its interval by step."""
     columns = ["run", "quantity", "step", "value", "smooth", "low", "high"]
     parts = [
-        pd.DataFrame(
-            dict(zip(columns, (c.run, q.column, c.step.astype(int), c.value, c.smooth, c.low, c.high), strict=True))
-        )
-        for q, curves in zip(info.quantities, info.curves, strict=True)
-        for c in curves
+        pd.DataFrame(vars(curve) | {"quantity": quantity.column, "step": curve.step.astype(int)}, columns=columns)
+        for quantity, curves in zip(info.quantities, info.curves, strict=True)
+        for curve in curves
     ]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
 
@@ -115,10 +105,8 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
     for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
         where = place(index, columns)
         for curve in curves:
-            if np.isfinite(curve.low + curve.high).any():
-                figure.add_trace(_band(curve, styles[curve.run]), **where)
-            for trace in _scatters(curve, quantity, styles[curve.run]):
-                figure.add_trace(trace.update(showlegend=trace.showlegend and curve.run not in named), **where)
+            for trace in _traces(curve, quantity, styles[curve.run]):
+                figure.add_trace(trace.update(showlegend=bool(trace.name) and curve.run not in named), **where)
             named.add(curve.run)
         if not curves:
             note_in_panel(figure, "no finite number was recorded", where)
@@ -133,34 +121,139 @@ def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y:
     return figure
 
 
-def _scatters(curve: Curve, quantity: Quantity, style: Style) -> list[Any]:
-    """The recorded values faintly, where they differ from the line; then the line."""
-    recorded = go.Scatter(
-        x=curve.step, y=curve.value, mode="lines", line={"color": style.color, "width": 1}, opacity=0.25,
-        hoverinfo="skip", showlegend=False, legendgroup=curve.run,
-    )  # fmt: skip
+def _traces(curve: Curve, quantity: Quantity, style: Style) -> list[go.Scatter]:
+    """The intervals as a band, the recorded values faintly where they differ from the line, then the line."""
+    thin = {"color": style.color, "width": 1}
+    behind = []
+    if (known := np.isfinite(curve.low + curve.high)).any():
+        step, low, high = curve.step[known], curve.low[known], curve.high[known]
+        outline = {"x": np.concatenate([step, step[::-1]]), "y": np.concatenate([high, low[::-1]])}
+        behind.append(go.Scatter(outline, fill="toself", fillcolor=style.color, opacity=0.2))
+    if not np.array_equal(curve.value, curve.smooth):
+        behind.append(go.Scatter(x=curve.step, y=curve.value, opacity=0.25))
+    for trace in behind:
+        trace.update(mode="lines", line=thin, hoverinfo="skip", legendgroup=curve.run)
     rows = zip(curve.value, curve.low, curve.high, strict=True)
     line = go.Scatter(
-        x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run, showlegend=True,
+        x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run,
         mode="lines+markers" if quantity.rare else "lines",
         line={"color": style.color, "width": 2, "dash": style.dash}, marker={"symbol": style.symbol, "size": 7},
         text=[bracketed(float(value), float(low), float(high)) for value, low, high in rows],
         hovertemplate="step %{x}: <b>%{text}</b><extra>" + plain_name(curve.run) + "</extra>",
     )  # fmt: skip
-    return [line] if np.array_equal(curve.value, curve.smooth) else [recorded, line]
-
-
-def _band(curve: Curve, style: Style) -> go.Scatter:
-    """The intervals of a curve as one outline, of the steps that have one."""
-    known = np.isfinite(curve.low + curve.high)
-    step, low, high = curve.step[known], curve.low[known], curve.high[known]
-    return go.Scatter(
-        x=np.concatenate([step, step[::-1]]), y=np.concatenate([high, low[::-1]]), mode="lines", fill="toself",
-        fillcolor=style.color, line={"color": style.color, "width": 1}, opacity=0.2,
-        hoverinfo="skip", showlegend=False, legendgroup=curve.run,
-    )  # fmt: skip
+    return [*behind, line]
 
 
 def plain_name(text: str) -> str:
     """Keep Plotly from reading markup or a template in a run's name."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")
+
+
+TRAINING = Quantity("Training reward", "mean of the step's rollouts", "reward_mean")
+HELD_OUT = Quantity(
+    "Held-out reward", "prompts never trained on, 95 % interval", "heldout_reward", rare=True, interval=True
+)
+SUCCESS = Quantity(
+    "Held-out success", "share of right answers, 95 % interval", "heldout_success", rare=True, interval=True
+)
+
+
+OVER_RUNS = "mean over the runs of a group; band: from the lowest run to the highest"
+
+
+def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
+    """Collect the reward curves of some runs; with several answers per held-out prompt also success and pass@k.
+
+    Held-out prompts have panels where a run recorded them; pass@k is named after the one k that the runs have, if any.
+    """
+    heldout = [HELD_OUT]
+    ks = {int(k) for t in steps.values() if "heldout_pass_k" in t for k in t["heldout_pass_k"].dropna()}
+    if max(ks, default=1) > 1:
+        k = str(*ks) if len(ks) == 1 else "k"
+        note = f"one of {k} answers is right, 95 % interval"
+        heldout += [SUCCESS, Quantity(f"Held-out pass@{k}", note, "heldout_pass_at_k", rare=True, interval=True)]
+    recorded = [q for q in heldout if any(q.column in t and t[q.column].notna().any() for t in steps.values())]
+    return curves_info(steps, (TRAINING, *recorded), estimators, window)
+
+
+def grouped_info(steps: Mapping[str, pd.DataFrame], groups: Mapping[str, Sequence[str]], window: int = 1) -> CurvesInfo:
+    """Collect the mean over the runs of each group, of each run's running mean, at the steps that all of them have.
+
+    The ends are the lowest and the highest run; a group of one run has none.
+    """
+    own, tables = learning_info(steps, {}, window), {}
+    for name, runs in groups.items():
+        columns = []
+        for quantity, curves in zip(own.quantities, own.curves, strict=True):
+            lines = [pd.Series(curve.smooth, curve.step) for curve in curves if curve.run in runs]
+            together = pd.concat(lines, axis=1, join="inner") if lines else pd.DataFrame()
+            ends = {"": together.mean(axis=1)}
+            if len(lines) > 1:
+                ends |= {"_low": together.min(axis=1), "_high": together.max(axis=1)}
+            columns += [values.rename(f"{quantity.column}{end}") for end, values in ends.items()]
+        tables[name] = pd.concat(columns, axis=1).rename_axis("step").reset_index()
+    over_runs = [replace(one, line=OVER_RUNS, interval=True, smoothed=False) for one in own.quantities]
+    return curves_info(tables, over_runs, {})
+
+
+def plot_learning(info: CurvesInfo) -> go.Figure:
+    """Draw the curves, two in a row."""
+    return plot_curves(info, columns=2, height=290)
+
+
+QUANTITIES = (
+    Quantity("Reward", "mean of the step", "reward_mean"),
+    Quantity("Gradient norm", "‖ḡ‖ before clipping", "grad_norm", from_zero=True),
+    Quantity("Clipped steps", "share of the last 20", "clipped_share", share=True, smoothed=False),
+    Quantity("Entropy", "nats, mean over tokens", "entropy_mean", from_zero=True),
+    Quantity("Length", "tokens, mean", "length_mean", from_zero=True),
+    Quantity("Equal-reward groups", "share of groups", "zero_variance_share", share=True),
+    Quantity("Tail of token gradients", "Pareto-k of the proxy", "energy_tail_k"),
+    Quantity("Tail of exact norms", "Pareto-k; from 1 on variance is infinite", "exact_tail_k", rare=True),
+    Quantity("Top 1 % of tokens", "their share of all proxy energy", "energy_max_share", share=True),
+    Quantity("Sampler mismatch", "nats, largest", "mismatch_max", from_zero=True),
+    Quantity("Clipped tokens", "share, by the ratio", "ratio_clip_share", share=True),
+    Quantity("Is the sampler the policy?", "z, near 0 if so", "certificate_prob_z"),
+    Quantity("Cut completions", "share of rollouts", "truncated_share", share=True),
+    Quantity("Empty completions", "share of rollouts", "empty_share", share=True),
+    Quantity("Baseline fallback", "share of tokens", "fallback_share", share=True),
+)
+SHARES = {
+    "zero_variance_share": ("n_zero_variance_groups", "n_prompts"),
+    "truncated_share": ("n_truncated", "n_rollouts"),
+    "empty_share": ("n_empty_completions", "n_rollouts"),
+}
+DEGENERATE = {
+    "n_zero_variance_groups": "groups of equal reward",
+    "n_singleton_groups": "groups of one",
+    "n_empty_completions": "empty completions",
+    "n_truncated": "cut completions",
+    "measurement_gaps": "measurement gaps",
+}
+"""Legal input from which nothing can be learned or measured; counted, never an error."""
+CLIP_WINDOW = 20
+
+
+def derived(steps: pd.DataFrame) -> pd.DataFrame:
+    """Return the steps table with the shares that the panels need.
+
+    zero_variance_share = n_zero_variance_groups / n_prompts, the others of `SHARES` alike; clipped_share = mean of
+    `clipped` over the last 20 steps, from the fifth on.
+    """
+    table = steps.sort_values("step")
+    known = {name: pair for name, pair in SHARES.items() if set(pair) <= set(table)}
+    shares = {name: table[part].astype(float) / table[of].astype(float) for name, (part, of) in known.items()}
+    if "clipped" in table:
+        clipped = table["clipped"].astype("Float64").astype(float)
+        shares["clipped_share"] = clipped.rolling(CLIP_WINDOW, min_periods=5).mean()
+    return table.assign(**shares)
+
+
+def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return how often each run met degenerate input, summed over its steps; a count never recorded is missing."""
+    rows = [table.reindex(columns=list(DEGENERATE)).sum(min_count=1) for table in steps.values()]
+    counts = pd.DataFrame(rows, columns=list(DEGENERATE)).astype("Float64").astype("Int64").rename(columns=DEGENERATE)
+    norms = [table.reindex(columns=["grad_norm"]).dropna().to_numpy(float) for table in steps.values()]
+    counts["steps with gradient 0"] = pd.array([(norm == 0).sum() if norm.size else None for norm in norms], "Int64")
+    counts.insert(0, "run", list(steps))
+    return counts.reset_index(drop=True)

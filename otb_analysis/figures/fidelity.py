@@ -10,10 +10,9 @@ import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import formatted, number, span
-from otb_analysis.figures.scales import log_axis, step_axis
 from otb_analysis.figures.styles import ORANGE
-from otb_analysis.figures.theme import RAMP, TEMPLATE, panels, place
-from otb_analysis.statistics import MIN_CLUSTERS, Association, Fidelity, Interval, fidelity, fidelity_by_part
+from otb_analysis.figures.theme import RAMP, TEMPLATE, log_axis, panels, place, step_axis
+from otb_analysis.statistics import MIN_CLUSTERS, Fidelity, Interval, fidelity, fidelity_by_part
 from otb_analysis.types import Float, Float32
 
 BINS, FAR = 60, 200
@@ -69,20 +68,28 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     if source not in SOURCES:
         raise InputError(f"source is {source!r}; {nearest(source, SOURCES)}")
     rows, drawn = comparable(tokens)
-    table = energies(rows, kind, source)
+    table: Any = energies(rows, kind, source)
     if table.empty:
         raise InputError(
             f"No token has both {SOURCES[source]} and grad_norm_sq; schedule exact measurements, as in "
             "[measure] exact = {every = 10, prompts = 4}, or run `otb audit` on recorded rollouts."
         )
     proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
-    positive = (proxy > 0) & (exact > 0)
-    count, proxy_edges, exact_edges = _density(np.log10(proxy[positive]), np.log10(exact[positive]))
     overall, per_step = fidelity_by_part(proxy, exact, table["cell"].to_numpy(), table["step"].to_numpy())
-    drawable: Any = table[positive]
-    line, far = _line(drawable)
+    positive = (proxy > 0) & (exact > 0)
+    x, y = np.log10(proxy[positive]), np.log10(exact[positive])
+    count, proxy_edges, exact_edges = np.histogram2d(x, y, bins=BINS)
+    density = np.where(count > 0, count, np.nan).T.astype(np.float32)
+    line, far = None, pd.DataFrame()
+    spread = x - x.mean() if x.size else x
+    if (spread**2).sum() > 0:
+        slope = float((spread * y).sum() / (spread**2).sum())
+        level = float(y.mean() - slope * x.mean())
+        furthest = np.argsort(-np.abs(y - level - slope * x), kind="stable")[:FAR]
+        columns = ["step", "group", "rollout", "t", "proxy", "exact"]
+        line, far = (level, slope), table.loc[positive, columns].iloc[furthest].reset_index(drop=True)
     return FidelityInfo(
-        kind, source, count, proxy_edges, exact_edges, overall, per_step, len(table),
+        kind, source, density, proxy_edges, exact_edges, overall, per_step, len(table),
         int(np.count_nonzero(~positive)), drawn, line, far,
     )  # fmt: skip
 
@@ -140,34 +147,14 @@ def agreement(table: pd.DataFrame) -> Fidelity:
     return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
 
 
-def _line(table: pd.DataFrame) -> tuple[tuple[float, float] | None, pd.DataFrame]:
-    """Return the line through the logarithms of positive energies, and the tokens furthest from it."""
-    x, y = (np.log10(table[name].to_numpy(np.float64)) for name in ("proxy", "exact"))
-    spread = x - x.mean() if x.size else x
-    if not (spread**2).sum() > 0:
-        return None, pd.DataFrame()
-    slope = float((spread * y).sum() / (spread**2).sum())
-    level = float(y.mean() - slope * x.mean())
-    far = np.argsort(-np.abs(y - level - slope * x), kind="stable")[:FAR]
-    columns: Any = table.iloc[far][["step", "group", "rollout", "t", "proxy", "exact"]]
-    return (level, slope), columns.reset_index(drop=True)
-
-
-def _density(x: Float, y: Float) -> tuple[Float32, Float, Float]:
-    count, x_edges, y_edges = np.histogram2d(x, y, bins=BINS)
-    return np.where(count > 0, count, np.nan).T.astype(np.float32), x_edges, y_edges
-
-
 def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
     """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t)."""
-    rows = [("all", info.overall), *((str(step), agreed) for step, agreed in info.steps.items())]
     records = []
-    for name, agreed in rows:
-        record: dict[str, object] = {"step": name, "tokens": agreed.pooled.n, "cells": agreed.n_cells}
+    for name, agreed in {"all": info.overall, **info.steps}.items():
+        records.append({"step": str(name), "tokens": agreed.pooled.n, "cells": agreed.n_cells})
         for key, title in COEFFICIENTS:
-            record[f"{title}, pooled"] = getattr(agreed.pooled, key)
-            record[f"{title}, within"] = getattr(agreed.within, key) if agreed.within else None
-        records.append(record)
+            records[-1][f"{title}, pooled"] = getattr(agreed.pooled, key)
+            records[-1][f"{title}, within"] = getattr(agreed.within, key, None)
     table = pd.DataFrame(records)
     return table.astype({c: float for c in table if c not in ("step", "tokens", "cells")})
 
@@ -217,21 +204,16 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     figure = panels(titles, 1, height=205)
     step = np.array(list(info.steps), np.float32)
     for index, name in enumerate(("within", "pooled")):
-        agreed = [getattr(fidelity, name) for fidelity in info.steps.values()]
         for key, title in COEFFICIENTS:
+            values = [getattr(getattr(agreed, name), key, None) for agreed in info.steps.values()]
             figure.add_scatter(
-                x=step, y=_coefficients(agreed, key), name=title, legendgroup=key, showlegend=index == 0,
+                x=step, y=np.array(values, np.float32), name=title, legendgroup=key, showlegend=index == 0,
                 mode="lines+markers", line={"color": _COLORS[key], "width": 1.6}, marker={"size": 6},
                 hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **place(index, 1),
             )  # fmt: skip
         figure.update_xaxes(**step_axis(step), row=index + 1, col=1)
     figure.update_xaxes(title_text=None, row=1, col=1)
     return figure.update_layout(height=470)
-
-
-def _coefficients(agreed: list[Association | None], key: str) -> Float32:
-    values = [np.nan if a is None or getattr(a, key) is None else getattr(a, key) for a in agreed]
-    return np.array(values, np.float32)
 
 
 def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
@@ -243,9 +225,9 @@ def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
         return number(None), "no gain shown"
     if lost.low is not None:
         return number(lost.estimate), f"95 %: {span(lost.low, lost.high)}, {lost.n_clusters} prompts"
-    if lost.n_clusters < MIN_CLUSTERS:
-        return number(None), f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
-    return number(None), f"no interval on these {lost.n_clusters} prompts"
+    few = lost.n_clusters < MIN_CLUSTERS
+    needs = f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
+    return number(None), needs if few else f"no interval on these {lost.n_clusters} prompts"
 
 
 def agreement_display(measured: Iterable[tuple[str, str, Fidelity]]) -> pd.DataFrame:
@@ -256,8 +238,8 @@ def agreement_display(measured: Iterable[tuple[str, str, Fidelity]]) -> pd.DataF
             "of": name,
             "tokens": f"{fidelity.pooled.n:,}",
             **{title: formatted(getattr(fidelity.pooled, key), ".2f") for key, title in COEFFICIENTS},
-            "Pearson within": formatted(fidelity.within.pearson if fidelity.within else None, ".2f"),
-            "Spearman within": formatted(fidelity.within.spearman if fidelity.within else None, ".2f"),
+            "Pearson within": formatted(getattr(fidelity.within, "pearson", None), ".2f"),
+            "Spearman within": formatted(getattr(fidelity.within, "spearman", None), ".2f"),
         }
         for run, name, fidelity in measured
     )

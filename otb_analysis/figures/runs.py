@@ -1,9 +1,11 @@
-"""The run list in numbers: each run's headline, and what two runs' configurations do not share."""
+"""Runs side by side: each run's headline, what their configurations do not share, and which is compared with which."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import combinations
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -53,22 +55,15 @@ def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
     table: Any = steps.sort_values("step").reindex(columns=names)
     reward, heldout, clipped, norm = (table[name].dropna().astype(float) for name in names)
     tenth = max(1, len(reward) // 10)
-    first, last = float(reward.head(tenth).mean()), float(reward.tail(tenth).mean())  # Python's ∞ − ∞ is a silent NaN
-    return Headline(
-        run=run,
-        estimator=estimator,
-        steps=len(table),
-        reward=_value(last),
-        reward_gain=_value(last - first) if len(reward) > 1 else None,
-        heldout=_value(heldout.iloc[-1]) if len(heldout) else None,
-        heldout_gain=_value(heldout.iloc[-1] - heldout.iloc[0]) if len(heldout) > 1 else None,
-        grad_norm=_value(norm.tail(WINDOW).median()),
-        clipped=_value(clipped.tail(WINDOW).mean()),
-    )
-
-
-def _value(number: float | None) -> float | None:
-    return None if number is None or number != number else float(number)
+    # As Python's numbers: ∞ − ∞ is then a silent NaN.
+    first, last = float(reward.head(tenth).mean()), float(reward.tail(tenth).mean())
+    start, end = ([float(heldout.iloc[k]) for k in (0, -1)]) if len(heldout) else (math.nan, math.nan)
+    numbers = {
+        "reward": last, "reward_gain": last - first if len(reward) > 1 else math.nan,
+        "heldout": end, "heldout_gain": end - start if len(heldout) > 1 else math.nan,
+        "grad_norm": float(norm.tail(WINDOW).median()), "clipped": float(clipped.tail(WINDOW).mean()),
+    }  # fmt: skip
+    return Headline(run, estimator, len(table), **{n: None if math.isnan(x) else x for n, x in numbers.items()})
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -82,14 +77,9 @@ def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 def importance(name: str) -> tuple[int, str]:
     """Return a key that sorts settings, those that explain most first."""
-    names = (*FIRST, None, *LAST)
-    sections = (i for i, one in enumerate(names) if one is not None and (name == one or name.startswith(f"{one}.")))
-    return next(sections, names.index(None)), name
-
-
-def housekeeping(name: str) -> bool:
-    """Tell whether a setting says only where a run is kept."""
-    return name.split(".")[0] in KEPT
+    order = (*FIRST, None, *LAST)
+    places = [place for place, one in enumerate(order) if one and f"{name}.".startswith(f"{one}.")]
+    return (places or [order.index(None)])[0], name
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,9 @@ def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differenc
     names = sorted({name for config in flat.values() for name in config if name != "run"}, key=importance)
     rows = {name: {run: str(config.get(name, NOT_RECORDED)) for run, config in flat.items()} for name in names}
     differing = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
-    known = {name: str(value) for name, value in flatten(_defaults()).items()}
+    # The default configuration as a run stores it: JSON has no tuples and no paths.
+    defaults = json.loads(json.dumps(asdict(TrainConfig()), default=str))
+    known = {name: str(value) for name, value in flatten(defaults).items()}
     shown = {name: row for name, row in differing.items() if set(row.values()) != {NOT_RECORDED, known.get(name)}}
     table = pd.DataFrame.from_dict(shown, orient="index", columns=list(flat)).rename_axis("setting").reset_index()
     return Differences(table, len(differing) - len(shown))
@@ -130,12 +122,119 @@ def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differenc
 def grouped(differences: Differences, setting: str) -> dict[str, list[str]]:
     """Return the runs of each value of a setting, by a name that says how many they are."""
     values = differences.table.set_index("setting").loc[setting]
-    groups: dict[str, list[str]] = {}
-    for run, value in values.items():
-        groups.setdefault(str(value), []).append(str(run))
+    groups = {str(value): [str(run) for run in values.index[values == value]] for value in values.unique()}
     return {f"{setting} = {value} ({plural(len(runs), 'run')})": runs for value, runs in groups.items()}
 
 
-def _defaults() -> dict[str, object]:
-    """The default configuration as a run stores it: JSON has no tuples and no paths."""
-    return json.loads(json.dumps(asdict(TrainConfig()), default=str))
+By = Literal["seed", "step blocks"]
+"""Where intervals come from: differences of several seeds, or of blocks of steps of one pair."""
+
+Configs = Mapping[str, Mapping[str, object]]
+"""Nested configuration of each run."""
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Runs of A and of B, one pair after the other."""
+
+    a: str  # What each side is called
+    b: str
+    pairs: tuple[tuple[str, str], ...]  # (run of A, run of B)
+    also: tuple[str, ...] = ()  # Settings other than the compared one and the seed in which a pair differs
+    left_out: tuple[str, ...] = ()  # Runs of either side without a partner of their seed
+
+    @property
+    def by(self) -> By:
+        """Where the intervals come from: one pair of runs has no second seed."""
+        return "seed" if len(self.pairs) > 1 else "step blocks"
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """All runs, each once."""
+        return tuple(dict.fromkeys(run for pair in self.pairs for run in pair))
+
+    @property
+    def note(self) -> str:
+        """How the two are paired, what else differs, and which runs are left out."""
+        words = (
+            f"Paired by seed: {len(self.pairs)} pairs, Student's 95 % intervals over seeds."
+            if self.by == "seed"
+            else "One pair of runs: 95 % intervals are over blocks of steps. They hold for these two runs, not for "
+            "other seeds."
+        )
+        if self.also:
+            words += f" The pairs differ in more than what is compared: {', '.join(self.also)}."
+        return words + (f" Without a partner of the same seed: {', '.join(self.left_out)}." if self.left_out else "")
+
+
+def pair_runs(a: str, b: str) -> Pairing:
+    """Pair two runs."""
+    return Pairing(a, b, ((a, b),))
+
+
+def pair_groups(configs: Configs, key: str, a: str, b: str) -> Pairing:
+    """Pair the runs whose setting `key` reads `a` with those whose reads `b`, seed by seed.
+
+    Of several partners of one seed the one that differs in the fewest other settings is taken, each once.
+    """
+    flat = {run: _settings(config) for run, config in configs.items()}
+    of_a, of_b = ([run for run, one in flat.items() if one.get(key, NOT_RECORDED) == value] for value in (a, b))
+    pairs, also = dict[str, str](), set[str]()
+    for run in of_a:
+        same = [one for one in of_b if one not in pairs.values() and flat[one].get("seed") == flat[run].get("seed")]
+        if same:
+            differing = {other: _differing(flat[run], flat[other], key) for other in same}
+            pairs[run] = min(same, key=lambda other: len(differing[other]))
+            also |= {*differing[pairs[run]]}
+    left_out = tuple(run for run in (*of_a, *of_b) if run not in (*pairs, *pairs.values()))
+    others = tuple(sorted(also, key=importance))
+    return Pairing(f"{key} = {a}", f"{key} = {b}", tuple(pairs.items()), others, left_out)
+
+
+def group_keys(configs: Configs) -> dict[str, list[str]]:
+    """Return settings by which runs can be grouped, what matters first, each with its values in order of runs.
+
+    At least two runs of one seed must differ in it.
+    """
+    flat = [_settings(config) for config in configs.values()]
+    names = sorted(set().union(*flat) - {"seed"}, key=importance)
+    keys = {}
+    for name in names:
+        values = list(dict.fromkeys(one.get(name, NOT_RECORDED) for one in flat))
+        seeds = [{one.get("seed") for one in flat if one.get(name, NOT_RECORDED) == value} for value in values]
+        if len(values) > 1 and any(seeds[i] & seeds[j] for i in range(len(seeds)) for j in range(i)):
+            keys[name] = values
+    return keys
+
+
+def default_values(configs: Configs, key: str, values: Sequence[str]) -> tuple[str, str]:
+    """Return the two values of a setting to begin with: the first two among those with the most pairs of seeds."""
+    return max(combinations(values, 2), key=lambda two: len(pair_groups(configs, key, *two).pairs))
+
+
+def first_groups(configs: Configs) -> Pairing | None:
+    """Return the groups of the setting that matters most, where several of their seeds are paired."""
+    if not (keys := group_keys(configs)):
+        return None
+    key, values = next(iter(keys.items()))
+    found = pair_groups(configs, key, *default_values(configs, key, values))
+    return found if found.by == "seed" else None
+
+
+def default_pairing(configs: Configs, runs: Sequence[str]) -> tuple[str, str] | None:
+    """Return the two runs to begin with: the first, and the next that differs in the fewest settings."""
+    if len(runs) < 2:
+        return None
+    flat = {run: _settings(configs[run]) for run in runs}
+    return runs[0], min(runs[1:], key=lambda other: len(_differing(flat[runs[0]], flat[other])))
+
+
+def _settings(config: Mapping[str, object]) -> dict[str, str]:
+    """Return what a run was asked to do, as text: its configuration without where it is kept."""
+    return {name: str(value) for name, value in flatten(config).items() if name.split(".")[0] not in KEPT}
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str], key: str = "") -> list[str]:
+    """Return the settings but `key` and the seed in which two runs differ."""
+    # A setting that only one of them recorded is of another version, not of another experiment.
+    return [n for n in one if n not in (key, "seed") and n in other and one[n] != other[n]]

@@ -1,5 +1,6 @@
-"""Curves with intervals as SVG files: for pages that are committed, made without a browser, the same to the byte."""
+"""Pictures and tables of committed pages: curves as SVG files, made without a browser, the same to the byte."""
 
+import colorsys
 import io
 import math
 import re
@@ -8,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from otb_analysis.extras import require
 from otb_analysis.figures.curves import CurvesInfo
+from otb_analysis.figures.numbers import span
 from otb_analysis.figures.styles import BLUE, GREY, GRID, INK, PAPER, run_styles
 
 if TYPE_CHECKING:
@@ -151,3 +154,45 @@ def curves_svg(info: CurvesInfo) -> str:
         for quantity, curves in zip(info.quantities, info.curves, strict=True) if curves
     ]  # fmt: skip
     return svg(drawn, columns=3)
+
+
+DARK = {INK: "#E6EAEE", PAPER: "#12171C", GRID: "#2A323A", GREY: "#9AA4AF"}
+"""Ink and paper of `figures.svg` on a dark ground."""
+LIGHTNESS = 0.52
+"""Least lightness of any other colour there."""
+
+
+def results_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a result table with the two ends of every interval as one column of text behind its estimate.
+
+    Columns `x`, `x_low`, `x_high` become `x` and `x, interval`; bare `low`, `high` belong to the column before them.
+    Numbers stay numbers, so that a column sorts by its estimate; backticks around names, which Markdown reads as code,
+    are left out.
+    """
+    columns: dict[str, Any] = {}
+    names = [str(name) for name in table.columns]
+    for place, name in enumerate(names):
+        if name.endswith("low") and (high := name[: -len("low")] + "high") in names:
+            of = name.removesuffix("_low") if name != "low" else names[max(place - 1, 0)]
+            ends = [map(_end, table[one]) for one in (name, high)]
+            spans = [None if a is None or b is None else span(a, b) for a, b in zip(*ends, strict=True)]
+            columns[f"{of}, interval"] = pd.Series(spans, index=table.index, dtype="string")
+        elif not (name.endswith("high") and name[: -len("high")] + "low" in names):
+            columns[name] = table[name]
+    shown = pd.DataFrame(columns).rename(columns=lambda name: name.replace("`", ""))
+    return shown.replace("`", "", regex=True)
+
+
+def _end(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and value == value else None
+
+
+def for_dark(picture: str) -> str:
+    """Return a picture of `svg` for a dark page: paper and ink change places, lines get lighter."""
+
+    def darkened(color: re.Match[str]) -> str:
+        hue, light, saturation = colorsys.rgb_to_hls(*(int(color[0][i : i + 2], 16) / 255 for i in (1, 3, 5)))
+        lifted = colorsys.hls_to_rgb(hue, max(light, LIGHTNESS), saturation)
+        return DARK.get(color[0].upper(), "#" + "".join(f"{round(255 * part):02X}" for part in lifted))
+
+    return re.sub(r"#[0-9A-Fa-f]{6}\b", darkened, picture)

@@ -10,12 +10,10 @@ import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import ChangePoint, Finding, fall
 from otb_analysis.figures.alarms import MARKS, PANELS, TITLES
-from otb_analysis.figures.collapse import QUANTITIES, derived
-from otb_analysis.figures.curves import Quantity, finite
+from otb_analysis.figures.curves import QUANTITIES, Quantity, derived, finite
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.scales import log_axis
 from otb_analysis.figures.styles import BLUE, GREY
-from otb_analysis.figures.theme import RULE, TEMPLATE
+from otb_analysis.figures.theme import RULE, TEMPLATE, log_axis
 from otb_analysis.types import Float, Int
 
 FIRST = ("reward_mean", "grad_norm", "entropy_mean", "length_mean", "zero_variance_share", "mismatch_max")
@@ -56,12 +54,6 @@ class Series:
     value: Float  # [K]
     mean: Float  # Centred mean over `CENTRED` of them [K]
 
-    @property
-    def zeros(self) -> str:
-        """At how many steps a norm was exactly 0, in words: measured, and nothing was learned there; empty for none."""
-        zero = int((self.value == 0).sum()) if self.quantity.column == "grad_norm" else 0
-        return f"exactly 0 at {zero:,} of {len(self.value):,} steps" if zero else ""
-
 
 @dataclass(frozen=True)
 class TimelineInfo:
@@ -74,16 +66,26 @@ class TimelineInfo:
 def timeline_info(
     steps: pd.DataFrame, findings: Sequence[Finding], points: Sequence[ChangePoint], more: bool = False
 ) -> TimelineInfo:
-    """Collect the panels and events of one run; `more` adds every other quantity that was recorded."""
+    """Collect the panels and events of one run; `more` adds every other quantity that was recorded.
+
+    Events are the first firing of each detector at each level, and change points.
+    """
     table: Any = derived(steps)
     ordered = sorted(QUANTITIES, key=lambda q: FIRST.index(q.column) if q.column in FIRST else len(FIRST))
-    chosen = [q for q in ordered if (more or q.column in FIRST) and finite(table, q.column).any()]
     panels = []
-    for quantity in chosen:
-        recorded = table.loc[finite(table, quantity.column)]
-        value = recorded[quantity.column].to_numpy(np.float64)
-        panels.append(Series(quantity, recorded["step"].to_numpy(np.int64), value, centred_mean(value, CENTRED)))
-    return TimelineInfo(tuple(panels), events(findings, points))
+    for quantity in ordered if more else ordered[: len(FIRST)]:
+        if (known := finite(table, quantity.column)).any():
+            value = table.loc[known, quantity.column].to_numpy(np.float64)
+            step = table.loc[known, "step"].to_numpy(np.int64)
+            panels.append(Series(quantity, step, value, centred_mean(value, CENTRED)))
+    events = []
+    for finding in findings:
+        for kind, step in (("watch", finding.watch_step), ("alarm", finding.alarm_step)):
+            if step is not None and not (kind == "watch" and step == finding.alarm_step):
+                column = finding.evidence[0].column
+                events.append(Event(step, kind, PANELS.get(column, column), TITLES[finding.detector]))
+    events += [Event(p.step, "change", p.column, f"{p.column}: {number(p.before)} → {number(p.after)}") for p in points]
+    return TimelineInfo(tuple(panels), tuple(sorted(events, key=lambda event: event.step)))
 
 
 def centred_mean(value: Float, window: int) -> Float:
@@ -97,28 +99,12 @@ def centred_mean(value: Float, window: int) -> Float:
     return (total[k + reach + 1] - total[k - reach]) / (2 * reach + 1)
 
 
-def events(findings: Sequence[Finding], points: Sequence[ChangePoint]) -> tuple[Event, ...]:
-    """Return first firings and change points in order of steps."""
-    fired = [
-        Event(step, kind, PANELS.get(finding.evidence[0].column, finding.evidence[0].column), TITLES[finding.detector])
-        for finding in findings
-        for kind, step in (("watch", finding.watch_step), ("alarm", finding.alarm_step))
-        if step is not None and not (kind == "watch" and step == finding.alarm_step)
-    ]
-    changed = [Event(p.step, "change", p.column, f"{p.column}: {number(p.before)} → {number(p.after)}") for p in points]
-    return tuple(sorted([*fired, *changed], key=lambda event: event.step))
-
-
 def first_look(steps: Sequence[int], findings: Sequence[Finding]) -> int:
     """Return the step to begin with: where the reward fell, else the first alarm or warning, else the last step."""
-    fell = [f for f in findings if f.detector == "reward_fall" and f.fired]
-    if fell:
-        return fall(fell[0])[0]
-    for name in ("alarm_step", "watch_step"):
-        fired = [getattr(f, name) for f in findings if getattr(f, name) is not None]
-        if fired:
-            return min(fired)
-    return steps[-1]
+    fell = [fall(finding)[0] for finding in findings if finding.detector == "reward_fall" and finding.fired]
+    alarms = [finding.alarm_step for finding in findings if finding.alarm_step is not None]
+    watches = [finding.watch_step for finding in findings if finding.watch_step is not None]
+    return fell[0] if fell else min(alarms or watches or steps[-1:])
 
 
 def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = False) -> go.Figure:
@@ -172,25 +158,24 @@ def _lane(figure: go.Figure, info: TimelineInfo, bottom: float) -> None:
 
 def _panel(figure: go.Figure, series: Series, number_: int, domain: tuple[float, float], log_y: bool) -> None:
     quantity, axis = series.quantity, f"y{number_}"
-    dense = len(series.step) >= DENSE
+    line = {"color": GREY, "width": 1}
+    figure.add_scatter(x=series.step, y=series.mean, yaxis=axis, mode="lines", line=line, hoverinfo="skip")
     figure.add_scatter(
-        x=series.step, y=series.mean, yaxis=axis, mode="lines", line={"color": GREY, "width": 1},
-        hoverinfo="skip",
-    )  # fmt: skip
-    figure.add_scatter(
-        x=series.step, y=series.value, yaxis=axis, name=quantity.title,
-        mode="lines+markers", line={"color": BLUE, "width": 1.5}, marker=UNSEEN if dense else {"size": 4},
+        x=series.step, y=series.value, yaxis=axis, name=quantity.title, mode="lines+markers",
+        line={"color": BLUE, "width": 1.5}, marker=UNSEEN if len(series.step) >= DENSE else {"size": 4},
         hovertemplate="%{y:.4g}",
     )  # fmt: skip
     layout: dict[str, Any] = {"domain": domain, "nticks": 4}
-    notes = [quantity.line, series.zeros]
+    notes = [quantity.line]
+    if quantity.column == "grad_norm" and (zero := int((series.value == 0).sum())):  # measured; nothing was learned
+        notes.append(f"exactly 0 at {zero:,} of {len(series.value):,} steps")
     if log_y and quantity.column in UNBOUNDED and bool((series.value > 0).all()):
         layout |= log_axis(series.value, most=4)
         notes.append("logarithmic")
     elif quantity.share or quantity.from_zero:
         layout |= {"rangemode": "tozero"}
     figure.update_layout({f"yaxis{number_}": layout})
-    _title(figure, quantity.title, " · ".join(filter(None, notes)), domain[1])
+    _title(figure, quantity.title, " · ".join(notes), domain[1])
 
 
 def _title(figure: go.Figure, title: str, line: str, top: float) -> None:

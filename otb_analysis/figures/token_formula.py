@@ -14,8 +14,10 @@ import pandas as pd
 from otb_analysis.arrays import returns_to_go, squeeze, squeezed_mask
 from otb_analysis.estimators import EstimatorInputs, estimate
 from otb_analysis.estimators.registry import registered
+from otb_analysis.figures.fidelity import exact_norms
 from otb_analysis.figures.numbers import number
-from otb_analysis.types import Bool, Float, Int
+from otb_analysis.figures.tokens import visible
+from otb_analysis.types import Float, Int
 
 TERMS = 8
 """Most terms of a sum that are written out; the table has all."""
@@ -46,32 +48,20 @@ class TokenFormula:
     @property
     def lines(self) -> tuple[tuple[str, str], ...]:
         """The formula, the same with numbers, and the advantage."""
-        lines = [("formula", f"B = {self.formula}")]
-        numbers = f"B = {self._sum()}{number(self.baseline)}"
-        lines.append(("with numbers", numbers + (" (undefined here: fallback)" if self.fallback else "")))
+        terms = []
+        counting: Any = self.terms[self.terms["weight"].abs() > RELATIVE]
+        if self.is_sum and len(counting):
+            order = counting["weight"].abs().sort_values(ascending=False, kind="stable").index
+            largest: Any = counting.loc[order[:TERMS]]
+            terms = [f"{number(w)}·{_bracketed(x)}" for w, x in zip(largest["weight"], largest["return"], strict=True)]
+            terms += [f"… ({len(counting) - TERMS} more)"] if len(counting) > TERMS else []
+            terms += [f"{number(self.others)} from other prompts"] if abs(self.others) > RELATIVE else []
+        numbers = f"B = {' + '.join(terms)}{' = ' * bool(terms)}{number(self.baseline)}"
+        numbers += " (undefined here: fallback)" if self.fallback else ""
         plain = f"A = G − B = {number(self.to_go)} − {_bracketed(self.baseline)} = {number(self.to_go - self.baseline)}"
         if not _close(self.to_go - self.baseline, self.advantage):
             plain += f", rescaled to {number(self.advantage)}"
-        return (*lines, ("advantage", plain))
-
-    def is_close_to(self, baseline: float | None) -> bool:
-        """Return whether a stored baseline, in single precision, is this one."""
-        return baseline is not None and abs(baseline - self.baseline) <= 1e-4 * max(1.0, abs(self.baseline))
-
-    def _sum(self) -> str:
-        if not self.is_sum:
-            return ""
-        counting: Any = self.terms[self.terms["weight"].abs() > RELATIVE]
-        if counting.empty:
-            return ""
-        largest: Any = counting.loc[counting["weight"].abs().sort_values(ascending=False, kind="stable").index[:TERMS]]
-        pairs = zip(largest["weight"], largest["return"], strict=True)
-        terms = [f"{number(w)}·{_bracketed(x)}" for w, x in pairs]
-        if len(counting) > TERMS:
-            terms.append(f"… ({len(counting) - TERMS} more)")
-        if abs(self.others) > RELATIVE:
-            terms.append(f"{number(self.others)} from other prompts")
-        return " + ".join(terms) + " = "
+        return ("formula", f"B = {self.formula}"), ("with numbers", numbers), ("advantage", plain)
 
 
 def token_formula(
@@ -92,7 +82,9 @@ def token_formula(
     group = inputs.group == inputs.group[rows[0]]
     entry = registered(name)
     if entry is not None and not entry.batch_coupled:
-        inputs, rollouts, group = _rows(inputs, group), rollouts[group], group[group]
+        columns = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "state"}
+        inputs = replace(inputs, **{name: x[group] for name, x in columns.items() if x is not None})
+        rollouts, group = rollouts[group], group[group]
     i = int(np.flatnonzero(rollouts == rollout)[0])
     found = estimate(name, inputs, options)
     own = np.flatnonzero(group & inputs.mask.any(axis=1))
@@ -108,7 +100,9 @@ def token_formula(
     weight = np.array([with_rewards(one) for one in np.eye(len(own))]) - others
     probe = np.random.default_rng(0).normal(size=len(own))
     baseline = float(found.baseline[i, t])
-    to_go, total = _at_position(returns_to_go(inputs.reward, inputs.mask), inputs.mask, own, i, t)
+    k = int(inputs.mask[i, :t].sum())  # the position, counted in policy tokens
+    returns = squeeze(returns_to_go(inputs.reward, inputs.mask), inputs.mask)
+    to_go, total = returns[own, k], returns[own, 0]
     by_position = _close(others + float(weight @ to_go), baseline)
     linear = _close(others + float(weight @ probe), with_rewards(probe))
     fits = linear and (by_position or _close(others + float(weight @ total), baseline))
@@ -116,7 +110,6 @@ def token_formula(
     terms = {"rollout": rollouts[own], "weight": weight if fits else np.full(len(own), np.nan), "return": values}
     if inputs.energy is not None:
         energy = squeeze(inputs.energy, inputs.mask)
-        k = int(inputs.mask[i, :t].sum())
         terms |= {"w": np.where(squeezed_mask(inputs.mask)[own, k], energy[own, k], np.nan)}
         terms |= {"W": energy[own, : k + 1].sum(axis=1)}
     return TokenFormula(
@@ -126,21 +119,113 @@ def token_formula(
     )  # fmt: skip
 
 
-def _at_position(returns: Float, mask: Bool, own: Int, i: int, t: int) -> tuple[Float, Float]:
-    """Return G of some rollouts where rollout i has token t, counted in policy tokens, and their total returns."""
-    k = int(mask[i, :t].sum())
-    squeezed = squeeze(returns, mask)
-    return squeezed[own, k], squeezed[own, 0]
-
-
-def _rows(inputs: EstimatorInputs, rows: Bool) -> EstimatorInputs:
-    columns = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "state"}
-    return replace(inputs, **{name: x[rows] for name, x in columns.items() if x is not None})
-
-
 def _close(one: float, other: float) -> bool:
     return bool(abs(one - other) <= RELATIVE * max(1.0, abs(one), abs(other)))
 
 
 def _bracketed(value: float) -> str:
     return f"({number(value)})" if value < 0 else number(value)
+
+
+@dataclass(frozen=True)
+class TokenDetails:
+    """What a click on a token shows."""
+
+    rollout: int
+    t: int
+    text: str
+    formulas: tuple[tuple[str, str], ...]
+
+
+def token_details(
+    tokens: pd.DataFrame, rollout: int, t: int, estimator: str | None, formula: TokenFormula | None = None
+) -> TokenDetails | None:
+    """Write out a token's probability, energy and return; None where there is no such token.
+
+    Args:
+        estimator: The estimator that trained, for its stored baseline and advantage; None leaves them out.
+        formula: Its formula where that stands beside; what is stored is then left out if it is the same.
+    """
+    rows: Any = tokens[tokens["rollout"] == rollout]
+    line = rows.sort_values("t")
+    here = line[line["t"] == t]
+    if here.empty:
+        return None
+    token: dict[str, Any] = {str(k): (None if pd.isna(v) else v) for k, v in here.iloc[0].items()}
+    text = visible(str(token.get("token") or ""))
+    if token.get("mask") is not None and not token["mask"]:
+        tool = ("tool output", "not sampled by the policy: it has no score, no energy and no advantage")
+        return TokenDetails(rollout, t, text, (tool,))
+    policy, stored = line[line["mask"].fillna(True).astype(bool)], token.get("baseline")
+    if formula is not None and stored is not None:
+        same = abs(stored - formula.baseline) <= 1e-4 * max(1.0, abs(formula.baseline))  # stored in single precision
+        estimator = None if same else estimator
+    lines = [*_probability(token), *_energy(token, policy, t), *_advantage(token, policy, t, estimator)]
+    return TokenDetails(rollout, t, text, (*lines, *_share(token, tokens)))
+
+
+Lines = list[tuple[str, str]]
+
+
+def _probability(token: dict[str, Any]) -> Lines:
+    logprob, behavior, entropy = (token.get(name) for name in ("logprob", "behavior_logprob", "entropy"))
+    lines: Lines = []
+    if logprob is not None:
+        # a soft token was drawn from a normal density, and has no entropy
+        soft = str(token.get("token")).startswith("~") and entropy is None
+        exp = f"π = exp({number(logprob)}) = {number(np.exp(logprob))}"
+        lines.append(("log-density", f"log q = {number(logprob)}") if soft else ("probability", exp))
+    if logprob is not None and behavior is not None:
+        gap = f"{number(logprob)} − ({number(behavior)}) = {number(logprob - behavior)} nats"
+        lines.append(("sampler mismatch", gap))
+    return lines if entropy is None else [*lines, ("entropy", f"H = {number(entropy)} nats")]
+
+
+def _energy(token: dict[str, Any], policy: Any, t: int) -> Lines:
+    logprob, proxy, norm_sq = (token.get(name) for name in ("logprob", "energy_proxy", "grad_norm_sq"))
+    lines: Lines = []
+    if proxy is not None and logprob is not None:
+        chosen = (1 - np.exp(logprob)) ** 2
+        text = f"(1 − π)² + Σ_v≠y π_v² = {number(chosen)} + {number(max(proxy - chosen, 0.0))} = {number(proxy)}"
+        lines.append(("proxy energy", text))
+    if norm_sq is not None:
+        how, error = str(token.get("measured_by") or "exact"), token.get("grad_norm_sq_stderr")
+        spread = "" if error is None else f" ± {number(error)} (standard error)"
+        name, sign = ("exact energy", "=") if how == "exact" else (f"energy by {how}", "≈")
+        lines.append((name, f"w = ‖∇ log π‖² {sign} {number(norm_sq)}{spread}, {how}"))
+    column = "grad_norm_sq" if norm_sq is not None else "energy_proxy"
+    seen = policy.loc[policy["t"] <= t, column]
+    if len(seen) and seen.notna().all():
+        total = policy[column].sum(min_count=len(policy))
+        share = "" if not 0 < total < np.inf else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
+        exact: Any = exact_norms(policy).loc[seen.index]
+        sign = "=" if column == "energy_proxy" or exact.notna().all() else "≈"
+        lines.append(("realized energy", f"W = Σ w over {len(seen)} tokens {sign} {number(float(seen.sum()))}{share}"))
+    return lines
+
+
+def _advantage(token: dict[str, Any], policy: Any, t: int, estimator: str | None) -> Lines:
+    baseline, advantage = token.get("baseline"), token.get("advantage")
+    ahead = policy.loc[policy["t"] >= t, "reward"]
+    if not ahead.notna().all():
+        return []
+    to_go = float(ahead.sum())
+    lines: Lines = [("return", f"G = Σ of rewards from here on = {number(to_go)}")]
+    if baseline is None or advantage is None or estimator is None:
+        return lines
+    plain = f"G − B = {number(to_go)} − {number(baseline)} = {number(to_go - baseline)}"
+    if abs(to_go - baseline - advantage) > 1e-4 * max(1.0, abs(advantage)):
+        plain += f", rescaled by the estimator to A = {number(advantage)}"
+    return [*lines, (f"baseline of {estimator}", f"B = {number(baseline)}"), ("advantage", plain)]
+
+
+def _share(token: dict[str, Any], tokens: Any) -> Lines:
+    attribution, signal, noise = (token.get(name) for name in ("attribution", "signal", "noise"))
+    if attribution is None:
+        return []
+    rank = int((tokens["attribution"].abs() > abs(attribution)).sum()) + 1
+    text = f"A/N · s·ḡ = {number(attribution)}: number {rank} of {tokens['attribution'].notna().sum()} by size here"
+    if signal is None or noise is None:
+        return [("share of ‖ḡ‖²", text)]
+    parts = f"along other prompts' gradients {number(signal)} + along its own prompt's {number(noise)}"
+    return [("share of ‖ḡ‖²", text), ("signal and noise", f"{parts} = {number(signal + noise)}")]

@@ -12,17 +12,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.prompts import ends_elsewhere
-from otb_analysis.figures.token_colors import ColorScale, color_levels, color_scale
-from otb_analysis.figures.token_columns import LOW, RATIOS, SIGNED
+from otb_analysis.figures.rollouts import ends_elsewhere
+from otb_analysis.figures.theme import RULE, TEMPLATE
+from otb_analysis.figures.token_columns import LOW, RATIOS, SIGNED, ColorScale, color_levels, color_scale
 from otb_analysis.types import Float, Float32, Int
 
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 SPECIAL = re.compile(r"<\|[^<>]{1,60}\|>|</?(s|pad|eos|bos|unk|mask|end|think|\w{1,20}_of_\w{1,20})>|\[[A-Z]{2,8}\]")
 """Tokens that a tokenizer adds to text: ends, roles, padding."""
+SHAPELESS, JOINERS = ("Cc", "Cf", "Cs", "Zl", "Zp"), "\u200d\ufe0f"
+"""Categories of characters that show nothing or rearrange others, and those of them that hold emoji together."""
 LONGEST = 240
 """Characters of one token that are shown."""
 
@@ -77,19 +80,16 @@ class TokensInfo:
 def visible(text: str, flowing: bool = False) -> str:
     """Return a token's text with a glyph or a code point for each character that has no shape of its own.
 
-    A `flowing` text keeps the blank before a word, so that a line of tokens reads as prose. Longer texts are cut.
+    These are controls, bidirectional overrides and invisible formatting; joiners inside emoji stay. A `flowing` text
+    keeps the blank before a word, so that a line of tokens reads as prose. Longer texts are cut.
     """
     if text == "":
         return "∅"
-    cut = f"… ({len(text):,} characters)" if len(text) > LONGEST else ""
-    lead = " " if flowing and text[0] == " " and not text[1:2].isspace() and text[1:] else ""
-    shown = text[len(lead) : LONGEST]
-    return lead + "".join(GLYPHS.get(c) or (f"⟨{ord(c):04X}⟩" if _shapeless(c) else c) for c in shown) + cut
-
-
-def _shapeless(character: str) -> bool:
-    """True for controls, bidirectional overrides and invisible formatting; joiners inside emoji stay."""
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\u200d\ufe0f"
+    shown = " " if flowing and text[0] == " " and not text[1:2].isspace() and text[1:] else ""
+    for character in text[len(shown) : LONGEST]:
+        shapeless = unicodedata.category(character) in SHAPELESS and character not in JOINERS
+        shown += GLYPHS.get(character) or (f"⟨{ord(character):04X}⟩" if shapeless else character)
+    return shown + (f"… ({len(text):,} characters)" if len(text) > LONGEST else "")
 
 
 def column_values(tokens: pd.DataFrame, column: str) -> Float:
@@ -129,20 +129,17 @@ def tokens_info(
     if tokens.empty:
         raise InputError("tokens has 0 rows; pass the token rows of one step and one prompt.")
     table: Any = tokens.sort_values(["rollout", "t"])
-    value = column_values(table, column)
+    value, policy = column_values(table, column), _policy(table)
     colors = scale if isinstance(scale, ColorScale) else scale_of(value, column, scale)
-    table = table.assign(_level=color_levels(value, colors), _policy=_policy(table))
+    table = table.assign(_value=value, _level=color_levels(value, colors), _policy=policy)
     facts = {int(row["rollout"]): row for row in rollouts.to_dict("records")}
-    rows = [_row(int(str(r)), part, facts.get(int(str(r)), {})) for r, part in table.groupby("rollout")]
-    order_of = sorted(range(len(rows)), key=lambda i: ORDERS[order](rows[i]))  # equals stay as sampled
-    rows = [rows[i] for i in order_of]
-    starts = np.cumsum([0, *table.groupby("rollout").size()])
-    grid = np.full((len(rows), max(len(r.tokens) for r in rows)), np.nan, dtype=np.float32)
-    exists = grid.copy()
-    for i, which in enumerate(order_of):
-        n = len(rows[i].tokens)
-        grid[i, :n], exists[i, :n] = value[starts[which] : starts[which + 1]], 1
-    missing = int(np.isnan(value[table["_policy"].to_numpy(bool)]).sum())
+    parts = {int(str(rollout)): part for rollout, part in table.groupby("rollout")}
+    rows = sorted((_row(r, part, facts.get(r, {})) for r, part in parts.items()), key=ORDERS[order])
+    grid, exists = np.full((2, len(rows), max(len(row.tokens) for row in rows)), np.nan, dtype=np.float32)
+    for i, row in enumerate(rows):
+        n = len(row.tokens)
+        grid[i, :n], exists[i, :n] = parts[row.rollout]["_value"], 1
+    missing = int(np.isnan(value[policy]).sum())
     below, above = int((value < colors.low).sum()), int((value > colors.high).sum())
     return TokensInfo(column, tuple(rows), grid, exists, colors, missing, below, above)
 
@@ -154,44 +151,29 @@ def _policy(tokens: pd.DataFrame) -> Any:
 def _row(rollout: int, part: Any, facts: dict[Any, Any]) -> RolloutRow:
     texts = part["token"].fillna("").astype(str) if "token" in part else part["token_id"].astype(str)
     shown = {text: visible(text, flowing=True) for text in set(texts)}
+    special = {text for text in shown if text == "" or SPECIAL.fullmatch(text)}
     turns: Int = part["turn"].to_numpy(np.int64) if "turn" in part else np.zeros(len(part), np.int64)
-    columns = zip(part["t"], texts, part["_policy"], turns.tolist(), part["_level"], strict=True)
-    tokens = tuple(
-        Token(int(t), shown[text], text.endswith("\n"), _kind(text, policy), turn, int(level))
-        for t, text, policy, turn, level in columns
-    )
-    reward = _known(facts.get("reward"))
-    parts = tuple(
-        (name.removeprefix("reward_"), value)
-        for name in facts
-        if str(name).startswith("reward_") and (value := _known(facts[name])) is not None
-    )
+    tokens = []
+    for t, text, policy, turn, level in zip(part["t"], texts, part["_policy"], turns, part["_level"], strict=True):
+        kind = "special" if text in special else ""
+        tokens.append(
+            Token(int(t), shown[text], text.endswith("\n"), kind if policy else "tool", int(turn), int(level))
+        )
+    reward, finish = _known(facts.get("reward")), facts.get("finish_reason")
+    paid = {str(n).removeprefix("reward_"): _known(facts[n]) for n in facts if str(n).startswith("reward_")}
+    parts = tuple((name, value) for name, value in paid.items() if value is not None)
     own = parts if len(parts) > 1 or any(value != reward for _, value in parts) else ()
-    finish = facts.get("finish_reason")
+    # A rewarded answer looks wrong where its last number is not the reference's.
+    answer, completion = (x if isinstance(x, str) else None for x in (facts.get("answer"), facts.get("completion")))
+    wrong = ends_elsewhere(answer, completion) if (dict(parts).get("correct", reward) or 0) > 0 else None
     return RolloutRow(
         rollout, reward, own, int(part["_policy"].sum()), finish if isinstance(finish, str) else "",
-        _warning(facts, reward, dict(parts)), tokens,
+        "" if wrong is None else f"rewarded, but ends with {wrong}", tuple(tokens),
     )  # fmt: skip
 
 
-def _kind(text: str, policy: bool) -> str:
-    if not policy:
-        return "tool"
-    return "special" if text == "" or SPECIAL.fullmatch(text) else ""
-
-
-def _warning(facts: dict[Any, Any], reward: float | None, parts: dict[str, float]) -> str:
-    """Return why a rewarded answer looks wrong: its last number is not the reference's."""
-    paid = parts.get("correct", reward)
-    answer, completion = (x if isinstance(x, str) else None for x in (facts.get("answer"), facts.get("completion")))
-    if paid is None or paid <= 0 or (found := ends_elsewhere(answer, completion)) is None:
-        return ""
-    return f"rewarded, but ends with {found}"
-
-
-def _known(value: object) -> float | None:
-    known = None if value is None or value is pd.NA else float(str(value))
-    return None if known is None or known != known else known
+def _known(value: Any) -> float | None:
+    return None if pd.isna(value) else float(value)
 
 
 @dataclass(frozen=True)
@@ -212,40 +194,107 @@ def prompt_head(rollouts: pd.DataFrame, tokens: pd.DataFrame, estimator: str = "
         tokens: Its rows of `tokens`, with the advantages of the estimator that trained.
         estimator: The estimator that trained.
     """
-
-    def text(name: str) -> str:
-        values = [value for value in rollouts[name] if isinstance(value, str)] if name in rollouts else []
-        return values[0] if values else ""
-
-    reward = rollouts["reward"].to_numpy(np.float64, na_value=np.nan) if "reward" in rollouts else np.array([])
-    reward = reward[~np.isnan(reward)]
+    known: Any = rollouts.reindex(columns=["prompt", "answer", "reward"])
+    text, answer = (next((x for x in known[name] if isinstance(x, str)), "") for name in ("prompt", "answer"))
+    reward = known["reward"].dropna().to_numpy(np.float64)
     values, counts = np.unique(reward, return_counts=True)
     if len(values) > 4:
         paid = f"{len(reward)} rewards from {number(values[0])} to {number(values[-1])}, mean {number(reward.mean())}"
     else:
-        paid = ", ".join(
-            f"{n} × {number(v)}" if n > 1 else number(v) for v, n in zip(values[::-1], counts[::-1], strict=True)
-        )
-    names = [str(c) for c in rollouts if str(c).startswith("reward_") and bool(rollouts[c].notna().any())]
-    if len(names) > 1:
-        means = {name: np.nanmean(rollouts[name].to_numpy(np.float64, na_value=np.nan)) for name in names}
-        parts = (f"{name.removeprefix('reward_')} {number(float(mean))}" for name, mean in means.items())
+        pairs = zip(values[::-1], counts[::-1], strict=True)
+        paid = ", ".join(f"{n} × {number(value)}" if n > 1 else number(value) for value, n in pairs)
+    means: Any = rollouts.filter(regex="^reward_").astype(float).mean().dropna()
+    if len(means) > 1:
+        parts = (f"{name.removeprefix('reward_')} {number(mean)}" for name, mean in means.items())
         paid += f" (means of parts: {', '.join(parts)})"
-    return PromptHead(text("prompt"), text("answer"), paid, _equal(reward, tokens, estimator))
+    equal = ""
+    if len(reward) > 1 and len(values) == 1:
+        equal = f"All {len(reward)} rewards are {number(float(reward[0]))}"
+        equal += _moved(tokens, 1e-6 * max(1.0, abs(reward[0])), estimator or "the estimator that trained")
+    return PromptHead(text, answer, paid, equal)
 
 
-def _equal(reward: Float, tokens: pd.DataFrame, estimator: str) -> str:
-    if len(reward) < 2 or np.ptp(reward) > 0:
-        return ""
-    same = f"All {len(reward)} rewards are {number(float(reward[0]))}"
-    stored: Any = tokens["advantage"] if "advantage" in tokens else pd.Series(dtype=float)
-    advantage = np.abs(stored.dropna().to_numpy(np.float64))
-    if not len(advantage):
-        return f"{same}: no gradient here with a baseline from this group."
-    moved = advantage > 1e-6 * max(1.0, float(np.abs(reward[0])))
-    if not moved.any():
-        return f"{same}: no gradient here."
-    return (
-        f"{same}, yet {int(moved.sum()):,} of {len(advantage):,} tokens have an advantage under "
-        f"{estimator or 'the estimator that trained'}, up to {number(float(advantage.max()))}."
+def _moved(tokens: pd.DataFrame, least: float, estimator: str) -> str:
+    """Say what equal rewards mean for the gradient: an advantage above `least` still moves a token."""
+    advantage = tokens.reindex(columns=["advantage"]).abs().dropna().to_numpy(np.float64)
+    if not advantage.size:
+        return ": no gradient here with a baseline from this group."
+    if not (moved := int((advantage > least).sum())):
+        return ": no gradient here."
+    largest = number(float(advantage.max()))
+    return f", yet {moved:,} of {advantage.size:,} tokens have an advantage under {estimator}, up to {largest}."
+
+
+UNKNOWN = "rgba(125, 130, 140, 0.35)"
+CELLS, ACROSS = 6000, 400
+"""Most cells of the heatmap, and most of them in a row: more than that cannot be told apart or clicked."""
+
+
+@dataclass(frozen=True)
+class GridInfo:
+    """The cells of the heatmap; each holds `width` tokens and shows the one that stands out most."""
+
+    values: Float32  # [rollouts, cells], NaN where nothing was measured
+    unknown: Float32  # 1 where there is a token but no value, NaN elsewhere [rollouts, cells]
+    token: Int  # Index of the token shown [rollouts, cells]; the first of the cell where none was measured
+    width: int
+
+
+def grid_info(info: TokensInfo) -> GridInfo:
+    """Put the tokens of each rollout into cells; a cell shows its value furthest from the scale's quiet end."""
+    n, length = info.values.shape
+    width = -(-length // min(ACROSS, max(1, CELLS // n)))
+    cells = -(-length // width)
+    pad = ((0, 0), (0, cells * width - length))
+    values, exists = (
+        np.pad(x, pad, constant_values=np.nan).reshape(n, cells, width) for x in (info.values, info.exists)
     )
+    loud = -values if info.scale.backward else values
+    if info.scale.diverging:
+        loud = np.abs(np.log(np.maximum(values, 1e-300)) if info.scale.log else values)
+    apart = np.where(np.isnan(values), -np.inf, loud)
+    best = apart.argmax(axis=2)
+    shown = np.take_along_axis(values, best[:, :, None], axis=2)[:, :, 0]
+    there = ~np.isnan(exists).all(axis=2)
+    unknown = np.where(there & np.isnan(shown), 1, np.nan).astype(np.float32)
+    return GridInfo(shown, unknown, np.arange(cells) * width + best, width)
+
+
+def plot_tokens(info: TokensInfo, title: str = "", chosen: tuple[int, int] | None = None) -> go.Figure:
+    """Draw the grid; gaps are tokens that do not exist, grey ones were not measured.
+
+    The points over the cells cannot be seen: a click selects points, and a heatmap has none. Their data are rollout, t.
+    """
+    grid, title = grid_info(info), title or info.column
+    figure = go.Figure(layout={"template": TEMPLATE})
+    x = np.arange(grid.values.shape[1]) * grid.width + (grid.width - 1) / 2
+    names = [f"rollout {row.rollout}" for row in info.rollouts]
+    gap = 1 if len(x) <= ACROSS // 2 else 0
+    where = {"x": x, "y": names, "xgap": gap, "ygap": 2, "hoverongaps": False, "hoverinfo": "skip"}
+    figure.add_heatmap(z=grid.unknown, colorscale=[UNKNOWN, UNKNOWN], showscale=False, **where)
+    ticks = np.linspace(0, 1, 5)
+    figure.add_heatmap(
+        z=info.scale.position(grid.values).astype(np.float32), zmin=0, zmax=1, colorscale=info.scale.stops, **where,
+        colorbar={
+            "thickness": 10, "title": {"text": title, "side": "right", "font": {"size": 12}},
+            "tickvals": ticks, "ticktext": [number(value) for value in info.scale.values(ticks)],
+        },
+    )  # fmt: skip
+    cells = [(i, k) for i, row in enumerate(info.rollouts) for k in range(-(-len(row.tokens) // grid.width))]
+    figure.add_scatter(
+        x=[x[k] for _, k in cells], y=[names[i] for i, _ in cells], mode="markers", showlegend=False,
+        customdata=[(info.rollouts[i].rollout, info.rollouts[i].tokens[grid.token[i, k]].t) for i, k in cells],
+        text=[number(float(grid.values[i, k])) for i, k in cells],
+        marker={"opacity": 0, "size": 14, "symbol": "square"},
+        hovertemplate="%{y}, t = %{customdata[1]}<br>" + title + " <b>%{text}</b><extra></extra>",
+    )  # fmt: skip
+    for i, row in enumerate(info.rollouts):
+        for position in (j for j, token in enumerate(row.tokens) if (row.rollout, token.t) == chosen):
+            figure.add_scatter(
+                x=[x[position // grid.width]], y=[names[i]], mode="markers", showlegend=False, hoverinfo="skip",
+                marker={"symbol": "square-open", "size": 16, "color": RULE, "line": {"width": 3}},
+            )  # fmt: skip
+    figure.update_xaxes(title_text="position t in the completion (tokens)", showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    height = 130 + 24 * len(info.rollouts)
+    return figure.update_layout(height=height, margin={"l": 90, "t": 16}, clickmode="event+select", hoverdistance=-1)

@@ -11,12 +11,12 @@ parameters in scope, without 1/N and without an advantage factor.
 | `sketch_score_norms`                          | ‖s_t‖² estimated, with standard errors       | sketched, exact  |
 | `gradient_sketch`, `count_sketch`             | short vectors with the inner products of g_p | sketched         |
 | `sketched_group_gram`                         | ⟨g_p, g_p'⟩ from those                       | sketched, groups |
-| `sampled_score_norms`                         | ‖s_t‖² of randomly drawn tokens              | sampled, exact   |
-| `gradient_attribution`, `signal_noise`        | each token's share of ‖ḡ‖²                   | directional      |
-| `batch_gradient`                              | ḡ, as a direction for the attribution        | directional      |
+| `sampled_score_norms`                         | ‖s_t‖² of randomly drawn tokens              | sampled.py       |
+| `gradient_attribution`, `signal_noise`        | each token's share of ‖ḡ‖²                   | attribution.py   |
+| `batch_gradient`                              | ḡ, as a direction for the attribution        | attribution.py   |
 
 Every function starts from `batch`, which checks the arguments and strips the padding. A folder imports only from those
-above it: batch · exact · groups, manual, directional, sampled · sketched.
+above it: batch · exact · manual · groups · sketched; the room's own files stand above them all.
 """
 
 import logging
@@ -28,22 +28,29 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
-from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, Weights, check_group, check_weights, restricted
-from otb_analysis.gradients.batch.memory import free_bytes, gibibytes, memory_bytes
-from otb_analysis.gradients.batch.per_rollout import Asked, Norms
+from otb_analysis.gradients.attribution import batch_gradient, gradient_attribution, signal_noise
+from otb_analysis.gradients.batch.inputs import (
+    Batch,
+    ScoreBatch,
+    Weights,
+    check_group,
+    check_weights,
+    free_bytes,
+    gibibytes,
+    measured,
+    memory_bytes,
+    restricted,
+)
+from otb_analysis.gradients.batch.layout import distinct, distinct_rollouts
 from otb_analysis.gradients.batch.soft import SoftTokens
-from otb_analysis.gradients.batch.tree import distinct, distinct_rollouts
-from otb_analysis.gradients.batch.widening import measured
-from otb_analysis.gradients.directional.attribution import batch_gradient, gradient_attribution, signal_noise
 from otb_analysis.gradients.exact import generic, reference
+from otb_analysis.gradients.exact.reference import Asked, Norms
 from otb_analysis.gradients.exact.verdicts import first_told
 from otb_analysis.gradients.groups import group_gram
 from otb_analysis.gradients.manual import fast
-from otb_analysis.gradients.sampled.sampled import sampled_score_norms
-from otb_analysis.gradients.sketched.group_gram import sketched_group_gram
-from otb_analysis.gradients.sketched.hashing import count_sketch
+from otb_analysis.gradients.sampled import sampled_score_norms
 from otb_analysis.gradients.sketched.score_sketch import sketch_score_norms
-from otb_analysis.gradients.sketched.sketch import gradient_sketch
+from otb_analysis.gradients.sketched.sketch import count_sketch, gradient_sketch, sketched_group_gram
 from otb_analysis.types import Float, Int, ScoreNorms
 
 __all__ = [

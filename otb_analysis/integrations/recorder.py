@@ -92,7 +92,8 @@ class RolloutRecorder:
     def _rows(
         self, prompts: list[Any], completions: list[Any], completion_ids: list[Any] | None, kwargs: Any, trainer: Any
     ) -> list[dict[str, Any]]:
-        columns = {name: values for name, values in kwargs.items() if name not in PASSED and _one_each(values, prompts)}
+        listed = {name: values for name, values in kwargs.items() if name not in PASSED and isinstance(values, list)}
+        columns = {name: values for name, values in listed.items() if len(values) == len(prompts)}
         weights = self._weights(trainer)
         rows = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -147,10 +148,6 @@ def _from_all_processes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, rows)
     return [row for part in parts for row in part]
-
-
-def _one_each(values: Any, prompts: list[Any]) -> bool:
-    return isinstance(values, list) and len(values) == len(prompts)
 
 
 def _text(completion: Any) -> tuple[str, int]:

@@ -22,14 +22,12 @@ from otb_analysis.integrations.trl_batch import (
     GatheredBatch,
     drafts_of,
     evaluating,
-    gather_all,
     gathered_batch,
+    load_trl,
     local_rows,
     scored,
 )
-from otb_analysis.integrations.trl_version import load_trl
-from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.measurement.summary import summarize
+from otb_analysis.measurement.measurer import GradientMeasurer, summarize
 from otb_analysis.measurement.table import rollout_rows, token_rows
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
@@ -121,6 +119,8 @@ class OTBGRPOTrainer(Trainer):
             InputError: The batch holds images, or tool tokens that the estimator does not take.
             NonFiniteError: A logit is not finite.
         """
+        from accelerate.utils import gather_object  # of an extra, which TRL brings
+
         batch = super()._generate_and_score_completions(inputs)
         if "pixel_values" in batch:
             raise InputError("the batch holds images, which our forward pass does not read; train with GRPOTrainer.")
@@ -137,29 +137,24 @@ class OTBGRPOTrainer(Trainer):
         if training and self._log is not None:
             self._log.release(self._update_scalars())
         like = batch["completion_ids"]
-        whole = self._gathered(gather_all(local), self.num_generations if training else self.num_generations_eval)
+        by_function = self._rewards_by_function.double().cpu().numpy()
+        weighted = np.nansum(by_function * self.reward_weights.double().cpu().numpy(), axis=1)
+        rewards = np.where(np.isnan(by_function).all(axis=1), np.nan, weighted)
+        parts = {name: by_function[:, k] for k, name in enumerate(self.reward_func_names)}
+        group_size = self.num_generations if training else self.num_generations_eval
+        whole = gathered_batch(gather_object(local), rewards, parts, group_size, self._tokenizer)
         if whole is None:
             message = f"step {self.state.global_step}: no rollout has a reward and a token to train on"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             return batch | {"advantages": torch.zeros_like(like, dtype=torch.float32)}
-        trained = self._advantages(whole)
+        given = replace(whole.table.inputs(whole.table.stats.energy), state=self._remembered)
+        trained = estimate(self._estimator, given, self._options)
         if training:
             if self._log is not None:
                 self._log.keep(step, lambda: self._tables(step, whole, trained, seconds))
             self._remembered = trained.state
         first = self.accelerator.process_index * len(like)
         return batch | {"advantages": local_rows(trained.advantage, whole, first, like)}
-
-    def _gathered(self, every: list[Any], size: int) -> GatheredBatch | None:
-        by_function = self._rewards_by_function.double().cpu().numpy()
-        weighted = np.nansum(by_function * self.reward_weights.double().cpu().numpy(), axis=1)
-        rewards = np.where(np.isnan(by_function).all(axis=1), np.nan, weighted)
-        parts = {name: by_function[:, k] for k, name in enumerate(self.reward_func_names)}
-        return gathered_batch(every, rewards, parts, size, self._tokenizer)
-
-    def _advantages(self, whole: GatheredBatch) -> Estimate:
-        inputs = replace(whole.table.inputs(whole.table.stats.energy), state=self._remembered)
-        return estimate(self._estimator, inputs, self._options)
 
     def _tables(self, step: int, whole: GatheredBatch, trained: Estimate, seconds: dict[str, float]) -> StepTables:
         """Return everything to store of a step; measuring happens here, on the main process alone."""

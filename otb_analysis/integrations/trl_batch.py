@@ -1,12 +1,15 @@
-"""What TRL's trainer holds of a generated batch, as our rollouts: gathered over processes, rewarded, ready to measure.
+"""What stands between TRL's trainer and our rollouts: its version, and its batch as our rollouts.
 
 Every process scores its own rows. Then all processes know all rows, since a group can span processes.
 """
 
 import hashlib
+import importlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -14,13 +17,43 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from otb_analysis.errors import InputError
+from otb_analysis.extras import require
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass, forward_pass
 from otb_analysis.measurement.table import TokenTable, token_table
-from otb_analysis.rollouts.drafts import draft_of
 from otb_analysis.rollouts.models import special_id
-from otb_analysis.rollouts.sampling import Draft, Rollouts, collate
+from otb_analysis.rollouts.sampling import Draft, Rollouts, collate, draft_of
 from otb_analysis.tasks import Prompt
 from otb_analysis.types import Bool, Float, LogitStats
+
+FIRST, BEYOND = (1, 16), (1, 17)
+"""The versions that the contract test ran with: from the first, and below the second; as the extra `trl` pins."""
+
+
+def load_trl() -> Any:
+    """Return the package trl.
+
+    Raises:
+        InputError: It is not installed, or in a version that the contract test did not run with.
+    """
+    require("trl", "OTBGRPOTrainer")
+    refuse_version(version("trl"))
+    return importlib.import_module("trl")
+
+
+def refuse_version(installed: str) -> None:
+    """Raise where a version of TRL lies outside the tested ones.
+
+    Raises:
+        InputError: It does.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    if numbers is None or not FIRST <= (int(numbers[1]), int(numbers[2])) < BEYOND:
+        raise InputError(
+            f"trl {installed} is installed, but OTBGRPOTrainer overrides methods that change between versions and is "
+            "tested with trl>=1.16,<1.17 only; pip install 'trl>=1.16,<1.17', or use RolloutRecorder, which takes "
+            "others."
+        )
 
 
 @dataclass(frozen=True)
@@ -114,8 +147,12 @@ def gathered_batch(
     if not len(rows):
         return None
     labels, group = np.unique(rows // size, return_inverse=True)  # groups without a kept rollout have no number
-    prompts = tuple(_prompt(drafts[label * size], tokenizer) for label in labels.tolist())
-    rollouts = collate([drafts[n] for n in rows.tolist()], prompts, group, special_id(tokenizer, "pad"))
+    prompts = list[Prompt]()
+    for label in labels.tolist():
+        ids = drafts[label * size].ids[: drafts[label * size].prompt_length]
+        name = hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+        prompts.append(Prompt(name, str(tokenizer.decode(ids)), answer=""))
+    rollouts = collate([drafts[n] for n in rows.tolist()], tuple(prompts), group, special_id(tokenizer, "pad"))
     reward = np.zeros(rollouts.mask.shape)
     last = rollouts.mask.shape[1] - 1 - rollouts.mask[:, ::-1].argmax(axis=1)
     reward[np.arange(len(rows)), last] = rewards[rows]
@@ -130,11 +167,6 @@ def gathered_batch(
     return GatheredBatch(rollouts, table, kept)
 
 
-def _prompt(draft: Draft, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    ids = draft.ids[: draft.prompt_length]
-    return Prompt(hashlib.sha256(repr(ids).encode()).hexdigest()[:16], str(tokenizer.decode(ids)), answer="")
-
-
 def local_rows(values: Float, batch: GatheredBatch, first: int, like: Tensor) -> Tensor:
     """Return numbers of the kept rollouts [n, T] as this process's [B, T'] of TRL, zero where nothing was kept.
 
@@ -144,10 +176,3 @@ def local_rows(values: Float, batch: GatheredBatch, first: int, like: Tensor) ->
     out[batch.kept, : values.shape[1]] = values
     local = out[first : first + len(like), : like.shape[1]]
     return torch.as_tensor(local, dtype=torch.float32, device=like.device)
-
-
-def gather_all(rows: list[Any]) -> list[Any]:
-    """Return the entries of all processes, in the order of their ranks."""
-    from accelerate.utils import gather_object
-
-    return gather_object(rows)

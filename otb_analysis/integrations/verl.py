@@ -4,7 +4,7 @@
 Names that weigh by energy need Σπ², which `integrations.verl_trainer` delivers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -74,7 +74,8 @@ def advantages(
     reward = at_policy_tokens(token_level_rewards.detach().double().cpu().numpy(), mask)
     group = np.unique(np.asarray(index).astype(str), return_inverse=True)[1]
     inputs = EstimatorInputs(reward, mask, group, energy=energy, turn=turns(mask))
-    result = estimate(name, inputs, options_from_dict(name, _options(config)))
+    options = config.get("otb_analysis", None) if config is not None else None  # verl's `algorithm` section
+    result = estimate(name, inputs, options_from_dict(name, dict(options or {})))
     returns = returns_to_go(reward, mask)
     advantage, returns = (torch.from_numpy(x).to(token_level_rewards) for x in (result.advantage, returns))
     return advantage, returns
@@ -96,12 +97,6 @@ def turns(mask: Bool) -> Int:
     """Return the turn of each token, counting the policy's stretches from 0 [N, T]."""
     starts = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
     return np.maximum(np.cumsum(starts, axis=1) - 1, 0)
-
-
-def _options(config: Any) -> Mapping[str, Any]:
-    """Return the table `algorithm.otb_analysis` of verl's configuration, empty where there is none."""
-    table = config.get("otb_analysis", None) if config is not None else None
-    return {} if table is None else dict(table)
 
 
 for _name in REGISTERED:

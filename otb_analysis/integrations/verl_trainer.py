@@ -6,7 +6,6 @@ for verl 0.9.1 and tested with stubs for its workers and its queue; it was not r
 
 from typing import Any
 
-import torch
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer, trainer_base  # pyright: ignore[reportMissingImports]
 
 from otb_analysis.errors import InputError
@@ -49,14 +48,10 @@ class OTBTrainerSync(PPOTrainerSync):
                 "actor_rollout_ref.actor.strategy to one of these."
             )
         sums = trainer_base.response_from_nested(sums, data["response_mask"])
-        energy = proxy_energy(*(padded(x) for x in (data["old_log_probs"], sums)))
+        # Nested tensors of rows, as arrays with zeros behind each row [N, T].
+        energy = proxy_energy(*(x.to_padded_tensor(0.0).double().cpu().numpy() for x in (data["old_log_probs"], sums)))
         with delivered_energy(energy):
             return super()._compute_advantage(batch, metrics)
-
-
-def padded(nested: torch.Tensor) -> Any:
-    """Return a nested tensor of rows as a float64 array with zeros behind each row [N, T]."""
-    return nested.to_padded_tensor(0.0).double().cpu().numpy()
 
 
 def refuse(config: Any) -> None:

@@ -1,8 +1,9 @@
-"""Forward passes over rollouts: log-probabilities with their graph, and everything the level `forward` measures."""
+"""Forward passes over rollouts, cut to fit into memory: log-probabilities with their graph, and the level `forward`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,10 +14,13 @@ from otb_analysis.devices import widenable
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.soft import drawn_logprobs, soft_inputs
 from otb_analysis.logit_stats import logit_stats
-from otb_analysis.rollouts.models import chosen_states
-from otb_analysis.rollouts.prefix_cache import PrefixCache
+from otb_analysis.phases import advance, count_to
+from otb_analysis.rollouts.models import chosen_states, output_layer
+from otb_analysis.rollouts.prefix_cache import PrefixCache, read_prompts, supports_prefix_cache
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int, LogitStats
+
+T = TypeVar("T")
 
 
 class NonFiniteScore(NonFiniteError):
@@ -73,16 +77,12 @@ class ForwardPass:
         return cls(logprob, hidden, mask, LogitStats(**stats))
 
 
-def stacked(parts: Sequence[Tensor], width: int) -> Tensor:
-    """Concatenate [n, T', ...] along the first axis after widening each to T columns of zeros."""
-    rest = parts[0].shape[2:]
-    return torch.cat([torch.cat([x, x.new_zeros(len(x), width - x.shape[1], *rest)], dim=1) for x in parts])
-
-
 def _in_order(parts: Sequence[Tensor], rollouts: Rollouts, rows: Sequence[Int]) -> Tensor:
     """Put passes [n, T', ...] together as [N, T, ...] in the order of the rollouts."""
+    rest, width = parts[0].shape[2:], rollouts.width
+    widened = [torch.cat([x, x.new_zeros(len(x), width - x.shape[1], *rest)], dim=1) for x in parts]
     back = torch.as_tensor(np.argsort(np.concatenate(rows)), device=parts[0].device)
-    return stacked(parts, rollouts.width)[back]
+    return torch.cat(widened)[back]
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,25 @@ def forward_pass(
         logits, hidden = view.policy_tokens(model, prompts)
     targets = view.targets[view.mask]
     logprob = drawn_logprobs(_cooled(logits, temperature), targets, rollouts.soft, model)
+    soft = None if rollouts.soft is None else rollouts.soft.among(targets)
     if wanted.observe is not None:
         row, token = view.mask.nonzero(as_tuple=True)
         wanted.observe(PolicyLogits(logits.detach(), hidden, targets, row, token, rollouts, temperature))
     with wanted.timed():
-        if rollouts.soft is None:
-            stats = _stats(logits.detach(), hidden, targets, view.mask, temperature)
-        else:
-            soft = rollouts.soft.among(targets)
-            stats = _stats(logits.detach(), hidden, targets.masked_fill(soft, 0), view.mask, temperature)
-            stats = _of_drawn_tokens(stats, view.placed(soft), view.placed(logprob.detach()))
+        ids = targets if soft is None else targets.masked_fill(soft, 0)
+        stats = logit_stats(logits.detach(), token_ids=ids, temperature=temperature)
+        norm_sq = widenable(hidden.float()).square().sum(-1, dtype=torch.float64).cpu().numpy()
+        columns = {field.name: getattr(stats, field.name) for field in fields(LogitStats)} | {"hidden_norm_sq": norm_sq}
+        if soft is not None:  # soft tokens have their log-density, and nothing of what a drawn token has
+            here, density = soft.cpu().numpy(), logprob.detach().cpu().double().numpy()
+            columns = {name: np.where(here, np.nan, x) for name, x in columns.items()}
+            columns |= {"logprob": np.where(here, density, stats.logprob), "hidden_norm_sq": norm_sq}
+        inside = view.mask.cpu().numpy()
+        whole = {name: np.zeros(inside.shape) for name in columns}
+        for name, values in columns.items():
+            whole[name][inside] = values
         kept = view.placed(hidden if wanted.hidden else hidden[:, :0])
-    return ForwardPass(view.placed(logprob), kept, view.mask, stats)
+    return ForwardPass(view.placed(logprob), kept, view.mask, LogitStats(**whole))
 
 
 def completion_logprobs(
@@ -232,21 +239,96 @@ def _cooled(logits: Tensor, temperature: float) -> Tensor:
     return scaled if temperature == 1 else scaled / temperature
 
 
-def _of_drawn_tokens(stats: LogitStats, soft: Tensor, logprob: Tensor) -> LogitStats:
-    """Return statistics [N, T] in which soft tokens have their log-density and none of what a drawn token has: NaN."""
-    here = soft.cpu().numpy()
-    whole = {field.name: np.where(here, np.nan, getattr(stats, field.name)) for field in fields(LogitStats)}
-    density = np.where(here, logprob.cpu().double().numpy(), stats.logprob)
-    return LogitStats(**whole | {"logprob": density, "hidden_norm_sq": stats.hidden_norm_sq})
+POSITIONS, LOGIT_BYTES = 1 << 14, 1 << 30
+"""Default limits of a micro-batch: padded positions, and bytes of float32 logits."""
+SHORT = 1 << 11
+"""Padded positions of one pass on a CPU; activations of more do not stay in its cache."""
 
 
-def _stats(logits: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> LogitStats:
-    """Return the statistics [N, T] of the policy tokens [K, ...]; entries outside the mask are zero."""
-    stats = logit_stats(logits, token_ids=targets, temperature=temperature)
-    norm_sq = widenable(hidden.float()).square().sum(-1, dtype=torch.float64).cpu().numpy()
-    columns = {field.name: getattr(stats, field.name) for field in fields(LogitStats)} | {"hidden_norm_sq": norm_sq}
-    inside = mask.cpu().numpy()
-    whole = {name: np.zeros(inside.shape) for name in columns}
-    for name, values in columns.items():
-        whole[name][inside] = values
-    return LogitStats(**whole)
+@torch.no_grad()
+def forward_statistics(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    temperature: float,
+    size: int = 0,
+    observe: Callable[[PolicyLogits], None] | None = None,
+) -> ForwardPass:
+    """Score a batch with every statistic of the level `forward`, in passes of at most `size` rollouts, without a graph.
+
+    `size` 0 takes what fits into memory. `observe` is called with the logits of every pass.
+
+    Raises:
+        NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
+    """
+    wanted = ForwardOutputs(hidden=False, observe=observe)
+
+    def score(part: Rollouts, prompts: PrefixCache | None) -> ForwardPass:
+        return forward_pass(model, part, temperature, prompts, wanted)
+
+    parts, passes = micro_batches(model, rollouts, size), []
+    count_to(len(rollouts.group), "rollout")
+    for rows, output in in_passes(model, rollouts, parts, supports_prefix_cache(model), score):
+        passes.append((rows, output))
+        advance(len(rows))
+    return ForwardPass.concatenate([output for _, output in passes], rollouts, [rows for rows, _ in passes])
+
+
+def micro_batches(model: PreTrainedModel, rollouts: Rollouts, size: int = 0, rows: Int | None = None) -> list[Int]:
+    """Cut a batch, or some rows of it, into parts of `size` rollouts; 0 takes what fits into memory."""
+    index = np.arange(len(rollouts.group)) if rows is None else rows
+    vocabulary = next(output_layer(model).parameters()).shape[0]
+    fits = min(POSITIONS, LOGIT_BYTES // (4 * vocabulary)) // max(rollouts.input_ids.shape[1], 1)
+    size = size or max(1, fits)
+    return [index[start : start + size] for start in range(0, len(index), size)]
+
+
+def in_passes(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    parts: Sequence[Int],
+    shares: bool | None,
+    score: Callable[[Rollouts, PrefixCache | None], T],
+) -> Iterator[tuple[Int, T]]:
+    """Cut micro-batches of a batch into passes, and yield each pass's rollouts and what `score` makes of them.
+
+    Prompts are read once where the model `shares` them; None takes each micro-batch as one pass. An error names the
+    rollout by its number in the batch.
+    """
+    for rows in parts:
+        part = rollouts.take(rows)
+        prompts = read_prompts(model, part) if shares else None
+        length = part.attention_mask.sum(axis=1) if prompts is None else part.completion_length
+        for some in [np.arange(len(rows))] if shares is None else short_passes(length, model.device):
+            # A completion of one token needs no position after the prompt.
+            cached = None if prompts is None or part.completion_length[some].max() <= 1 else prompts.take(some)
+            try:
+                yield rows[some], score(part.take(some), cached)
+            except NonFiniteScore as error:
+                raise NonFiniteScore(int(rows[some][error.row]), error.token) from error
+
+
+def short_passes(length: Int, device: torch.device) -> list[Int]:
+    """Cut a batch into passes of rollouts of like length [N], shortest first: little padding, and a warm CPU cache.
+
+    There are as few passes as `SHORT` allows, because each has a fixed cost; then the largest is as small as possible.
+    A GPU takes the batch as it is.
+    """
+    if device.type != "cpu":
+        return [np.arange(len(length))]
+    order = np.argsort(length, kind="stable")
+    low, high = 0, SHORT
+    fewest = len(_passes(length, order, high))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_passes(length, order, middle)) == fewest else (middle, high)
+    return _passes(length, order, high)
+
+
+def _passes(length: Int, order: Int, most: int) -> list[Int]:
+    """Fill one pass after the other, in this order, with at most `most` padded positions; a longer rollout is alone."""
+    cuts, first = [], 0
+    for i, positions in enumerate(length[order].tolist()):
+        if i > first and (i + 1 - first) * positions > most:
+            cuts.append(i)
+            first = i
+    return np.split(order, cuts)

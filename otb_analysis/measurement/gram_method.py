@@ -1,20 +1,19 @@
 """Whether a step's Gram matrix is exact or estimated from count sketches: whichever memory and time allow."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedModel
 
-from otb_analysis.gradients.batch.inputs import ScoreBatch
-from otb_analysis.gradients.batch.memory import memory_bytes
+from otb_analysis.gradients.batch.inputs import ScoreBatch, memory_bytes
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.gradients.exact.gram import GRADIENT_BYTES
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.blocks import structure_of
 from otb_analysis.gradients.groups.layered import INPUT_BYTES
-from otb_analysis.gradients.groups.predictions import LOGIT_BYTES, SLICE_BYTES
+from otb_analysis.gradients.groups.vocabulary import LOGIT_BYTES, SLICE_BYTES
 from otb_analysis.gradients.sketched.sketch import KEPT
 from otb_analysis.measurement.level import positions, read_once
 from otb_analysis.rollouts.models import output_layer
@@ -73,7 +72,10 @@ def gram_method(
     """
     prompts = len(np.unique(rollouts.group[rows]))
     each = min(PER_ROLLOUT * round(int(rows.sum()) / max(prompts, 1)), MOST)
-    sketched = _sketched(model, each, prompts, scope)
+    # A sketch holds the bucket of every parameter, float64 sums of one prompt's gradients, and all sketches.
+    entries = sum(p.numel() for p in select_scope(model, scope).tensors)
+    memory = (4 * entries if entries <= KEPT else 0) + each * DIM * (8 + 4 * prompts)
+    sketched = GramMethod(DIM, memory, SKETCHED, "it was asked for")
     if wanted == "sketch":
         return sketched
     exact = _exact(model, rollouts, rows, each, scope)
@@ -82,14 +84,7 @@ def gram_method(
         return exact
     too_large = f"an exact one would hold {exact.memory / 1e9:.1f} GB, of {2 * most / 1e9:.1f}"
     too_slow = f"an exact one would take {exact.passes / SKETCHED:.0f} times as long"
-    return GramMethod(sketched.dim, sketched.memory, sketched.passes, too_large if exact.memory > most else too_slow)
-
-
-def _sketched(model: PreTrainedModel, each: int, prompts: int, scope: str) -> GramMethod:
-    """The bucket of every parameter, float64 sums of one prompt's gradients, `each` of them, and all sketches."""
-    entries = sum(p.numel() for p in select_scope(model, scope).tensors)
-    buckets = 4 * entries if entries <= KEPT else 0
-    return GramMethod(DIM, buckets + each * DIM * (8 + 4 * prompts), SKETCHED, "it was asked for")
+    return replace(sketched, reason=too_large if exact.memory > most else too_slow)
 
 
 def _exact(model: PreTrainedModel, rollouts: Rollouts, rows: Bool, each: int, scope: str) -> GramMethod:

@@ -1,18 +1,34 @@
-"""What every level of measuring is: one class that holds all of it, what it measures and its cost.
+"""The levels of measuring beyond exact norms: one class that holds all of each, what it measures and its cost.
 
-All numbers are per completion token [N, T]; NaN where nothing is known.
+`sampled` gives exact norms of drawn tokens, `sketch` estimated norms of whole groups, `attribution` every token's share
+of ‖ḡ‖², `contrast` which tokens right rollouts write. All numbers are per completion token [N, T]; NaN where nothing is
+known.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from otb_analysis.measurement.table import TokenTable
-from otb_analysis.measurement.tokens import TokenMeasurements
+from otb_analysis.config import AttributionSchedule, ContrastSchedule, SampledSchedule, SketchSchedule
+from otb_analysis.custom import import_attribute, is_custom
+from otb_analysis.energies import calibrate
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.gradients import (
+    gradient_attribution,
+    sampled_score_norms,
+    signal_noise,
+    sketch_score_norms,
+    token_score_norms,
+)
+from otb_analysis.measurement.table import DrawnTokens, TokenMeasurements, TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Bool, Float, Int
 
@@ -96,3 +112,298 @@ def read_once(rollouts: Rollouts, rows: Bool) -> float:
     _, first = np.unique(rollouts.group[index], return_index=True)
     again = rollouts.prompt_length[index].sum() - rollouts.prompt_length[index[first]].sum()
     return 1.0 - float(again) / max(positions(rollouts, rows), 1)
+
+
+FEWEST = 4
+"""Right rollouts, and wrong ones, that a copy is fitted on at least."""
+AT_ONCE = 4
+"""Rollouts whose logits are in memory together, twice."""
+_IGNORED = -100
+_PASS = 1 / 3
+"""A forward pass, in forward and backward passes."""
+
+
+def token_contrast(right: Tensor, wrong: Tensor, token_id: Tensor) -> Tensor:
+    """Return softmax(2z₊ − z₋)[y] of logits z₊, z₋ [..., V] and tokens [...], in float64.
+
+    A constant added to either copy's logits changes nothing, so log-probabilities do as well.
+    """
+    mixed = torch.log_softmax(2 * right.double() - wrong.double(), dim=-1)
+    return mixed.gather(-1, token_id[..., None])[..., 0].exp()
+
+
+def halves(group: Int, right: Bool, shift: int = 0) -> Int:
+    """Deal each group's right rollouts and its wrong ones in turn into halves 0 and 1, and return each one's half [N].
+
+    An odd one out goes to the half that `shift` and its group choose, so that no half gets them all.
+    """
+    half = np.zeros(len(group), dtype=np.int64)
+    for number, g in enumerate(np.unique(group)):
+        for kind in (right, ~right):
+            rows = np.flatnonzero((group == g) & kind)
+            half[rows] = (np.arange(len(rows)) + number + shift) % 2
+    return half
+
+
+def fitted_rows(group: Int, right: Bool, half: Int, number: int) -> tuple[Int, Int]:
+    """Return the right and the wrong rollouts of one half, of groups that have both in it.
+
+    Raises:
+        InputError: There are fewer than `FEWEST` of either.
+    """
+    inside = half == number
+    both = np.intersect1d(group[inside & right], group[inside & ~right])
+    rows = [np.flatnonzero(inside & np.isin(group, both) & kind) for kind in (right, ~right)]
+    if min(map(len, rows)) < FEWEST:
+        raise InputError(
+            f"a half of these rollouts has {len(rows[0])} right and {len(rows[1])} wrong answers to prompts with both, "
+            f"and a contrast takes {FEWEST} of each; take more prompts or larger groups, or a threshold between the "
+            "rewards."
+        )
+    return rows[0], rows[1]
+
+
+def contrasts(model: PreTrainedModel, rollouts: Rollouts, right: Bool, plan: ContrastSchedule, seed: int) -> Float:
+    """Return the contrast of every policy token [N, T], NaN elsewhere; the model and the random state stay as they are.
+
+    `right` [N] tells the right rollouts from the wrong ones.
+
+    Raises:
+        InputError: A half has too few right or wrong rollouts to fit a copy.
+    """
+    half = halves(rollouts.group, right, seed)
+    # Both halves are refused or accepted before the first copy is fitted.
+    rows = {number: fitted_rows(rollouts.group, right, half, number) for number in (0, 1)}
+    out = np.full(rollouts.input_ids.shape, np.nan)
+    for number, (good, bad) in rows.items():
+        random = np.random.default_rng([seed, number])
+        copies = [fitted(model, rollouts, some, plan, random) for some in (good, bad)]
+        others = np.flatnonzero(half != number)
+        for start in range(0, len(others), AT_ONCE):
+            some = others[start : start + AT_ONCE]
+            ids, _, attention = rollouts.tensors(model.device, some)
+            with torch.no_grad():
+                logits = [c(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1] for c in copies]
+            found = token_contrast(logits[0], logits[1], ids[:, 1:]).cpu().numpy()
+            out[some, 1 : 1 + found.shape[1]] = found
+    return by_policy_token(rollouts, out)
+
+
+def fitted(
+    model: PreTrainedModel, rollouts: Rollouts, rows: Int, plan: ContrastSchedule, random: np.random.Generator
+) -> PreTrainedModel:
+    """Return a copy of the model after some steps of AdamW on the policy tokens of some rollouts, mean −log p a token.
+
+    Every step takes `plan.batch` of them, drawn anew when all were seen.
+    """
+    copy = deepcopy(model).eval().requires_grad_(True)
+    optimizer = torch.optim.AdamW(copy.parameters(), lr=plan.learning_rate, weight_decay=0.0)
+    order: list[int] = []
+    for _ in range(plan.steps):
+        if len(order) < min(plan.batch, len(rows)):
+            order = random.permutation(rows).tolist()
+        batch, order = np.array(order[: plan.batch]), order[plan.batch :]
+        with torch.enable_grad():
+            ids, mask, attention = rollouts.tensors(copy.device, batch)
+            logits = copy(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
+            labels = torch.where(mask[:, 1:], ids[:, 1:], _IGNORED)
+            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=_IGNORED)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        optimizer.step()
+    return copy.requires_grad_(False)
+
+
+class Contrast(Level):
+    """The contrast of every policy token, column `contrast` of `tokens`."""
+
+    phase = "contrast of right and wrong"
+
+    def measure(self, step: MeasuredStep, plan: ContrastSchedule, known: TokenMeasurements) -> TokenMeasurements:
+        """Fit the copies and score all tokens, unless the update needed that before.
+
+        Raises:
+            InputError: There are too few right or wrong rollouts.
+        """
+        found = step.table.contrast
+        if found is None:
+            right = step.table.total_reward >= plan.threshold
+            found = contrasts(step.policy.model, step.rollouts, right, plan, step.step)
+        return known.with_columns({"contrast": found})
+
+    def passes(self, plan: ContrastSchedule, rollouts: Rollouts, rows: Bool) -> float:
+        """Return the cost of fitting four copies and of scoring by two of them."""
+        return 4 * plan.steps * plan.batch / max(int(rows.sum()), 1) + 2 * _PASS
+
+
+# Measured like the costs in `training/budget.py`, beside a pass of the same rollouts: the small model (0.4 M
+# parameters, 26 tokens a rollout), a Llama of 42 M (28 tokens), SmolLM2-135M (78 tokens).
+#
+#                                    0.4 M     42 M    135 M
+#   drawn tokens, a tenth              2–3      3.5        –
+#   sketched norms, a direction     0.4–.7     0.25    .15–.3
+#   attribution with its split        5–10      2.5    > 2.4
+SHARED, FOUND = 0.5, 2.0
+"""The pass that the drawn tokens of a rollout share; and the one that draws them by their norm above the cut."""
+NORM = {"auto": 0.35, "fast": 0.35, "generic": 0.6, "reference": 1.0}
+"""Exact norm of one token, by engine, times the share of its rollout that comes before it. A backward pass without
+weight gradients is a third of a forward and backward pass."""
+DIRECTION, ATTRIBUTION, SPLIT = 0.32, 2.4, 1.0
+"""One direction of sketched norms; attribution; its split into signal and noise.
+
+Exact norms and K directions cost the same where NORM·seen = DIRECTION·K. On SmolLM2-135M, after prompts of 1 and 46
+tokens, that was at seen = .85 to 1.03 K for K = 16 and .8 to .92 K for K = 32.
+"""
+
+
+DRAWN_OF_PROMPT = 32
+"""Tokens that are drawn from a prompt's long answers."""
+
+
+def drawn_share(rollouts: Rollouts) -> float:
+    """Return the share of the tokens that is drawn: 32 of a prompt's, a tenth at most, but 16 where there are."""
+    tokens = max(float(rollouts.mask.sum()) / len(rollouts.prompts), 1.0)
+    return float(np.clip(DRAWN_OF_PROMPT / tokens, 0.01, min(1.0, max(0.1, 16 / tokens))))
+
+
+class Sampled(Level):
+    """Exact norms of drawn tokens, and the proxy calibrated on all that was measured at this step."""
+
+    phase = "drawn tokens"
+
+    def measure(self, step: MeasuredStep, plan: SampledSchedule, known: TokenMeasurements) -> TokenMeasurements:
+        """Draw tokens of the groups that are not measured whole.
+
+        Raises:
+            InputError: The size measure is not available for this model, or too few tokens fix no calibration.
+        """
+        table = step.table
+        norm_sq = np.where(table.mask, known.norm_sq, np.nan)
+        whole = np.isin(table.group, table.group[np.isfinite(norm_sq).any(axis=1)])  # `exact` measures whole groups
+        rows = first_groups(table.group, ~whole, plan.prompts)
+        prob = np.where(table.mask & whole[:, None], 1.0, np.nan)
+        if table.mask[rows].any():
+            policy, rollouts = step.policy, step.rollouts
+            ids, mask, attention = rollouts.tensors(policy.model.device, rows)
+            norms = sampled_score_norms(
+                policy.model, ids, mask, attention, tokens=max(1, round(plan.share * int(table.mask[rows].sum()))),
+                by=plan.by, proxy=rollouts.by_column(table.stats.energy[None, rows], rows)[:, 0], seed=step.step,
+                **policy.settings,
+            )  # fmt: skip
+            drawn = (by_policy_token(rollouts, x, rows)[rows] for x in (norms.norm_sq, norms.inclusion_prob))
+            norm_sq[rows], prob[rows] = drawn
+        share = len(np.unique(table.group[rows | whole])) / len(np.unique(table.group))
+        proxy = np.where(table.mask, table.stats.energy, 0.0)
+        fit = calibrate(norm_sq, proxy, prob)
+        return known.with_drawn(norm_sq, DrawnTokens(prob, share, fit, fit.predict(proxy)))
+
+    def passes(self, plan: SampledSchedule, rollouts: Rollouts, rows: Bool) -> float:
+        """Return the cost of the draw and of the drawn tokens, whose signals share a rollout's pass."""
+        draw = FOUND if plan.by == "above_cut" else 0.0
+        return draw + SHARED + NORM["auto"] * plan.share * seen(rollouts, rows)
+
+    def words(self, plan: SampledSchedule) -> str:
+        """Return how many tokens are drawn."""
+        return f"{plan.share:.0%} of the tokens"
+
+
+class Sketch(Level):
+    """Estimated norms, with standard errors, of every token of groups that no other level measured.
+
+    The method `auto` takes exact norms where they cost no more.
+    """
+
+    phase = "sketched norms"
+
+    def measure(self, step: MeasuredStep, plan: SketchSchedule, known: TokenMeasurements) -> TokenMeasurements:
+        """Project scores on random directions, which the step draws.
+
+        Estimates are unbiased, and by the method `hybrid` now and then below 0.
+
+        Raises:
+            InputError: The model cannot be sketched by that method, or so many directions do not fit in memory.
+        """
+        policy, rollouts, group = step.policy, step.rollouts, step.table.group
+        measured = np.isfinite(known.norm_sq) | (False if known.drawn is None else known.drawn.population)
+        rows = first_groups(group, ~np.isin(group, group[measured.any(axis=1)]), plan.prompts)
+        if not rows.any():
+            return known
+        ids, mask, attention = rollouts.tensors(policy.model.device, rows)
+        count = len(np.unique(group[rows]))
+        share = count / len(rollouts.prompts)
+        if _exact_is_cheaper(plan, rollouts, rows, policy.engine):
+            exact = token_score_norms(policy.model, ids, mask, attention, engine=policy.engine, **policy.settings)
+            return known.with_groups(by_policy_token(rollouts, exact.norm_sq, rows), share)
+        method = "hybrid" if plan.method == "auto" else plan.method
+        norms = sketch_score_norms(
+            policy.model, ids, mask, attention, directions=plan.directions, method=method, seed=step.step,
+            **policy.settings,
+        )  # fmt: skip
+        assert norms.norm_sq_stderr is not None
+        norm_sq, stderr = (by_policy_token(rollouts, x, rows) for x in (norms.norm_sq, norms.norm_sq_stderr))
+        return replace(known.with_groups(norm_sq, share, "sketch"), stderr=stderr, n_sketched=count)
+
+    def passes(self, plan: SketchSchedule, rollouts: Rollouts, rows: Bool) -> float:
+        """Return the cost of all directions, or of exact norms in their place by the engine that `auto` takes."""
+        exact = _exact_is_cheaper(plan, rollouts, rows)
+        return NORM["auto"] * seen(rollouts, rows) if exact else DIRECTION * plan.directions
+
+
+def _exact_is_cheaper(plan: SketchSchedule, rollouts: Rollouts, rows: Bool, engine: str = "auto") -> bool:
+    """Exact norms grow with the length of a rollout, a sketch with its directions: they meet at about K tokens."""
+    return plan.method == "auto" and NORM[engine] * seen(rollouts, rows) <= DIRECTION * plan.directions
+
+
+class Attribution(Level):
+    """Every token's share of ‖ḡ‖², ḡ = Σ weights·s the gradient that the first update follows."""
+
+    phase = "attribution"
+
+    def measure(self, step: MeasuredStep, plan: AttributionSchedule, known: TokenMeasurements) -> TokenMeasurements:
+        """Attribute by forward mode where the model's attention has one, else by differences."""
+        policy, weights = step.policy, step.weights()
+        try:
+            return known.with_columns(shares(policy, step.rollouts, weights, plan.split))
+        except NotImplementedError:  # how torch says that an operation has no forward mode
+            if policy.slopes == "difference":
+                raise
+            policy.slopes = "difference"
+            return known.with_columns(shares(policy, step.rollouts, weights, plan.split))
+
+    def passes(self, plan: AttributionSchedule, rollouts: Rollouts, rows: Bool) -> float:
+        """Return the cost with or without the split."""
+        return (ATTRIBUTION + SPLIT * plan.split) * read_once(rollouts, rows)
+
+
+def shares(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, split: bool) -> dict[str, Float]:
+    """Return every token's signed share of ‖Σ weights·s‖² [N, T], to which the shares sum.
+
+    `weights` [N, T] is zero outside the mask. `split` also tells the part of each share along the other prompts'
+    gradients (`signal`) from that along its own prompt's (`noise`), for one more pass.
+    """
+    ids, mask, attention = rollouts.tensors(policy.model.device)
+    row, settings = rollouts.by_column(weights[None])[:, 0], {"method": policy.slopes, **policy.settings}
+    if split:
+        parts = signal_noise(policy.model, ids, mask, row, rollouts.group, attention, **settings)
+        columns = {"attribution": parts.signal + parts.noise, "signal": parts.signal, "noise": parts.noise}
+    else:
+        columns = {"attribution": gradient_attribution(policy.model, ids, mask, row, attention, **settings).share}
+    return {name: by_policy_token(rollouts, x) for name, x in columns.items()}
+
+
+LEVELS: dict[str, Level] = {
+    "sampled": Sampled(), "sketch": Sketch(), "attribution": Attribution(), "contrast": Contrast(),
+}  # fmt: skip
+"""Every level but `forward` and `exact`."""
+
+
+def level_of(name: str) -> Level:
+    """Return a level by its name, or import it as module:attribute.
+
+    Raises:
+        InputError: There is none of that name.
+    """
+    level = LEVELS.get(name) or (import_attribute("level", name) if is_custom("level", name) else None)
+    if not isinstance(level, Level):
+        raise InputError(f"measure.further has {name!r}, which is no Level; {nearest(name, LEVELS)}")
+    return level

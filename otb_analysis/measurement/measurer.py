@@ -1,4 +1,4 @@
-"""Everything scheduled at a step: exact norms, every estimator's Gram matrix, drawn tokens, sketches, attribution."""
+"""Everything scheduled at a step: exact norms, every estimator's Gram matrix, other levels; and the row of `steps`."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,21 +10,19 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedModel
 
+from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import proved
+from otb_analysis.estimators import EstimatorInputs, available, entry_of, estimate, proved, with_limit
 from otb_analysis.gradients import (
     group_gradient_gram,
     sketched_group_gram,
     token_score_norms,
 )
-from otb_analysis.gradients.batch.widening import widened
-from otb_analysis.measurement.advantages import every_advantage
+from otb_analysis.gradients.batch.inputs import widened
 from otb_analysis.measurement.gram_method import gram_method
-from otb_analysis.measurement.level import MeasuredPolicy, MeasuredStep, by_policy_token
-from otb_analysis.measurement.levels import level_of
-from otb_analysis.measurement.table import TokenTable
-from otb_analysis.measurement.tokens import TokenMeasurements
+from otb_analysis.measurement.level import MeasuredPolicy, MeasuredStep, by_policy_token, level_of
+from otb_analysis.measurement.table import TokenMeasurements, TokenTable
 from otb_analysis.phases import phase
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import (
@@ -33,9 +31,57 @@ from otb_analysis.statistics import (
     cut_groups,
     gradient_statistics,
     mean_over_subgroups,
+    pareto_k,
     smaller_sizes,
+    top_share,
 )
-from otb_analysis.types import Float, Gram, Int, Label, NormalEquations
+from otb_analysis.types import Bool, Estimate, Float, Gram, Int, Label, LogitStats, NormalEquations
+
+CALIBRATED = ("otb", "otb_loo")
+"""Estimators that calibrated energies are tried with, beside the one that trains: none is recommended with them, and
+those of all would take half as long again."""
+
+
+def every_advantage(
+    table: TokenTable,
+    measured: TokenMeasurements,
+    rows: Bool,
+    options: Mapping[str, Any] | None = None,
+    calibrated: Float | None = None,
+    states: Mapping[Label, NormalEquations] | None = None,
+) -> dict[Label, Float]:
+    """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
+
+    Estimators that read the proxy, calibrated or not, or no energy see the whole batch, as in training, since some
+    couple prompts. Those that read exact norms see the measured rows, and are left out unless all of these have them.
+    `options` holds the options of estimators that do not run with their defaults, such as the one that trains; `states`
+    what estimators remember of earlier steps, which is only known of the one that trains, with its energies.
+    """
+    options, states = options or {}, states or {}
+
+    def advantage(label: Label, inputs: EstimatorInputs) -> Float:
+        chosen = with_limit(label[0], options.get(label[0]), table.limit)
+        return estimate(label[0], replace(inputs, state=states.get(label)), chosen).advantage
+
+    proxy = table.inputs(table.proxy)
+    whole = bool(measured.whole[rows].all())
+    part = proxy
+    if whole:
+        part = table.inputs(measured.whole_norm_sq, measured.rollout_norm_sq)
+        part = replace(part, **{name: x[rows] for name, x in vars(part).items() if x is not None})
+    everywhere = set(available(proxy, options))
+    advantages: dict[Label, Float] = {}
+    for name in available(part, options):
+        reads_energy = entry_of(name).reads_energy
+        if name in everywhere:
+            source = "proxy" if reads_energy else "none"
+            advantages[name, source] = advantage((name, source), proxy)[rows]
+        if reads_energy and calibrated is not None and (name in CALIBRATED or name in options):
+            advantages[name, "calibrated"] = advantage((name, "calibrated"), table.inputs(calibrated))[rows]
+        if whole and (reads_energy or name not in everywhere):
+            advantages[name, "exact"] = advantage((name, "exact"), part)
+    return advantages
+
 
 T = TypeVar("T")
 
@@ -52,25 +98,6 @@ class Measurement:
     gaps: int = 0  # Measurements that failed
 
 
-@dataclass
-class Attempts:
-    """Runs the measurements of a step. No failure of measuring may stop the training."""
-
-    step: int
-    failed: int = 0
-
-    def __call__(self, what: str, run: Callable[[], T], otherwise: T) -> T:
-        """Return a measurement; where it fails, warn, count a gap, and return `otherwise`."""
-        try:
-            with phase(what):
-                return run()
-        except Exception as error:
-            message = f"{what} at step {self.step} failed and is missing from the run: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-            self.failed += 1
-            return otherwise
-
-
 class GradientMeasurer:
     """Measures rollouts under one model and configuration; leaves parameters, gradients and random state alone."""
 
@@ -82,10 +109,8 @@ class GradientMeasurer:
         options: Mapping[str, Any] | None = None,
         run: Mapping[str, Any] | None = None,
     ):
-        self.options = options
+        self.model, self.config, self.options = model, config, options
         self.run = run or {}  # the whole configuration, nested: it says what is proved of the estimators
-        self.model = model
-        self.config = config
         self.policy = MeasuredPolicy(model, config.scope, temperature, config.engine)
         # What the estimator that trains remembers of earlier steps, by its label; `training` keeps it up to date
         self.states: dict[Label, NormalEquations] = {}
@@ -170,7 +195,19 @@ class GradientMeasurer:
         The step seeds what is drawn. `known` holds exact norms of all groups where the training estimator needed them.
         `weights` returns what multiplies each score in the first update [N, T]; it is called only where that is used.
         """
-        attempt = Attempts(step)
+        gaps = 0
+
+        def attempt(what: str, run: Callable[[], T], otherwise: T) -> T:
+            nonlocal gaps
+            try:
+                with phase(what):
+                    return run()
+            except Exception as error:  # no failure of measuring may stop the training
+                message = f"{what} at step {step} failed and is missing from the run: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                gaps += 1
+                return otherwise
+
         normed, groups = (np.arange(n) for n in self.config.prompts_due(step, len(rollouts.prompts)))
         due = {name: plan for name, plan in self.config.levels.items() if plan.due(step)}
         tokens = TokenMeasurements.nothing(table.mask.shape) if known is None else known
@@ -190,10 +227,87 @@ class GradientMeasurer:
             if gram is not None and self.config.subgroups:
                 cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups, step), cut)
         if (found := gram) is not None:
+            proofs = {"known": proved(found.labels, self.run)}
+            read = partial(gradient_statistics, found.inner, found.labels, found.n_rollouts, **proofs)
+            statistics = attempt("gradient statistics", lambda: tuple(read()), ())
+        return Measurement(tokens, gram, cut, statistics, gaps)
 
-            def read() -> tuple[GradientStatistics, ...]:
-                known = proved(found.labels, self.run)
-                return tuple(gradient_statistics(found.inner, found.labels, found.n_rollouts, known=known))
 
-            statistics = attempt("gradient statistics", read, ())
-        return Measurement(tokens, gram, cut, statistics, attempt.failed)
+def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measurement: Measurement) -> dict[str, object]:
+    """Return the scalars of a step's rollouts; the loop adds those of the update.
+
+    Degenerate but legal input (groups of one, equal rewards, empty or cut completions) is counted here.
+    """
+    inside, stats, reward = table.mask, table.stats, table.total_reward
+    drawn = table.drawn  # soft tokens have densities, and none of the statistics of a drawn one
+    length = inside.sum(axis=1)
+    mismatch = (stats.logprob - table.behavior_logprob)[inside]
+    mismatch = mismatch[~np.isnan(mismatch)]  # rollouts from elsewhere may lack the sampler's log-probabilities
+    energy, exact = stats.energy[drawn], measurement.tokens.whole_norm_sq[inside]
+    return {
+        "reward_mean": reward.mean(),
+        "reward_std": reward.std(),
+        "entropy_mean": _mean(stats.entropy[drawn]),
+        "logprob_mean": _mean(stats.logprob[drawn]),
+        "mismatch_mean": _mean(mismatch),
+        "mismatch_max": float(np.abs(mismatch).max(initial=0.0)) if mismatch.size or not inside.any() else None,
+        "length_mean": length.mean(),
+        "characters_mean": float(np.mean([sum(len(turn.text) for turn in turns) for turns in rollouts.turns])),
+        "length_max": int(length.max()),
+        "prompt_length_max": int(rollouts.prompt_length.max()),
+        "n_prompts": len(rollouts.prompts),
+        "n_rollouts": len(reward),
+        "n_tokens": int(inside.sum()),
+        "n_zero_variance_groups": int(zero_variance_groups(reward, table.group).sum()),
+        "n_singleton_groups": int((np.bincount(table.group) == 1).sum()),
+        "n_empty_completions": sum(not any(turn.text for turn in turns) for turns in rollouts.turns),
+        "n_truncated": sum(reason == "length" for reason in rollouts.finish_reason),
+        "fallback_share": _mean(estimate.fallback[inside].astype(float)),
+        "energy_proxy_mean": _mean(energy),
+        "energy_tail_k": pareto_k(energy),
+        "energy_max_share": top_share(energy),
+        "exact_tail_k": pareto_k(exact[np.isfinite(exact)]) if measurement.tokens.whole.any() else None,
+        **level_scalars(measurement.tokens),
+        **sampling_check(stats, drawn),
+        "n_measured_prompts": len(np.unique(table.group[measurement.tokens.whole])),
+        "n_sketched_prompts": measurement.tokens.n_sketched,
+        "measurement_gaps": measurement.gaps,
+    }
+
+
+def level_scalars(measured: TokenMeasurements) -> dict[str, object]:
+    """Return the step's scalars from the levels `sampled` and `attribution`; empty where neither ran."""
+    scalars: dict[str, object] = {}
+    if (drawn := measured.drawn) is not None:
+        total = measured.energy_total
+        scalars |= {
+            "energy_total": None if total is None else float(total.estimate[0]),
+            "energy_total_stderr": None if total is None or np.isnan(total.stderr[0]) else float(total.stderr[0]),
+            "n_sampled_tokens": int((measured.measured_by == "exact").sum()),
+            "calibration_slope": drawn.calibration.slope,
+            "calibration_error": drawn.calibration.log_error,
+        }
+    if (share := measured.further.get("attribution")) is not None:
+        scalars["attribution_top_share"] = top_share(np.abs(share[np.isfinite(share)]))
+    parts = [name for name in ("signal", "noise") if name in measured.further]
+    scalars |= {f"{name}_total": float(np.nansum(measured.further[name])) for name in parts}
+    return scalars
+
+
+def sampling_check(stats: LogitStats, mask: Bool) -> dict[str, float | None]:
+    """Return the two z-scores of the sampling certificate, as columns of `steps`; None where nothing was random.
+
+    z = Σ(π_y − Σ_v π_v²)/√Σ Var(π_y) and z = Σ(log π_y + H)/√Σ Var(log π_y) over policy tokens. Both numerators are
+    martingales with these conditional variances if every token was drawn from the scored distribution, so a wrong
+    temperature, a filter or another engine's probabilities show as |z| far above 2. Proved.
+    """
+    sums = {
+        "certificate_prob_z": (np.exp(stats.logprob) - stats.sum_pi_sq, stats.pi_variance),
+        "certificate_logprob_z": (stats.logprob + stats.entropy, stats.logprob_variance),
+    }
+    totals = {name: (x[mask].sum(), variance[mask].sum()) for name, (x, variance) in sums.items()}
+    return {name: float(x / np.sqrt(variance)) if variance > 0 else None for name, (x, variance) in totals.items()}
+
+
+def _mean(values: Float) -> float | None:
+    return float(values.mean()) if values.size else None

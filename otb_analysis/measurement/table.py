@@ -1,19 +1,156 @@
-"""The token table: where torch stops. One step's rollouts as [N, T] NumPy columns, and as rows for the store."""
+"""The token table: where torch stops. One step's rollouts and what was measured of them, as [N, T] NumPy columns.
 
-from dataclasses import dataclass, replace
+`TokenMeasurements` alone decides `measured_by`: exact norms stand, whoever measured them; estimates fill only what
+nobody measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from otb_analysis.energies import Calibration
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.measurement.forward import ForwardPass
-from otb_analysis.measurement.tokens import TokenMeasurements
-from otb_analysis.objectives.importance import LOG_LIMIT
+from otb_analysis.objectives.ratios import LOG_LIMIT
 from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.statistics import Totals, difference_total, horvitz_thompson
 from otb_analysis.tasks import Task
 from otb_analysis.tasks.task_calls import ask_reward
 from otb_analysis.types import Bool, Estimate, EstimatorInputs, Float, Int, LogitStats
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """How the tokens of the level `sampled` were drawn, and what their norms say about all others."""
+
+    # π within the measured groups [N, T], 1 in those measured whole; NaN outside them and of the mask.
+    probability: Float
+    share: float  # Share of the step's groups that were measured; groups come in random order
+    calibration: Calibration  # Proxy to exact energy, fitted on the measured tokens
+    calibrated: Float  # Its prediction for every policy token [N, T], zero outside the mask
+
+    @property
+    def population(self) -> Bool:
+        """True at the tokens that could be drawn [N, T]."""
+        return np.isfinite(self.probability)
+
+
+@dataclass(frozen=True)
+class TokenMeasurements:
+    """What was measured of a step's scores s_{n,t} = ∇ log π(y_{n,t}); made by the levels, read by the store."""
+
+    norm_sq: Float  # ‖s_{n,t}‖² [N, T], exact or estimated; NaN where it was not measured
+    stderr: Float  # Standard error of estimates [N, T]; those of one step share their directions and do not average out
+    measured_by: NDArray[np.str_]  # How, at each token [N, T]: `none`, `exact` or `sketch`
+    inclusion_prob: Float  # Chance of a token to be measured at this step [N, T]; known of tokens not drawn, too
+    rollout_norm_sq: Float  # ‖Σ_t s_{n,t}‖² of rollouts whose group was measured whole [N], else NaN
+    drawn: DrawnTokens | None = None  # How tokens were drawn, if the level `sampled` ran
+    n_sketched: int = 0  # Groups with estimated norms
+    # Columns of `tokens` that further levels fill [N, T], by name; NaN where nothing was measured.
+    further: Mapping[str, Float] = field(default_factory=dict)
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...]) -> "TokenMeasurements":
+        """Return the record of a step [N, T] at which nothing was measured."""
+        unknown = np.full(shape, np.nan)
+        return cls(unknown, unknown, np.full(shape, "none", "<U6"), unknown, np.full(shape[0], np.nan))
+
+    @classmethod
+    def exact(cls, norm_sq: Float, rollout_norm_sq: Float, group: Int) -> "TokenMeasurements":
+        """Return the record of groups that were measured whole; both norms are NaN elsewhere."""
+        known = np.isfinite(norm_sq)
+        # Prompts come in random order, so measuring the first groups is drawing that share of the step's groups.
+        share = len(np.unique(group[known.any(axis=1)])) / max(len(np.unique(group)), 1)
+        return replace(
+            cls.nothing(norm_sq.shape),
+            norm_sq=norm_sq,
+            measured_by=np.where(known, "exact", "none"),
+            inclusion_prob=np.where(known, share, np.nan),
+            rollout_norm_sq=rollout_norm_sq,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["TokenMeasurements"], group: Int) -> "TokenMeasurements":
+        """Return the exact norms of several processes as one record; a number beats NaN, which is not measured."""
+        norm_sq = np.fmax.reduce([part.norm_sq for part in parts])
+        return cls.exact(norm_sq, np.fmax.reduce([part.rollout_norm_sq for part in parts]), group)
+
+    @property
+    def whole(self) -> Bool:
+        """True at rollouts whose group was measured whole [N]."""
+        return np.isfinite(self.rollout_norm_sq)
+
+    @property
+    def whole_norm_sq(self) -> Float:
+        """Exact norms of the groups that were measured whole [N, T], NaN elsewhere: what estimators may read."""
+        return np.where(self.whole[:, None], self.norm_sq, np.nan)
+
+    def with_drawn(self, norm_sq: Float, drawn: DrawnTokens) -> "TokenMeasurements":
+        """Add exact norms of drawn tokens; `norm_sq` [N, T] repeats those that were known."""
+        return replace(
+            self,
+            norm_sq=norm_sq,
+            measured_by=np.where(np.isfinite(norm_sq), "exact", "none"),
+            inclusion_prob=drawn.share * drawn.probability,
+            drawn=drawn,
+        )
+
+    def with_groups(self, norm_sq: Float, share: float, how: str = "exact") -> "TokenMeasurements":
+        """Add norms, exact or by `sketch`, of whole groups of which nothing was measured; NaN elsewhere."""
+        here = np.isfinite(norm_sq)
+        return replace(
+            self,
+            norm_sq=np.where(here, norm_sq, self.norm_sq),
+            measured_by=np.where(here, how, self.measured_by),
+            inclusion_prob=np.where(here, share, self.inclusion_prob),
+        )
+
+    def with_columns(self, columns: Mapping[str, Float]) -> "TokenMeasurements":
+        """Add columns of `tokens` [N, T], NaN where nothing was measured."""
+        return replace(self, further={**self.further, **columns})
+
+    @property
+    def energy_total(self) -> Totals | None:
+        """Horvitz–Thompson total of the step's energy; None where no tokens were drawn or groups were left out."""
+        if self.drawn is None or self.drawn.share < 1:
+            return None
+        chosen = self.drawn.population
+        return horvitz_thompson(self.norm_sq[chosen], self.drawn.probability[chosen])
+
+    def columns(self, tokens: tuple[Int, Int], mask: Bool) -> dict[str, object]:
+        """Return the columns of `tokens` that measuring fills; masked entries were not measured.
+
+        `tokens` is the rollout and the position of each row, `mask` [N, T] is true at policy tokens.
+        """
+        numbers = {"grad_norm_sq": self.norm_sq, "inclusion_prob": self.inclusion_prob}
+        if self.n_sketched:
+            numbers["grad_norm_sq_stderr"] = self.stderr
+        if self.drawn is not None:
+            numbers["energy_calibrated"] = self.drawn.calibrated
+        numbers |= self.further
+        columns = {name: np.ma.masked_invalid(np.where(mask, x, np.nan)[tokens]) for name, x in numbers.items()}
+        return {**columns, "measured_by": np.where(mask, self.measured_by, "none")[tokens]}
+
+    def rollout_columns(self) -> dict[str, object]:
+        """Return the columns of `rollouts` that measuring fills; masked entries were not measured.
+
+        `energy_total` is the realized energy W_T of each rollout, with the calibrated proxy's help. It is unknown in
+        groups that were left out, and its standard error is unknown where no token of the rollout was drawn.
+        """
+        columns = {"score_norm_sq": self.rollout_norm_sq}
+        if (drawn := self.drawn) is not None:
+            chosen = drawn.population
+            totals = difference_total(
+                self.norm_sq[chosen], drawn.calibrated[chosen], drawn.probability[chosen], np.nonzero(chosen)[0]
+            )
+            for name, values in (("energy_total", totals.estimate), ("energy_total_stderr", totals.stderr)):
+                columns[name] = np.full(len(self.norm_sq), np.nan)
+                columns[name][totals.labels] = values
+        return {name: np.ma.masked_invalid(x) for name, x in columns.items() if np.isfinite(x).any()}
 
 
 @dataclass(frozen=True)
@@ -128,7 +265,12 @@ def token_rows(
     `estimate` is of the estimator that trains. Tokens are decoded one by one, so that readers need no tokenizer.
     """
     n, t = np.nonzero(table.present)
-    texts = {i: _text(i, table.soft, tokenizer) for i in np.unique(table.token_id[n, t]).tolist()}
+    texts, soft = dict[int, str](), table.soft
+    for i in np.unique(table.token_id[n, t]).tolist():
+        # The text of a soft token is the likeliest token's behind a tilde.
+        is_soft = soft is not None and i >= soft.first
+        token = int(soft.likeliest[i - soft.first]) if soft is not None and is_soft else i
+        texts[i] = "~" * is_soft + str(tokenizer.decode([token]))
     policy, drawn = table.mask[n, t], table.drawn[n, t]
 
     def floats(x: Float, known: Bool = policy) -> np.ma.MaskedArray:
@@ -157,13 +299,6 @@ def token_rows(
     if table.value is not None:
         columns["value"] = floats(table.value)
     return columns | measured.columns((n, t), table.mask)
-
-
-def _text(token: int, soft: SoftTokens | None, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a token's text; that of a soft one is the likeliest token's behind a tilde."""
-    if soft is None or token < soft.first:
-        return str(tokenizer.decode([token]))
-    return f"~{tokenizer.decode([int(soft.likeliest[token - soft.first])])}"
 
 
 def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements) -> dict[str, object]:

@@ -1,14 +1,25 @@
-"""Loss aggregation: the weight a_{i,t} of every token in the gradient ĝ = Σ_{i,t} a_{i,t} r_{i,t} A_{i,t} s_{i,t}.
+"""What multiplies a token's advantage in the gradient, and the slope of a divergence that is subtracted.
 
-Every entry answers weights [N, T] that are zero outside the mask and divide by whatever it divides by, so nothing else
-may divide again. N counts rollouts with policy tokens, P their prompts, L_i policy tokens. With weights that do not
-depend on lengths the gradient is that of the expected return; token means weigh rollouts by their length.
+**Aggregation**: the weight a_{i,t} in ĝ = Σ_{i,t} a_{i,t} r_{i,t} A_{i,t} s_{i,t}. Every entry answers weights [N, T]
+that are zero outside the mask and divide by whatever it divides by, so nothing else may divide again. N counts rollouts
+with policy tokens, P their prompts, L_i policy tokens. With weights that do not depend on lengths the gradient is that
+of the expected return; token means weigh rollouts by their length.
+
+**Token weights**: the factor m_{i,t} of each token's advantage. One that looks at y_t, as all here do, changes the
+mean: E ĝ is no longer ∇J, whatever the baseline. What such an update is worth is its bias, projection and SF, which
+docs/catalogue.md has by enumeration.
+
+**Divergences** KL(π‖π_ref) from one sampled token, with l = log π(y) − log π_ref(y). Source: Schulman, "Approximating
+KL Divergence" (2020), which names them k1, k2 and k3.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import expit
 
 from otb_analysis.arrays import Groups
 from otb_analysis.errors import InputError
@@ -61,12 +72,18 @@ class ConstantOptions:
             raise InputError(f"length is {self.length} but must be at least 1; pass the generation limit in tokens.")
 
 
+def _weights(inputs: AggregationInputs, part: Float, whole: Float | float) -> Float:
+    """Return part/whole of each rollout at its policy tokens [N, T], 0 where it has no part."""
+    share = np.divide(part, whole, out=np.zeros(part.shape), where=part > 0)
+    return np.where(inputs.mask, share[:, None], 0.0)
+
+
 def sequence_sum(inputs: AggregationInputs, options: NoOptions) -> Float:
     """Sum over tokens and average over rollouts.
 
     a = 1/N: the gradient of the expected return, without a length in it.
     """
-    return _per_rollout(inputs, _share(inputs.present, inputs.present.sum()))
+    return _weights(inputs, inputs.present, inputs.present.sum())
 
 
 def token_mean(inputs: AggregationInputs, options: NoOptions) -> Float:
@@ -74,7 +91,7 @@ def token_mean(inputs: AggregationInputs, options: NoOptions) -> Float:
 
     a = 1/Σ_j L_j: a long rollout weighs as much as its tokens. Public code.
     """
-    return _per_rollout(inputs, _share(inputs.present, inputs.length.sum()))
+    return _weights(inputs, inputs.present, inputs.length.sum())
 
 
 def sequence_mean(inputs: AggregationInputs, options: NoOptions) -> Float:
@@ -82,7 +99,7 @@ def sequence_mean(inputs: AggregationInputs, options: NoOptions) -> Float:
 
     a = 1/(N L_i): a token of a long rollout weighs less. Equal lengths give `token_mean`. Public code of GRPO.
     """
-    return _per_rollout(inputs, _share(inputs.present, inputs.length * inputs.present.sum()))
+    return _weights(inputs, inputs.present, inputs.length * inputs.present.sum())
 
 
 def constant(inputs: AggregationInputs, options: ConstantOptions) -> Float:
@@ -101,7 +118,7 @@ def dapo(inputs: AggregationInputs, options: NoOptions) -> Float:
     """
     groups = Groups.of(inputs.group)
     tokens = groups.sum(inputs.length)
-    return _per_rollout(inputs, _share(inputs.present, groups.spread(tokens) * np.count_nonzero(tokens)))
+    return _weights(inputs, inputs.present, groups.spread(tokens) * np.count_nonzero(tokens))
 
 
 def balanced(inputs: AggregationInputs, options: NoOptions) -> Float:
@@ -118,9 +135,7 @@ def balanced(inputs: AggregationInputs, options: NoOptions) -> Float:
     parts = Groups.of(groups.index * 3 + sign + 1)
     members, tokens = parts.spread(parts.sum(inputs.present)), parts.spread(parts.sum(inputs.length))
     rollouts = groups.sum(inputs.present)
-    return _per_rollout(
-        inputs, _share(inputs.present * members, tokens * groups.spread(rollouts) * np.count_nonzero(rollouts))
-    )
+    return _weights(inputs, inputs.present * members, tokens * groups.spread(rollouts) * np.count_nonzero(rollouts))
 
 
 # fmt: off
@@ -150,9 +165,164 @@ def aggregation_weights(name: str, inputs: AggregationInputs, options: Any = Non
     return entry.function(inputs, checked_options(name, entry.options, options))
 
 
-def _share(part: Float, whole: Float | float) -> Float:
-    return np.divide(part, whole, out=np.zeros(part.shape), where=part > 0)
+@dataclass(frozen=True)
+class TokenWeightInputs:
+    """What a token weight may look at; made by `training` and studies."""
+
+    mask: Bool  # True at policy tokens [N, T]
+    advantage: Float  # A [N, T]
+    logprob: Float  # log π(y_t) in nats [N, T]
+    entropy: Float  # H of the distribution that y_t was drawn from, in nats [N, T]
+    contrast: Float | None = None  # softmax(2z₊ − z₋)[y_t] [N, T], where it was measured
+
+    def __post_init__(self) -> None:
+        """Check shapes and values; keep float64 that is zero outside the mask."""
+        mask = boolean_mask(self.mask)
+        for name in ("advantage", "logprob", "entropy"):
+            object.__setattr__(self, name, policy_values(name, getattr(self, name), mask))
+        if self.contrast is not None:
+            object.__setattr__(self, "contrast", policy_values("contrast", self.contrast, mask))
 
 
-def _per_rollout(inputs: AggregationInputs, weight: Float) -> Float:
-    return np.where(inputs.mask, weight[:, None], 0.0)
+@dataclass(frozen=True)
+class StapoOptions:
+    """Options of `stapo`, both fixed before sampling."""
+
+    probability: float = 0.01  # τ_p: only tokens less likely than this are silenced
+    entropy: float = 0.5  # τ_h in nats: only where the policy was surer than this
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.probability <= 1 and self.entropy >= 0):
+            raise InputError(f"{self} is out of range; choose probability from 0 to 1 and entropy of at least 0 nats.")
+
+
+@dataclass(frozen=True)
+class DelightOptions:
+    """Options of `delightful`."""
+
+    temperature: float = 1.0  # η: the larger, the closer the gate is to ½ everywhere
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise InputError(f"temperature is {self.temperature} but must be positive; 1 is the paper's form.")
+
+
+def none(inputs: TokenWeightInputs, options: NoOptions) -> Float:
+    """Weigh every token alike.
+
+    m = 1.
+    """
+    return np.where(inputs.mask, 1.0, 0.0)
+
+
+def stapo(inputs: TokenWeightInputs, options: StapoOptions) -> Float:
+    """Silence unlikely tokens of confident positions where the advantage is positive.
+
+    m = 0 where A > 0, π(y) < τ_p and H < τ_h, else 1. Abstract of STAPO, arXiv 2602.15620, which says that about .01 %
+    of the tokens are such. Both thresholds are ours: fixed numbers, so that no weight depends on another rollout.
+    """
+    rare = (inputs.logprob < np.log(max(options.probability, 1e-300))) & (inputs.entropy < options.entropy)
+    return np.where(inputs.mask & ~(rare & (inputs.advantage > 0)), 1.0, 0.0)
+
+
+def delightful(inputs: TokenWeightInputs, options: DelightOptions) -> Float:
+    """Gate each token by its delight, advantage times surprisal.
+
+    m = σ(A·(−log π(y))/η): ½ for a certain token, towards 1 for a rare good one, towards 0 for a rare bad one. Abstract
+    of Delightful Policy Gradient, arXiv 2603.14608. That it is a token's own surprisal is our reading.
+    """
+    return np.where(inputs.mask, expit(inputs.advantage * -inputs.logprob / options.temperature), 0.0)
+
+
+@dataclass(frozen=True)
+class CriticalOptions:
+    """Options of `critical`."""
+
+    strength: float = 1.0  # κ: 0 weighs every token alike, 1 spares a token that right rollouts are sure to write
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.strength <= 1:
+            raise InputError(f"strength is {self.strength}; choose it from 0 to 1.")
+
+
+def critical(inputs: TokenWeightInputs, options: CriticalOptions) -> Float:
+    """Blame the critical tokens of bad rollouts.
+
+    m = 1 − κ·contrast where A < 0, else 1: a token that right rollouts would have written as well is spared. The
+    contrast and that rejected tokens are weighed by it are of cDPO, arXiv 2411.19943; its use in a policy gradient is
+    ours.
+    """
+    if inputs.contrast is None:
+        raise InputError("token_weight critical reads the contrast of every token; set measure.contrast.every to 1.")
+    return np.where(inputs.mask, 1.0 - options.strength * np.where(inputs.advantage < 0, inputs.contrast, 0.0), 0.0)
+
+
+# fmt: off
+TOKEN_WEIGHTS: dict[str, Formula] = {
+    "none": Formula(none, "1", "the estimator itself", "code"),
+    "stapo": Formula(
+        stapo, "0 where A > 0, π(y) < τ_p and H < τ_h, else 1", "STAPO, arXiv 2602.15620", "abstract",
+        needs=("advantage", "logprob", "entropy"), options=StapoOptions,
+    ),
+    "delightful": Formula(
+        delightful, "σ(A·(−log π(y))/η)", "Delightful Policy Gradient, arXiv 2603.14608", "abstract",
+        needs=("advantage", "logprob"), options=DelightOptions,
+    ),
+    "critical": Formula(
+        critical, "1 − κ·softmax(2z₊ − z₋)[y] where A < 0, else 1", "cDPO, arXiv 2411.19943", "guess",
+        needs=("advantage", "contrast"), options=CriticalOptions,
+    ),
+}
+# fmt: on
+
+
+def token_weights(name: str, inputs: TokenWeightInputs, options: Any = None) -> Float:
+    """Return the factor of every token's advantage [N, T], zero outside the mask.
+
+    Raises:
+        InputError: Unknown name or wrong options.
+    """
+    entry = lookup("token weight", name, TOKEN_WEIGHTS)
+    return entry.function(inputs, checked_options(name, entry.options, options))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One estimator as a function of l, and its slope by log π(y): the coefficient of the score s_t in ∇ Σ value."""
+
+    value: Callable[[Float], Float]
+    slope: Callable[[Float], Float]
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    # Unbiased. As a loss its expected gradient is zero.
+    "k1": Divergence(lambda log_ratio: log_ratio, np.ones_like),
+    # Biased as a value. As a loss its expected gradient is that of KL(π‖π_ref).
+    "k2": Divergence(lambda log_ratio: 0.5 * log_ratio**2, lambda log_ratio: log_ratio),
+    # Unbiased and never negative. As a loss its expected gradient is that of KL(π_ref‖π).
+    "k3": Divergence(lambda log_ratio: np.expm1(-log_ratio) + log_ratio, lambda log_ratio: -np.expm1(-log_ratio)),
+}
+
+
+def divergence(name: str, logprob: ArrayLike, reference: ArrayLike) -> Float:
+    """Return the estimate of KL(π‖π_ref) at each sampled token, in nats.
+
+    k1 = l, k2 = l²/2, k3 = e^{−l} − 1 + l, l = log π(y) − log π_ref(y), y drawn from π. All three are zero where the
+    policies agree. E[k1] = E[k3] = KL(π‖π_ref); E[k2] differs from it in third order.
+
+    Raises:
+        InputError: The name is unknown.
+    """
+    return lookup("divergence", name, DIVERGENCES).value(np.subtract(logprob, reference, dtype=np.float64))
+
+
+def divergence_slope(name: str, logprob: ArrayLike, reference: ArrayLike) -> Float:
+    """Return the coefficient of ∇ log π(y) in the gradient of the estimate.
+
+    ∇k1 = s, ∇k2 = l·s, ∇k3 = (1 − e^{−l})·s with s = ∇_θ log π(y): log-probability, no 1/N, no sign change. On-policy
+    E[s] = 0, so k1 as a loss does nothing but add noise; E[l·s] = ∇KL(π‖π_ref); E[(1 − e^{−l})·s] = ∇KL(π_ref‖π).
+
+    Raises:
+        InputError: The name is unknown.
+    """
+    return lookup("divergence", name, DIVERGENCES).slope(np.subtract(logprob, reference, dtype=np.float64))

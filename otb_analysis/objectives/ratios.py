@@ -1,31 +1,198 @@
 """Importance ratios of off-policy objectives: the name in `RATIOS` is the name in configurations and on disk.
 
-With ρ_t = π(y_t)/μ(y_t), every entry answers a `Ratio`: the value that stands in the surrogate, where a clip or a mask
-stops its gradient, and through which log-probabilities the gradient flows. `Ratio.coefficient` turns advantages into
-the exact gradient coefficients. Products and minima run over policy tokens; tool tokens and padding are skipped.
+A surrogate objective is Σ_t f(r_t, u_t), r the ratio that one entry defines from ρ_t = π(y_t)/μ(y_t), and u_t = a_t A_t
+the advantage times its aggregation weight. Its gradient is Σ_t c_t s_t with s_t = ∇ log π(y_t) and coefficients c that
+are plain numbers, so a trainer needs no ratio in its graph: c = ratio.coefficient(advantage * weights), and the loss
+−Σ_t c_t log π(y_t), c held constant, has exactly the surrogate's gradient at the parameters that gave the ratio.
+Products and minima run over policy tokens; tool tokens and padding are skipped.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from otb_analysis.arrays import masked, policy_position
-from otb_analysis.objectives.importance import (
-    FREE,
-    LOG_LIMIT,
-    BoundOptions,
-    ClipOptions,
-    GspoOptions,
-    Limits,
-    MaskOptions,
-    PositionOptions,
-    Ratio,
-    RatioInputs,
-    TruncationOptions,
-)
-from otb_analysis.objectives.registry import Formula, NoOptions, checked_options, lookup
+from otb_analysis.errors import InputError
+from otb_analysis.objectives.registry import Formula, NoOptions, boolean_mask, checked_options, lookup, policy_values
 from otb_analysis.types import Bool, Float
+
+LOG_LIMIT = 700.0  # A sum of log ratios is held in ±700, so that no weight is infinite (e^709 is the largest float64)
+
+
+@dataclass(frozen=True)
+class ClipOptions:
+    """A clip around 1."""
+
+    low: float = 0.2  # Below 1 − low a negative advantage has no gradient
+    high: float = 0.2  # Above 1 + high a positive advantage has none (DAPO takes .28)
+    dual: float = float("inf")  # Above it a negative advantage has none (dual clip, usually 3); infinite turns it off
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0 and self.dual > 1):
+            raise InputError(f"{self} does not clip; low and high are 0 or more, and dual is above 1.")
+
+
+@dataclass(frozen=True)
+class GspoOptions(ClipOptions):
+    """The clip of a geometric mean, whose spread is that of a token's ratio over √L."""
+
+    low: float = 3e-4
+    high: float = 4e-4
+
+
+@dataclass(frozen=True)
+class BoundOptions:
+    """Bounds of a logarithm that widen with the square root of the position."""
+
+    low: float = 0.025  # The log ratio is held at −low·√t or above, t counting policy tokens from 1
+    high: float = 0.05  # And at high·√t or below
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0):
+            raise InputError(f"{self} has no room for a ratio of 1; low and high are 0 or more.")
+
+
+@dataclass(frozen=True)
+class PositionOptions(BoundOptions):
+    """A clip at the same bounds."""
+
+    dual: float = 3.0  # Above it a negative advantage has no gradient (dual clip); infinite turns it off
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dual > 1:
+            raise InputError(f"dual is {self.dual} but must be above 1; 3 is usual and infinity turns it off.")
+
+
+@dataclass(frozen=True)
+class TruncationOptions:
+    """A cap."""
+
+    cap: float = 2.0  # Ratios above it are replaced by it
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise InputError(f"cap is {self.cap} but must be above 0; 2 is usual.")
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Which rollouts count."""
+
+    low: float = 0.001  # Rollouts whose geometric mean ratio is below 1 − low are dropped
+    high: float = 0.001  # And those above 1 + high
+    veto: float = 1e-4  # And those with any token ratio below it
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0 and self.veto >= 0):
+            raise InputError(f"{self} is no mask; low, high and veto are 0 or more.")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a clip stops the gradient, each a number or one per token [N, T]."""
+
+    low: Float  # Below it, for a negative advantage
+    high: Float  # Above it, for a positive one
+    dual: Float  # Above it, for a negative one (dual clip)
+
+
+FREE = Limits(np.array(0.0), np.array(np.inf), np.array(np.inf))  # No clip
+
+
+@dataclass(frozen=True)
+class RatioInputs:
+    """What an importance ratio may look at; made by `training`."""
+
+    logprob: Float  # log π(y_t) in nats under the parameters being updated [N, T]
+    behavior_logprob: Float  # log μ(y_t) under the policy that sampled [N, T]
+    mask: Bool  # True at policy tokens [N, T]; entries outside are never read
+
+    def __post_init__(self) -> None:
+        """Check shapes and values; keep float64 columns that are zero outside the mask."""
+        mask = boolean_mask(self.mask)
+        for name in ("logprob", "behavior_logprob"):
+            object.__setattr__(self, name, policy_values(name, getattr(self, name), mask))
+
+    @cached_property
+    def log_ratio(self) -> Float:
+        """Log-ratio log ρ_t = log π(y_t) − log μ(y_t) [N, T], zero outside the mask."""
+        return np.clip(self.logprob - self.behavior_logprob, -LOG_LIMIT, LOG_LIMIT)
+
+    @cached_property
+    def log_mean(self) -> Float:
+        """Logarithm of the geometric mean ratio of each rollout [N, 1]."""
+        length = np.maximum(np.count_nonzero(self.mask, axis=1, keepdims=True), 1)
+        return self.log_ratio.sum(axis=1, keepdims=True) / length
+
+    @cached_property
+    def log_cumulative(self) -> Float:
+        """Logarithm of Π_{j≤t} ρ_j [N, T]."""
+        return np.cumsum(self.log_ratio, axis=1)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of one surrogate and where its gradient flows; made by `importance_ratio`.
+
+    The surrogate of a token with weighted advantage u is, inside `kept`,
+    min(r u, clip(r, low, high) u) and, for u < 0, not below dual·u.
+    """
+
+    value: Float  # r_t [N, T], after truncation, zero outside the mask
+    mask: Bool  # True at policy tokens [N, T]
+    limits: Limits  # low, high and dual of the clip
+    kept: Bool  # False where a mask removes the token whatever its advantage [N, T]
+    limited: Bool  # True where a truncation replaced the ratio, or a mask removed it, whatever the advantage [N, T]
+    # `token`: the gradient of r_t flows through log π(y_t) alone, as r_t s_t; what else r_t holds is a constant.
+    # `rollout`: through every token of the rollout, as r (1/L) Σ_k s_k.
+    through: Literal["token", "rollout"] = "token"
+
+    def clipped(self, weighted: ArrayLike) -> Bool:
+        """Return where the clip stops the gradient of a token whose advantage has this sign."""
+        u = masked(weighted, self.mask)
+        r, limits = self.value, self.limits
+        negative = (u < 0) & ((r < limits.low) | (r > limits.dual))
+        return self.mask & (negative | ((u > 0) & (r > limits.high)))
+
+    def coefficient(self, weighted: ArrayLike) -> Float:
+        """Return c [N, T], what multiplies each score in the gradient of the surrogate; zero outside the mask.
+
+        ∇ Σ_t f(r_t, u_t) = Σ_t c_t s_t. Through the token c_t = r_t u_t where neither clip nor mask stops it; through
+        the rollout c_k = (1/L) Σ_t r u_t over the same tokens, for every k of the rollout. Exact at the parameters of
+        `value`, in log-probability, with no 1/N: whatever averages is in u.
+        """
+        u = masked(weighted, self.mask)
+        flows = self.kept & ~self.clipped(u)
+        carried = np.where(flows, self.value, 0.0) * u
+        if self.through == "token":
+            return carried
+        length = np.maximum(np.count_nonzero(self.mask, axis=1, keepdims=True), 1)
+        return np.where(self.mask, carried.sum(axis=1, keepdims=True) / length, 0.0)
+
+
+def learning_rate_factor(weight: ArrayLike) -> float:
+    """Return by what `opob` scales the learning rate off-policy.
+
+    √(ESS/B) of the sequence ratios w = Π_t ρ_t [B], ESS = (Σ w)²/Σ w² the number of equally weighted samples that carry
+    as much information: 1 on-policy, less the more unequal the weights, 0 where all are 0. Public code of VCPO,
+    arXiv 2602.17616.
+
+    Raises:
+        InputError: There is no weight, or one is negative, NaN or infinite.
+    """
+    w = np.asarray(weight, np.float64).ravel()
+    if not w.size:
+        raise InputError("weight is empty; pass the sequence ratio of every rollout, shape [B].")
+    if not (np.isfinite(w).all() and (w >= 0).all()):
+        raise InputError(f"weight has a value of {w[~(w >= 0) | ~np.isfinite(w)][0]}; pass finite weights, 0 or more.")
+    if w.max() == 0:
+        return 0.0
+    part = w / w.max()
+    return float(np.sqrt(part.sum() ** 2 / (part**2).sum() / w.size))
 
 
 @dataclass(frozen=True)
@@ -68,7 +235,7 @@ def cumulative(inputs: RatioInputs, options: NoOptions) -> Ratio:
     r_t = Π_{j≤t} ρ_j, gradient through the current token only. Prefix and token are corrected, what follows stays the
     sampler's: E = Σ_t E_π[s_t Q^μ_t], whatever constant baseline. Proved; arXiv 2605.07331.
     """
-    return _ratio(inputs, _exp(_cumulated(inputs)))
+    return _ratio(inputs, _exp(inputs.log_cumulative))
 
 
 def minpro(inputs: RatioInputs, options: NoOptions) -> Ratio:
@@ -87,7 +254,8 @@ def ppo(inputs: RatioInputs, options: ClipOptions) -> Ratio:
 
     Surrogate min(ρ_t u_t, clip(ρ_t, 1 − low, 1 + high) u_t), not below dual·u_t. Public code.
     """
-    return _ratio(inputs, np.exp(inputs.log_ratio), _around_one(options))
+    limits = Limits(*map(np.asarray, (1 - options.low, 1 + options.high, options.dual)))
+    return _ratio(inputs, np.exp(inputs.log_ratio), limits)
 
 
 def gspo(inputs: RatioInputs, options: GspoOptions) -> Ratio:
@@ -95,7 +263,8 @@ def gspo(inputs: RatioInputs, options: GspoOptions) -> Ratio:
 
     r = (Π_j ρ_j)^{1/L}, ∇r = r (1/L) Σ_k s_k; surrogate as `ppo`, for the whole rollout. Public code.
     """
-    return _ratio(inputs, np.exp(_log_mean(inputs)), _around_one(options), through="rollout")
+    limits = Limits(*map(np.asarray, (1 - options.low, 1 + options.high, options.dual)))
+    return _ratio(inputs, np.exp(inputs.log_mean), limits, through="rollout")
 
 
 def ctpo(inputs: RatioInputs, options: PositionOptions) -> Ratio:
@@ -105,7 +274,7 @@ def ctpo(inputs: RatioInputs, options: PositionOptions) -> Ratio:
     through the current token only. Public code of CTPO, arXiv 2605.07331.
     """
     low, high = _bounds(inputs, options)
-    return _ratio(inputs, _exp(_cumulated(inputs)), Limits(low, high, np.asarray(options.dual)))
+    return _ratio(inputs, _exp(inputs.log_cumulative), Limits(low, high, np.asarray(options.dual)))
 
 
 def cumulative_truncated(inputs: RatioInputs, options: BoundOptions) -> Ratio:
@@ -114,7 +283,7 @@ def cumulative_truncated(inputs: RatioInputs, options: BoundOptions) -> Ratio:
     r_t = clip(Π_{j≤t} ρ_j, e^{−low √t}, e^{high √t}), a weight whatever the sign of A.
     """
     low, high = _bounds(inputs, options)
-    return _truncated(inputs, _exp(_cumulated(inputs)), low, high)
+    return _truncated(inputs, _exp(inputs.log_cumulative), low, high)
 
 
 def tis(inputs: RatioInputs, options: TruncationOptions) -> Ratio:
@@ -131,7 +300,7 @@ def sequence_mask(inputs: RatioInputs, options: MaskOptions) -> Ratio:
     r_t = ρ_t where (Π_j ρ_j)^{1/L} ∈ [1 − low, 1 + high] and every ρ_j ≥ veto; else no gradient for the whole rollout.
     Public code of Dr. Kernel, arXiv 2602.05885.
     """
-    ratio, mean = np.exp(inputs.log_ratio), np.exp(_log_mean(inputs))
+    ratio, mean = np.exp(inputs.log_ratio), np.exp(inputs.log_mean)
     vetoed = (inputs.mask & (ratio < options.veto)).any(axis=1, keepdims=True)
     kept = (mean >= 1 - options.low) & (mean <= 1 + options.high) & ~vetoed
     return _ratio(inputs, ratio, kept=inputs.mask & kept)
@@ -190,20 +359,8 @@ def _truncated(inputs: RatioInputs, ratio: Float, low: Float, high: Float) -> Ra
     return replace(_ratio(inputs, np.clip(ratio, low, high)), limited=outside)
 
 
-def _around_one(options: ClipOptions) -> Limits:
-    return Limits(*map(np.asarray, (1 - options.low, 1 + options.high, options.dual)))
-
-
 def _exp(log: Float) -> Float:
     return np.exp(np.clip(log, -LOG_LIMIT, LOG_LIMIT))
-
-
-def _cumulated(inputs: RatioInputs) -> Float:
-    return np.cumsum(inputs.log_ratio, axis=1)
-
-
-def _log_mean(inputs: RatioInputs) -> Float:
-    return inputs.log_ratio.sum(axis=1, keepdims=True) / inputs.length
 
 
 def _bounds(inputs: RatioInputs, options: BoundOptions) -> tuple[Float, Float]:

@@ -76,25 +76,24 @@ def options_from_table(name: str, kind: type, values: Mapping[str, Any]) -> Any:
     Raises:
         InputError: An option does not exist, or a value does not fit.
     """
-    known = [field.name for field in fields(kind)]
-    for key in values:
-        if key not in known:
-            hint = nearest(key, known) if known else "it has no options."
+    defaults = {field.name: getattr(kind(), field.name) for field in fields(kind)}
+    read: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in defaults:
+            hint = nearest(key, defaults) if defaults else "it has no options."
             raise InputError(f"option {key!r} does not exist for {name}; {hint}")
-    return kind(**{key: _from_text(name, key, value, getattr(kind(), key)) for key, value in values.items()})
-
-
-def _from_text(name: str, key: str, value: Any, default: Any) -> Any:
-    """Return an option as its default's type: configurations and command lines give every option as text."""
-    if not isinstance(value, str) or isinstance(default, str):
-        return tuple(value) if isinstance(default, tuple) else value  # TOML and JSON know lists only
-    if isinstance(default, tuple):
-        return tuple(value.split(","))
-    try:
-        return type(default)(value)
-    except ValueError as error:
-        kind = type(default).__name__
-        raise InputError(f"option {key!r} of {name} is {value!r}; pass a {kind}, such as {default!r}.") from error
+        default, text = defaults[key], isinstance(value, str)
+        if isinstance(default, tuple):
+            read[key] = tuple(value.split(",") if text else value)  # TOML and JSON know lists only
+        elif not text or isinstance(default, str):
+            read[key] = value
+        else:  # configurations and command lines give every option as text
+            try:
+                read[key] = type(default)(value)
+            except ValueError as error:
+                wanted = f"pass a {type(default).__name__}, such as {default!r}"
+                raise InputError(f"option {key!r} of {name} is {value!r}; {wanted}.") from error
+    return kind(**read)
 
 
 def boolean_mask(mask: ArrayLike) -> Bool:

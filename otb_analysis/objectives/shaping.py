@@ -1,12 +1,17 @@
-"""Reward shaping: what happens to rewards before any estimator sees them, and which rollouts are dropped.
+"""What happens to rewards before any estimator sees them, and filters of sampling that look at them.
 
-Every entry answers rewards [N, T] in which a change of a rollout's total sits on its last policy token, and a boolean
+Every shaping answers rewards [N, T] in which a change of a rollout's total sits on its last policy token, and a boolean
 per rollout. Shaping that looks at a group's outcome, or drops groups by it, changes the objective: leave-one-out
 estimators are unbiased for the shaped reward at best.
+
+A filter says with which probability a rollout stays in the batch, once its reward is known. The trainer samples again
+until the batch is full (`training.filling`). So rollouts are no longer i.i.d. from the policy: those that a `rollout`
+filter keeps are i.i.d. from π(y)·k(y)/E k, and a `group` filter keeps whole groups by their outcome.
+`studies.lib.enumeration.filters` shows what that does to the mean of an update.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from scipy.special import expit
@@ -132,7 +137,9 @@ def grpo_lambda(inputs: ShapingInputs, options: LambdaOptions) -> Shaped:
     groups = Groups.of(inputs.group)
     correct = (inputs.total >= options.correct).astype(np.float64)
     accuracy = groups.sum(correct) / groups.count
-    chosen = groups.spread(_best(accuracy, options.share)) & (correct > 0)
+    n_best = int(np.ceil(options.share * len(accuracy) - 1e-9))  # .2 · 35 is 7.000000000000001
+    least = np.sort(accuracy)[-n_best] if n_best else np.inf
+    chosen = groups.spread((accuracy >= least) & (accuracy > 0)) & (correct > 0)
     solved = np.maximum(groups.sum(correct), 1)
     away = inputs.length - groups.spread(groups.sum(correct * inputs.length) / solved)
     std = groups.spread(np.sqrt(groups.sum(correct * away**2) / solved))
@@ -219,14 +226,6 @@ def shape_rewards(name: str, inputs: ShapingInputs, options: Any = None) -> Shap
     return entry.function(inputs, checked_options(name, entry.options, options))
 
 
-def _best(accuracy: Float, share: float) -> Bool:
-    """The top ⌈share·P⌉ groups with those that tie, and only groups with a correct rollout."""
-    chosen = int(np.ceil(share * len(accuracy) - 1e-9))  # .2 · 35 is 7.000000000000001
-    if not chosen:
-        return np.zeros(len(accuracy), bool)
-    return (accuracy >= np.sort(accuracy)[-chosen]) & (accuracy > 0)
-
-
 def _add_last(reward: Float, mask: Bool, change: Float) -> Float:
     """Add a change of the total on the last policy token; a rollout without tokens has none."""
     out, rows = reward.copy(), np.flatnonzero(mask.any(axis=1))
@@ -235,3 +234,87 @@ def _add_last(reward: Float, mask: Bool, change: Float) -> Float:
     last = mask.shape[1] - 1 - np.argmax(mask[rows, ::-1], axis=1)
     out[rows, last] += change[rows]
     return out
+
+
+@dataclass(frozen=True)
+class FilterInputs:
+    """What a filter may look at, one number per rollout [N]; made by `training`."""
+
+    total: Float  # R_i, as the task pays it
+    tokens: Float  # Policy tokens
+    calls: Float  # Tool calls: policy turns before the last
+    group: Int  # Prompt of each rollout
+
+
+@dataclass(frozen=True)
+class RejectionOptions(SpentOptions):
+    """Options of `prs`."""
+
+    low: float = 0.0  # Quality at or below which a right rollout never stays
+    high: float = 0.5  # Quality from which on it always does
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.low < self.high:
+            raise InputError(f"low is {self.low} and high is {self.high}; pass low < high.")
+
+
+@dataclass(frozen=True)
+class Filter(Formula):
+    """One row of `FILTERS`."""
+
+    keeps: Literal["rollout", "group"] = "rollout"  # What is drawn again: single rollouts, or groups of other prompts
+    effect: str = ""  # What becomes of estimators that are unbiased for i.i.d. rollouts
+
+
+def keep_all(inputs: FilterInputs, options: NoOptions) -> Float:
+    """Keep every rollout: 1."""
+    return np.ones(len(inputs.total))
+
+
+def dynamic(inputs: FilterInputs, options: NoOptions) -> Float:
+    """Keep the groups whose rollouts were not all paid the same; other prompts take the place of the rest.
+
+    k_i = 1 where not all R_j of the group are equal, else 0. DAPO's dynamic sampling, arXiv 2503.14476, abstract.
+    """
+    return Groups.of(inputs.group).spread(differing(inputs.total, inputs.group)).astype(np.float64)
+
+
+def prs(inputs: FilterInputs, options: RejectionOptions) -> Float:
+    """Reject lazy right rollouts, those that spent much, with a probability that depends on how much.
+
+    k_i = clip((q_i − low)/(high − low), 0, 1) where right, else 1, q_i = 1 − (tokens + call·calls)/budget.
+    Profiling-based rejection sampling of Dr. Kernel, arXiv 2602.05885, abstract; the ramp and this quality are
+    our choices.
+    """
+    chance = (quality(inputs.tokens, inputs.calls, options) - options.low) / (options.high - options.low)
+    return np.where(inputs.total >= options.correct, np.clip(chance, 0.0, 1.0), 1.0)
+
+
+# fmt: off
+FILTERS: dict[str, Filter] = {
+    "none": Filter(keep_all, "1", "plain sampling", "code"),
+    "dynamic": Filter(
+        dynamic, "1 where not all R_j of the group are equal, else 0", "DAPO, arXiv 2503.14476", "abstract",
+        needs=("reward", "group"), keeps="group",
+        effect="only estimators without a gradient in groups of equal rewards, such as rloo, keep the direction of ∇J "
+        "over prompts, and their gradient is 1/P(rewards differ) times as long",
+    ),
+    "prs": Filter(
+        prs, "clip((q − low)/(high − low), 0, 1) where right, else 1; q = 1 − (tokens + call·calls)/budget",
+        "PRS of Dr. Kernel, arXiv 2602.05885", "abstract", needs=("reward", "turn"), options=RejectionOptions,
+        effect="rloo then follows the gradient of the mean reward of kept rollouts, E[R·k]/E[k], and other estimators "
+        "follow neither that nor ∇J",
+    ),
+}
+# fmt: on
+
+
+def keep_chance(name: str, inputs: FilterInputs, options: Any = None) -> Float:
+    """Return k [N], the probability with which each rollout stays; equal in a group where groups are kept.
+
+    Raises:
+        InputError: Unknown name or wrong options.
+    """
+    entry = lookup("filter", name, FILTERS)
+    return entry.function(inputs, checked_options(name, entry.options, options))

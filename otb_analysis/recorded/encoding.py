@@ -1,27 +1,26 @@
 """Recorded rollouts as `Rollouts`: token ids as recorded, or from the texts; what cannot be known is refused."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.errors import InputError
-from otb_analysis.recorded.records import Message, RecordedRollout
-from otb_analysis.recorded.rows import Tally
-from otb_analysis.recorded.steps import RecordedStep
-from otb_analysis.recorded.templates import chat_text, next_turn, restored
-from otb_analysis.rollouts.drafts import draft_of
+from otb_analysis.recorded.records import Message, Place, RecordedRollout, Tally
+from otb_analysis.recorded.runs import RecordedStep
 from otb_analysis.rollouts.models import special_id
-from otb_analysis.rollouts.sampling import Draft, Rollouts, collate
+from otb_analysis.rollouts.sampling import Draft, Rollouts, collate, draft_of
 from otb_analysis.tasks import Prompt
-from otb_analysis.types import FinishReason
 
 NOT_ENDED = "completion without its end token, because the record does not say that it ended (--ended all scores one)"
 RESTORED = "prompt was put back into the chat template, because its text had lost its special tokens"
-
-Segment = tuple[tuple[int, ...], bool]
-"""Tokens in a row, and whether the policy sampled them."""
+MARKS = ("\ue000", "\ue001")
+"""Characters for private use, which no prompt holds: they stand for the contents of messages."""
+Tokens = tuple[int, ...]
 
 
 @dataclass
@@ -42,12 +41,12 @@ class Encoder:
             InputError: A record's tokens cannot be known, are not this model's, or are too many; the sentence names it.
         """
         drafts = [self._draft(record) for record in step.records]
-        texts = {int(g): record for g, record in zip(step.group, step.records, strict=True)}
-        prompts = tuple(
-            Prompt(name, one.shown_prompt or self._decoded(one.prompt_ids or ()), answer=one.answer or "")
-            for name, one in ((name, texts[g]) for g, name in enumerate(step.prompt_ids))
-        )
-        rollouts = collate(drafts, prompts, step.group, special_id(self.tokenizer, "pad"))
+        of_group = {int(g): record for g, record in zip(step.group, step.records, strict=True)}
+        prompts = []
+        for g, name in enumerate(step.prompt_ids):
+            shown = of_group[g].shown_prompt or self._decoded(of_group[g].prompt_ids or ())
+            prompts.append(Prompt(name, shown, answer=of_group[g].answer or ""))
+        rollouts = collate(drafts, tuple(prompts), step.group, special_id(self.tokenizer, "pad"))
         reward = np.zeros(rollouts.mask.shape)
         for n, record in enumerate(step.records):
             sampled = np.flatnonzero(rollouts.mask[n])
@@ -62,71 +61,63 @@ class Encoder:
         return replace(rollouts, reward=reward, reward_parts=parts)
 
     def _draft(self, record: RecordedRollout) -> Draft:
-        prompt, segments = self._tokens(record)
-        self._check_ids(record, (*prompt, *(i for ids, _ in segments for i in ids)))
-        tokens = [(token, sampled) for ids, sampled in segments for token in ids]
-        known = record.columns.get("behavior_logprob")
-        if known is not None and len(tokens) != len(known):
+        """Return a record as a rollout that ended as recorded, or with `stop` where its last token is the end token."""
+        if record.ids is None and any(message.sampled for message in record.messages[:-1]):
+            prompt, tokens = self._chat(record)
+        elif record.ids is None:
+            prompt, tokens = self._prompt(record), [(token, True) for token in self._completion(record)]
+        else:
+            self._check_texts(record, record.ids)
+            assert record.policy_tokens is not None
+            prompt = self._prompt(record)
+            tokens = list(zip(record.ids, record.policy_tokens.tolist(), strict=True))
+        self._check_ids(record, (*prompt, *(token for token, _ in tokens)))
+        logprobs = record.columns.get("behavior_logprob")
+        if logprobs is not None and len(tokens) != len(logprobs):
             raise InputError(
-                f"{record.place} has {len(known)} log-probabilities but its text has {len(tokens)} tokens under this "
-                "tokenizer; record the token ids, or leave the log-probabilities out."
+                f"{record.place} has {len(logprobs)} log-probabilities but its text has {len(tokens)} tokens under "
+                "this tokenizer; record the token ids, or leave the log-probabilities out."
             )
-        draft = draft_of(prompt, tokens, None if known is None else known.tolist(), self.tokenizer, self._ends)
-        draft.finish_reason = self._finish_reason(record, draft)
+        ends = (special_id(self.tokenizer, "eos"),)
+        draft = draft_of(prompt, tokens, None if logprobs is None else logprobs.tolist(), self.tokenizer, ends)
+        draft.finish_reason = record.finish_reason
+        if record.finish_reason == "unknown" and draft.turns and draft.turns[-1].finished:
+            draft.finish_reason = "stop"
         return draft
 
-    def _tokens(self, record: RecordedRollout) -> tuple[tuple[int, ...], list[Segment]]:
-        """Return the prompt's tokens, and the completion's in segments."""
-        if record.ids is not None:
-            self._check_text(record, "completion", record.completion, record.ids)
-            self._check_chat(record)
-            prompt = record.prompt_ids
-            if prompt is None:
-                prompt = self._prompt(record)
-            else:
-                self._check_text(record, "prompt", record.prompt, prompt)
-            sampled = record.policy_tokens
-            assert sampled is not None
-            return prompt, [((token,), flag) for token, flag in zip(record.ids, sampled.tolist(), strict=True)]
-        if any(message.sampled for message in record.messages[:-1]):
-            return self._chat(record)
-        return self._prompt(record), self._completion(record)
-
-    def _prompt(self, record: RecordedRollout) -> tuple[int, ...]:
-        """Return a prompt's tokens from its text or its messages."""
+    def _prompt(self, record: RecordedRollout) -> Tokens:
+        """Return a prompt's tokens: as recorded, or from its text or its messages."""
         if record.prompt_ids is not None:
             return record.prompt_ids
         text, place = record.prompt, record.place
         if record.messages:
-            first = next(i for i, message in enumerate(record.messages) if message.sampled)
-            return self._ids(chat_text(self.tokenizer, record.messages[:first], place, goes_on=True), special=False)
+            return self._ids(chat_text(self.tokenizer, record.prompt_messages, place, goes_on=True))
         assert text is not None
         if self.text == "chat":
-            message = Message("user", text, False)
-            return self._ids(chat_text(self.tokenizer, [message], place, goes_on=True), special=False)
+            return self._ids(chat_text(self.tokenizer, [Message("user", text, False)], place, goes_on=True))
         if self.text == "auto" and record.stripped and self.tokenizer.chat_template:
             self.tally[RESTORED] += 1
-            return self._ids(restored(self.tokenizer, text, place), special=False)
-        ids = self._ids(text, special=True)
+            return self._ids(restored(self.tokenizer, text, place))
+        ids = tuple(self.tokenizer(text)["input_ids"])
         if not ids:
             raise InputError(f"{place} has a prompt without tokens; give every prompt at least one.")
         return ids
 
-    def _completion(self, record: RecordedRollout) -> list[Segment]:
+    def _completion(self, record: RecordedRollout) -> Tokens:
         """Return a completion's tokens from its text, with the end token where it ended."""
         text = record.messages[-1].content if record.messages else record.completion
         assert text is not None
-        if self.text == "auto" and record.stripped and (mark := next_turn(self.tokenizer)) and mark in text:
-            raise InputError(
-                f"{record.place}: its completion holds {mark!r}, with which the chat template begins a turn, and "
-                "no mask says which tokens the policy sampled; record token ids with a mask, or pass --text plain if "
-                "it wrote all of it."
-            )
-        ids = self._ids(text, special=False)
-        end = special_id(self.tokenizer, "eos")
-        if ids[-1:] != (end,) and self._has_ended(record):
-            ids = (*ids, end)
-        return [(ids, True)] if ids else []
+        if self.text == "auto" and record.stripped and self.tokenizer.chat_template:
+            # What the template writes behind a user's message, and in a completion the beginning of another turn.
+            mark = (_pieces(self.tokenizer, ("user",), Place(Path(), 0)) or [""])[-1]
+            if mark.strip() and mark in text:
+                raise InputError(
+                    f"{record.place}: its completion holds {mark!r}, with which the chat template begins a turn, and "
+                    "no mask says which tokens the policy sampled; record token ids with a mask, or pass --text plain "
+                    "if it wrote all of it."
+                )
+        ids, end = self._ids(text), special_id(self.tokenizer, "eos")
+        return (*ids, end) if ids[-1:] != (end,) and self._has_ended(record) else ids
 
     def _has_ended(self, record: RecordedRollout) -> bool:
         """Return whether a completion without token ids ended with the end token; counted where nothing says so."""
@@ -134,68 +125,61 @@ class Encoder:
             self.tally[NOT_ENDED] += 1
         return self.ended == "all" or record.finish_reason in ("stop", "turns")
 
-    def _chat(self, record: RecordedRollout) -> tuple[tuple[int, ...], list[Segment]]:
+    def _chat(self, record: RecordedRollout) -> tuple[Tokens, list[tuple[int, bool]]]:
         """Return a chat's tokens, each message's as the template adds it behind those before.
 
         The policy wrote its messages up to the end token; what the template adds behind that is not its own.
         """
-        first = next(i for i, message in enumerate(record.messages) if message.sampled)
-        before = chat_text(self.tokenizer, record.messages[:first], record.place, goes_on=True)
-        prompt, segments, end = self._ids(before, special=False), [], str(self.tokenizer.eos_token)
-        for i in range(first, len(record.messages)):
-            goes_on = i + 1 < len(record.messages) and record.messages[i + 1].sampled
-            whole = chat_text(self.tokenizer, record.messages[: i + 1], record.place, goes_on)
+        messages, first = record.messages, len(record.prompt_messages)
+        before = chat_text(self.tokenizer, messages[:first], record.place, goes_on=True)
+        prompt, end = self._ids(before), str(self.tokenizer.eos_token)
+        tokens: list[tuple[int, bool]] = []
+        for i in range(first, len(messages)):
+            last = i + 1 == len(messages)
+            goes_on = not last and messages[i + 1].sampled
+            whole = chat_text(self.tokenizer, messages[: i + 1], record.place, goes_on)
             if not whole.startswith(before):
                 raise InputError(
                     f"{record.place}: the chat template rewrites earlier messages when message {i} comes, so its "
                     "tokens are not those that were sampled; record token ids with a mask."
                 )
             added, before = whole[len(before) :], whole
-            last = i + 1 == len(record.messages)
-            own, stop, rest = added.partition(end) if record.messages[i].sampled else ("", "", added)
-            if last and not self._has_ended(record):
-                stop = ""
-            if own + stop:
-                segments.append((self._ids(own + stop, special=False), True))
-            if rest and not last:
-                segments.append((self._ids(rest, special=False), False))
-        return prompt, segments
+            own, stop, rest = added.partition(end) if messages[i].sampled else ("", "", added)
+            if last:
+                stop, rest = stop if self._has_ended(record) else "", ""
+            tokens += [(token, True) for token in self._ids(own + stop)]
+            tokens += [(token, False) for token in self._ids(rest)]
+        return prompt, tokens
 
-    def _check_text(self, record: RecordedRollout, name: str, text: str | None, ids: tuple[int, ...]) -> None:
-        """Refuse ids that do not decode to the recorded text, with or without special tokens."""
-        if text is None:
-            return
-        self._check_ids(record, ids)
-        ends = ids[:-1] if ids and ids[-1] in self._ends else ids
-        forms = (
-            self._decoded(ids),
-            self._decoded(ends),
-            str(self.tokenizer.decode(list(ids), skip_special_tokens=True)),
-        )
-        if text not in forms:
-            raise InputError(
-                f"{record.place}: the tokenizer decodes the {name}'s ids to {forms[0]!r:.60}, but {text!r:.60} was "
-                "recorded; pass the model that sampled them."
-            )
+    def _check_texts(self, record: RecordedRollout, completion: Tokens) -> None:
+        """Refuse ids that do not decode to the recorded texts, with or without special tokens.
 
-    def _check_chat(self, record: RecordedRollout) -> None:
-        """Refuse a chat's prompt ids in which a message of the system or the user is not to be read.
-
-        Templates may drop parts of earlier answers and add what they like, so nothing else is looked for.
+        Of a chat's prompt, messages of the system and the user must be in it. Templates may drop parts of earlier
+        answers and add what they like, so nothing else is looked for.
         """
-        if record.prompt_ids is None or not record.messages:
+        end, prompt = special_id(self.tokenizer, "eos"), record.prompt_ids
+        for name, text, ids in (("completion", record.completion, completion), ("prompt", record.prompt, prompt)):
+            if text is None or ids is None:
+                continue
+            self._check_ids(record, ids)
+            decoded = self._decoded(ids)
+            forms = (decoded, self._decoded(ids[:-1]) if ids[-1:] == (end,) else decoded)
+            if text not in (*forms, str(self.tokenizer.decode(list(ids), skip_special_tokens=True))):
+                raise InputError(
+                    f"{record.place}: the tokenizer decodes the {name}'s ids to {decoded!r:.60}, but {text!r:.60} was "
+                    "recorded; pass the model that sampled them."
+                )
+        if prompt is None or not record.messages:
             return
-        text = self._decoded(record.prompt_ids)
-        for message in record.messages:
-            if message.sampled:
-                return
+        text = self._decoded(prompt)
+        for message in record.prompt_messages:
             if message.role in ("system", "user") and message.content.strip() not in text:
                 raise InputError(
                     f"{record.place}: the tokenizer decodes the prompt's ids to {text!r:.60}, in which the "
                     f"{message.role}'s {message.content!r:.60} is not; pass the model that sampled them."
                 )
 
-    def _check_ids(self, record: RecordedRollout, ids: tuple[int, ...]) -> None:
+    def _check_ids(self, record: RecordedRollout, ids: Tokens) -> None:
         if ids and max(ids) >= self.vocabulary:
             raise InputError(
                 f"{record.place} has token {max(ids)}, but the model's vocabulary has {self.vocabulary}; pass the "
@@ -207,18 +191,75 @@ class Encoder:
                 "raise the model's max_position_embeddings if it was sampled so."
             )
 
-    @property
-    def _ends(self) -> tuple[int, ...]:
-        return (special_id(self.tokenizer, "eos"),)
+    def _ids(self, text: str) -> Tokens:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
 
-    def _finish_reason(self, record: RecordedRollout, draft: Draft) -> FinishReason:
-        """Return how a rollout ended: as recorded, or `stop` where its last token is the end token."""
-        if record.finish_reason != "unknown":
-            return record.finish_reason
-        return "stop" if draft.turns and draft.turns[-1].finished else "unknown"
-
-    def _ids(self, text: str, special: bool) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"])
-
-    def _decoded(self, ids: tuple[int, ...]) -> str:
+    def _decoded(self, ids: Tokens) -> str:
         return str(self.tokenizer.decode(list(ids)))
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: Place, goes_on: bool) -> str:
+    """Return messages in the tokenizer's chat template, with the beginning of an answer where one `goes_on`.
+
+    Raises:
+        InputError: The tokenizer has no template, or the template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"{place} is a chat, but the model's tokenizer has no chat template; pass the model that sampled it, or "
+            "record texts or token ids."
+        )
+    rows = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        return str(tokenizer.apply_chat_template(rows, add_generation_prompt=goes_on, tokenize=False))
+    except Exception as error:  # a template is a program of the model's makers
+        reason = " ".join(str(error).split())[:120].rstrip(".")
+        raise InputError(
+            f"{place}: the chat template refuses its messages ({reason}); record texts or token ids instead."
+        ) from error
+
+
+def restored(tokenizer: PreTrainedTokenizerBase, text: str, place: Place) -> str:
+    """Return a prompt with its special tokens, of which only the text without them was recorded.
+
+    The template, filled with marks and stripped of special tokens, says where the messages stand. The result counts
+    only if stripping it gives the recorded text again.
+
+    Raises:
+        InputError: The text is not that of one user message, with or without a system message, in this template.
+    """
+    for roles in (("user",), ("system", "user")):
+        pieces = _pieces(tokenizer, roles, place)
+        contents = re.fullmatch("(.*?)".join(map(re.escape, pieces)), text, re.DOTALL) if pieces else None
+        if contents is not None:
+            messages = [Message(role, content, False) for role, content in zip(roles, contents.groups(), strict=True)]
+            whole = chat_text(tokenizer, messages, place, goes_on=True)
+            if _stripped(tokenizer, whole) == text:
+                return whole
+    raise InputError(
+        f"{place}: its prompt was recorded without special tokens, and the chat template does not give the "
+        "same text; pass --text plain if no template was used, --text chat if the prompt is the bare question, or "
+        "record token ids."
+    )
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], place: Place) -> list[str] | None:
+    """Return what the template writes around messages' contents, without special tokens; None where it refuses."""
+    marks = MARKS[: len(roles)]
+    try:
+        messages = [Message(role, mark, False) for role, mark in zip(roles, marks, strict=True)]
+        text = _stripped(tokenizer, chat_text(tokenizer, messages, place, goes_on=True))
+    except InputError:  # some templates take no system message
+        return None
+    pieces = []
+    for mark in marks:
+        piece, found, text = text.partition(mark)
+        if not found:
+            return None
+        pieces.append(piece)
+    return [*pieces, text]
+
+
+def _stripped(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode(ids, skip_special_tokens=True))

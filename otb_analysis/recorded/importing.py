@@ -1,21 +1,27 @@
 """`otb import`: recorded rollouts as a run, without a model; what was not recorded is null."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from otb_analysis.arrays import zero_variance_groups
-from otb_analysis.config.audit import ImportConfig
+from otb_analysis.config.train import ImportConfig
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require_models
 from otb_analysis.phases import note, phase
 from otb_analysis.recorded.records import RecordedRollout
-from otb_analysis.recorded.runs import record_run, remaining_estimators, run_path, source_of, stored_config
-from otb_analysis.recorded.steps import RecordedStep
+from otb_analysis.recorded.runs import (
+    RecordedStep,
+    record_run,
+    remaining_estimators,
+    run_path,
+    source_of,
+    stored_config,
+)
 from otb_analysis.store import RunStore, StepTables
-from otb_analysis.types import Bool, Int
+from otb_analysis.types import Bool, Float
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,62 +63,52 @@ def recorded_tables(step: RecordedStep, tokenizer: "PreTrainedTokenizerBase | No
     `tokenizer` decodes token ids; without ids it counts the tokens of texts.
     """
     records, names = step.records, step.prompt_ids
-    prompts = [r.shown_prompt or _decoded(r.prompt_ids, tokenizer) for r in records]
-    texts = [_completion(r, tokenizer) for r in records]
-    lengths = [_sampled_tokens(r, tokenizer) for r in records]
+    texts = [_texts(record, tokenizer) for record in records]
     parts = dict.fromkeys(name for record in records for name in record.reward_parts)
     rollouts = {
         "group": step.group,
         "rollout": np.arange(len(records)),
         "prompt_id": [names[g] for g in step.group],
-        "prompt": prompts,
+        **{name: [row[name] for row in texts] for name in texts[0]},
         "answer": [record.answer for record in records],
-        "completion": texts,
         "reward": [record.reward for record in records],
-        "length": lengths,
-        "turns": [_turns(record) for record in records],
         "finish_reason": [record.finish_reason for record in records],
         **{f"reward_{name}": [record.reward_parts.get(name) for record in records] for name in parts},
         **step.provenance,
     }
     tokens = _token_rows(step, tokenizer) if all(record.ids is not None for record in records) else None
-    return StepTables(tokens=tokens, rollouts=rollouts, steps=_scalars(step, texts, lengths))
+    return StepTables(tokens=tokens, rollouts=rollouts, steps=_scalars(step, texts))
 
 
-def _decoded(ids: Sequence[int] | None, tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
-    return str(tokenizer.decode(list(ids))) if tokenizer and ids else None
+def _texts(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+    """Return a rollout's texts, sampled tokens and turns; None where nothing recorded or decoded says them."""
 
+    def decoded(ids: Sequence[int] | None) -> str | None:
+        return str(tokenizer.decode(list(ids))) if tokenizer and ids else None
 
-def _completion(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
-    """Return a completion's text; None where only its ids were recorded and nothing decodes them."""
+    completion, turns, length = record.completion, 1, None
+    sampled = [message.content for message in record.messages if message.sampled]
     if record.messages:
-        first = next(i for i, message in enumerate(record.messages) if message.sampled)
-        return "\n".join(message.content for message in record.messages[first:])
-    return _decoded(record.ids, tokenizer) if record.completion is None else record.completion
+        completion = "\n".join(message.content for message in record.messages[len(record.prompt_messages) :])
+        turns = len(sampled)
+    elif completion is None:
+        completion = decoded(record.ids)
+    if (mask := record.policy_tokens) is not None:
+        length = int(mask.sum())
+        turns = turns if record.messages else int(_turn_starts(mask).sum())
+    elif tokenizer is not None:
+        texts = sampled or [record.completion or ""]
+        length = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+    prompt = record.shown_prompt or decoded(record.prompt_ids)
+    return {"prompt": prompt, "completion": completion, "length": length, "turns": turns}
 
 
-def _sampled_tokens(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None") -> int | None:
-    """Return how many tokens the policy sampled; None where neither ids nor a tokenizer says."""
-    if (sampled := record.policy_tokens) is not None:
-        return int(sampled.sum())
-    if tokenizer is None:
-        return None
-    texts = [message.content for message in record.messages if message.sampled] or [record.completion or ""]
-    return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+def _turn_starts(sampled: Bool) -> Bool:
+    """Return True where a turn begins: at a sampled token behind one that was not [T]."""
+    return sampled & ~np.concatenate([[False], sampled[:-1]])
 
 
-def _turns(record: RecordedRollout) -> int:
-    if record.messages:
-        return sum(message.sampled for message in record.messages)
-    return 1 if record.policy_tokens is None else len(_turn_starts(record.policy_tokens))
-
-
-def _turn_starts(sampled: Bool) -> Int:
-    """Return where each turn begins: a sampled token behind one that was not."""
-    return np.flatnonzero(sampled & ~np.concatenate([[False], sampled[:-1]]))
-
-
-def _scalars(step: RecordedStep, texts: Sequence[str | None], lengths: Sequence[int | None]) -> dict[str, object]:
+def _scalars(step: RecordedStep, texts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return the step's row of `steps`; what some record lacks is left out. Means of numbers are over policy tokens."""
     records, reward = step.records, np.array([record.reward for record in step.records])
     scalars: dict[str, object] = {
@@ -123,25 +119,25 @@ def _scalars(step: RecordedStep, texts: Sequence[str | None], lengths: Sequence[
         "n_zero_variance_groups": int(zero_variance_groups(reward, step.group).sum()),
         "n_singleton_groups": int((np.bincount(step.group) == 1).sum()),
     }
-    if len(written := [text for text in texts if text is not None]) == len(records):
-        scalars["n_empty_completions"] = sum(not text for text in written)
-        scalars["characters_mean"] = float(np.mean([len(text) for text in written]))
+    completions, lengths = [row["completion"] for row in texts], [row["length"] for row in texts]
+    if None not in completions:
+        scalars["n_empty_completions"] = sum(not text for text in completions)
+        scalars["characters_mean"] = float(np.mean([len(text) for text in completions]))
     if all(record.finish_reason != "unknown" for record in records):
         scalars["n_truncated"] = sum(record.finish_reason == "length" for record in records)
-    if len(counts := [n for n in lengths if n is not None]) == len(records):
-        scalars |= {"length_mean": float(np.mean(counts)), "length_max": max(counts), "n_tokens": sum(counts)}
+    if None not in lengths:
+        scalars |= {"length_mean": float(np.mean(lengths)), "length_max": max(lengths), "n_tokens": sum(lengths)}
     if all(record.prompt_ids is not None for record in records):
         scalars["prompt_length_max"] = max(len(record.prompt_ids or ()) for record in records)
-    sampled = [slice(None) if (mask := record.policy_tokens) is None else mask for record in records]
-    inside = {
-        name: np.concatenate([record.columns[name][mask] for record, mask in zip(records, sampled, strict=True)])
-        for name in ("logprob", "behavior_logprob", "entropy")
-        if all(name in record.columns for record in records)
-    }
-    known = {name: values for name, values in inside.items() if values.size}
-    scalars |= {f"{name}_mean": float(known[name].mean()) for name in ("logprob", "entropy") if name in known}
-    if "logprob" in known and "behavior_logprob" in known:
-        mismatch = known["logprob"] - known["behavior_logprob"]
+    inside: dict[str, Float] = {}
+    for name in ("logprob", "behavior_logprob", "entropy"):
+        if all(name in record.columns for record in records):
+            lists = [(record.columns[name], record.policy_tokens) for record in records]
+            values = np.concatenate([values if mask is None else values[mask] for values, mask in lists])
+            inside |= {name: values} if values.size else {}
+    scalars |= {f"{name}_mean": float(inside[name].mean()) for name in ("logprob", "entropy") if name in inside}
+    if "logprob" in inside and "behavior_logprob" in inside:
+        mismatch = inside["logprob"] - inside["behavior_logprob"]
         scalars |= {"mismatch_mean": float(mismatch.mean()), "mismatch_max": float(np.abs(mismatch).max())}
     return scalars | step.logged_norm
 
@@ -157,7 +153,7 @@ def _token_rows(step: RecordedStep, tokenizer: "PreTrainedTokenizerBase | None")
     for n, (one, record) in enumerate(zip(masks, step.records, strict=True)):
         if one.any():
             reward[start[n] + np.flatnonzero(one)[-1]] = record.reward
-    turn = [np.maximum(np.searchsorted(_turn_starts(m), np.arange(len(m)), side="right") - 1, 0) for m in masks]
+    turn = [np.maximum(np.cumsum(_turn_starts(one)) - 1, 0) for one in masks]
     columns: dict[str, object] = {
         "group": step.group[rollout],
         "rollout": rollout,

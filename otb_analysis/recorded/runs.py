@@ -1,10 +1,14 @@
-"""The run that recorded rollouts become: begun or gone on with, step by step, and its ending recorded."""
+"""Recorded rollouts as a run: records cut into steps of whole groups, and the run begun, gone on with and ended."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from otb_analysis.config import RecordedConfig, plain_config
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
@@ -12,18 +16,157 @@ from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, count_to, note, phase, plural
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.recorded.formats import Source, find_source
-from otb_analysis.recorded.rows import Tally, suffix_of
-from otb_analysis.recorded.steps import Layout, RecordedStep, steps_of
+from otb_analysis.recorded.records import RecordedRollout, Tally, suffix_of
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.store.layout import check_run_name
+from otb_analysis.types import Int
 
 PLACE = ("run", "root", "if_exists", "source", "device")
 """Parts of a stored configuration that may differ when a run goes on: they change where it is, not what it holds."""
 GIVEN = {"energy", "turn", "token_id", "entropy"}
 """What an estimator may need here; a critic's values, ratios and exact norms at every step are not there."""
 REPEATED = "step has the rollouts of the step before it (TRL writes a batch again at every pass over it)"
-Maker = Callable[[RecordedStep], StepTables]
-"""Makes what is stored of a step."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How records stand in their files."""
+
+    runs_of_prompts: bool = False  # True where a group ends where the prompt changes
+    group_size: int = 0  # Rows in a row that are one group; 0 where group or prompt tells
+    prompts: int = 16  # Groups per step, where the records name no step
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The rollouts of one step, groups together; made by `steps_of`."""
+
+    step: int
+    records: tuple[RecordedRollout, ...]
+    group: Int  # Index of each record's prompt within the step [N]
+    repeated: bool = False  # True where its rollouts are those of the step before
+
+    @property
+    def prompt_ids(self) -> list[str]:
+        """Name of each group's prompt [P]: a hash, the same in every step and run."""
+        first = {int(g): record for g, record in reversed(list(zip(self.group, self.records, strict=True)))}
+        return [hashlib.sha256(repr(first[g].prompt_key).encode()).hexdigest()[:16] for g in sorted(first)]
+
+    @property
+    def provenance(self) -> dict[str, object]:
+        """Columns of `rollouts` that say where each record stood."""
+        return {
+            "source_file": [record.place.file.name for record in self.records],
+            "source_record": [record.place.number for record in self.records],
+        }
+
+    @property
+    def logged_norm(self) -> dict[str, object]:
+        """The column of `steps` with the trainer's gradient norm, empty where it was not recorded.
+
+        Raises:
+            InputError: Records of the step have different ones.
+        """
+        first = self.records[0]
+        for record in self.records:
+            if record.grad_norm != first.grad_norm:
+                raise InputError(
+                    f"{record.place} has grad_norm {record.grad_norm} but record {first.place.number} of the same step "
+                    f"has {first.grad_norm}; write that of the step's update into all of its records."
+                )
+        return {} if first.grad_norm is None else {"grad_norm": first.grad_norm}
+
+
+def steps_of(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
+    """Yield steps in their order, one in memory; where records name none, so many groups in a row are one, from 0.
+
+    Raises:
+        InputError: Steps do not ascend, a group is not in one piece or has two prompts, or a prompt is in two groups.
+    """
+    stream = iter(records)
+    first = next(stream, None)
+    if first is None:
+        return
+    if first.step is None:
+        yield from _counted_steps(chain([first], stream), layout)
+        return
+    part, before = [first], first.step
+    for record in stream:
+        if record.step is None or record.step < before:
+            raise InputError(
+                f"{record.place} is of step {record.step} but comes behind step {before}; sort the records by step, or "
+                "pass each run's files alone."
+            )
+        if record.step != before:
+            yield grouped(before, part, layout)
+            part, before = [], record.step
+        part.append(record)
+    yield grouped(before, part, layout)
+
+
+def _counted_steps(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
+    """Yield a step for so many groups in a row; a group that comes back after it ended is refused."""
+    part: list[RecordedRollout] = []
+    keys: list[Hashable] = []  # Of the groups in `part`
+    ended: dict[bytes, int] = {}  # Hash of each group that ended → its first record; a hash, so that millions fit
+    step = 0
+    for row, record in enumerate(records):
+        if layout.group_size:
+            key: Hashable = row // layout.group_size
+        else:
+            key = record.prompt_key if record.group is None else record.group
+        if not keys or key != keys[-1]:
+            name = hashlib.blake2b(repr(key).encode(), digest_size=12).digest()
+            if name in ended:
+                what = "prompt" if record.group is None else f"group {record.group!r}"
+                raise InputError(
+                    f"{record.place} goes on with the {what} of record {ended[name]}, behind other groups; put the "
+                    "rollouts of a group together, write step and group into every record, or pass --group-size N if "
+                    "every N records in a row are a group."
+                )
+            ended[name] = record.place.number
+            if len(keys) == layout.prompts:
+                yield grouped(step, part, layout)
+                step, part, keys = step + 1, [], []
+            keys.append(key)
+        part.append(record)
+    if part:
+        yield grouped(step, part, layout)
+
+
+def grouped(step: int, records: Iterable[RecordedRollout], layout: Layout) -> RecordedStep:
+    """Return the records of one step with the index of each one's group, groups in the order of their first record.
+
+    Raises:
+        InputError: A group has two prompts, or a prompt is in two groups.
+    """
+    part = tuple(records)
+    keys: list[Hashable] = [record.group for record in part]
+    if part[0].group is None and layout.group_size:
+        keys = [i // layout.group_size for i in range(len(part))]
+    elif part[0].group is None and layout.runs_of_prompts:
+        changes = [a.prompt_key != b.prompt_key for a, b in pairwise(part)]
+        keys = np.cumsum([0, *changes]).tolist()
+    elif part[0].group is None:
+        keys = [record.prompt_key for record in part]
+    index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    group = np.array([index[key] for key in keys], np.int64)
+    prompt_of: dict[int, RecordedRollout] = {}
+    group_of: dict[Hashable, int] = {}
+    for g, record in zip(group.tolist(), part, strict=True):
+        first = prompt_of.setdefault(g, record)
+        if first.prompt_key != record.prompt_key:
+            raise InputError(
+                f"{record.place} is in the group of record {first.place.number} but has another prompt; a group is the "
+                "rollouts of one prompt, so mend group, or --group-size."
+            )
+        if (other := group_of.setdefault(record.prompt_key, g)) != g:
+            raise InputError(
+                f"{record.place} has the prompt of record {prompt_of[other].place.number} but is in another group of "
+                f"step {step}; give rollouts of one prompt one group, or put the groups into different steps."
+            )
+    order = np.argsort(group, kind="stable")
+    return RecordedStep(step, tuple(part[i] for i in order), group[order])
 
 
 def source_of(path: Path, config: RecordedConfig) -> Source:
@@ -83,7 +226,7 @@ def record_run(
     config: RecordedConfig,
     stored: Mapping[str, Any],
     source: Source,
-    make: Maker,
+    make: Callable[[RecordedStep], StepTables],
     processes: Processes = SINGLE_PROCESS,
     machine: Mapping[str, object] | None = None,
 ) -> Path:
@@ -101,10 +244,26 @@ def record_run(
     """
     run = _Run(path, config, stored, processes, machine)
     layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
+    due = before = 0
     try:
         with phase(f"reading {source.path.name}"):
-            steps = steps_of(source.records(config.reward_weights), layout)
-            run.write(_repeats_marked(steps, source), make)
+            count_to(0, "step")
+            for step in steps_of(source.records(config.reward_weights), layout):
+                here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
+                source.tally[REPEATED] += here == before
+                n, n_stored = len(step.records), run.done.get(step.step, 0)
+                if n_stored > n:
+                    raise InputError(
+                        f"step {step.step} has {n} rollouts in {step.records[0].place.file} but {n_stored} in the run; "
+                        "the file has changed, so begin anew with --if-exists replace."
+                    )
+                if n_stored < n:
+                    if due % processes.size == processes.rank:
+                        tables = make(replace(step, repeated=here == before))
+                        run.writer().write_step(step.step, tables)
+                    due += 1
+                before = here
+                advance()
     except BaseException as error:
         kept = run.failed(error)
         if isinstance(error, KeyboardInterrupt):
@@ -143,45 +302,36 @@ class _Run:
         self.done: dict[int, int] = processes.broadcast_from_main(self._stored_steps)
 
     def _stored_steps(self) -> dict[int, int]:
+        """Return the steps of a run that goes on; refuse other settings than those it was made with."""
         refuse_existing(self.path, self.config)
         if self.config.if_exists != "resume" or not self.path.exists():
             return {}
         store = RunStore(self.path)
-        _refuse_other_settings(self.path, store.info.get("config"), self.stored)
+        before: Any = store.info.get("config") or {}
+        for name, value in self.stored.items():
+            if name not in PLACE and before.get(name) != value:
+                raise InputError(
+                    f"{name} is {value!r} but run {self.path.name!r} was made with {before.get(name)!r}; pass the "
+                    "run's own settings to go on, or another --run."
+                )
         steps = store.steps_df(columns=["step", "n_rollouts"])
         return {int(step): int(n) for step, n in zip(steps["step"], steps["n_rollouts"], strict=True)}
 
     def writer(self) -> RunWriter:
         """Return the run's writer; the first call, which waits for all processes, makes or reopens the directory."""
+
+        def opened() -> RunWriter:
+            if self.config.if_exists == "resume" and self.path.exists():
+                return RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
+            policy = "replace" if self.config.if_exists == "replace" else "error"
+            root, name = self.path.parent, self.path.name
+            return RunWriter.create(root, name, self.stored, if_exists=policy, machine=self.machine)
+
         if self._writer is None:
-            writer = self._writer = self.processes.broadcast_from_main(self._create_or_reopen)
+            writer = self._writer = self.processes.broadcast_from_main(opened)
             if self.processes.first:
                 self.processes.record = lambda reason: writer.finish("failed", reason)
         return self._writer
-
-    def _create_or_reopen(self) -> RunWriter:
-        if self.config.if_exists == "resume" and self.path.exists():
-            return RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
-        policy = "replace" if self.config.if_exists == "replace" else "error"
-        return RunWriter.create(self.path.parent, self.path.name, self.stored, if_exists=policy, machine=self.machine)
-
-    def write(self, steps: Iterable[RecordedStep], make: Maker) -> None:
-        """Make and write this process's share of the steps that the run does not have."""
-        count_to(0, "step")
-        due = 0
-        for step in steps:
-            stored = self.done.get(step.step)
-            if stored is None or stored < len(step.records):
-                if due % self.processes.size == self.processes.rank:
-                    tables = make(step)
-                    self.writer().write_step(step.step, tables)
-                due += 1
-            elif stored > len(step.records):
-                raise InputError(
-                    f"step {step.step} has {len(step.records)} rollouts in {step.records[0].place.file} but {stored} "
-                    "in the run; the file has changed, so begin anew with --if-exists replace."
-                )
-            advance()
 
     def failed(self, error: BaseException) -> str:
         """Record why the run ended early; return what of it is kept, in words, empty where nothing was written."""
@@ -195,23 +345,3 @@ class _Run:
                 self._writer.finish("failed", reason)
         steps = plural(len(RunStore(self.path).complete_steps()), "step")
         return f"{steps} before it can be read in {self.path}, and --if-exists resume goes on"
-
-
-def _repeats_marked(steps: Iterable[RecordedStep], source: Source) -> Iterator[RecordedStep]:
-    """Yield all steps; mark and count those whose rollouts are those of the step before."""
-    before = 0
-    for step in steps:
-        here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
-        source.tally[REPEATED] += here == before
-        yield replace(step, repeated=here == before)
-        before = here
-
-
-def _refuse_other_settings(path: Path, old: object, new: Mapping[str, Any]) -> None:
-    before = old if isinstance(old, Mapping) else {}
-    for name in new:
-        if name not in PLACE and before.get(name) != new[name]:
-            raise InputError(
-                f"{name} is {new[name]!r} but run {path.name!r} was made with {before.get(name)!r}; pass the run's own "
-                "settings to go on, or another --run."
-            )

@@ -1,7 +1,6 @@
 """`otb score`: recorded rollouts under a model, at any level of measuring, as a run of the store."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,24 +10,23 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.checks.sampling import SamplingCheck
-from otb_analysis.config.audit import ScoreConfig
+from otb_analysis.config.train import ScoreConfig
 from otb_analysis.devices import device_of, first_line, machine_facts, products
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import entry_of, estimate, options_from_dict
 from otb_analysis.gradients.batch.scope import select_scope
-from otb_analysis.gradients.exact.arithmetic import arithmetic
-from otb_analysis.measurement.levels import level_of
-from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.measurement.passes import forward_statistics
-from otb_analysis.measurement.summary import summarize
+from otb_analysis.gradients.exact.verdicts import arithmetic
+from otb_analysis.measurement.forward import forward_statistics
+from otb_analysis.measurement.level import level_of
+from otb_analysis.measurement.measurer import GradientMeasurer, summarize
 from otb_analysis.measurement.table import TokenTable, rollout_rows, token_rows, token_table
 from otb_analysis.phases import note, phase
 from otb_analysis.processes import Processes
 from otb_analysis.recorded.encoding import Encoder
-from otb_analysis.recorded.logprobs import refuse_wrong_logprobs
-from otb_analysis.recorded.rows import Tally
+from otb_analysis.recorded.records import LOGPROBS, Tally
 from otb_analysis.recorded.runs import (
     GIVEN,
+    RecordedStep,
     note_tally,
     record_run,
     refuse_existing,
@@ -37,13 +35,28 @@ from otb_analysis.recorded.runs import (
     source_of,
     stored_config,
 )
-from otb_analysis.recorded.steps import RecordedStep
 from otb_analysis.rollouts.models import load_policy, output_layer
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Float
 
 Policy = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 """A model on its device and its tokenizer."""
+LEAST_TOKENS = 8
+"""Policy tokens in which a fault can be seen: of one rollout, or of all of a step together."""
+APART, FACTOR = 0.1, 5.0
+"""A list is wrong where it is on average so far from the model's, in nats, and so many times nearer otherwise read."""
+PLACEHOLDER = -1.0
+"""A recorded 0 means certainty; a token that the model gives less than e⁻¹ was not certain to any policy like it."""
+BEFORE, BEHIND = "fit the tokens one place before their own", "fit the tokens one place behind their own"
+REMEDY = {
+    BEFORE: "move the list, entry t is of completion token t",
+    BEHIND: "move the list, entry t is of completion token t",
+    "are logarithms to base 10": "multiply them by 2.302585",
+    "are logarithms to base 2": "multiply them by 0.693147",
+}
+"""What a list may be instead, and what to do about it."""
+Pair = tuple[Float, Float]
+"""Recorded and scored log-probabilities of a rollout's policy tokens, in nats [T]."""
 
 
 def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
@@ -58,7 +71,17 @@ def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
     check(config)
     processes = Processes.joined(sharded=False, device=config.device)
     with processes.together():
-        path = _scored(config, processes, policy)
+        source = source_of(config.rollouts, config)
+        path = run_path(config.rollouts, config, "scored")
+        processes.broadcast_from_main(lambda: refuse_existing(path, config))
+        model, tokenizer = policy or load(config, processes.device)
+        stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
+        encoded = Tally()  # of this process's steps; every process reads all records
+        scorer = Scorer(config, model, tokenizer, encoded, stored)
+        machine = machine_facts(model.device, scorer.precision)
+        note(first_line(machine, scorer.why))
+        record_run(path, config, stored, source, scorer.tables, processes, machine)
+        note_tally(sum(processes.gather(encoded), Tally()))
     processes.end()
     return path
 
@@ -74,21 +97,6 @@ def load(config: ScoreConfig, device: torch.device | None = None) -> Policy:
         model, tokenizer = load_policy(config.model, config.allow_remote_code)
         model.to(device)  # pyright: ignore[reportArgumentType]
     return model, tokenizer
-
-
-def _scored(config: ScoreConfig, processes: Processes, policy: Policy | None) -> Path:
-    source = source_of(config.rollouts, config)
-    path = run_path(config.rollouts, config, "scored")
-    processes.broadcast_from_main(lambda: refuse_existing(path, config))
-    model, tokenizer = policy or load(config, processes.device)
-    stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
-    encoded = Tally()  # of this process's steps; every process reads all records
-    scorer = Scorer(config, model, tokenizer, encoded, stored)
-    machine = machine_facts(model.device, scorer.precision)
-    note(first_line(machine, scorer.why))
-    record_run(path, config, stored, source, scorer.tables, processes, machine)
-    note_tally(sum(processes.gather(encoded), Tally()))
-    return path
 
 
 def check(config: ScoreConfig) -> None:
@@ -141,7 +149,6 @@ class Scorer:
         trained = {config.estimator.name: self.options}
         self.measurer = GradientMeasurer(model, config.measure, config.temperature, trained, stored)
         self.sampling = SamplingCheck()
-        self.seconds: dict[str, float] = {}
 
     def tables(self, step: RecordedStep) -> StepTables:
         """Return everything to store of a step.
@@ -150,52 +157,41 @@ class Scorer:
             InputError: A record is refused.
             NonFiniteError: A logit is not finite.
         """
-        self.seconds = {}
-        self._refuse_singles(step)
-        rollouts = self.encoder.rollouts(step)
+        name, seconds = self.config.estimator.name, dict[str, float]()
+        if np.bincount(step.group).max() == 1 and not entry_of(name).takes_single:
+            raise InputError(
+                f"{step.records[0].place}: step {step.step} has one rollout per prompt, but estimator.name is "
+                f"{name!r}, which compares rollouts of one prompt; set it to one of "
+                f"{', '.join(remaining_estimators())}."
+            )
+        rollouts, start = self.encoder.rollouts(step), perf_counter()
         # A second look at the same tokens is no evidence: a direction learned from them agrees with itself.
         observe = None if step.repeated else self.sampling.observe
-        with phase("scoring"), self._timed("forward"):
+        with phase("scoring"):
             try:
                 forward = forward_statistics(
                     self.model, rollouts, self.config.temperature, self.config.micro_batch, observe
                 )
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {step.step}: {error}") from error
+        seconds["seconds_forward"] = perf_counter() - start
         table = token_table(rollouts, forward, None)
         refuse_wrong_logprobs(step, table)
-        trained = estimate(self.config.estimator.name, table.inputs(table.stats.energy), self.options)
-        with self._timed("measure"), products(self.precision):
+        trained, start = estimate(name, table.inputs(table.stats.energy), self.options), perf_counter()
+        with products(self.precision):
             weights = trained.advantage / len(step.records)
             measurement = self.measurer.measure(step.step, rollouts, table, None, lambda: weights)
-        by_rollout = rollout_rows(rollouts, table, measurement.tokens)
+        seconds["seconds_measure"] = perf_counter() - start
         gradients = [row.as_row() for row in measurement.statistics]
-        seconds = {f"seconds_{name}": taken for name, taken in self.seconds.items()}
         return StepTables(
             tokens=token_rows(table, trained, measurement.tokens, self.tokenizer) | _recorded(step, table),
-            rollouts=by_rollout | step.provenance,
+            rollouts=rollout_rows(rollouts, table, measurement.tokens) | step.provenance,
             steps=summarize(rollouts, table, trained, measurement) | step.logged_norm | seconds,
-            gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
+            gradients={key: [row[key] for row in gradients] for key in gradients[0]} if gradients else None,
             grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
             subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,
             sampling=None if step.repeated else self.sampling.rows(rollouts, table),
         )
-
-    def _refuse_singles(self, step: RecordedStep) -> None:
-        """Refuse a step of one rollout per prompt where the estimator compares rollouts of one prompt."""
-        if np.bincount(step.group).max() > 1 or entry_of(self.config.estimator.name).takes_single:
-            return
-        raise InputError(
-            f"{step.records[0].place}: step {step.step} has one rollout per prompt, but estimator.name is "
-            f"{self.config.estimator.name!r}, which compares rollouts of one prompt; set it to one of "
-            f"{', '.join(remaining_estimators())}."
-        )
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = perf_counter()
-        yield
-        self.seconds[name] = perf_counter() - start
 
 
 def _recorded(step: RecordedStep, table: TokenTable) -> dict[str, object]:
@@ -211,3 +207,52 @@ def _recorded(step: RecordedStep, table: TokenTable) -> dict[str, object]:
         values = whole[n, t]
         columns[f"recorded_{name}"] = np.ma.masked_array(values, mask=~table.mask[n, t] | np.isnan(values))
     return columns
+
+
+def refuse_wrong_logprobs(step: RecordedStep, table: TokenTable) -> None:
+    """Refuse recorded log-probabilities, the sampler's or the trainer's, that belong to other tokens or are none.
+
+    Small differences between recorded and scored are not errors: they are the run's mismatch, and stored.
+
+    Raises:
+        InputError: A list is off by one, of another base, or holds placeholders; the sentence names the record.
+    """
+    for name in LOGPROBS:
+        pairs = list[Pair]()
+        for n, record in enumerate(step.records):
+            sampled, values = np.flatnonzero(table.mask[n]), record.columns.get(name)
+            if values is None or not len(sampled) or len(values) <= sampled[-1]:
+                continue
+            recorded, scored = values[sampled], table.stats.logprob[n, sampled]
+            for t in sampled[(recorded == 0) & (scored < PLACEHOLDER)][:1]:
+                raise InputError(
+                    f"{record.place}: the log-probability of completion token {t} was recorded as 0, but the model "
+                    f"gives {table.stats.logprob[n, t]:.2f}; 0 is a placeholder: mask the token, or leave the list out."
+                )
+            pairs.append((recorded, scored))
+            if fault := fault_of(pairs[-1:]):
+                raise InputError(f"{record.place}: its log-probabilities {fault}; {REMEDY[fault]}.")
+        if fault := fault_of(pairs):
+            raise InputError(
+                f"{step.records[0].place} and those of its step: their log-probabilities {fault}; {REMEDY[fault]}."
+            )
+
+
+def fault_of(pairs: Sequence[Pair]) -> str:
+    """Return what lists of log-probabilities are instead, a key of `REMEDY`; empty where nothing explains them better.
+
+    Entry t + 1 of a shifted list is that of token t, or entry t − 1 is.
+    """
+    if sum(len(recorded) for recorded, _ in pairs) < LEAST_TOKENS:
+        return ""
+    read = {
+        "": [recorded - scored for recorded, scored in pairs],
+        BEFORE: [recorded[1:] - scored[:-1] for recorded, scored in pairs],
+        BEHIND: [recorded[:-1] - scored[1:] for recorded, scored in pairs],
+        "are logarithms to base 10": [recorded * np.log(10) - scored for recorded, scored in pairs],
+        "are logarithms to base 2": [recorded * np.log(2) - scored for recorded, scored in pairs],
+    }
+    errors = {name: np.abs(np.concatenate(parts)) for name, parts in read.items()}
+    apart = {name: float(error.mean()) for name, error in errors.items() if len(error) >= LEAST_TOKENS // 2}
+    best = min(apart, key=lambda name: apart[name])
+    return best if apart[""] > APART and apart[best] * FACTOR < apart[""] else ""

@@ -8,9 +8,7 @@ from pathlib import Path
 from otb_analysis.answers import reportable
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import counted, plural
-from otb_analysis.report.document import Document
-from otb_analysis.report.html import to_html
-from otb_analysis.report.markdown import to_markdown
+from otb_analysis.report.document import Document, to_html, to_markdown
 from otb_analysis.report.paper import write_figures
 from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview, provenance
 

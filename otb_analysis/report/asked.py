@@ -7,7 +7,7 @@ import pandas as pd
 
 from otb_analysis.figures.numbers import cell
 from otb_analysis.report.document import Grid, Part
-from otb_analysis.report.record import infinite_cells, written
+from otb_analysis.report.records import infinite_cells, written
 from otb_analysis.schema import TABLES
 from otb_analysis.store import ASKED_ROWS, RolloutFilter, RunStore, facts_of_rollouts, find_rollouts, reward_histogram
 

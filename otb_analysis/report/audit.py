@@ -8,22 +8,17 @@ import pandas as pd
 
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import AuditReport
-from otb_analysis.answers.formulas import AUDIT_FORMULAS
-from otb_analysis.answers.proxy import Proxy
-from otb_analysis.answers.shares import Share
+from otb_analysis.answers.holders import Share
 from otb_analysis.atomic import atomic_file
 from otb_analysis.checks.bookkeeping import bookkeeping_lines
-from otb_analysis.checks.sampling_sums import ZScores
-from otb_analysis.checks.sampling_text import sampling_lines
+from otb_analysis.checks.sampling_report import ZScores, sampling_lines
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import StoreError
-from otb_analysis.figures.comparison import comparison_table
+from otb_analysis.figures.comparison import comparison_table, dead_display, planner_words, plot_planner, sizes_display
 from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
-from otb_analysis.figures.planner import dead_display, planner_words, plot_planner, sizes_display
-from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section
-from otb_analysis.report.estimators import estimator_parts
-from otb_analysis.report.html import to_html
-from otb_analysis.report.record import written
+from otb_analysis.report.compare import estimator_parts
+from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section, to_html
+from otb_analysis.report.records import written
 
 BEST = "* best of its curve: intervals show that its neighbours are worse. † by formula, not measured."
 COST = (
@@ -34,6 +29,19 @@ DEAD = (
     "dead: groups whose rewards are all equal; they teach nothing. From subsets of the recorded groups, intervals over "
     "prompts. informative: the other groups, per 100 rollouts; most in small groups, where each is noisier."
 )
+AUDIT_FORMULAS = (
+    ("efficiency", "⟨m,∇J⟩²/(‖∇J‖²·(‖m‖² + V/P)), m = E ĝ, V the variance of one prompt's group gradient, P prompts"),
+    ("c", "⟨m,∇J⟩/‖∇J‖²"),
+    ("bias", "‖m − ∇J‖/‖∇J‖"),
+    ("SF", "variance/c²; of proved step lengths E‖g‖²/c² − ‖∇J‖²"),
+    ("between", "2·V(N) − V(N/2) of no baseline; within = V − between"),
+    ("larger groups", "E‖g_N‖² = q + a/N + b/(N(N−1)), b = 0 for none; variance at the same rollouts: N·V(N)/R"),
+    ("best size of rloo", "1 + √(b/(q − ‖m‖²))"),
+    ("dead groups", "mean over prompts of Σ_v C(k_v, n)/C(G, n), k_v of G rewards equal v; estimates pⁿ + (1−p)ⁿ"),
+    ("share", "c·s·ḡ of a token, s = ∇log π, c its coefficient in the update ḡ = Σ c·s; divided by Σ‖ḡ‖² over steps"),
+    ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),
+    ("gain lost", "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency"),
+)  # fmt: skip
 Z_SCORES = "Standard normal if the model drew the tokens: of Σ(log π_y + H), and of Σ(π_y − Σπ²)."
 
 
@@ -46,26 +54,32 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
         sketched = () if report.sketches is None else (report.sketches.words,)
         sections.append(Section("Estimators", (*estimator_parts(run.measured, top), *between, *sketched)))
     sections.append(Section("Budget planner", tuple(planner_parts(report.planner))))
-    if report.tokens:
+    if (tokens := report.tokens) is not None:
         caption = (
-            f"Shares of Σ‖ḡ‖² over {report.tokens.steps} steps, {report.tokens.n_tokens:,} tokens; "
-            f"{report.tokens.half:,} hold half of Σ|share|."
+            f"Shares of Σ‖ḡ‖² over {tokens.steps} steps, {tokens.n_tokens:,} tokens; "
+            f"{tokens.half:,} hold half of Σ|share|."
         )
-        tokens = report.tokens
         kinds = {"kind": tokens.by_class, "position": tokens.by_position, "prompt": tokens.by_prompt}
-        grids = [
-            Grid(caption, _shares(kind, of), f"Tokens: who holds the gradient, by {kind}") for kind, of in kinds.items()
-        ]
+        title = "Tokens: who holds the gradient, by"
+        grids = [Grid(caption, _shares(kind, of), f"{title} {kind}") for kind, of in kinds.items()]
         sections.append(Section("Tokens", tuple(grids)))
-    if report.proxy:
-        sections.append(Section("Proxy", (_proxy(report.proxy),)))
-    if report.sampling:
-        by = {"step": report.sampling.by_step, "position": report.sampling.by_position}
-        grids = [
-            Grid(Z_SCORES, _z_scores(name, rows), f"Sampling check: both z-scores by {name}")
-            for name, rows in by.items()
-        ]
-        sections.append(Section("Sampling check", (*sampling_lines(report.sampling), *grids)))
+    if (proxy := report.proxy) is not None:
+        values = {
+            "log correlation, all tokens": proxy.pooled,
+            "log correlation, within": proxy.within,
+            "efficiency kept": proxy.kept,
+            "share of otb's gain over rloo lost": proxy.gain_lost,
+        }
+        caption = (
+            f"{proxy.n_tokens:,} tokens with both. within: among rollouts of one prompt at one position, where "
+            "baselines compare. efficiency kept: of otb, the proxy over exact norms."
+        )
+        rows = pd.DataFrame({"measure": name, "value": interval_cell(one, ".2f")} for name, one in values.items())
+        sections.append(Section("Proxy", (Grid(caption, rows, "Proxy: can it stand for exact norms?"),)))
+    if (sampling := report.sampling) is not None:
+        by, title = {"step": sampling.by_step, "position": sampling.by_position}, "Sampling check: both z-scores by"
+        grids = [Grid(Z_SCORES, _z_scores(name, rows), f"{title} {name}") for name, rows in by.items()]
+        sections.append(Section("Sampling check", (*sampling_lines(sampling), *grids)))
     sections.append(Section("Bookkeeping", tuple(bookkeeping_lines(report.bookkeeping))))
     return [*sections, Section("What is missing", report.missing)] if report.missing else sections
 
@@ -137,18 +151,3 @@ def _z_scores(name: str, rows: Sequence[ZScores]) -> pd.DataFrame:
         }
         for row in rows
     )
-
-
-def _proxy(proxy: Proxy) -> Grid:
-    values = {
-        "log correlation, all tokens": proxy.pooled,
-        "log correlation, within": proxy.within,
-        "efficiency kept": proxy.kept,
-        "share of otb's gain over rloo lost": proxy.gain_lost,
-    }
-    caption = (
-        f"{proxy.n_tokens:,} tokens with both. within: among rollouts of one prompt at one position, where baselines "
-        "compare. efficiency kept: of otb, the proxy over exact norms."
-    )
-    rows = pd.DataFrame({"measure": name, "value": interval_cell(value, ".2f")} for name, value in values.items())
-    return Grid(caption, rows, "Proxy: can it stand for exact norms?")

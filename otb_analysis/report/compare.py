@@ -1,17 +1,27 @@
 """Runs side by side: what they say of their baselines, what they learned, B against A, the proxy."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from otb_analysis.answers import RunAnswers, designs
-from otb_analysis.answers.learning import learning_notes, learning_table
-from otb_analysis.answers.pairs import Pair, pair_of, pairing_of
+from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
+from otb_analysis.answers.pairs import learning_notes, learning_table, pair_of, pairing_of
+from otb_analysis.answers.run import unlike_scopes
+from otb_analysis.figures.comparison import display_table
 from otb_analysis.figures.fidelity import agreement_display
-from otb_analysis.figures.pair_curves import pair_display
-from otb_analysis.figures.pair_gradients import noise_display
+from otb_analysis.figures.pairs import noise_display, pair_display
+from otb_analysis.phases import plural
 from otb_analysis.report.document import Grid, Part, Section
-from otb_analysis.report.estimators import estimator_parts
-from otb_analysis.store.reader import unlike_scopes
+from otb_analysis.statistics import MIN_CLUSTERS
+from otb_analysis.statistics.gradients import NOT_SHOWN
 
+EXPLAINED = """\
+SF: variance at equal progress, variance/c², a ratio below 1 is better. efficiency: share of an update along the true
+gradient ∇J, a ratio above 1 is better. c: step length along ∇J; two with a proved c are compared by SF, others by
+efficiency. {looks} equiv.: rollouts {base} would need for the same. energy: what tokens are weighted by: exact
+‖∇ log π‖², its free proxy, or none. –: noise hides it."""
+LOOKS = "÷: 95 % by itself, in one look; {together}: 95 % for all of them, which is what is claimed."
+LEFT = "otb compare --top 0 shows what is left."
+UNJUDGED = "Nothing is judged: {}. Intervals, where there are any, are 95 % of one look."
 PROXY = "Proxy against exact norms: does the free proxy order tokens as exact norms do?"
 WITHIN = (
     "energy: squared norm of the gradient of log π, of one token w_t, or of all up to it W_t = Σ_{j≤t} w_j\n"
@@ -27,48 +37,67 @@ def comparison(runs: Mapping[str, RunAnswers], top: int | None = None, conclude_
         conclude_last: Put the sentences and their tables behind the others, where a long command ends, without B
             against A.
     """
-    of_designs = designs(runs)
+    of_designs, several = designs(runs), len(runs) > 1
     concluded = [
         Section(name, ("\n".join([*[f"{name}:"][: len(of_designs) - 1], *steps.lines]), *estimator_parts(steps, top)))
         for name, steps in of_designs.items()
     ]
-    unmeasured = [run for run in runs.values() if not run.grams]
-    if not concluded and unmeasured:
-        concluded = [Section("Estimators", unmeasured[0].lines)]
-    pairing = None if conclude_last else pairing_of(runs)
+    if not concluded:
+        concluded = [Section("Estimators", run.lines) for run in [*runs.values()][:1]]
     others = [Section("Runs", (learning_grid(runs),))]
-    others += [Section("B against A", pair_parts(pair_of(runs, pairing)))] if pairing else []
-    measured = [(name, *row) for name, run in runs.items() for row in run.fidelity]
-    others += (
-        [Section("Proxy", (Grid(WITHIN, agreement_display(measured), PROXY, texts=("of",)), *_proxy_lines(runs)))]
-        if measured
-        else []
-    )
+    pairing = None if conclude_last else pairing_of(runs)
+    if pairing is not None:
+        pair = pair_of(runs, pairing)
+        parts: list[Part] = [f"A is {pair.a}, B is {pair.b}. {pair.verdict}"]
+        if pair.panels:
+            parts.append(Grid("means over the shared steps [95 %]", pair_display(pair.panels), "B against A"))
+        if len(shown := noise_display(pair.noise)):
+            caption = "below 1 is less noise; of efficiency, above 1 is better"
+            parts.append(Grid(caption, shown, "Gradient noise, B ÷ A"))
+        others.append(Section("B against A", (*parts, *pair.notes)))
+    if measured := [(name, *row) for name, run in runs.items() for row in run.fidelity]:
+        lines = [f"{name}: " * several + run.proxy_line for name, run in runs.items() if run.proxy_line]
+        others.append(Section("Proxy", (Grid(WITHIN, agreement_display(measured), PROXY, texts=("of",)), *lines)))
     return others + concluded if conclude_last else concluded + others
-
-
-def _proxy_lines(runs: Mapping[str, RunAnswers]) -> list[Part]:
-    several = len(runs) > 1
-    return [f"{name}: {run.proxy_line}" if several else run.proxy_line for name, run in runs.items() if run.proxy_line]
 
 
 def learning_grid(runs: Mapping[str, RunAnswers]) -> Grid:
     """Return one row per run: what it learned, how large its gradients were, where its time went."""
     captions = ["reward: mean of the first → last tenth of the steps · ‖ḡ‖: before clipping, median over steps"]
     captions += [f"{name}: {line}" for name, run in runs.items() for line in learning_notes(run)]
-    if apart := unlike_scopes({name: run.store for name, run in runs.items() if run.grams}):
+    if apart := unlike_scopes({name: run for name, run in runs.items() if run.grams}):
         captions.append(f"{apart}: each has a table of estimators of its own.")
     title = "Runs: what they learned, and where their time went"
     return Grid("\n".join(captions), learning_table(runs), title, texts=("estimator",))
 
 
-def pair_parts(pair: Pair) -> tuple[Part, ...]:
-    """Return the verdict, one row per quantity, the ratios of gradient noise where there are any, and the notes."""
-    parts: list[Part] = [f"A is {pair.a}, B is {pair.b}. {pair.verdict}"]
-    parts += (
-        [Grid("means over the shared steps [95 %]", pair_display(pair.panels), "B against A")] if pair.panels else []
+def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
+    """Return the table of estimators over `rloo` with how to read it; empty where `rloo` was not measured.
+
+    Args:
+        top: Rows that are kept, the first ones; 0 keeps all, None the eight that matter.
+    """
+    cause = steps.over_rloo.cause
+    if cause in ("no reference", "equal rewards") or (cause == "alone" and top is None):
+        return []
+    info = steps.comparison()
+    if steps.alarm and top is None:
+        return [f"No estimators are compared: another sampler drew the tokens. {LEFT}"]
+    if not info.looked_at and info.n_prompts >= MIN_CLUSTERS and top is None:
+        return [f"No ratio has an interval: noise hides the true gradient. {LEFT}", *steps.notes]
+    rows = [row for row in info.rows if not steps.repeats(row.key)]
+    shown = rows[: top or None] if top is not None else [row for row in rows if row.key in steps.matter]
+    some = f"; {len(shown)} of {len(rows)} rows, --top 0 shows all" if len(shown) < len(rows) else ""
+    title = (
+        f"Estimators on the same rollouts ({steps.name}{some}): an update of "
+        f"{plural(steps.decision.update, 'prompt')}, measured on {plural(info.n_prompts, 'prompt')} over "
+        f"{plural(info.n_steps, 'step')}"
     )
-    shown = noise_display(pair.noise)
-    if len(shown):
-        parts.append(Grid("below 1 is less noise; of efficiency, above 1 is better", shown, "Gradient noise, B ÷ A"))
-    return (*parts, *pair.notes)
+    beside = None if steps.beside is None else steps.decision
+    frame = display_table(replace(info, rows=tuple(shown)), beside, top is not None)
+    why = "another sampler drew the tokens" if steps.alarm else f"fewer than {MIN_CLUSTERS} prompts, or too much noise"
+    looks = LOOKS.format(together=info.together) if info.looked_at else UNJUDGED.format(why)
+    caption = EXPLAINED.replace("\n", " ").format(looks=looks, base=info.against)
+    grid = Grid(caption, frame, title, texts=("energy", "c"))
+    absolute = [NOT_SHOWN] if top is not None and any(row.intervals["efficiency"] is None for row in rows) else []
+    return [grid, "\n".join([*steps.notes, *absolute])]

@@ -12,8 +12,7 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.figures.comparison import display_table
 from otb_analysis.figures.theme import for_background
-from otb_analysis.report.document import Document, Grid, Picture
-from otb_analysis.report.markdown import grid_text
+from otb_analysis.report.document import Document, Grid, Picture, grid_text
 
 COLUMNS = {"column": 3.25, "page": 6.75}
 """Widths of a paper's figures in inches."""
@@ -37,25 +36,20 @@ def comparison_text(steps: Mapping[str, MeasuredSteps], form: str) -> str:
     if form == "csv":
         frames = [one.to_dataframe().assign(design=name, alarm=one.alarm) for name, one in known.items()]
         return pd.concat(frames).to_csv(index=False)
-    return "\n\n".join(_latex(one) if form == "latex" else _markdown(one) for one in known.values()) + "\n"
-
-
-def _shown(steps: MeasuredSteps) -> pd.DataFrame:
-    return display_table(steps.comparison(), None if steps.beside is None else steps.decision, every=False)
-
-
-def _markdown(steps: MeasuredSteps) -> str:
-    lines = [f"> {line}" for line in steps.lines]
-    return "\n".join(lines if steps.alarm else [*lines, "", grid_text(Grid(steps.name, _shown(steps)))])
-
-
-def _latex(steps: MeasuredSteps) -> str:
-    frame = _shown(steps)
-    table = frame.to_latex(index=False, escape=True, column_format="ll" + "r" * (frame.shape[1] - 2))
-    for sign, macro in LATEX.items():
-        table = table.replace(sign, macro)
-    said = [f"% {line}" for line in (steps.name, *steps.lines)]
-    return "\n".join(said if steps.alarm else [*said, table.strip()])
+    texts = list[str]()
+    for name, one in known.items():
+        lines = [f"> {line}" for line in one.lines] if form != "latex" else [f"% {line}" for line in (name, *one.lines)]
+        if not one.alarm:
+            frame = display_table(one.comparison(), None if one.beside is None else one.decision, every=False)
+            if form == "latex":
+                table = frame.to_latex(index=False, escape=True, column_format="ll" + "r" * (frame.shape[1] - 2))
+                for sign, macro in LATEX.items():
+                    table = table.replace(sign, macro)
+                lines.append(table.strip())
+            else:
+                lines += ["", grid_text(Grid(name, frame))]
+        texts.append("\n".join(lines))
+    return "\n\n".join(texts) + "\n"
 
 
 def write_figures(document: Document, folder: Path) -> list[Path]:

@@ -1,25 +1,58 @@
 """Answers for JSON: the same records that tables are made of; null where a number is unknown or infinite."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
 from otb_analysis.answers.holders import NotAttributed
-from otb_analysis.answers.pairs import Pair, Sides, estimator_pair, pair_of, pairing_of
+from otb_analysis.answers.pairs import Sides, estimator_pair, pair_of, pairing_of
 from otb_analysis.answers.triage import Triage, finding_record, verdict
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.alarms import fired_first
-from otb_analysis.figures.collapse import degenerate_table
-from otb_analysis.figures.comparison import comparison_table
-from otb_analysis.figures.curves import curves_table
-from otb_analysis.figures.detector_rates import RATES, foresight
-from otb_analysis.figures.learning import grouped_info, learning_info
-from otb_analysis.figures.pair_curves import block_rows, curves_rows, pair_table
-from otb_analysis.figures.pair_gradients import noise_table
-from otb_analysis.figures.planner import planner_table
+from otb_analysis.figures.alarms import RATES, fired_first, foresight
+from otb_analysis.figures.comparison import comparison_table, planner_table
+from otb_analysis.figures.curves import curves_table, degenerate_table, grouped_info, learning_info
+from otb_analysis.figures.pairs import block_rows, curves_rows, noise_table, pair_table
 from otb_analysis.figures.runs import config_differences, grouped, headline_info
 from otb_analysis.figures.timeline import first_look, timeline_info
+
+WORDS = {math.inf: "infinite", -math.inf: "minus infinite"}
+
+
+def written(value: Any) -> Any:
+    """Return a value as JSON can write it: null for every number that is unknown, NaN or infinite.
+
+    Dataclasses become objects, arrays lists, tables lists of one object per row; what JSON has no word for becomes
+    text.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: written(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): written(part) for name, part in value.items()}
+    if isinstance(value, pd.DataFrame):
+        return [written(row) for row in value.astype(object).to_dict("records")]
+    if isinstance(value, np.ndarray | np.generic):
+        return written(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        return [written(part) for part in value]
+    if value is None or value is pd.NA or value is pd.NaT:
+        return None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int) else str(value)
+
+
+def infinite_cells(table: pd.DataFrame) -> list[dict[str, object]]:
+    """Return which cells of a table `written` makes null although they hold a number: those that are infinite."""
+    return [
+        {"row": int(row), "column": str(name), "is": WORDS[float(values[row])]}
+        for name, values in ((name, table[name].to_numpy()) for name in table.select_dtypes("floating"))
+        for row in np.flatnonzero(np.isinf(values.astype(np.float64, copy=False)))
+    ]
 
 
 def comparison_record(
@@ -43,12 +76,24 @@ def comparison_record(
     if not others and only.measured is not None:
         pair = estimator_pair(only.measured, only.estimator, sides.a, sides.b)
     differences = config_differences({name: run.config for name, run in runs.items()})
+    rows = list[dict[str, object]]()
+    for name, run in runs.items():
+        status, reason = run.store.standing
+        rows.append({
+            "status": status, "reason": reason, **asdict(headline_info(name, run.estimator, run.steps)),
+            "alarm": run.alarm, "conclusion": run.lines, "proxy": run.proxy, "proxy_words": run.proxy_line,
+            "planner": asdict(run.planner) | {"cells": planner_table(run.planner)},
+            "fidelity": [{"of": title} | asdict(fidelity) for title, fidelity in run.fidelity],
+        })  # fmt: skip
     record: dict[str, object] = {
-        "runs": [_said(name, run) for name, run in runs.items()],
+        "runs": rows,
         "estimators": [decision_record(of) for of in designs(runs).values()],
         "settings": differences.table,
-        "pair": _pair(pair),
-    }
+        "pair": pair and {
+            "a": pair.a, "b": pair.b, "verdict": pair.verdict, "quantities": pair_table(pair.panels),
+            "blocks": block_rows(pair.panels), "gradient_noise": noise_table(pair.noise), "notes": pair.notes,
+        },
+    }  # fmt: skip
     if curves:
         names = {name: run.estimator for name, run in runs.items()}
         settings = list(differences.table["setting"])
@@ -71,23 +116,6 @@ def decision_record(steps: MeasuredSteps) -> dict[str, object]:
         "beside_rloo": None if beside is None else {"recommended": beside.best, "comparisons": beside.comparisons},
         "against": steps.over_rloo.against[0], "words": info and info.words, "noise_scale": steps.noise_scale(),
         "rows": [] if info is None else comparison_table(info),
-    }  # fmt: skip
-
-
-def _said(name: str, run: RunAnswers) -> dict[str, object]:
-    status, reason = run.store.standing
-    return {
-        "status": status, "reason": reason, **asdict(headline_info(name, run.estimator, run.steps)),
-        "alarm": run.alarm, "conclusion": run.lines, "proxy": run.proxy, "proxy_words": run.proxy_line,
-        "planner": asdict(run.planner) | {"cells": planner_table(run.planner)},
-        "fidelity": [{"of": title} | asdict(fidelity) for title, fidelity in run.fidelity],
-    }  # fmt: skip
-
-
-def _pair(pair: Pair | None) -> dict[str, object] | None:
-    return None if pair is None else {
-        "a": pair.a, "b": pair.b, "verdict": pair.verdict, "quantities": pair_table(pair.panels),
-        "blocks": block_rows(pair.panels), "gradient_noise": noise_table(pair.noise), "notes": pair.notes,
     }  # fmt: skip
 
 

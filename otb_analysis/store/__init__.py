@@ -1,15 +1,20 @@
 """The only door to disk: one writer, read-only readers, and the table of all runs."""
 
+from otb_analysis.store.asked import (
+    ASKED_MEMORY,
+    ASKED_ROWS,
+    RolloutFilter,
+    facts_of_rollouts,
+    find_rollouts,
+    reward_histogram,
+)
 from otb_analysis.store.compact import Compacted, compact
-from otb_analysis.store.diagnosed import attributed_steps, largest_attributed_step, step_attribution, step_series
 from otb_analysis.store.gram import gram_rows, subgroup_rows
-from otb_analysis.store.prompt import StoredPrompt
-from otb_analysis.store.query import ASKED_MEMORY, ASKED_ROWS
+from otb_analysis.store.measured import attributed_steps, largest_attributed_step, step_attribution, step_series
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
-from otb_analysis.store.search import RolloutFilter, facts_of_rollouts, find_rollouts, reward_histogram
 from otb_analysis.store.studies import CommittedStudy, committed_studies, study_figure, study_table, study_tables
-from otb_analysis.store.token_arrays import EXACT_ROWS, TokenArrays
+from otb_analysis.store.token_arrays import EXACT_ROWS, StoredPrompt, TokenArrays
 from otb_analysis.store.writer import RunWriter, StepTables
 
 __all__ = [

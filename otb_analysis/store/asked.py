@@ -1,23 +1,141 @@
-"""A query that somebody typed, in a process of its own: DuckDB does not count the memory of values it computes.
+"""What is asked of rollouts: by a filter with how their rewards spread, or by a query that somebody typed.
 
+The latter is answered in a process of its own, since DuckDB does not count the memory of values it computes:
 `SELECT repeat('x', 1000000) FROM range(2048)` takes 7 GB under a limit of 256 MB, and nothing interrupts it.
 """
 
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from otb_analysis.errors import STOPS, InputError, StoreError
-from otb_analysis.store.query import ASKED_MEGABYTES, ASKED_MEMORY, ASKED_PROCESS, ASKED_ROWS, ASKED_SECONDS
 from otb_analysis.store.reader import RunStore
 
+ASKED_SECONDS, ASKED_ROWS, ASKED_MEGABYTES, ASKED_MEMORY = 20, 100_000, 20, "256MB"
+"""Bounds of a query that somebody typed: on the page Rollouts, or behind `otb query`."""
+ASKED_PROCESS = 2_000_000_000
+"""Bytes of data that the process of such a query may have; DuckDB keeps most within `ASKED_MEMORY`."""
 STARTED = 20
 """Seconds in which the process may start and send its answer, beside those of the query."""
+
+BINS, REWARD_BINS = 60, 10
+"""Most columns of the histogram, and rows where the rewards are no few numbers."""
+
+FEW = 12
+"""Different rewards up to which each is a row of its own."""
+
+
+@dataclass(frozen=True)
+class RolloutFilter:
+    """What is asked of rollouts; ends of a range belong to it, and None asks nothing."""
+
+    steps: tuple[int, int] | None = None
+    reward: tuple[float, float] | None = None
+    length: tuple[int, int] | None = None
+    finish_reasons: Sequence[str] = field(default_factory=tuple)
+    equal: bool | None = None  # True: of groups with equal rewards; False: of the others
+    turns: int | None = None  # At least so many turns
+    text: str = ""  # In the prompt or the completion, upper and lower case alike
+
+    def rows(self, store: RunStore, columns: Sequence[str]) -> pa.Table:
+        """Return columns of the rollouts that are asked for, by step.
+
+        Raises:
+            StoreError: The rows are not those that were written.
+        """
+        steps = None if self.steps is None else range(self.steps[0], self.steps[1] + 1)
+        asked = {"steps": (), "reward": ("reward",), "length": ("length",), "finish_reasons": ("finish_reason",)}
+        asked |= {"equal": ("group", "reward"), "turns": ("turns",), "text": ("prompt", "completion")}
+        needed = [
+            name for field, names in asked.items() if getattr(self, field) not in (None, (), "") for name in names
+        ]
+        rows = store.rows("rollouts", list(dict.fromkeys(["step", *columns, *needed])), steps)
+        if self.equal is not None:  # first: a group is equal in all its rollouts
+            rewards: Any = rows.select(["step", "group", "reward"]).to_pandas().groupby(["step", "group"])["reward"]
+            known = rewards.transform("count") == rewards.transform("size")
+            equal = (known & (rewards.transform("min") == rewards.transform("max"))).to_numpy()
+            rows = rows.filter(pa.array(equal == self.equal))
+        for name in ("reward", "length"):
+            if (ends := getattr(self, name)) is not None:
+                rows = rows.filter((pc.field(name) >= ends[0]) & (pc.field(name) <= ends[1]))
+        if self.finish_reasons:
+            rows = rows.filter(pc.field("finish_reason").isin(list(self.finish_reasons)))
+        if self.turns is not None:
+            rows = rows.filter(pc.field("turns") >= self.turns)
+        if self.text:
+            options = pc.MatchSubstringOptions(self.text, ignore_case=True)
+            found = [pc.call_function("match_substring", [rows[name]], options) for name in ("prompt", "completion")]
+            rows = rows.filter(pc.call_function("or", [one.fill_null(False) for one in found]))
+        return rows
+
+
+def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tuple[pd.DataFrame, int]:
+    """Return the first `most` rollouts that are asked for, in order of steps, and how many there are.
+
+    Raises:
+        StoreError: The rows are not those that were written.
+    """
+    found = asked.rows(store, ["rollout"])
+    first = found.slice(0, most).select(["step", "rollout"]).to_pandas()
+    table = store.rollouts_df(first["step"].unique().tolist())
+    table = table.merge(first, on=["step", "rollout"]).sort_values(["step", "rollout"], ignore_index=True)
+    return table, len(found)
+
+
+def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
+    """Return counts of the rollouts that are asked for, by `step` and finite `reward`, each the lower end of its bin.
+
+    Steps are put together to at most `BINS`; rewards to `REWARD_BINS` bins where there are more than `FEW` of them.
+    `width` is that of a bin of steps, `height` that of a bin of rewards, 0 where each reward has a row.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    found = asked.rows(store, ["reward"])
+    step = found["step"].to_numpy()
+    reward = pc.call_function("cast", [found["reward"]], pc.CastOptions.safe(pa.float64())).to_numpy()
+    step, reward = step[np.isfinite(reward)], reward[np.isfinite(reward)]
+    width, height = 1, 0.0
+    if len(step):
+        width = -(-int(step.max() - step.min() + 1) // BINS)
+        step = step.min() + (step - step.min()) // width * width
+    if len(np.unique(reward)) > FEW:
+        low, height = reward.min(), (reward.max() - reward.min()) / REWARD_BINS
+        reward = low + height * np.minimum(REWARD_BINS - 1, np.floor((reward - low) / height))
+    bins: Any = pd.DataFrame({"step": step, "reward": reward, "n": 1})
+    return bins.groupby(["step", "reward"], as_index=False).sum().assign(width=width, height=height)
+
+
+def facts_of_rollouts(store: RunStore) -> dict[str, Any]:
+    """Return the ends of what rollouts can be asked for; None where there are no rollouts.
+
+    `first` and `last` step, `low` and `high` finite reward, `short` and `long` length, most `turns`, `lost` rollouts
+    whose reward is NaN or infinite, and all finish `reasons`.
+
+    Raises:
+        StoreError: A part is broken or lacks a key column.
+    """
+    rows = store.rows("rollouts", ["step", "length", "turns", "reward", "finish_reason"])
+    reward = rows["reward"].drop_null().to_numpy()
+    finite = reward[np.isfinite(reward)]
+    ends = {name: pc.call_function("min_max", [rows[name]]).as_py() for name in ("step", "length", "turns")}
+    return {
+        "first": ends["step"]["min"], "last": ends["step"]["max"],
+        "short": ends["length"]["min"], "long": ends["length"]["max"], "turns": ends["turns"]["max"] or 1,
+        "low": float(finite.min()) if len(finite) else None, "high": float(finite.max()) if len(finite) else None,
+        "lost": len(reward) - len(finite),
+        "reasons": sorted(rows["finish_reason"].drop_null().unique().to_pylist()),
+    }  # fmt: skip
 
 
 def asked_sql(run_dir: Path | str, query: str, seconds: float = ASKED_SECONDS) -> pd.DataFrame:
@@ -29,46 +147,38 @@ def asked_sql(run_dir: Path | str, query: str, seconds: float = ASKED_SECONDS) -
         InputError: The query is not one SELECT, cannot be run, takes longer than allowed, or its answer is larger.
         StoreError: A part is broken or lacks a key column, or the answer needs more memory than allowed.
     """
-    command = [sys.executable, "-m", __name__, str(run_dir), str(seconds)]
+    command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(run_dir), str(seconds)]
+    too_large = StoreError(
+        f"the query on {run_dir} needs more memory than allowed; ask for fewer steps or columns, or for shorter texts."
+    )
     try:
         done = subprocess.run(
             command, input=query.encode(errors="replace"), capture_output=True, timeout=seconds + STARTED,
             check=False,
         )  # fmt: skip
-        answer = pickle.loads(done.stdout) if done.returncode == 0 else _too_large(run_dir)  # written by `_answer`
+        found: Any = pickle.loads(done.stdout) if done.returncode == 0 else too_large  # written by `answer`
     except subprocess.TimeoutExpired:
-        answer = InputError(
+        found = InputError(
             f"the query on {run_dir} took longer than {seconds:g} s and was ended; ask for fewer steps or columns."
         )
-    if isinstance(answer, pd.DataFrame):
-        return answer
-    raise answer
+    if isinstance(found, MemoryError):
+        raise too_large
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-def _too_large(run_dir: Path | str) -> StoreError:
-    return StoreError(
-        f"the query on {run_dir} needs more memory than allowed; ask for fewer steps or columns, or for shorter texts."
-    )
-
-
-def _answer(run_dir: str, seconds: float, query: str) -> Any:
-    try:
-        store = RunStore(run_dir, memory_limit=ASKED_MEMORY)
-        return store.sql(query, seconds=seconds, rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
-    except STOPS as error:
-        return error
-    except MemoryError:
-        return _too_large(run_dir)
-
-
-def _limit_memory() -> None:
+def answer() -> None:
+    """Write the answer to the query on standard input, or the error, in the process that `asked_sql` starts."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no `resource`, macOS refuses the limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (ASKED_PROCESS, ASKED_PROCESS))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-if __name__ == "__main__":
-    _limit_memory()
-    sys.stdout.buffer.write(pickle.dumps(_answer(sys.argv[1], float(sys.argv[2]), sys.stdin.buffer.read().decode())))
+    query = sys.stdin.buffer.read().decode()
+    try:
+        store = RunStore(sys.argv[1], memory_limit=ASKED_MEMORY)
+        found: Any = store.sql(query, seconds=float(sys.argv[2]), rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
+    except (*STOPS, MemoryError) as error:
+        found = error
+    sys.stdout.buffer.write(pickle.dumps(found))

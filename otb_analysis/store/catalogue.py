@@ -10,7 +10,6 @@ import json
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,22 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 from pandas.util import hash_array as pandas_hash_array
+from pyarrow.compute import call_function
 
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import note
 from otb_analysis.schema import TABLES, Column
-from otb_analysis.store.encode import ARROW
 from otb_analysis.store.layout import CATALOGUE, refused_link
+
+ARROW = {
+    "BIGINT": pa.int64(),
+    "INTEGER": pa.int32(),
+    "FLOAT": pa.float32(),
+    "DOUBLE": pa.float64(),
+    "VARCHAR": pa.string(),
+    "BOOLEAN": pa.bool_(),
+}
+"""DuckDB's type names, as the schema writes them, in Arrow."""
 
 SMALL = ("steps", "rollouts", "gradients", "sampling")
 """The tables of the schema that live in the catalogue."""
@@ -131,10 +140,98 @@ def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) 
     """
     values: dict[str, object] = {"step": step}
     for table in _SCHEMA:
-        n, sums = _insert(db, table, tables.get(table, pa.table({})))
+        rows = tables.get(table, pa.table({}))
+        n, sums = _insert(db, table, _with_not_finite(rows) if table == "steps" else rows)
         values |= {f"{table}_rows": n, f"{table}_sums": sums}
     db.execute(f"INSERT INTO written ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
     db.execute("UPDATE totals SET steps = steps + 1, changes = changes + 1")
+
+
+def _with_not_finite(rows: pa.Table) -> pa.Table:
+    """Return rows of `steps` with the column that names their numbers that are NaN or infinite; named ones stay.
+
+    Parquet tells NaN from null, which frames do not.
+    """
+    numbers = [field.name for field in rows.schema if pa.types.is_floating(field.type)]
+    numbers = [name for name in numbers if rows[name].null_count < len(rows)]
+    finite = {name: call_function("is_finite", [rows[name]]).to_pylist() for name in numbers}  # null: not recorded
+    names = [", ".join(name for name in numbers if finite[name][row] is False) or None for row in range(len(rows))]
+    if not any(names):
+        return rows
+    found = pa.array(names, pa.string())
+    if "not_finite" not in rows.column_names:
+        return rows.append_column("not_finite", found)
+    at = rows.schema.get_field_index("not_finite")
+    return rows.set_column(at, rows.schema.field(at), call_function("coalesce", [rows["not_finite"], found]))
+
+
+def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, bytes]:
+    """Insert rows of one step; return how many, and the sums of all columns that the table has."""
+    types = _types(db, table)
+    rows = _fitting(table, rows, types)
+    for field in rows.schema:
+        if field.name not in types:
+            types[field.name] = next(name for name, arrow in _ARROW.items() if arrow == field.type)
+            try:
+                db.execute(f"ALTER TABLE {table} ADD COLUMN {quoted(field.name)} {types[field.name]}")
+                db.execute("UPDATE totals SET columns = ?", [_columns(db)])
+            except sqlite3.Error as error:
+                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
+                    raise  # of the disk
+                raise InputError(
+                    f"{table} cannot have a column {field.name!r} ({error}); name it otherwise."
+                ) from error
+    if len(rows):
+        columns = [column.to_pylist() for column in rows.columns]
+        for at, field in enumerate(rows.schema):
+            if pa.types.is_floating(field.type):  # SQLite would store NaN as null
+                columns[at] = ["nan" if v != v else v for v in columns[at]]
+        places = f"({', '.join(map(quoted, rows.column_names))}) VALUES ({', '.join('?' * len(columns))})"
+        db.executemany(f"INSERT INTO {table} {places}", zip(*columns, strict=True))
+    found = {name: column_sums(name, rows[name], [0, len(rows)])[0] for name in rows.column_names}
+    return len(rows), np.array([found.get(name, 0) for name in types], dtype="<u8").tobytes()
+
+
+def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
+    """Return rows whose columns are flags, numbers and texts; what is none of these becomes JSON."""
+    columns = dict[str, pa.ChunkedArray]()
+    for name, column in zip(rows.column_names, rows.columns, strict=True):
+        if column.null_count == len(column):  # null is what a column holds that is left out
+            continue
+        if pa.types.is_float16(column.type):
+            column = column.cast(pa.float32())
+        elif pa.types.is_integer(column.type) and column.type != pa.int32():
+            try:
+                column = column.cast(pa.int64())
+            except pa.ArrowInvalid as error:
+                raise InputError(f"column {name!r} of {table} cannot be stored ({error}); pass it as text.") from error
+        elif pa.types.is_large_string(column.type):
+            column = column.cast(pa.string())
+        if column.type not in ARROW.values() or (types.get(name) == "TEXT" and not pa.types.is_string(column.type)):
+            texts = [None if value is None else json.dumps(value, default=str) for value in column.to_pylist()]
+            column = pa.chunked_array([pa.array(texts, pa.string())])
+        elif pa.types.is_string(column.type) and types.get(name, "TEXT") != "TEXT":
+            raise InputError(
+                f"column {name!r} of {table} held numbers before and holds texts now; give it another name."
+            )
+        columns[name] = column
+    return pa.table(columns)
+
+
+def replace_parts(db: sqlite3.Connection, step: int, parts: pa.Table) -> None:
+    """Say anew in which Parquet files the rows of a step lie."""
+    db.execute("DELETE FROM parts WHERE step = ?", [step])
+    n, sums = _insert(db, "parts", parts)
+    db.execute("UPDATE written SET parts_rows = ?, parts_sums = ? WHERE step = ?", [n, sums, step])
+    db.execute("UPDATE totals SET changes = changes + 1")
+
+
+def remove_steps(db: sqlite3.Connection, steps: Collection[int]) -> None:
+    """Remove all that is in the catalogue of some steps."""
+    for step in steps:
+        for table in (*_SCHEMA, "products", "written"):
+            db.execute(f"DELETE FROM {table} WHERE step = ?", [step])
+    db.execute("UPDATE totals SET steps = (SELECT count(*) FROM written), changes = changes + 1")
 
 
 def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int, bytes]]) -> None:
@@ -165,46 +262,6 @@ def _products_sum(step: int, size: int, numbers: bytes, sizes: Sequence[int]) ->
     return crc32(numbers, crc32(repr((step, size, sizes)).encode()))
 
 
-def replace_parts(db: sqlite3.Connection, step: int, parts: pa.Table) -> None:
-    """Say anew in which Parquet files the rows of a step lie."""
-    db.execute("DELETE FROM parts WHERE step = ?", [step])
-    n, sums = _insert(db, "parts", parts)
-    db.execute("UPDATE written SET parts_rows = ?, parts_sums = ? WHERE step = ?", [n, sums, step])
-    db.execute("UPDATE totals SET changes = changes + 1")
-
-
-def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, bytes]:
-    """Insert rows of one step; return how many, and the sums of all columns that the table has."""
-    types = _types(db, table)
-    rows = _fitting(table, rows, types)
-    for field in rows.schema:
-        if field.name not in types:
-            types[field.name] = next(name for name, arrow in _ARROW.items() if arrow == field.type)
-            try:
-                db.execute(f"ALTER TABLE {table} ADD COLUMN {quoted(field.name)} {types[field.name]}")
-                db.execute("UPDATE totals SET columns = ?", [_columns(db)])
-            except sqlite3.Error as error:
-                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
-                    raise  # of the disk
-                raise InputError(
-                    f"{table} cannot have a column {field.name!r} ({error}); name it otherwise."
-                ) from error
-    if len(rows):
-        columns = [_as_stored(column) for column in rows.columns]
-        places = f"({', '.join(map(quoted, rows.column_names))}) VALUES ({', '.join('?' * len(columns))})"
-        db.executemany(f"INSERT INTO {table} {places}", zip(*columns, strict=True))
-    found = {name: column_sums(name, rows[name], [0, len(rows)])[0] for name in rows.column_names}
-    return len(rows), np.array([found.get(name, 0) for name in types], dtype="<u8").tobytes()
-
-
-def remove_steps(db: sqlite3.Connection, steps: Collection[int]) -> None:
-    """Remove all that is in the catalogue of some steps."""
-    for step in steps:
-        for table in (*_SCHEMA, "products", "written"):
-            db.execute(f"DELETE FROM {table} WHERE step = ?", [step])
-    db.execute("UPDATE totals SET steps = (SELECT count(*) FROM written), changes = changes + 1")
-
-
 def written_steps(db: sqlite3.Connection, where: Path) -> list[int]:
     """Return the steps of a run, in order.
 
@@ -225,109 +282,42 @@ def column_names(db: sqlite3.Connection, table: str) -> list[str]:
     return list(dict.fromkeys([*(c.name for c in _SCHEMA[table]), *_types(db, table)]))
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a small table by step, every bit as it was written."""
-
-    table: pa.Table
-    steps: np.ndarray  # The steps that were asked for [S]
-    counts: np.ndarray  # Rows of each [S]
-
-
 def read(
     db: sqlite3.Connection,
     where: Path,
     table: str,
     steps: Collection[int] | None = None,
     columns: Sequence[str] | None = None,
-) -> Rows:
-    """Return columns of a small table, by step and in the order of writing; `None` asks for all.
+) -> pa.Table:
+    """Return columns of a small table, by step and in the order of writing, every bit as written; `None` asks for all.
 
     A column of the schema that the run does not have is null.
 
     Raises:
         StoreError: The rows are not those that were written.
     """
-    try:
-        return _read(db, where, table, steps, columns)
-    except (TypeError, ValueError, KeyError, pa.ArrowException) as error:  # values of other kinds than were written
-        raise _changed(where, f"{table} holds what was never written ({error})") from error
-
-
-def _read(
-    db: sqlite3.Connection, where: Path, table: str, steps: Collection[int] | None, columns: Sequence[str] | None
-) -> Rows:
-    types, asked = _types(db, table), column_names(db, table) if columns is None else columns
-    between = _between(steps)
+    types, between = _types(db, table), _between(steps)
+    asked = column_names(db, table) if columns is None else columns
     names = list(dict.fromkeys(["step", *(name for name in asked if name in types)]))
     found = db.execute(
         f"SELECT {', '.join(map(quoted, names))} FROM {table}{between} ORDER BY step, _rowid_"
     ).fetchall()
-    said = db.execute(f"SELECT step, {table}_rows, {table}_sums FROM written{between} ORDER BY step").fetchall()
+    written = db.execute(f"SELECT step, {table}_rows, {table}_sums FROM written{between} ORDER BY step").fetchall()
     if steps is None:
         written_steps(db, where)
-    values = list(zip(*found, strict=True)) if found else [()] * len(names)
-    arrays = {name: _array(column, types[name]) for name, column in zip(names, values, strict=True)}
-    of_steps, counts = (np.array([row[i] for row in said], dtype=np.int64) for i in (0, 1))
-    _compare(where, table, arrays, list(types), of_steps, counts, [row[2] for row in said])
-    schema = {c.name: ARROW[c.dtype] for c in _SCHEMA[table]}
-    rows = pa.table(
-        {name: arrays[name] if name in arrays else pa.nulls(len(found), schema[name]) for name in asked}
-        if asked else {"step": arrays["step"]}
-    )  # fmt: skip
-    if steps is not None and len(kept := np.isin(of_steps, list(steps))) and not kept.all():
-        rows = rows.filter(pa.array(np.repeat(kept, counts)))
-        of_steps, counts = of_steps[kept], counts[kept]
-    return Rows(rows, of_steps, counts)
-
-
-def _between(steps: Collection[int] | None) -> str:
-    return "" if steps is None else f" WHERE step BETWEEN {min(steps, default=0)} AND {max(steps, default=-1)}"
-
-
-def stamp(db: sqlite3.Connection, tables: Collection[str]) -> str:
-    """Return a text that changes when steps with rows of these tables are added, removed or written again."""
-    small = [table for table in tables if table in SMALL] + ["parts"] * any(table in LARGE for table in tables)
-    found = 0
-    for table in small:
-        only = f"{table}_rows > 0"
-        if table == "parts":
-            marks = ", ".join(repr(one) for one in tables if one in LARGE)
-            only = f'step IN (SELECT step FROM parts WHERE "table" IN ({marks}))'
-        for step, sums in db.execute(f"SELECT step, {table}_sums FROM written WHERE {only} ORDER BY step"):
-            found = crc32(f"{step} {sums}".encode(), found)
-    return f"{found:08x}"
-
-
-def quoted(name: str) -> str:
-    """Return an SQL identifier."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def column_sums(name: str, column: pa.ChunkedArray | pa.Array, ends: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return a sum over each run of rows of a column [len(ends) − 1] that changes with any value, null or order.
-
-    Args:
-        ends: Where the runs begin, then where the last one ends.
-    """
-    if column.null_count == len(column):
-        return np.zeros(len(ends) - 1, np.uint64)
-    valid = (
-        column.is_valid().to_numpy(zero_copy_only=False)
-        if isinstance(column, pa.Array)
-        else column.is_valid().to_numpy()
-    )
-    if pa.types.is_string(column.type):
-        seen = hash_array(column.fill_null("").to_pandas().to_numpy(object), categorize=False)
-    else:  # flags and whole numbers as floats: a later step may make floats of a column
-        whole = column.cast(pa.int64()) if not pa.types.is_floating(column.type) else column
-        values = whole.fill_null(0).to_numpy().astype(np.float64) + 0.0  # −0 is stored as 0
-        seen = hash_array(np.where(np.isnan(values), np.nan, values))  # one kind of NaN
-    place = np.arange(len(seen)) - np.repeat(np.asarray(ends)[:-1], np.diff(ends))
-    with np.errstate(over="ignore"):
-        seen = seen ^ np.uint64(crc32(name.encode()) + 1)
-        seen = np.where(valid, seen * (2 * place.astype(np.uint64) + np.uint64(1)), np.uint64(0))
-        return np.diff(np.concatenate([[np.uint64(0)], np.cumsum(seen, dtype=np.uint64)])[np.asarray(ends)])
+    try:
+        values = list(zip(*found, strict=True)) if found else [()] * len(names)
+        arrays = {name: _array(column, types[name]) for name, column in zip(names, values, strict=True)}
+        of_steps, counts = (np.array([row[i] for row in written], dtype=np.int64) for i in (0, 1))
+        _compare(where, table, arrays, list(types), of_steps, counts, [row[2] for row in written])
+        schema = {c.name: ARROW[c.dtype] for c in _SCHEMA[table]}
+        rows = pa.table({
+            name: arrays[name] if name in arrays else pa.nulls(len(found), schema[name]) for name in asked or ["step"]
+        })  # fmt: skip
+    except (TypeError, ValueError, KeyError, pa.ArrowException) as error:  # values of other kinds than were written
+        raise _changed(where, f"{table} holds what was never written ({error})") from error
+    wanted = None if steps is None else np.repeat(np.isin(of_steps, list(steps)), counts)
+    return rows if wanted is None or wanted.all() else rows.filter(pa.array(wanted))
 
 
 def _compare(
@@ -354,6 +344,65 @@ def _compare(
             raise _changed(where, f"{name} of {table} at step {steps[wrong[0]]} is not what was written")
 
 
+def _array(values: Sequence[Any], kind: str) -> pa.Array:
+    """Return stored values as a column: NaN again where a text says so, floats where whole numbers became floats."""
+    arrow = _ARROW[kind]
+    try:
+        found = pa.array(values)  # without a type: with one, Arrow makes 2 of 2.5
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN as a text among numbers
+        found = pa.array([None if v is None else float(v) for v in values], pa.float64())
+    if pa.types.is_boolean(arrow) and not set(values) <= {None, 0, 1}:
+        return found
+    return found if pa.types.is_integer(arrow) and pa.types.is_floating(found.type) else found.cast(arrow)
+
+
+def _between(steps: Collection[int] | None) -> str:
+    if steps is None:
+        return ""
+    return f" WHERE step BETWEEN {int(min(steps, default=0))} AND {int(max(steps, default=-1))}"
+
+
+def column_sums(name: str, column: pa.ChunkedArray | pa.Array, ends: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return a sum over each run of rows of a column [len(ends) − 1] that changes with any value, null or order.
+
+    Args:
+        ends: Where the runs begin, then where the last one ends.
+    """
+    if column.null_count == len(column):
+        return np.zeros(len(ends) - 1, np.uint64)
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    if pa.types.is_string(column.type):
+        seen = hash_array(column.fill_null("").to_pandas().to_numpy(object), categorize=False)
+    else:  # flags and whole numbers as floats: a later step may make floats of a column
+        whole = column.cast(pa.int64()) if not pa.types.is_floating(column.type) else column
+        values = whole.fill_null(0).to_numpy().astype(np.float64) + 0.0  # −0 is stored as 0
+        seen = hash_array(np.where(np.isnan(values), np.nan, values))  # one kind of NaN
+    place = np.arange(len(seen)) - np.repeat(np.asarray(ends)[:-1], np.diff(ends))
+    with np.errstate(over="ignore"):
+        seen = seen ^ np.uint64(crc32(name.encode()) + 1)
+        seen = np.where(valid, seen * (2 * place.astype(np.uint64) + np.uint64(1)), np.uint64(0))
+        return np.diff(np.concatenate([[np.uint64(0)], np.cumsum(seen, dtype=np.uint64)])[np.asarray(ends)])
+
+
+def stamp(db: sqlite3.Connection, tables: Collection[str]) -> str:
+    """Return a text that changes when steps with rows of these tables are added, removed or written again."""
+    small = [table for table in tables if table in SMALL] + ["parts"] * any(table in LARGE for table in tables)
+    found = 0
+    for table in small:
+        only = f"{table}_rows > 0"
+        if table == "parts":
+            marks = ", ".join(repr(one) for one in tables if one in LARGE)
+            only = f'step IN (SELECT step FROM parts WHERE "table" IN ({marks}))'
+        for step, sums in db.execute(f"SELECT step, {table}_sums FROM written WHERE {only} ORDER BY step"):
+            found = crc32(f"{step} {sums}".encode(), found)
+    return f"{found:08x}"
+
+
+def quoted(name: str) -> str:
+    """Return an SQL identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
 def _changed(where: Path, what: str) -> StoreError:
     return StoreError(
         f"{where / CATALOGUE} has changed since it was written: {what}; restore it from a copy of the run."
@@ -368,47 +417,3 @@ def _types(db: sqlite3.Connection, table: str) -> dict[str, str]:
 def _columns(db: sqlite3.Connection) -> int:
     """Return a checksum of the names and types of all columns."""
     return crc32(json.dumps([[*_types(db, table).items()] for table in _SCHEMA]).encode())
-
-
-def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
-    """Return rows whose columns are flags, numbers and texts; what is none of these becomes JSON."""
-    columns = dict[str, pa.ChunkedArray]()
-    for name, column in zip(rows.column_names, rows.columns, strict=True):
-        if column.null_count == len(column):  # null is what a column holds that is left out
-            continue
-        if pa.types.is_float16(column.type):
-            column = column.cast(pa.float32())
-        elif pa.types.is_integer(column.type) and column.type != pa.int32():
-            try:
-                column = column.cast(pa.int64())
-            except pa.ArrowInvalid as error:
-                raise InputError(f"column {name!r} of {table} cannot be stored ({error}); pass it as text.") from error
-        elif pa.types.is_large_string(column.type):
-            column = column.cast(pa.string())
-        if column.type not in ARROW.values() or (types.get(name) == "TEXT" and not pa.types.is_string(column.type)):
-            texts = [None if value is None else json.dumps(value, default=str) for value in column.to_pylist()]
-            column = pa.chunked_array([pa.array(texts, pa.string())])
-        elif pa.types.is_string(column.type) and types.get(name, "TEXT") != "TEXT":
-            raise InputError(
-                f"column {name!r} of {table} held numbers before and holds texts now; give it another name."
-            )
-        columns[name] = column
-    return pa.table(columns)
-
-
-def _as_stored(column: pa.ChunkedArray) -> list[Any]:
-    """Return a column's values for SQLite, which would store NaN as null: NaN becomes a text."""
-    values = column.to_pylist()
-    return ["nan" if v != v else v for v in values] if pa.types.is_floating(column.type) else values
-
-
-def _array(values: Sequence[Any], kind: str) -> pa.Array:
-    """Return stored values as a column: NaN again where a text says so, floats where whole numbers became floats."""
-    arrow = _ARROW[kind]
-    try:
-        found = pa.array(values)  # without a type: with one, Arrow makes 2 of 2.5
-    except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN as a text among numbers
-        found = pa.array([None if v is None else float(v) for v in values], pa.float64())
-    if pa.types.is_boolean(arrow) and not set(values) <= {None, 0, 1}:
-        return found
-    return found if pa.types.is_integer(arrow) and pa.types.is_floating(found.type) else found.cast(arrow)

@@ -5,7 +5,6 @@ New files are written first and compared; then the catalogue names them, in one 
 readers go on meanwhile, and a run that was killed is whole either way.
 """
 
-import json
 import os
 import shutil
 import sqlite3
@@ -14,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,21 +23,20 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import advance, count_to
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier
-from otb_analysis.store.catalogue import LARGE, SMALL, transaction
-from otb_analysis.store.encode import ARROW
-from otb_analysis.store.layout import find_run
-from otb_analysis.store.liveness import other_writer, standing
+from otb_analysis.store.catalogue import ARROW, LARGE, SMALL, transaction
+from otb_analysis.store.layout import find_run, other_writer, read_run_file, standing
 from otb_analysis.store.parts import (
     ROW_GROUP,
     Part,
     as_rows,
     check,
+    checksum_of,
     listed,
+    named_types,
     parquet_options,
     read_step,
     remove_unlisted,
 )
-from otb_analysis.store.runfile import read_run_file
 
 
 @dataclass(frozen=True)
@@ -84,21 +81,19 @@ def merge(run_dir: Path) -> Compacted:
         separate(db, run_dir, [table for table in LARGE if not whole[table]])
         before = listed(db, run_dir)
         (changes,) = db.execute("SELECT changes FROM totals").fetchone()
-        small = {table: catalogue.read(db, run_dir, table).table for table in SMALL}
+        small = {table: catalogue.read(db, run_dir, table) for table in SMALL}
     old = {part.file for part in before}
     size = sum((run_dir / file).stat().st_size for file in old)
     of_table = {table: [part for part in before if part.table == table] for table in LARGE}
     due = {table: parts for table, parts in of_table.items() if parts and not whole[table]}
     count_to(sum(map(len, due.values())), "file")
     try:
-        merged = {table: _merged(run_dir, table, parts) for table, parts in due.items()}
+        of_table |= {table: _merged(run_dir, table, parts) for table, parts in due.items()}
         with transaction(run_dir, write=True) as db:
             if db.execute("SELECT changes FROM totals").fetchone() != (changes,):
                 raise StoreError(f"{run_dir} was changed by another process while it was compacted; compact it again.")
-            parts = [part for table in LARGE for part in merged.get(table, of_table[table])]
-            if merged:
-                for step, of_step in groupby(sorted(parts, key=lambda part: part.step), lambda part: part.step):
-                    catalogue.replace_parts(db, step, as_rows(list(of_step)))
+            if due:
+                _name_parts(db, [part for parts in of_table.values() for part in parts])
         for table, rows in small.items():
             if len(rows):
                 with atomic_file(run_dir / f"{table}.parquet") as file, pq.ParquetWriter(file, rows.schema) as writer:
@@ -114,34 +109,38 @@ def merge(run_dir: Path) -> Compacted:
 
 def separate(db: sqlite3.Connection, run_dir: Path, tables: Collection[str] = LARGE) -> None:
     """Give the files of a run that ended other names, since the run goes on: its next end writes them anew."""
-    for step, of_step in groupby(listed(db, run_dir), lambda part: part.step):
-        parts = list(of_step)
-        moved = [
-            replace(part, file=_aside(run_dir, part))
-            if f"{part.table}.parquet" == part.file and part.table in tables
-            else part
-            for part in parts
-        ]
-        if moved != parts:
-            catalogue.replace_parts(db, step, as_rows(moved))
+    before = listed(db, run_dir)
+    aside = dict[str, str]()
+    for part in before:
+        if part.file != f"{part.table}.parquet" or part.table not in tables or part.file in aside:
+            continue
+        aside[part.file] = name = f"{part.table}/upto-{part.crc32:010d}.parquet"
+        if not (run_dir / name).exists():
+            (run_dir / part.table).mkdir(exist_ok=True)
+            try:
+                os.link(run_dir / part.file, run_dir / name)
+            except OSError:  # a file system without links
+                with (run_dir / part.file).open("rb") as file, atomic_file(run_dir / name) as copy:
+                    shutil.copyfileobj(file, copy)
+    if aside:
+        _name_parts(db, [replace(part, file=aside.get(part.file, part.file)) for part in before])
 
 
-def _aside(run_dir: Path, part: Part) -> str:
-    """Return another name of a file that holds all steps; the first call makes it."""
-    name = f"{part.table}/upto-{part.crc32:010d}.parquet"
-    if not (run_dir / name).exists():
-        (run_dir / part.table).mkdir(exist_ok=True)
-        try:
-            os.link(run_dir / part.file, run_dir / name)
-        except OSError:  # a file system without links
-            with (run_dir / part.file).open("rb") as file, atomic_file(run_dir / name) as copy:
-                shutil.copyfileobj(file, copy)
-    return name
+def _name_parts(db: sqlite3.Connection, parts: Sequence[Part]) -> None:
+    """Say anew in which files the rows of all steps lie."""
+    for step, of_step in groupby(sorted(parts, key=lambda part: part.step), lambda part: part.step):
+        catalogue.replace_parts(db, step, as_rows(list(of_step)))
 
 
 def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
     """Write all rows of a table into one file, compare them, and return what the catalogue is to say."""
-    path, schema = run_dir / f"{table}.parquet", _schema(run_dir, table, parts)
+    # Columns of all parts: those of the schema as it has them today, the others as they were written.
+    one_of = {part.fields: part for part in reversed(parts)}
+    found = [read_step(run_dir, part).schema.remove_metadata() for part in reversed(one_of.values())]
+    today = {c.name: ARROW[c.dtype] for c in TABLES[table]}
+    joined = pa.unify_schemas(found, promote_options="permissive")
+    schema = pa.schema([field.with_type(today.get(field.name, field.type)) for field in joined])
+    path = run_dir / f"{table}.parquet"
     with atomic_file(path) as file:
         with pq.ParquetWriter(file, schema, **parquet_options(schema)) as writer:
             for rows in _row_groups(run_dir, parts, schema):
@@ -155,63 +154,42 @@ def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
                     f"{path} would not hold the rows of its parts; nothing was changed, please report this."
                 )
             at = groups[-1] + 1
-    checksum = 0
-    with path.open("rb") as content:
-        while block := content.read(1 << 22):
-            checksum = crc32(block, checksum)
-    fields = json.dumps({field.name: str(field.type) for field in schema})
-    found = list[Part]()
+    status = path.stat()
+    checksum = checksum_of(path, status.st_ino, status.st_mtime_ns, status.st_size)
+    merged = list[Part]()
     for step, of_step in groupby(parts, lambda part: part.step):
         some = list(of_step)
         recorded = ",".join(dict.fromkeys(name for part in some for name in part.recorded.split(",")))
-        found.append(Part(step, table, path.name, sum(part.rows for part in some), checksum, fields, recorded))
-    return found
-
-
-def _schema(run_dir: Path, table: str, parts: Sequence[Part]) -> pa.Schema:
-    """Return the columns of all parts: those of the schema as it has them today, the others as they were written."""
-    one_of = {part.fields: part for part in reversed(parts)}
-    found = [read_step(run_dir, part).schema.remove_metadata() for part in reversed(one_of.values())]
-    joined = pa.unify_schemas(found, promote_options="permissive")
-    today = {c.name: ARROW[c.dtype] for c in TABLES[table]}
-    return pa.schema([field.with_type(today.get(field.name, field.type)) for field in joined])
+        rows = sum(part.rows for part in some)
+        merged.append(Part(step, table, path.name, rows, checksum, named_types(schema), recorded))
+    return merged
 
 
 def _row_groups(run_dir: Path, parts: Sequence[Part], schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the rows of whole steps, at most `ROW_GROUP` of several steps, so that one step is found and read alone."""
-    some, size = list[pa.Table](), 0
-    for more in _pieces(run_dir, parts):
-        if some and size + len(more) > ROW_GROUP:
-            yield pa.concat_tables(some)
-            some, size = [], 0
-        some.append(_with_columns(more, schema))
-        size += len(more)
-    if some:
-        yield pa.concat_tables(some)
-
-
-def _pieces(run_dir: Path, parts: Sequence[Part]) -> Iterator[pa.Table]:
-    """Yield the rows of one step, or of a piece of a file that holds many, after another."""
-    for (_, alone), of_file in groupby(parts, lambda part: (part.step if part.alone else part.file, part.alone)):
+    waiting, size = list[pa.Table](), 0
+    for alone, of_file in groupby(parts, lambda part: part.step if part.alone else part.file):
         some = list(of_file)
-        if alone:
-            yield pa.concat_tables([read_step(run_dir, part) for part in some], promote_options="default")
-        else:
+        if isinstance(alone, int):
+            pieces = iter([pa.concat_tables([read_step(run_dir, part) for part in some], promote_options="default")])
+        else:  # piece by piece, since it holds many steps
             check(run_dir, some)
-            file, steps = pq.ParquetFile(run_dir / some[0].file), pa.array([part.step for part in some])
-            for group in range(file.num_row_groups):
-                rows = file.read_row_group(group, use_threads=False)
-                yield rows.filter(pc.call_function("is_in", [rows["step"]], pc.SetLookupOptions(steps)))
+            file, steps = pq.ParquetFile(run_dir / some[0].file), [part.step for part in some]
+            groups = (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
+            pieces = (rows.filter(pc.field("step").isin(steps)) for rows in groups)
+        for piece in pieces:
+            columns = [
+                piece[c.name].cast(c.type) if c.name in piece.column_names else pa.nulls(len(piece), c.type)
+                for c in schema
+            ]
+            if waiting and size + len(piece) > ROW_GROUP:
+                yield pa.concat_tables(waiting)
+                waiting, size = [], 0
+            waiting.append(pa.table(columns, schema=schema))
+            size += len(piece)
         advance(len(some))
-
-
-def _with_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return rows with all columns of a schema; what they lack is null."""
-    columns = [
-        rows[field.name].cast(field.type) if field.name in rows.column_names else pa.nulls(len(rows), field.type)
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
+    if waiting:
+        yield pa.concat_tables(waiting)
 
 
 def _bits(rows: pa.Table) -> pa.Table:

@@ -9,9 +9,8 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -25,11 +24,9 @@ from otb_analysis.errors import StoreError
 from otb_analysis.schema import SCHEMA_VERSION, TABLES
 from otb_analysis.store import catalogue
 from otb_analysis.store.catalogue import SMALL
-from otb_analysis.store.encode import with_not_finite
 from otb_analysis.store.gram import derived
-from otb_analysis.store.layout import CATALOGUE, refused_link
-from otb_analysis.store.parts import Part, as_rows, listed, read_step, remove_unlisted
-from otb_analysis.store.runfile import read_run_file, write_run_file
+from otb_analysis.store.layout import CATALOGUE, read_run_file, refused_link, write_run_file
+from otb_analysis.store.parts import Part, as_rows, listed, named_types, read_step, remove_unlisted
 
 _PART = re.compile(r"part-(\d+)-r(\d+)\.parquet", re.ASCII)
 _MERGED = re.compile(r"merged-(\d+)-(\d+)\.parquet", re.ASCII)
@@ -62,13 +59,13 @@ def upgrade(run_dir: Path) -> None:
         db.backup(copy)
         config: Any = read_run_file(run_dir).get("config") or {}
         for step in catalogue.written_steps(copy, run_dir):
-            tables = dict[str, pa.Table]()
+            found: dict[str, list[pa.Table]] = {"grams": [], "subgroups": []}
             for part in listed(copy, run_dir, steps=[step]):
-                if part.table in ("grams", "subgroups"):
-                    rows = [tables[part.table]] if part.table in tables else []
-                    tables[part.table] = pa.concat_tables([*rows, read_step(run_dir, part)], promote_options="default")
-            rollouts = catalogue.read(copy, run_dir, "rollouts", [step], ["group", "prompt_id"]).table
-            catalogue.add_products(copy, step, derived(config, tables | {"rollouts": rollouts}))
+                if part.table in found:
+                    found[part.table].append(read_step(run_dir, part))
+            tables = {name: pa.concat_tables(some, promote_options="default") for name, some in found.items() if some}
+            tables["rollouts"] = catalogue.read(copy, run_dir, "rollouts", [step], ["group", "prompt_id"])
+            catalogue.add_products(copy, step, derived(config, tables))
     info = {name: value for name, value in read_run_file(run_dir).items() if name != "compacted"}
     write_run_file(run_dir, info | {"schema_version": SCHEMA_VERSION})  # from now on the catalogue counts
     remove_unlisted(run_dir, {file for (file,) in db.execute("SELECT DISTINCT file FROM parts")})
@@ -88,47 +85,45 @@ def catalogue_of(run_dir: Path) -> sqlite3.Connection:
 
 @lru_cache(maxsize=4)
 def _catalogue_of(run_dir: Path, times: tuple[int, ...]) -> sqlite3.Connection:
+    steps = dict[int, list[tuple[Path, Part | pa.Table]]]()
+    for path, of_file in _files(run_dir):
+        for step, content in of_file.items():
+            steps.setdefault(step, []).append((path, content))
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     catalogue.make(db)
-    files = sorted(_files(run_dir), key=lambda one: (one.step, one.path))
     db.execute("BEGIN")
-    for step, of_step in groupby(files, lambda one: one.step):
-        some = list(of_step)
-        tables = {"parts": as_rows(one.content for one in some if isinstance(one.content, Part))}
+    for step in sorted(steps):
+        some = sorted(steps[step], key=lambda one: one[0])
+        tables = {"parts": as_rows(content for _, content in some if isinstance(content, Part))}
         for table in SMALL:
-            rows = [one.content for one in some if one.path.parent.name == table and isinstance(one.content, pa.Table)]
+            rows = [one for path, one in some if path.parent.name == table and isinstance(one, pa.Table)]
             if rows:
-                joined = pa.concat_tables(rows, promote_options="permissive")
-                tables[table] = with_not_finite(joined) if table == "steps" else joined
+                tables[table] = pa.concat_tables(rows, promote_options="permissive")
         catalogue.add_step(db, step, tables)
     db.execute("COMMIT")
     return db
 
 
-@dataclass(frozen=True)
-class _File:
-    """What a file that was checked holds of one step: the rows of a small table, or where those of a large one are."""
-
-    step: int
-    path: Path
-    content: pa.Table | Part
-
-
-def _files(run_dir: Path) -> Iterator[_File]:
-    """Yield the files of complete steps: those with a part of `steps`, or in a merged file of it."""
-    merged = dict[str, set[int]]()
-    for table, path, steps, checksum in _merged(run_dir, read_run_file(run_dir).get("compacted") or {}):
-        merged.setdefault(table, set()).update(steps)
-        yield from _checked(path, steps, checksum)[0]
+def _files(run_dir: Path) -> Iterator[tuple[Path, Mapping[int, Part | pa.Table]]]:
+    """Yield the files of complete steps (with a part of `steps`, or in a merged file of it), and what each step has."""
+    merged = {table: set[int]() for table in TABLES}
+    for path, steps, checksum in _merged(run_dir, read_run_file(run_dir).get("compacted") or {}):
+        merged[path.parent.name].update(steps)
+        yield path, _checked(path, steps, checksum)[0]
     named = dict[int, dict[str, dict[str, str]]]()
-    for path, step in _parts(run_dir, "steps"):
-        if step not in merged.get("steps", ()):
-            files, metadata = _checked(path, [step], "")
-            named[step] = json.loads(metadata.get(b"otb_parts", b"{}"))
-            yield from files
-    for table in TABLES:
-        there = [(path, step) for path, step in _parts(run_dir, table) if table != "steps" and step in named]
-        missing = {(step, name) for step, said in named.items() for name in said.get(table, ())}
+    for table in ("steps", *(table for table in TABLES if table != "steps")):
+        if (run_dir / table).is_symlink():
+            raise refused_link(run_dir / table)
+        found = [(path, _PART.fullmatch(path.name)) for path in (run_dir / table).glob("*.parquet")]
+        there = sorted((path, int(match[1])) for path, match in found if match)
+        if table == "steps":
+            for path, step in there:
+                if step not in merged["steps"]:
+                    content, metadata = _checked(path, [step], "")
+                    named[step] = json.loads(metadata.get(b"otb_parts", b"{}"))
+                    yield path, content
+            continue
+        missing = {(step, name) for step, files in named.items() for name in files.get(table, ())}
         missing -= {(step, path.name) for path, step in there}
         if missing:
             step, name = min(missing)
@@ -137,47 +132,43 @@ def _files(run_dir: Path) -> Iterator[_File]:
                 f"{run_dir / 'steps' / f'part-{step:08d}-r0.parquet'} to read the run without step {step}."
             )
         for path, step in there:
-            yield from _checked(path, [step], named[step].get(table, {}).get(path.name, ""))[0]
+            if step in named:
+                yield path, _checked(path, [step], named[step].get(table, {}).get(path.name, ""))[0]
 
 
-def _parts(run_dir: Path, table: str) -> list[tuple[Path, int]]:
-    folder = run_dir / table
-    if folder.is_symlink():
-        raise refused_link(folder)
-    found = [(path, match) for path in folder.glob("*.parquet") if (match := _PART.fullmatch(path.name))]
-    return sorted((path, int(match[1])) for path, match in found)
+def _checked(
+    path: Path, steps: Sequence[int], checksum: str
+) -> tuple[Mapping[int, Part | pa.Table], Mapping[bytes, bytes]]:
+    """Return what a file has of each step, once it is the right one, and the metadata of its footer.
 
-
-def _checked(path: Path, steps: Sequence[int], checksum: str) -> tuple[list[_File], Mapping[bytes, bytes]]:
-    """Return what a file holds of some steps, and the metadata of its footer, once it is the right one."""
+    Of a small table these are its rows, of a large one where they lie.
+    """
     if path.is_symlink():
         raise refused_link(path)
-    table, alone = path.parent.name, len(steps) == 1 and _PART.fullmatch(path.name) is not None
+    table, alone = path.parent.name, _PART.fullmatch(path.name) is not None
     try:
         content = path.read_bytes()
         _compare(path, content, checksum)
         file = pq.ParquetFile(pa.BufferReader(content))
+        names = file.schema_arrow.names
         for column in TABLES[table]:
-            if column.key and column.name not in file.schema_arrow.names:
+            if column.key and column.name not in names:
                 raise OSError(
                     f"it has no key column {column.name!r}, so its rows cannot be assigned to a step or rollout"
                 )
         metadata = file.metadata.metadata or {}
         if table in SMALL:
             rows = file.read(use_threads=False).replace_schema_metadata(None)
-            found = [rows if alone else rows.filter(pc.field("step") == step) for step in steps]
-            return [_File(step, path, one) for step, one in zip(steps, found, strict=True)], metadata
+            return {step: rows if alone else rows.filter(pc.field("step") == step) for step in steps}, metadata
         counts = {steps[0]: file.metadata.num_rows} if alone else Counter(file.read(["step"])["step"].to_pylist())
         recorded = metadata.get(b"otb_recorded", b"").decode()
-        names = file.schema_arrow.names
         if not recorded:  # of versions that did not say it; one column after the other, since files may be large
             recorded = ",".join(name for name in names if file.read([name])[name].null_count < file.metadata.num_rows)
     except (pa.ArrowException, OSError) as error:
         why = (getattr(error, "strerror", None) or str(error)).splitlines()[0].rstrip(".")
         raise StoreError(f"{path} is broken ({why}); restore it from a copy, or write the run again.") from error
-    named = json.dumps({field.name: str(field.type) for field in file.schema_arrow})
-    part = Part(0, table, f"{table}/{path.name}", 0, crc32(content), named, recorded)
-    return [_File(step, path, replace(part, step=step, rows=counts[step])) for step in steps], metadata
+    part = Part(0, table, f"{table}/{path.name}", 0, crc32(content), named_types(file.schema_arrow), recorded)
+    return {step: replace(part, step=step, rows=counts[step]) for step in steps}, metadata
 
 
 def _compare(path: Path, content: bytes, checksum: str) -> None:
@@ -193,14 +184,14 @@ def _compare(path: Path, content: bytes, checksum: str) -> None:
         raise OSError("it is another file than its step was written with")
 
 
-def _merged(run_dir: Path, listed: Any) -> Iterator[tuple[str, Path, list[int], str]]:
-    """Yield table, file, steps and checksum of what run.json lists of a compacted run.
+def _merged(run_dir: Path, named: Any) -> Iterator[tuple[Path, list[int], str]]:
+    """Yield path, steps and checksum of each file that run.json lists of a compacted run.
 
     Raises:
         StoreError: It lists what is no file of this run, or steps that a file cannot hold or that two hold.
     """
     try:
-        for table, files in listed.items():
+        for table, files in named.items():
             seen = set[int]()
             if table not in TABLES:
                 raise ValueError(f"there is no table {table!r:.80}")
@@ -213,7 +204,7 @@ def _merged(run_dir: Path, listed: Any) -> Iterator[tuple[str, Path, list[int], 
                 if not inside or not steps or len(set(steps)) < len(steps) or seen & set(steps):
                     raise ValueError(f"{table}/{one['file']} cannot hold steps {str(one['steps'])[:40]} here")
                 seen |= set(steps)
-                yield table, run_dir / table / one["file"], steps, str(one["checksum"])
+                yield run_dir / table / one["file"], steps, str(one["checksum"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StoreError(
             f"{run_dir / 'run.json'} lists under 'compacted' what is no part of this run ({error}); restore it from a "

@@ -16,9 +16,9 @@ from pandas.api.types import union_categoricals
 
 from otb_analysis.estimators import standing_for_truth
 from otb_analysis.statistics import REFERENCE
-from otb_analysis.types import Float, Gram, Int, ReducedGram
+from otb_analysis.types import Float, Gram, ReducedGram
 
-PRODUCT_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
+GRAM_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
 """The columns of text of `grams` and `subgroups`."""
 
 
@@ -66,80 +66,73 @@ def derived(config: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Iterat
     if rollouts is not None and "prompt_id" in rollouts.column_names:
         named = zip(rollouts["group"].to_pylist(), rollouts["prompt_id"].to_pylist(), strict=True)
         prompts = {group: name for group, name in named if name is not None}
-    if (rows := tables.get("grams")) is not None and len(rows):
-        gram = rebuild_gram(frame_of(rows), prompts)
-        gram = gram.reduced((REFERENCE, standing_for_truth(gram.labels, config)))
-        arrays = [gram.own, gram.totals, *(array for pair in gram.means.values() for array in pair)]
-        yield 0, _packed(gram, arrays, {"means": [sorted(members) for members in gram.means]})
-    if (rows := tables.get("subgroups")) is not None and len(rows):
-        for size, some in frame_of(rows).groupby("size"):
-            gram = rebuild_gram(some, prompts)
-            yield int(str(size)), _packed(gram, [gram.inner], {})
+    for table in ("grams", "subgroups"):
+        for size, gram in rebuild_grams([tables[table]] if table in tables else [], prompts):
+            heading: dict[str, object] = {
+                "labels": gram.labels, "n_rollouts": gram.n_rollouts, "prompt": gram.prompt,
+                "sketch_dim": gram.sketch_dim, "groups": gram.group_index.tolist(),
+            }  # fmt: skip
+            arrays = [gram.inner]
+            if not size:
+                reduced = gram.reduced((REFERENCE, standing_for_truth(gram.labels, config)))
+                arrays = [reduced.own, reduced.totals, *(array for pair in reduced.means.values() for array in pair)]
+                heading["means"] = [sorted(members) for members in reduced.means]
+            text = json.dumps(heading | {"shapes": [array.shape for array in arrays]}).encode()
+            yield size, text + b"\n" + b"".join(np.ascontiguousarray(a, "<f8").tobytes() for a in arrays)
 
 
-def reduced_gram(packed: bytes) -> ReducedGram:
-    """Return the matrix of whole groups that `derived` packed."""
-    heading, (own, totals, *pairs) = _unpacked(packed)
-    members = [frozenset((name, source) for name, source in some) for some in heading.pop("means")]
-    means = dict(zip(members, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-    fields = _fields(heading)
-    return ReducedGram(np.empty((len(fields["labels"]),) * 2 + (0, 0)), **fields, own=own, totals=totals, means=means)
-
-
-def whole_gram(packed: bytes) -> Gram:
-    """Return the matrix of smaller groups that `derived` packed."""
-    heading, (inner,) = _unpacked(packed)
-    return Gram(inner, **_fields(heading))
-
-
-def frame_of(rows: pa.Table) -> pd.DataFrame:
-    """Return rows of products as a frame, their texts as categories: pandas takes a second for each million texts."""
-    for at, field in enumerate(rows.schema):
-        if field.name in PRODUCT_TEXTS and not pa.types.is_dictionary(field.type):
-            rows = rows.set_column(at, field.name, rows[at].dictionary_encode())
-    return rows.unify_dictionaries().to_pandas()
-
-
-def _packed(gram: Gram, arrays: Sequence[Float], more: Mapping[str, object]) -> bytes:
-    heading = {
-        "labels": gram.labels, "n_rollouts": gram.n_rollouts, "prompt": gram.prompt, "sketch_dim": gram.sketch_dim,
-        "groups": gram.group_index.tolist(), "shapes": [array.shape for array in arrays], **more,
-    }  # fmt: skip
-    return json.dumps(heading).encode() + b"\n" + b"".join(np.ascontiguousarray(a, "<f8").tobytes() for a in arrays)
-
-
-def _unpacked(packed: bytes) -> tuple[dict[str, Any], list[Float]]:
+def unpacked(packed: bytes) -> Gram:
+    """Return the matrix that `derived` packed, reduced or whole."""
     text, _, numbers = packed.partition(b"\n")
     heading, arrays, at = json.loads(text), list[Float](), 0
-    for shape in heading.pop("shapes"):
+    for shape in heading["shapes"]:
         size = math.prod(shape)
         arrays.append(np.frombuffer(numbers, "<f8", size, 8 * at).astype(np.float64).reshape(shape))
         at += size
-    return heading, arrays
-
-
-def _fields(heading: Mapping[str, Any]) -> dict[str, Any]:
     labels, prompt = tuple((name, source) for name, source in heading["labels"]), heading["prompt"]
-    return {
+    fields: dict[str, Any] = {
         "labels": labels, "n_rollouts": heading["n_rollouts"], "prompt": None if prompt is None else tuple(prompt),
         "groups": np.array(heading["groups"], dtype=np.int64), "sketch_dim": heading["sketch_dim"],
     }  # fmt: skip
+    if "means" not in heading:
+        return Gram(arrays[0], **fields)
+    own, totals, *pairs = arrays
+    members = [frozenset((name, source) for name, source in some) for some in heading["means"]]
+    means = dict(zip(members, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+    return ReducedGram(np.empty((len(labels),) * 2 + (0, 0)), **fields, own=own, totals=totals, means=means)
 
 
-def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
-    """Return the Gram matrix of one step's rows of `grams`, whose texts are categories (`frame_of`).
+def rebuild_grams(parts: Sequence[pa.Table], prompt_of: Mapping[int, object]) -> Iterator[tuple[int, Gram]]:
+    """Yield size (0: whole groups) and matrix of what one step's rows of `grams` or `subgroups` hold."""
+    if not any(map(len, parts)):
+        return
+    rows = pa.concat_tables(parts, promote_options="default")
+    for at, field in enumerate(rows.schema):  # as categories: pandas takes a second for each million texts
+        if field.name in GRAM_TEXTS and not pa.types.is_dictionary(field.type):
+            rows = rows.set_column(at, field.name, rows[at].dictionary_encode())
+    frame: Any = rows.unify_dictionaries().to_pandas()
+    if "size" not in frame:
+        yield 0, _rebuild_gram(frame, prompt_of)
+        return
+    for size, some in frame.groupby("size"):
+        yield int(size), _rebuild_gram(some, prompt_of)
+
+
+def _rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
+    """Return the Gram matrix of one step's rows, whose texts are categories.
 
     Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
     measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
     """
     # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
-    name, names = _factorize(rows, "other_estimator", "estimator")
-    source, sources = _factorize(rows, "other_energy_source", "energy_source")
+    name, names = pd.factorize(_both(rows, "estimator"))
+    source, sources = pd.factorize(_both(rows, "energy_source"))
     label, codes = pd.factorize(name * len(sources) + source)
     group, found = pd.factorize(np.concatenate([rows["other_group"].to_numpy(), rows["group"].to_numpy()]))
     (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
     inner = np.full((len(codes),) * 2 + (len(found),) * 2, np.nan)
     inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
+    names, sources = list(names), list(sources)
     labels = tuple((names[code // len(sources)], sources[code % len(sources)]) for code in codes)
     groups = np.asarray(found, dtype=np.int64)
     dim: Any = rows["sketch_dim"].iloc[0] if "sketch_dim" in rows else None  # a run from before sketches has none
@@ -147,8 +140,6 @@ def rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
     return Gram(inner, labels, int(rows["n_rollouts"].iloc[0]), prompts, groups, None if pd.isna(dim) else int(dim))
 
 
-def _factorize(rows: pd.DataFrame, first: str, second: str) -> tuple[Int, list[str]]:
-    """Return codes of one column's texts followed by another's, and the texts in order of appearance."""
-    both = [pd.Categorical(rows[name]) for name in (first, second)]
-    codes, texts = pd.factorize(union_categoricals(both))
-    return codes, list(texts)
+def _both(rows: pd.DataFrame, name: str) -> pd.Categorical:
+    """Return the texts of the other one of each pair, followed by those of the first."""
+    return union_categoricals([pd.Categorical(rows[column]) for column in (f"other_{name}", name)])

@@ -21,8 +21,7 @@ from otb_analysis.atomic import remove_leftovers
 from otb_analysis.errors import StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue
-from otb_analysis.store.catalogue import quoted
-from otb_analysis.store.encode import ARROW
+from otb_analysis.store.catalogue import ARROW, quoted
 from otb_analysis.store.layout import PART_FILE, refused_link
 
 ROW_GROUP = 100_000
@@ -52,7 +51,7 @@ def listed(db: Any, run_dir: Path, table: str | None = None, steps: Collection[i
     Raises:
         StoreError: The catalogue has changed, or names what can be no file of a run.
     """
-    rows = catalogue.read(db, run_dir, "parts", steps, [f.name for f in fields(Part)]).table
+    rows = catalogue.read(db, run_dir, "parts", steps, [f.name for f in fields(Part)])
     parts = [Part(**row) for row in rows.to_pylist() if table in (None, row["table"])]
     for part in parts:
         match = PART_FILE.fullmatch(part.file)
@@ -69,9 +68,13 @@ def as_rows(parts: Iterable[Part]) -> pa.Table:
 
 def described(step: int, table: str, file: str, rows: pa.Table, checksum: int) -> Part:
     """Return what the catalogue says of rows of a step that lie in a file."""
-    named = json.dumps({field.name: str(field.type) for field in rows.schema})
     recorded = ",".join(name for name in rows.column_names if rows[name].null_count < len(rows))
-    return Part(step, table, file, len(rows), checksum, named, recorded)
+    return Part(step, table, file, len(rows), checksum, named_types(rows.schema), recorded)
+
+
+def named_types(schema: pa.Schema) -> str:
+    """Return the columns of a file and their types, as the catalogue keeps them."""
+    return json.dumps({field.name: str(field.type) for field in schema})
 
 
 def check(run_dir: Path, parts: Iterable[Part]) -> None:
@@ -86,7 +89,7 @@ def check(run_dir: Path, parts: Iterable[Part]) -> None:
             status = path.lstat()
             if stat.S_ISLNK(status.st_mode) or path.parent.is_symlink():
                 raise refused_link(path)
-            found = _checksum(path, status.st_ino, status.st_mtime_ns, status.st_size)
+            found = checksum_of(path, status.st_ino, status.st_mtime_ns, status.st_size)
         except OSError as error:
             why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise StoreError(f"{path} {why}, though the run was written with it; restore it from a copy.") from error
@@ -95,7 +98,8 @@ def check(run_dir: Path, parts: Iterable[Part]) -> None:
 
 
 @lru_cache(maxsize=200_000)
-def _checksum(path: Path, inode: int, mtime_ns: int, size: int) -> int:
+def checksum_of(path: Path, *state: int) -> int:
+    """Return the CRC-32 of a file; while its inode, time and size (`state`) are the same, it is read once."""
     found = 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 22):
@@ -119,29 +123,23 @@ def select(run_dir: Path, table: str, parts: Sequence[Part]) -> str:
         else quoted(name)
         for name in column_names(table, parts)
     ]
-    return f"SELECT {', '.join(columns)} FROM {_source(run_dir, parts)}"
-
-
-def _source(run_dir: Path, parts: Sequence[Part]) -> str:
-    if not parts:
-        return "(SELECT 1) WHERE false"
-    alone = [part for part in parts if part.alone]
-    sources = [f"SELECT * FROM {_scan(run_dir, alone)}"] if alone else []
-    for file in dict.fromkeys(part.file for part in parts if not part.alone):
-        steps = [part.step for part in parts if part.file == file]
-        # Of a run that went back, the file still holds steps that were written again elsewhere.
-        between = f"step BETWEEN {min(steps)} AND {max(steps)}"
-        gaps = "" if max(steps) - min(steps) < len(steps) else f" AND step IN ({', '.join(map(str, steps))})"
-        one = [part for part in parts if part.file == file][:1]
-        sources.insert(0, f"SELECT * FROM {_scan(run_dir, one)} WHERE {between}{gaps}")
-    return f"({' UNION ALL BY NAME '.join(sources)})"
-
-
-def _scan(run_dir: Path, parts: Sequence[Part]) -> str:
-    files = ", ".join(literal(str(run_dir / part.file)) for part in parts)
-    alike = len({part.fields for part in parts}) == 1  # opening each file for its columns takes half the time
-    # Without hive_partitioning=false a directory named a=b above the run would become a column.
-    return f"read_parquet([{files}], union_by_name={not alike}, hive_partitioning=false)"
+    files = dict.fromkeys(part.file for part in parts if not part.alone)
+    sources = list[str]()
+    for some in (*([part for part in parts if part.file == file] for file in files), [p for p in parts if p.alone]):
+        if not some:
+            continue
+        paths = ", ".join(literal(str(run_dir / name)) for name in dict.fromkeys(part.file for part in some))
+        alike = len({part.fields for part in some}) == 1  # opening each file for its columns takes half the time
+        # Without hive_partitioning=false a directory named a=b above the run would become a column.
+        source = f"SELECT * FROM read_parquet([{paths}], union_by_name={not alike}, hive_partitioning=false)"
+        if not some[0].alone:  # of a run that went back, it still holds steps that were written again elsewhere
+            steps = [part.step for part in some]
+            source += f" WHERE step BETWEEN {min(steps)} AND {max(steps)}"
+            if max(steps) - min(steps) >= len(steps):
+                source += f" AND step IN ({', '.join(map(str, steps))})"
+        sources.append(source)
+    joined = f"({' UNION ALL BY NAME '.join(sources)})" if sources else "(SELECT 1) WHERE false"
+    return f"SELECT {', '.join(columns)} FROM {joined}"
 
 
 def literal(text: str) -> str:
@@ -166,14 +164,6 @@ def read_step(run_dir: Path, part: Part, categories: Sequence[str] = ()) -> pa.T
         return file.read_row_groups(groups, use_threads=False).filter(pc.field("step") == part.step)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{run_dir / part.file} cannot be read ({error}); restore it from a copy.") from error
-
-
-def parquet_bytes(rows: pa.Table) -> bytes:
-    """Return a table as the bytes of a Parquet file."""
-    buffer = pa.BufferOutputStream()  # a file has hundreds of pieces, each a call of Python otherwise
-    with pq.ParquetWriter(buffer, rows.schema, **parquet_options(rows.schema)) as writer:
-        writer.write_table(rows, row_group_size=ROW_GROUP)
-    return buffer.getvalue().to_pybytes()
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:

@@ -1,17 +1,19 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
+import math
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property, wraps
+from functools import cached_property, partialmethod, wraps
+from itertools import groupby
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import duckdb
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -19,26 +21,11 @@ from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier, parts
 from otb_analysis.store.catalogue import SMALL, quoted, transaction
-from otb_analysis.store.gram import PRODUCT_TEXTS, frame_of, rebuild_gram, reduced_gram, whole_gram
-from otb_analysis.store.layout import CATALOGUE, find_run
-from otb_analysis.store.liveness import standing
-from otb_analysis.store.parts import Part, check, listed, read_step
-from otb_analysis.store.query import check_read_only, checked_limit, first_rows, interrupted_after, open_locked, refused
-from otb_analysis.store.runfile import read_run_file
+from otb_analysis.store.gram import GRAM_TEXTS, rebuild_grams, unpacked
+from otb_analysis.store.layout import CATALOGUE, find_run, read_run_file, standing
+from otb_analysis.store.parts import Part, check, listed, literal, read_step
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
 from otb_analysis.types import Gram, Label
-
-_ASKED_WRONG = (
-    duckdb.BinderException, duckdb.CatalogException, duckdb.ConversionException, duckdb.ParserException,
-    duckdb.PermissionException,
-)  # fmt: skip
-"""The query is at fault for certain; behind any other error there may be files that were exchanged meanwhile."""
-
-LIGHT = ("step", "group", "rollout", "prompt_id", "reward", "length", "turns", "finish_reason")
-"""The columns of `rollouts` without its texts."""
-
-WHOLE = "all"
-"""The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
 Steps = Sequence[int] | None
 Names = Sequence[str] | None
@@ -73,21 +60,34 @@ class RunStore:
         """Open a run.
 
         Args:
-            memory_limit: What one query may hold in memory, as DuckDB writes it.
+            memory_limit: What one query may hold in memory, as DuckDB writes it; the first one refuses what is none.
 
         Raises:
-            InputError: There is no such run, or the limit is no amount of memory.
+            InputError: There is no such run.
             StoreError: Its run.json or its catalogue is missing, broken or newer than this version.
         """
         self.path = find_run(Path(path))
-        self._memory_limit = checked_limit(memory_limit)
+        self._memory_limit = memory_limit
         self._lock, self._earlier = threading.RLock(), None
         self.complete_steps()
 
     @cached_property
     def _connection(self) -> duckdb.DuckDBPyConnection:
-        """Opened by the first query: a list of many runs needs none."""
-        return open_locked(self.path, self._memory_limit)
+        """Opened by the first query: reads this run's directory and no other file; its settings are final."""
+        connection = duckdb.connect()
+        try:
+            connection.execute(f"SET memory_limit={literal(self._memory_limit)}")
+        except duckdb.Error as error:
+            raise InputError(
+                f"memory_limit is {self._memory_limit!r}; pass an amount such as '256MB' or '1GB'."
+            ) from error
+        connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
+        # A SELECT could otherwise name any data frame in the memory of the caller.
+        connection.execute("SET python_enable_replacements=false")
+        connection.execute(f"SET allowed_directories=[{literal(str(self.path))}]")
+        connection.execute("SET enable_external_access=false")
+        connection.execute("SET lock_configuration=true")
+        return connection
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
@@ -109,7 +109,15 @@ class RunStore:
     @property
     def standing(self) -> tuple[str, str]:
         """Status as it is now, and why: `stopped` where run.json says running but the process is known to be gone."""
-        return standing(self.info, f"{last_heard(self.path, self.info):%Y-%m-%d %H:%M} UTC")
+        return standing(self.info, f"{self.last_heard:%Y-%m-%d %H:%M} UTC")
+
+    @property
+    def last_heard(self) -> datetime:
+        """When the run was last written to, in UTC."""
+        times = [path.stat().st_mtime for name in (CATALOGUE, "steps") if (path := self.path / name).exists()]
+        with suppress(ValueError):
+            times.append(datetime.fromisoformat(str(self.info.get("updated"))).timestamp())
+        return datetime.fromtimestamp(max(times, default=0), UTC)
 
     @property
     def changes(self) -> tuple[int, ...]:
@@ -155,11 +163,10 @@ class RunStore:
         """
         with self._reading() as db:
             if table not in SMALL:
-                found = {part.step for part in listed(db, self.path, table) if column in part.recorded.split(",")}
-                return sorted(found)
+                return sorted({p.step for p in listed(db, self.path, table) if column in p.recorded.split(",")})
             if column not in catalogue.column_names(db, table):
                 return []
-            rows = catalogue.read(db, self.path, table, columns=["step", column]).table
+            rows = catalogue.read(db, self.path, table, columns=["step", column])
         return sorted(set(rows["step"].filter(rows[column].is_valid()).to_pylist()))
 
     def rows(self, table: str, columns: Names = None, steps: Steps = None) -> pa.Table:
@@ -169,7 +176,7 @@ class RunStore:
             StoreError: The rows are not those that were written.
         """
         with self._reading() as db:
-            return catalogue.read(db, self.path, table, _whole_numbers(steps), columns).table
+            return catalogue.read(db, self.path, table, steps, columns)
 
     @again_if_changed
     def frame(
@@ -193,32 +200,18 @@ class RunStore:
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
-        needed = {table: columns} if columns is not None and where is None else {table: None}
-        return self._run(f"SELECT {chosen} FROM {table}{condition}", params, needed, steps, asked=columns)
+        with self._cursor() as cursor:
+            self._make_views(cursor, {table: columns}, steps, conditional=where is not None)
+            return _selected(cursor, f"SELECT {chosen} FROM {table}{condition}", params).df()
 
-    def tokens_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per completion token; see `frame`."""
-        return self.frame("tokens", steps, columns, where, params)
-
-    def rollouts_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per rollout; see `frame`."""
-        return self.frame("rollouts", steps, columns, where, params)
-
-    def steps_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per step; see `frame`."""
-        return self.frame("steps", steps, columns, where, params)
-
-    def gradients_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per measured step and estimator; see `frame`."""
-        return self.frame("gradients", steps, columns, where, params)
+    tokens_df = partialmethod(frame, "tokens")
+    """Return one row per completion token; see `frame`."""
+    rollouts_df = partialmethod(frame, "rollouts")
+    """Return one row per rollout; see `frame`."""
+    steps_df = partialmethod(frame, "steps")
+    """Return one row per step; see `frame`."""
+    gradients_df = partialmethod(frame, "gradients")
+    """Return one row per measured step and estimator; see `frame`."""
 
     @again_if_changed
     def sql(
@@ -230,7 +223,6 @@ class RunStore:
         seconds: float | None = None,
         rows: int | None = None,
         megabytes: float | None = None,
-        texts: bool = True,
     ) -> pd.DataFrame:
         """Return the answer to one SELECT over the views, one per table of the schema.
 
@@ -240,15 +232,93 @@ class RunStore:
             seconds: How long it may take; None means as long as it needs.
             rows: Most rows of the answer, which is read no further; None means all, whatever memory they take.
             megabytes: Most millions of bytes of what is read of the answer; None means any number.
-            texts: False leaves prompts, answers and parts of rewards of `rollouts` out, which is faster.
 
         Raises:
             InputError: The query is not one SELECT, cannot be run, takes longer than allowed, or its answer is larger.
             StoreError: A file is broken or missing, or the answer needs more memory than allowed.
         """
-        tables = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
-        needed = {table: LIGHT if table == "rollouts" and not texts else None for table in tables}
-        return self._run(query, params, needed, steps, seconds, rows, megabytes)
+        named = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
+        with self._cursor(seconds) as cursor:
+            self._make_views(cursor, dict.fromkeys(named), steps)
+            answer = _selected(cursor, query, params)
+            if rows is None and megabytes is None:
+                return answer.df()
+            most, left = math.inf if rows is None else rows, math.inf if megabytes is None else 1e6 * megabytes
+            chunks = list[pd.DataFrame]()
+            while not chunks or (len(chunks[-1]) and sum(map(len, chunks)) < most):
+                chunks.append(answer.fetch_df_chunk())
+                left -= 0 if megabytes is None else sum(_size(column) for _, column in chunks[-1].items())
+                if left < 0:
+                    raise InputError(
+                        f"the answer of {self.path} is larger than {megabytes:g} MB; ask for fewer rows or columns, or "
+                        "for the beginning of a text, as in left(completion, 1000)."
+                    )
+        whole = pd.concat(chunks[:-1] if len(chunks) > 1 and not len(chunks[-1]) else chunks, ignore_index=True)
+        return whole if rows is None else whole.head(rows)
+
+    @contextmanager
+    def _cursor(self, seconds: float | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Yield a cursor, interrupted after some seconds; whatever it refuses is one sentence."""
+        with self._connection.cursor() as cursor:
+            timer = threading.Timer(0 if seconds is None else seconds, cursor.interrupt)
+            if seconds is not None:
+                timer.start()
+            try:
+                yield cursor
+            except duckdb.InterruptException as error:
+                raise InputError(
+                    f"the query on {self.path} took longer than {seconds:g} s and was ended; ask for fewer steps or "
+                    "columns, or ask from Python, where RunStore.sql has no limit."
+                ) from error
+            except duckdb.OutOfMemoryException as error:
+                raise StoreError(
+                    f"the query on {self.path} needs more memory than allowed; ask for fewer steps or columns, "
+                    "or open the run with a larger memory_limit."
+                ) from error
+            except duckdb.IOException as error:  # a file went between looking and reading
+                raise StoreError(f"{self.path} cannot be read ({str(error).splitlines()[0]}); try again.") from error
+            except duckdb.Error as error:
+                # DuckDB's second paragraph repeats the query with a caret.
+                reason = " ".join(str(error).split("\n\n")[0].split()).rstrip(".!")
+                raise InputError(
+                    f"the query cannot be run ({reason}); correct it, or see the columns with DESCRIBE tokens."
+                ) from error
+            finally:
+                if seconds is not None:
+                    timer.cancel()
+                    timer.join()  # the cursor is closed next, and must not be interrupted then
+
+    def _make_views(
+        self,
+        cursor: duckdb.DuckDBPyConnection,
+        tables: Mapping[str, Names],
+        steps: Steps,
+        conditional: bool = False,
+    ) -> None:
+        """Make views of tables, all of one moment: over rows of the catalogue, or over Parquet files.
+
+        Args:
+            tables: Which columns of each table are asked for; None means all.
+            conditional: A condition may take any other column.
+        """
+        sources, files = dict[str, str](), list[Part]()
+        with self._reading() as db:
+            for table, columns in tables.items():
+                some = [] if table in SMALL else listed(db, self.path, table, steps)
+                known = catalogue.column_names(db, table) if table in SMALL else parts.column_names(table, some)
+                for name in columns or ():
+                    if name not in known:
+                        raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
+                if table in SMALL:
+                    rows = catalogue.read(db, self.path, table, steps, None if conditional else columns)
+                    cursor.register(f"_{table}", rows)
+                    sources[table] = f"SELECT * FROM _{table}"
+                else:
+                    sources[table], files = parts.select(self.path, table, some), [*files, *some]
+        check(self.path, files)
+        for view, source in sources.items():
+            # Temporary views belong to the cursor, so threads do not meet and no list of files grows old.
+            cursor.execute(f"CREATE TEMP VIEW {view} AS {source}")
 
     @again_if_changed
     def grams(self, steps: Steps = None) -> dict[int, Gram]:
@@ -259,9 +329,7 @@ class RunStore:
         Raises:
             StoreError: A file is broken or missing.
         """
-        found = self._read_products("grams", steps)
-        prompts = self._prompts(list(found))
-        return {step: rebuild_gram(frame_of(rows), prompts[step]) for step, rows in found.items()}
+        return {step: gram for step, _, gram in self._rebuilt("grams", steps)}
 
     def stored_labels(self) -> list[Label]:
         """Return (estimator, energy source) of every row of `gradients`, each once.
@@ -285,10 +353,11 @@ class RunStore:
         Raises:
             StoreError: A file is broken or missing.
         """
-        found: dict[int, Gram] = {step: reduced_gram(one) for step, _, one in self._products(steps) if not _}
-        wanting = [step for step, gram in found.items() if not all(map(gram.stands, references))]
-        wanting += [step for step in self._measured("grams", steps) if step not in found]
-        for step in wanting:  # one at a time: each is tens of MB
+        with self._reading() as db:
+            measured = {part.step for part in listed(db, self.path, "grams", steps)}
+            found = {step: unpacked(packed) for step, size, packed in catalogue.products(db, steps) if not size}
+        fitting = {step for step, gram in found.items() if all(map(gram.stands, references))}
+        for step in sorted((measured | set(found)) - fitting):  # one at a time: each is tens of MB
             found |= {step: gram.reduced(references) for step, gram in self.grams([step]).items()}
         return {step: found[step] for step in sorted(found)}
 
@@ -299,17 +368,28 @@ class RunStore:
         Raises:
             StoreError: A file is broken or missing.
         """
+        with self._reading() as db:
+            measured = {part.step for part in listed(db, self.path, "subgroups", steps)}
+            found = [(step, size, unpacked(packed)) for step, size, packed in catalogue.products(db, steps) if size]
+        found += self._rebuilt("subgroups", sorted(measured - {step for step, *_ in found}))
         grams: dict[int, dict[int, Gram]] = {}
-        for step, size, packed in self._products(steps):
-            if size:
-                grams.setdefault(size, {})[step] = whole_gram(packed)
-        known = {step for of_size in grams.values() for step in of_size}
-        others = [step for step in self._measured("subgroups", steps) if step not in known]
-        prompts = self._prompts(others)
-        for step, rows in self._read_products("subgroups", others).items():
-            for size, some in frame_of(rows).groupby("size"):
-                grams.setdefault(int(str(size)), {})[step] = rebuild_gram(some, prompts[step])
-        return {size: {step: grams[size][step] for step in sorted(grams[size])} for size in sorted(grams)}
+        for step, size, gram in sorted(found, key=lambda one: (one[1], one[0])):
+            grams.setdefault(size, {})[step] = gram
+        return grams
+
+    def _rebuilt(self, table: str, steps: Steps) -> Iterator[tuple[int, int, Gram]]:
+        """Yield step, size (0: whole groups) and matrix of what the files of `grams` or `subgroups` hold."""
+        with self._reading() as db:
+            files, names = listed(db, self.path, table, steps), ["step", "group", "prompt_id"]
+            rows = catalogue.read(db, self.path, "rollouts", {part.step for part in files}, names)
+        prompts: dict[int, dict[int, object]] = {}
+        for step, group, name in zip(*(column.to_pylist() for column in rows.columns), strict=True):
+            if name is not None:
+                prompts.setdefault(step, {})[group] = name
+        for step, of_step in groupby(files, lambda part: part.step):
+            read = [read_step(self.path, part, GRAM_TEXTS) for part in of_step]
+            for size, gram in rebuild_grams(read, prompts.get(step, {})):
+                yield step, size, gram
 
     def token_arrays(self, step: int, group: int | None = None) -> TokenArrays:
         """Return one step's tokens, or those of one prompt, as [N, T] arrays: any estimator can be computed again.
@@ -327,122 +407,20 @@ class RunStore:
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"], where, params)
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
-    def _measured(self, table: str, steps: Steps) -> list[int]:
-        with self._reading() as db:
-            return list(dict.fromkeys(part.step for part in listed(db, self.path, table, _whole_numbers(steps))))
 
-    def _products(self, steps: Steps) -> list[tuple[int, int, bytes]]:
-        """Return step, size of smaller groups (0: whole ones) and numbers of what was derived at each measured step."""
-        with self._reading() as db:
-            return catalogue.products(db, _whole_numbers(steps))
-
-    def _read_products(self, table: str, steps: Steps) -> dict[int, pa.Table]:
-        """Return the rows of `grams` or `subgroups` of each step that has any."""
-        with self._reading() as db:
-            some = listed(db, self.path, table, _whole_numbers(steps))
-        found: dict[int, list[pa.Table]] = {}
-        for part in some:
-            found.setdefault(part.step, []).append(read_step(self.path, part, PRODUCT_TEXTS))
-        joined = {step: pa.concat_tables(tables, promote_options="default") for step, tables in found.items()}
-        return {step: rows for step, rows in joined.items() if len(rows)}
-
-    def _prompts(self, steps: Sequence[int]) -> dict[int, dict[int, object]]:
-        """Return the name of each group's prompt, by step."""
-        prompts: dict[int, dict[int, object]] = {step: {} for step in steps}
-        if steps:
-            rows = self.rows("rollouts", ["step", "group", "prompt_id"], steps)
-            for step, group, name in zip(*(column.to_pylist() for column in rows.columns), strict=True):
-                if name is not None:
-                    prompts[step][group] = name
-        return prompts
-
-    def _run(
-        self,
-        query: str,
-        params: Parameters,
-        tables: Mapping[str, Names],
-        steps: Steps = None,
-        seconds: float | None = None,
-        rows: int | None = None,
-        megabytes: float | None = None,
-        asked: Names = None,
-    ) -> pd.DataFrame:
-        """Run a query over views of tables, of which some columns are needed, or all (None)."""
-        with self._connection.cursor() as cursor, interrupted_after(seconds, cursor):
-            try:
-                check_read_only(cursor, query)
-                for view, source in self._sources(cursor, tables, steps, asked).items():
-                    # Temporary views belong to the cursor, so threads do not meet and no list of files grows old.
-                    cursor.execute(f"CREATE TEMP VIEW {view} AS {source}")
-                answer = first_rows(cursor.execute(query, params), rows, megabytes)
-                if answer is None:
-                    raise InputError(
-                        f"the answer of {self.path} is larger than {megabytes:g} MB; ask for fewer rows or columns, or "
-                        "for the beginning of a text, as in left(completion, 1000)."
-                    )
-                return answer
-            except duckdb.InterruptException as error:
-                raise InputError(
-                    f"the query on {self.path} took longer than {seconds:g} s and was ended; ask for fewer steps or "
-                    "columns, or ask from Python, where RunStore.sql has no limit."
-                ) from error
-            except duckdb.OutOfMemoryException as error:
-                raise StoreError(
-                    f"the query on {self.path} needs more memory than allowed; ask for fewer steps or columns, "
-                    "or open the run with a larger memory_limit."
-                ) from error
-            except _ASKED_WRONG as error:
-                raise refused(error) from error
-            except duckdb.IOException as error:  # a file went between looking and reading
-                raise StoreError(f"{self.path} cannot be read ({str(error).splitlines()[0]}); try again.") from error
-            except duckdb.Error as error:
-                raise refused(error) from error
-
-    def _sources(
-        self, cursor: duckdb.DuckDBPyConnection, tables: Mapping[str, Names], steps: Steps, asked: Names
-    ) -> dict[str, str]:
-        """Return a SELECT for each view, all of one moment: over rows of the catalogue, or over Parquet files."""
-        sources, files, only = dict[str, str](), list[Part](), _whole_numbers(steps)
-        with self._reading() as db:
-            for table, columns in tables.items():
-                some = [] if table in SMALL else listed(db, self.path, table, only)
-                known = catalogue.column_names(db, table) if table in SMALL else parts.column_names(table, some)
-                for name in asked or ():
-                    if name not in known:
-                        raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
-                if table in SMALL:
-                    cursor.register(f"_{table}", catalogue.read(db, self.path, table, only, columns).table)
-                    sources[table] = f"SELECT * FROM _{table}"
-                else:
-                    sources[table], files = parts.select(self.path, table, some), [*files, *some]
-        check(self.path, files)
-        return sources
+def _selected(cursor: duckdb.DuckDBPyConnection, query: str, params: Parameters) -> duckdb.DuckDBPyConnection:
+    """Run a query that is one SELECT; what is more than that is refused."""
+    statements = cursor.extract_statements(query)
+    if [s.type for s in statements] != [duckdb.StatementType.SELECT]:
+        kinds = ", ".join(s.type.name for s in statements) or "nothing"
+        raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
+    return cursor.execute(query, params)
 
 
-def last_heard(run_dir: Path, info: Mapping[str, object]) -> datetime:
-    """Return when a run was last written to."""
-    times = [path.stat().st_mtime for name in (CATALOGUE, "steps") if (path := run_dir / name).exists()]
-    with suppress(ValueError):
-        times.append(datetime.fromisoformat(str(info.get("updated"))).timestamp())
-    return datetime.fromtimestamp(max(times, default=0), UTC)
-
-
-def scope_of(store: RunStore) -> str:
-    """Return whose parameters' gradient a run measured, as its configuration says; all where it does not say."""
-    config: Any = store.info.get("config") or {}
-    measure = config.get("measure")
-    return str(measure.get("scope", WHOLE)) if isinstance(measure, dict) else WHOLE
-
-
-def unlike_scopes(stores: Mapping[str, RunStore]) -> str:
-    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did."""
-    scopes = {name: scope_of(store) for name, store in stores.items()}
-    for name, scope in scopes.items():
-        first, of_first = next(iter(scopes.items()))
-        if scope != of_first:
-            return f"{first} measured gradients of scope {of_first!r} but {name} of {scope!r}, which do not compare"
-    return ""
-
-
-def _whole_numbers(steps: Steps) -> list[int] | None:
-    return None if steps is None else [int(step) for step in np.unique(np.asarray(steps))]
+def _size(values: Any) -> int:
+    """Return about how many bytes values take, with all that they hold: a cell may be a list of texts."""
+    if isinstance(values, dict):
+        return _size([*values, *values.values()])
+    if isinstance(values, list | tuple) or str(getattr(values, "dtype", "")) == "object":
+        return 8 + sum(map(_size, values))
+    return len(values) if isinstance(values, str | bytes | bytearray) else int(getattr(values, "nbytes", 8))

@@ -1,18 +1,18 @@
-"""All runs of a root as one table: how each ended, its configuration, its headline numbers."""
+"""Several runs: all of a root as one table, and counts, means and variances of their per-token columns."""
 
 import json
-from collections.abc import Iterator, Mapping
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.phases import counted
 from otb_analysis.schema import TABLES
 from otb_analysis.store.layout import list_runs
-from otb_analysis.store.liveness import standing
-from otb_analysis.store.reader import RunStore, last_heard
+from otb_analysis.store.reader import RunStore
 
 DTYPES = {
     "run": "str",
@@ -36,6 +36,19 @@ DTYPES = {
 _SECONDS = tuple(c.name for c in TABLES["steps"] if c.name.startswith("seconds_"))
 _COLUMNS = ("step", "reward_mean", "heldout_reward", "grad_norm", "n_tokens", *_SECONDS)
 
+NUMBERS = tuple(c.name for c in TABLES["tokens"] if c.dtype == "FLOAT")
+"""The columns that are aggregated; those of a run that hold no value are left out."""
+
+_MEASURES = ", ".join(
+    f'count("{c}") AS "n {c}", avg("{c}") AS "mean {c}", var_samp("{c}") AS "variance {c}"' for c in NUMBERS
+)
+# Tokens of one prompt depend on each other: whoever resamples these rows resamples prompts.
+QUERY = f"""SELECT coalesce(prompt_id, step || '/' || "group") AS prompt, count(*) AS tokens,
+    count(DISTINCT (step, rollout)) AS rollouts, {_MEASURES}
+FROM tokens LEFT JOIN (
+    SELECT step, "group", any_value(prompt_id) AS prompt_id FROM rollouts GROUP BY step, "group"
+) USING (step, "group") WHERE mask GROUP BY 1 ORDER BY 1"""
+
 
 def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     """Return one row per run, by name: status, headline numbers, and its configuration as `config.<dotted name>`.
@@ -52,9 +65,9 @@ def runs_df(root: str | Path = "runs") -> pd.DataFrame:
     rows = [_row(path) for path in list_runs(Path(root))]
     extra = sorted({name for row in rows for name in row} - set(DTYPES))
     frame = pd.DataFrame(rows, columns=[*DTYPES, *extra])
-    # Said explicitly: where every run is broken there is no time that could tell pandas the zone.
-    frame["created"] = pd.Series([_time(created) for created in frame["created"]], dtype=DTYPES["created"])
-    return frame.astype(DTYPES)
+    # Told explicitly: where every run is broken there is no time that could tell pandas the zone.
+    times = pd.to_datetime(frame["created"].map(str), utc=True, format="ISO8601", errors="coerce")
+    return frame.assign(created=times.astype(DTYPES["created"])).astype(DTYPES)
 
 
 def can_be_opened(table: pd.DataFrame) -> pd.Series:
@@ -84,45 +97,80 @@ def flat_config(config: Mapping[str, object], prefix: str = "config") -> Iterato
 
 
 def _row(path: Path) -> dict[str, object]:
+    """Return a run's row of `runs_df`."""
     try:
         if not path.resolve().is_relative_to(path.parent.resolve()):
             raise StoreError(f"{path} is a link out of its directory; open the directory that it points to.")
         store = RunStore(path)
-        info, updated = store.info, pd.Timestamp(last_heard(path, store.info))
-        numbers = _numbers(store.rows("steps", _COLUMNS).to_pandas())
+        info, updated, (status, reason) = store.info, pd.Timestamp(store.last_heard), store.standing
+        steps: Any = store.rows("steps", _COLUMNS).to_pandas()
     except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}
-    config = info.get("config")
-    fixed = {name: info.get(name) for name in ("created", "schema_version")}
-    status, reason = standing(info, f"{updated:%Y-%m-%d %H:%M} UTC")
-    fixed |= {"status": status, "reason": reason}
-    settings = flat_config(config if isinstance(config, dict) else {})
-    return {"run": path.name, "updated": updated} | fixed | numbers | dict(settings)
-
-
-def _numbers(steps: pd.DataFrame) -> dict[str, object]:
     tenth = max(1, len(steps) // 10)
-    return {
+    last = {name: steps[name].iloc[-1] if len(steps) else None for name in ("step", "grad_norm")}
+    heldout = steps["heldout_reward"].dropna()
+    config = info.get("config")
+    row: dict[str, object] = {
+        "run": path.name,
+        "status": status,
+        "created": info.get("created"),
+        "updated": updated,
+        "reason": reason,
+        "schema_version": info.get("schema_version"),
         "n_steps": len(steps),
-        "last_step": _last(steps, "step"),
+        "last_step": last["step"],
         "reward_first": steps["reward_mean"].head(tenth).mean(),
         "reward_last": steps["reward_mean"].tail(tenth).mean(),
-        "heldout_reward": _last(steps.dropna(subset=["heldout_reward"]), "heldout_reward"),
+        "heldout_reward": heldout.iloc[-1] if len(heldout) else None,
         "grad_norm_median": steps["grad_norm"].median(),
-        "grad_norm_last": _last(steps, "grad_norm"),
+        "grad_norm_last": last["grad_norm"],
         "n_tokens": steps["n_tokens"].sum(min_count=1),
         "seconds": steps[list(_SECONDS)].sum(min_count=1).sum(min_count=1),
     }
+    return row | dict(flat_config(config if isinstance(config, dict) else {}))
 
 
-def _time(text: object) -> pd.Timestamp:
-    try:
-        time: Any = pd.Timestamp(datetime.fromisoformat(str(text)))  # pandas would guess the format first
-    except ValueError:
-        time = pd.NaT
-        return time
-    return time.tz_localize("UTC") if time.tzinfo is None else time.tz_convert("UTC")
+@dataclass(frozen=True)
+class Partition:
+    """The steps of one bin of a run."""
+
+    path: Path
+    first: int  # Where the bin begins
+    last: int  # Its last step, had it all
+    steps: tuple[int, ...]  # The complete ones
 
 
-def _last(steps: pd.DataFrame, name: str) -> object:
-    return steps[name].iloc[-1] if len(steps) else None
+def partitions(paths: Iterable[Path], width: int) -> list[Partition]:
+    """Return the bins of runs, each `width` steps wide and counted from step 0.
+
+    Raises:
+        StoreError: A run cannot be read.
+    """
+    found: list[Partition] = []
+    for path in paths:
+        steps = RunStore(path).complete_steps()
+        for first in dict.fromkeys(step // width * width for step in steps):
+            inside = tuple(step for step in steps if first <= step < first + width)
+            found.append(Partition(path.resolve(), first, first + width - 1, inside))
+    return found
+
+
+def aggregate(found: Sequence[Partition]) -> pd.DataFrame:
+    """Return one row per bin, prompt and column: run, ends of the bin, prompt, tokens, rollouts, column, n and moments.
+
+    Raises:
+        InputError: None has a token of the policy.
+        StoreError: A part is broken or missing.
+    """
+    parts = list[pd.DataFrame]()
+    for one in counted(found, "bin"):
+        wide: Any = RunStore(one.path, memory_limit="256MB").sql(QUERY, steps=one.steps)
+        ends = {"run": one.path.name, "first_step": one.first, "last_step": one.last}
+        about = ends | {name: wide[name] for name in ("prompt", "tokens", "rollouts")}
+        for column in NUMBERS:
+            if wide[f"n {column}"].sum():
+                measures = {measure: wide[f"{measure} {column}"] for measure in ("n", "mean", "variance")}
+                parts.append(pd.DataFrame(about | {"column": column} | measures))
+    if not parts:
+        raise InputError("none of these runs has tokens of the policy; name runs of otb train or otb score.")
+    return pd.concat(parts, ignore_index=True)

@@ -106,7 +106,7 @@ def _study(folder: Path, question: str) -> CommittedStudy:
         return replace(blank, verdict=str(error), state=BROKEN)
     except (OSError, ValueError) as error:
         return replace(blank, verdict=f"{page} cannot be read ({error}); run {command} --render.", state=BROKEN)
-    # Take the parts of the page apart as `studies.lib.report` joined them.
+    # Take the parts of the page apart as `studies.lib.run` joined them.
     head = f"# {number} · "
     front, _, made = text.partition(MADE)
     title, question, verdict, *rest = [part for part in front.strip().split("\n\n") if part.strip()] + [""] * 3

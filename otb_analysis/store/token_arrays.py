@@ -1,12 +1,16 @@
-"""One step's tokens as [N, T] arrays again, so that any estimator can be computed from disk."""
+"""One step's tokens as [N, T] arrays again, and one stored prompt under any estimator, computed from disk."""
 
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.types import Bool, EstimatorInputs, Float, Int
+from otb_analysis.estimators import ESTIMATORS, available, entry_of, estimate, options_from_dict, registered, with_limit
+from otb_analysis.types import Bool, EstimatorInputs, Float, Int, Label
 
 FLOAT_COLUMNS = ("energy_proxy", "energy_calibrated", "grad_norm_sq", "logprob", "behavior_logprob", "entropy", "value")
 TOKEN_COLUMNS = ("group", "rollout", "turn", "t", "token_id", "mask", "measured_by", "reward", *FLOAT_COLUMNS)
@@ -100,33 +104,29 @@ def rebuild_token_arrays(where: str, tokens: pd.DataFrame, rollouts: pd.DataFram
     """
     if tokens["mask"].isna().to_numpy().any():
         raise StoreError(f"{where} has tokens without a mask, so no estimator can be computed; write the run again.")
-    rollout, group, rollout_norm_sq = _rollout_index(tokens, rollouts)
-    place = (np.searchsorted(rollout, tokens["rollout"].to_numpy(np.int64)), tokens["t"].to_numpy(np.int64))
-    shape = (len(rollout), int(place[1].max(initial=-1)) + 1)
+    # Every rollout in ascending order; `rollouts` has those without a token, too.
+    of_tokens, listed = tokens["rollout"].to_numpy(np.int64), rollouts["rollout"].to_numpy(np.int64)
+    rollout = np.union1d(of_tokens, listed)
+    row, of_listed = np.searchsorted(rollout, of_tokens), np.searchsorted(rollout, listed)
+    group, rollout_norm_sq = np.zeros_like(rollout), np.full(len(rollout), np.nan)
+    group[row] = tokens["group"].to_numpy(np.int64)
+    group[of_listed] = rollouts["group"].to_numpy(np.int64)
+    rollout_norm_sq[of_listed] = floats(rollouts, "score_norm_sq")
+    t = tokens["t"].to_numpy(np.int64)
     exact = (tokens["measured_by"].fillna("exact") == "exact") & tokens["grad_norm_sq"].notna()
-    columns = {name: _scatter(shape, place, floats(tokens, name), np.nan) for name in FLOAT_COLUMNS}
-    return TokenArrays(
-        rollout=rollout,
-        group=group,
-        mask=_scatter(shape, place, tokens["mask"].to_numpy(np.bool_), False),
-        reward=_scatter(shape, place, floats(tokens, "reward"), 0.0),
-        turn=_scatter(shape, place, tokens["turn"].to_numpy(np.int64), PADDING),
-        token_id=_scatter(shape, place, tokens["token_id"].fillna(PADDING).to_numpy(np.int64), PADDING),
-        exact=_scatter(shape, place, exact.to_numpy(np.bool_), False),
-        rollout_norm_sq=rollout_norm_sq,
-        **columns,
-    )
-
-
-def _rollout_index(tokens: pd.DataFrame, rollouts: pd.DataFrame) -> tuple[Int, Int, Float]:
-    """Return every rollout's index, ascending, its group and its score norm; `rollouts` knows those without a token."""
-    of_tokens, known = tokens["rollout"].to_numpy(np.int64), rollouts["rollout"].to_numpy(np.int64)
-    rollout = np.union1d(of_tokens, known)
-    group, norm = np.zeros_like(rollout), np.full(len(rollout), np.nan)
-    group[np.searchsorted(rollout, of_tokens)] = tokens["group"].to_numpy(np.int64)
-    group[np.searchsorted(rollout, known)] = rollouts["group"].to_numpy(np.int64)
-    norm[np.searchsorted(rollout, known)] = floats(rollouts, "score_norm_sq")
-    return rollout, group, norm
+    columns = {
+        "mask": (tokens["mask"].to_numpy(np.bool_), False),
+        "reward": (floats(tokens, "reward"), 0.0),
+        "turn": (tokens["turn"].to_numpy(np.int64), PADDING),
+        "token_id": (tokens["token_id"].fillna(PADDING).to_numpy(np.int64), PADDING),
+        "exact": (exact.to_numpy(np.bool_), False),
+        **{name: (floats(tokens, name), np.nan) for name in FLOAT_COLUMNS},
+    }
+    arrays = dict[str, Any]()
+    for name, (values, fill) in columns.items():
+        arrays[name] = np.full((len(rollout), int(t.max(initial=-1)) + 1), fill, dtype=values.dtype)
+        arrays[name][row, t] = values
+    return TokenArrays(rollout=rollout, group=group, rollout_norm_sq=rollout_norm_sq, **arrays)
 
 
 def floats(frame: pd.DataFrame, name: str) -> Float:
@@ -137,7 +137,90 @@ def floats(frame: pd.DataFrame, name: str) -> Float:
     return column.astype("Float64").to_numpy(np.float64, na_value=np.nan)
 
 
-def _scatter(shape: tuple[int, int], place: tuple[Int, Int], values: np.ndarray, fill: float | bool) -> np.ndarray:
-    array = np.full(shape, fill, dtype=values.dtype)
-    array[place] = values
-    return array
+def in_words(label: Label) -> str:
+    """Return how a label is called on the page Tokens: `otb (exact)`, `rloo`."""
+    name, source = label
+    return name if source == "none" else f"{name} ({source})"
+
+
+def trained_label(name: str, config: Mapping[str, Any]) -> Label:
+    """Return the estimator that trained and its energies; none and another name where it is not one of ours."""
+    settings = config.get("estimator")
+    energy = settings.get("energy") if isinstance(settings, Mapping) else None
+    entry = registered(name)
+    return (name, str(energy or "proxy") if entry is not None and entry.reads_energy else "none")
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    """One prompt at one step, with what its run trained with."""
+
+    estimator: str  # Name of the estimator that trained; empty where the run names none
+    config: Mapping[str, Any]  # The run's configuration, nested
+    group: int
+    tokens: pd.DataFrame  # The prompt's rows of `tokens`
+    # Reads the step's arrays: of this group, or of all groups for None; raises as `RunStore.token_arrays`
+    arrays: Callable[[int | None], TokenArrays]
+
+    @property
+    def trained(self) -> Label:
+        """The estimator that trained and its energies."""
+        return trained_label(self.estimator, self.config)
+
+    @property
+    def _stored(self) -> bool:
+        return bool(self.tokens["advantage"].notna().any())
+
+    def labels(self) -> list[Label]:
+        """Return the estimators whose advantages are stored or can be computed; the trained one is first."""
+        first, found = self.trained, list[Label]()
+        stored = bool(first[0]) and self._stored
+        try:
+            arrays = self.arrays(self.group)
+            arrays.estimator_inputs("none")
+        except (InputError, StoreError):  # no rewards, or nothing says which tokens the policy sampled
+            return [first] if stored else []
+        for source in ("none", "proxy", "calibrated", "exact"):
+            some = arrays.measured_groups() if source == "exact" else arrays
+            with suppress(InputError):  # not measured at every token
+                names = available(some.estimator_inputs(source)) if len(some.rollout) else []
+                found += [(name, source) for name in names if source == "none" or ESTIMATORS[name].reads_energy]
+        return list(dict.fromkeys([first, *found] if stored or first in found else found))
+
+    def inputs(self, label: Label) -> tuple[EstimatorInputs, Int]:
+        """Return an estimator's inputs and the rollouts of their rows: the prompt's; the step's where prompts couple.
+
+        Raises:
+            InputError: An input is missing, or the estimator is somebody's own: no code that a run names is run.
+        """
+        if registered(label[0]) is None:
+            raise InputError(f"{label[0]} is no estimator of otb-analysis, so its formula cannot be shown.")
+        arrays = self.arrays(None if entry_of(label[0]).batch_coupled else self.group)
+        if label[1] == "exact":
+            arrays = arrays.measured_groups()
+        return arrays.estimator_inputs(label[1]), arrays.rollout
+
+    def options(self, label: Label) -> Any:
+        """Return an estimator's options: as trained for the one that did, else defaults, with the sampling limit."""
+        settings, sample = (self.config.get(name) for name in ("estimator", "sample"))
+        values = settings.get("options") if isinstance(settings, Mapping) and label == self.trained else None
+        options = options_from_dict(label[0], values) if isinstance(values, Mapping) and values else None
+        sizes = [sample.get(name) for name in ("max_new_tokens", "max_turns")] if isinstance(sample, Mapping) else []
+        limit = int(np.prod([n for n in sizes if isinstance(n, int)])) if sizes and isinstance(sizes[0], int) else 0
+        return with_limit(label[0], options, limit)
+
+    def under(self, label: Label) -> pd.DataFrame:
+        """Return the tokens with an estimator's baseline and advantage; those of the trained one are the stored ones.
+
+        Raises:
+            InputError: As `inputs`.
+        """
+        if label == self.trained and self._stored:
+            return self.tokens
+        inputs, rollouts = self.inputs(label)
+        found = estimate(label[0], inputs, self.options(label))
+        rows, t = np.nonzero(inputs.mask & (inputs.group == self.group)[:, None])
+        columns = {"baseline": found.baseline[rows, t], "advantage": found.advantage[rows, t]}
+        estimated = pd.DataFrame(columns, index=pd.MultiIndex.from_arrays([rollouts[rows], t]))
+        estimated = estimated.reindex(pd.MultiIndex.from_arrays([self.tokens[name] for name in ("rollout", "t")]))
+        return self.tokens.assign(**{name: estimated[name].to_numpy() for name in columns})

@@ -3,13 +3,16 @@
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,14 +21,28 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import note, phase
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier
-from otb_analysis.store.catalogue import LARGE, SMALL, transaction
+from otb_analysis.store.catalogue import ARROW, LARGE, SMALL, transaction
 from otb_analysis.store.compact import merge, separate
-from otb_analysis.store.encode import Columns, encode, with_not_finite
 from otb_analysis.store.gram import derived
-from otb_analysis.store.layout import CATALOGUE, check_run_name, find_run, is_run, part_path
-from otb_analysis.store.liveness import other_writer, this_process
-from otb_analysis.store.parts import Part, as_rows, described, listed, parquet_bytes, remove_unlisted
-from otb_analysis.store.runfile import RESERVE, git_state, new_run, now, read_run_file, write_reserve, write_run_file
+from otb_analysis.store.layout import (
+    CATALOGUE,
+    RESERVE,
+    check_run_name,
+    find_run,
+    git_state,
+    is_run,
+    new_run,
+    now,
+    other_writer,
+    read_run_file,
+    this_process,
+    write_reserve,
+    write_run_file,
+)
+from otb_analysis.store.parts import ROW_GROUP, Part, as_rows, described, listed, parquet_options, remove_unlisted
+
+Columns = Mapping[str, object] | pd.DataFrame
+"""Column name → values: a list, an array, a masked array or a Series, one value per row."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,12 @@ class RunWriter:
         self.rank = rank
         self.size = size  # Processes that write parts of the same steps
         self._last_step: int | None = None
-        self._known: set[int] | None = None  # Steps that are there, once the first one is written
+
+    @cached_property
+    def _steps(self) -> set[int]:
+        """Steps that are there; asked once, since nobody else adds any."""
+        with transaction(self.path) as db:
+            return set(catalogue.written_steps(db, self.path))
 
     @classmethod
     def create(
@@ -132,43 +154,51 @@ class RunWriter:
             InputError: Columns do not fit the schema; nothing is written.
             StoreError: The disk refuses; what was written of this step is removed, earlier steps stay readable.
         """
-        encoded = self._encode(step, tables)
-        written = list[Path]()
+        columns: dict[str, Columns | None] = {name: getattr(tables, name) for name in TABLES}
+        columns["steps"] = None if self.rank else {"step": [step]} | {n: [v] for n, v in tables.steps.items()}
+        rows = {name: _encoded(name, step, some) for name, some in columns.items() if some is not None}
+        written, of_others = list[Path](), list[Path]()
         try:
             if self.rank:  # rank 0 lists these files, and puts small tables into the catalogue
-                for table, rows in encoded.items():
-                    self._write(step, table, rows, written)
+                for table in rows:
+                    self._write(step, table, rows[table], written)
                 return
-            if self._known is None:
-                with transaction(self.path) as db:
-                    self._known = set(catalogue.written_steps(db, self.path))
-            if step in self._known:
+            if step in self._steps:
                 self._remove(step)
-            of_others = list(self._of_others(step))
-            parts = [self._write(step, table, encoded[table], written) for table in LARGE if table in encoded]
-            parts += [described(step, table, name, rows, sum) for table, name, rows, sum in of_others if table in LARGE]
-            small = {table: rows for table, rows in encoded.items() if table in SMALL}
-            for table, _, rows, _ in of_others:
-                if table in SMALL:
-                    joined = [small[table], rows] if table in small else [rows]
-                    small[table] = pa.concat_tables(joined, promote_options="default")
+            parts = [self._write(step, table, rows[table], written) for table in LARGE if table in rows]
+            for table, path in [(t, self._part(step, t, rank)) for t in TABLES for rank in range(1, self.size)]:
+                if not path.exists():
+                    continue
+                content = path.read_bytes()
+                other = pq.read_table(pa.BufferReader(content))
+                if table in LARGE:
+                    parts.append(described(step, table, f"{table}/{path.name}", other, crc32(content)))
+                    continue
+                both = [rows[table], other] if table in rows else [other]
+                rows[table] = pa.concat_tables(both, promote_options="default")
+                of_others.append(path)
             config: Any = read_run_file(self.path).get("config") or {}
-            products = list(derived(config, encoded | small))
+            products = list(derived(config, rows))
             with transaction(self.path, write=True) as db:
+                small = {table: rows[table] for table in SMALL if table in rows}
                 catalogue.add_step(db, step, small | {"parts": as_rows(parts)})
                 catalogue.add_products(db, step, products)
-            for table, name, _, _ in of_others:
-                if table in SMALL:
-                    with suppress(OSError):  # the step is whole already
-                        (self.path / name).unlink()
         except (OSError, sqlite3.Error, InputError) as error:
             for path in written:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
             if isinstance(error, InputError):
                 raise
-            raise StoreError(self._failure(step, error)) from error
-        self._known.add(step)
+            last = self._last_step
+            kept = "no earlier step was written" if last is None else f"steps up to {last} are complete and readable"
+            raise StoreError(
+                f"cannot write step {step} to {self.path} ({_why(error)}); {kept}; free some space or repair the "
+                "directory, then run again under another name or with replace."
+            ) from error
+        for path in of_others:
+            with suppress(OSError):  # the step is whole already
+                path.unlink()
+        self._steps.add(step)
         self._last_step = step
 
     def finish(self, status: Literal["complete", "failed"] = "complete", reason: str = "") -> None:
@@ -200,35 +230,25 @@ class RunWriter:
             except (StoreError, OSError, sqlite3.Error) as error:  # the run is whole as it is
                 note(f"{self.path} keeps a file for each step ({error}); otb compact tries again.")
 
-    def _encode(self, step: int, tables: StepTables) -> dict[str, pa.Table]:
-        written = {name: getattr(tables, name) for name in TABLES if name != "steps"}
-        encoded = {name: encode(name, step, columns) for name, columns in written.items() if columns is not None}
-        scalars = {"step": [step]} | {name: [value] for name, value in tables.steps.items()}
-        return encoded | ({} if self.rank else {"steps": with_not_finite(encode("steps", step, scalars))})
-
     def _write(self, step: int, table: str, rows: pa.Table, written: list[Path]) -> Part:
         """Write the Parquet file of a table, and return what the catalogue is to say of it."""
-        path, content = part_path(self.path, table, step, self.rank), parquet_bytes(rows)
+        buffer = pa.BufferOutputStream()  # a file has hundreds of pieces, each a call of Python otherwise
+        with pq.ParquetWriter(buffer, rows.schema, **parquet_options(rows.schema)) as writer:
+            writer.write_table(rows, row_group_size=ROW_GROUP)
+        content, path = buffer.getvalue().to_pybytes(), self._part(step, table, self.rank)
         path.parent.mkdir(exist_ok=True)
         with atomic_file(path) as file:
             written.append(path)
             file.write(content)
         return described(step, table, f"{table}/{path.name}", rows, crc32(content))
 
-    def _of_others(self, step: int) -> Iterator[tuple[str, str, pa.Table, int]]:
-        """Yield table, file, rows and checksum of what other processes wrote of this step."""
-        for table in TABLES:
-            for rank in range(1, self.size):
-                path = part_path(self.path, table, step, rank)
-                if path.exists():
-                    content = path.read_bytes()
-                    yield table, f"{table}/{path.name}", pq.read_table(pa.BufferReader(content)), crc32(content)
+    def _part(self, step: int, table: str, rank: int) -> Path:
+        """Return where a part lies: <run>/<table>/part-<step>-r<rank>.parquet."""
+        return self.path / table / f"part-{step:08d}-r{rank}.parquet"
 
     def _remove(self, step: int) -> None:
         """Remove a step that is there already, so that no reader sees half of it."""
         with transaction(self.path, write=True) as db:
-            if db.execute("SELECT 1 FROM written WHERE step = ?", [step]).fetchone() is None:
-                return
             gone = [part for part in listed(db, self.path, steps=[step]) if part.alone]
             catalogue.remove_steps(db, [step])
         mine = f"-r{self.rank}.parquet"  # others have written theirs anew
@@ -236,13 +256,52 @@ class RunWriter:
             if part.file.endswith(mine):
                 (self.path / part.file).unlink(missing_ok=True)
 
-    def _failure(self, step: int, error: Exception) -> str:
-        last = self._last_step
-        kept = "no earlier step was written" if last is None else f"steps up to {last} are complete and readable"
-        return (
-            f"cannot write step {step} to {self.path} ({_why(error)}); {kept}; free some space or repair the "
-            "directory, then run again under another name or with replace."
-        )
+
+def _encoded(table: str, step: int, columns: Columns) -> pa.Table:
+    """Return the rows of one step as an Arrow table in the schema's order and dtypes.
+
+    None and masked entries become null and mean *not measured*; NaN stays NaN. A column of the schema that is not
+    passed is null throughout; `step` may be left out; columns beyond the schema are kept as they are.
+
+    Raises:
+        InputError: A key column is missing or holds a null, lengths differ, or values do not fit the dtype.
+    """
+    schema = {c.name: c for c in TABLES[table]}
+    arrays = {str(name): _array(table, str(name), columns[name]) for name in columns}
+    lengths = {name: len(array) for name, array in arrays.items()}
+    first, n_rows = next(iter(lengths.items()), ("", 0))
+    for other, length in lengths.items():
+        if length != n_rows:
+            raise InputError(
+                f"column {first!r} of {table} has {n_rows} rows but {other!r} has {length}; pass columns of one length."
+            )
+    arrays.setdefault("step", pa.array(np.full(n_rows, step, dtype=np.int64)))
+    for name in [c.name for c in schema.values() if c.key]:
+        if name not in arrays:
+            raise InputError(f"{table} of step {step} has no key column {name!r}; pass it, one value per row.")
+        if arrays[name].null_count:
+            raise InputError(f"key column {name!r} of {table} has nulls in step {step}; pass a value in every row.")
+    steps = arrays["step"].to_numpy()
+    if (steps != step).any():
+        wrong = steps[steps != step][0]
+        raise InputError(f"column 'step' of {table} holds {wrong} but step {step} is being written; leave it out.")
+    filled = {name: arrays.get(name, pa.nulls(n_rows, ARROW[c.dtype])) for name, c in schema.items()}
+    return pa.table(filled | {name: array for name, array in arrays.items() if name not in schema})
+
+
+def _array(table: str, name: str, values: object) -> pa.Array:
+    dtype = next((c.dtype for c in TABLES[table] if c.name == name), "an Arrow column")
+    try:
+        # from_pandas=False: otherwise Arrow reads every measured NaN as "not measured".
+        array = pa.array(values, from_pandas=False)
+        array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+        return array.cast(ARROW.get(dtype, array.type))
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise InputError(
+            f"column {name!r} of {table} cannot be stored as {dtype} ({reason}); "
+            "pass one value of that type per row, None where it was not measured."
+        ) from error
 
 
 def _clear(path: Path, if_exists: str) -> None:

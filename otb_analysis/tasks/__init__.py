@@ -1,18 +1,20 @@
 """Verifiable tasks, by name."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.custom import is_custom, plugins
-from otb_analysis.errors import InputError, nearest
+from otb_analysis.custom import import_attribute, is_custom, one_line, plugins
+from otb_analysis.errors import STOPS, InputError, nearest
 from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 from otb_analysis.tasks.calculator import Calculator
-from otb_analysis.tasks.chain_sum import ChainSum
-from otb_analysis.tasks.counting import Counting
-from otb_analysis.tasks.custom import load_task, source_file
-from otb_analysis.tasks.graph_path import GraphPath
 from otb_analysis.tasks.math_jsonl import MathJsonl
 from otb_analysis.tasks.reasoning_gym import ReasoningGym
+from otb_analysis.tasks.small import ChainSum, Counting, GraphPath
+
+NEEDED = ("name", "alphabet", "prompt", "demonstration", "reply", "reward")
+"""What a task of one's own must have."""
 
 
 def _calculator(config: TrainConfig) -> Calculator:
@@ -40,25 +42,44 @@ TASKS = {
 def make_task(config: TrainConfig) -> Task:
     """Build the configured task: one of the catalogue, one that a package registers, or one by module:attribute.
 
+    What is named is called with the configuration (a class or a function), or taken as it is when it already is a task.
+
     Raises:
-        InputError: No task has that name, or its settings are impossible.
+        InputError: No task has that name, its settings are impossible, its module cannot be imported, or what it names
+            makes no task.
     """
-    if config.task in TASKS:
-        return TASKS[config.task](config)
-    if is_custom("task", config.task):
-        return load_task(config)
-    hint = nearest(config.task, [*TASKS, *plugins("task")])
-    raise InputError(f"task {config.task!r} does not exist; {hint} Your own is named module:attribute.")
+    name = config.task
+    if name in TASKS:
+        return TASKS[name](config)
+    if not is_custom("task", name):
+        hint = nearest(name, [*TASKS, *plugins("task")])
+        raise InputError(f"task {name!r} does not exist; {hint} Your own is named module:attribute.")
+    named: Any = import_attribute("task", name)
+    task: Any = named
+    if isinstance(named, type) or (callable(named) and not all(hasattr(named, part) for part in NEEDED)):
+        try:
+            task = named(config)
+        except STOPS:
+            raise
+        except Exception as error:  # someone else's code can fail in any way
+            raise InputError(
+                f"task {name!r} cannot be made ({one_line(error)}); it is called with the TrainConfig."
+            ) from error
+    if missing := [part for part in NEEDED if not hasattr(task, part)]:
+        raise InputError(f"task {name!r} has no {missing[0]}; a task has {', '.join(NEEDED)}.")
+    return task
 
 
 def task_files(config: TrainConfig) -> list[Path]:
     """Return the files whose content the task depends on beside its configuration; what is cached is keyed by them."""
-    if config.task not in TASKS:
-        file = source_file(config.task)
-        return [] if file is None else [file]
     if config.task == "math_jsonl":
         return [Path(name) for name in (config.math_jsonl.train, config.math_jsonl.heldout) if name]
-    return []
+    if config.task in TASKS:
+        return []
+    own = plugins("task")
+    module = own[config.task].module if config.task in own else config.task.partition(":")[0]
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return [Path(file)] if file else []
 
 
 __all__ = [

@@ -1,11 +1,21 @@
-"""What a task is: prompts from disjoint splits, an optional environment that answers, and a verifiable reward."""
+"""What a task is: prompts from disjoint splits, an optional environment that answers, and a verifiable reward.
 
+Problems may be drawn from a seed; each belongs to one split for good.
+"""
+
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
+from otb_analysis.errors import InputError
+
 Split = Literal["train", "heldout"]
+HELDOUT_SHARE = 0.1
+MOST_DRAWS = 20_000  # Draws after which a split counts as empty
 FINAL = re.compile(r"#([0-9]{1,12})\Z")
 
 
@@ -78,3 +88,45 @@ class Task(Protocol):
         Parts that the task names in a set `unpaid`, if it has one, are recorded and not added.
         """
         ...
+
+
+def split_of(name: str, share: float = HELDOUT_SHARE) -> Split:
+    """Return the split of a problem: a hash of its name decides, so that it is the same for every seed and machine."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return "heldout" if int.from_bytes(digest[:8], "big") < share * 2**64 else "train"
+
+
+def draw_prompt(
+    name: str, seed: int, split: Split, index: int, draw: Callable[[np.random.Generator], Prompt | None]
+) -> Prompt:
+    """Return problem `index` of a split: drawn from (seed, split, index) until one is fit and falls into the split.
+
+    Args:
+        draw: Makes a problem from random numbers, or None when what came out is not fit; its id decides the split.
+
+    Raises:
+        InputError: None of many draws was in the split.
+    """
+    rng = np.random.default_rng([seed, split == "heldout", index])
+    for _ in range(MOST_DRAWS):
+        prompt = draw(rng)
+        if prompt is not None and split_of(prompt.id) == split:
+            return prompt
+    raise InputError(
+        f"{name} found no problem for the {split} split in {MOST_DRAWS} draws; widen the ranges of its settings."
+    )
+
+
+class DrawnProblems:
+    """The part that tasks share whose problems are drawn one by one; they have a `seed` and a method `draw`."""
+
+    name: str
+    seed: int
+
+    def draw(self, rng: np.random.Generator) -> Prompt | None:
+        """Return a problem made from random numbers, or None where what came out is not fit."""
+        raise NotImplementedError
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Return problem `index` of a split: drawn from (seed, split, index) until its hash falls into the split."""
+        return draw_prompt(self.name, self.seed, split, index, self.draw)

@@ -25,12 +25,11 @@ from otb_analysis.config import (
 )
 from otb_analysis.measurement.forward import completion_logprobs
 from otb_analysis.measurement.gram_method import EXACT, SKETCHED, GramMethod
-from otb_analysis.measurement.level import first_groups, positions, read_once, seen
-from otb_analysis.measurement.levels import NORM, drawn_share, level_of
+from otb_analysis.measurement.level import NORM, drawn_share, first_groups, level_of, positions, read_once, seen
 from otb_analysis.phases import EXPECTED, duration, note, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS, smaller_sizes
-from otb_analysis.training.policy.policy import Policy
+from otb_analysis.training.policy import Policy
 from otb_analysis.types import Bool
 
 # Measured, beside a pass of the same rollouts, on one busy core: the small model (0.4 M parameters, 26 tokens a

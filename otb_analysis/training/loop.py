@@ -16,24 +16,164 @@ import numpy as np
 import torch
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.devices import first_line
-from otb_analysis.errors import STOPS, Interrupted, NonFiniteError, StoreError
-from otb_analysis.estimators import estimate
-from otb_analysis.measurement.summary import summarize
-from otb_analysis.measurement.table import rollout_rows, token_rows
+from otb_analysis.devices import first_line, random_forked
+from otb_analysis.errors import STOPS, InputError, Interrupted, NonFiniteError, StoreError
+from otb_analysis.estimators import entry_of, estimate
+from otb_analysis.measurement.measurer import summarize
+from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
+from otb_analysis.objectives.registry import options_from_table
+from otb_analysis.objectives.shaping import FILTERS, FilterInputs, keep_chance
 from otb_analysis.phases import note, phase
 from otb_analysis.processes import Processes
+from otb_analysis.rollouts.sampling import Rollouts, sample
+from otb_analysis.statistics import cluster_jackknife, passing
 from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
-from otb_analysis.training.enough import none_answers, none_ends, too_few_prompts
-from otb_analysis.training.evaluation import evaluate
-from otb_analysis.training.filling import broken_condition, draw_batch
-from otb_analysis.training.resume import begin, interruption_sentence
-from otb_analysis.training.runtime.checkpoint import write_checkpoint
-from otb_analysis.training.runtime.gather import gather_rollouts, shard_rows, shared_norms
-from otb_analysis.training.runtime.progress import Bar, silent, step_line, unfailing
-from otb_analysis.training.runtime.sharding import asked_for
-from otb_analysis.training.runtime.trackers import Trackers
-from otb_analysis.training.setup import Trainer, seed_of
+from otb_analysis.tasks import Prompt
+from otb_analysis.tasks.task_calls import distinct_prompts, draw_prompts
+from otb_analysis.training.check import none_answers, none_ends, too_few_prompts
+from otb_analysis.training.runtime import (
+    Bar,
+    Trackers,
+    asked_for,
+    gather_rollouts,
+    shard_rows,
+    shared_norms,
+    silent,
+    step_line,
+    unfailing,
+    write_checkpoint,
+)
+from otb_analysis.training.setup import Trainer, begin, interruption_sentence, seed_of
+from otb_analysis.types import Float, Int
+
+
+def broken_condition(config: TrainConfig) -> str:
+    """Return a warning where the filter breaks a condition of an unbiased estimator that trains, or nothing."""
+    name, entry = config.estimator.name, FILTERS[config.sample.filter]
+    if not entry.effect or not entry_of(name).unbiased:
+        return ""
+    return (
+        f"sample.filter {config.sample.filter!r} breaks a condition of {name}, which is unbiased for i.i.d. rollouts "
+        f"only: {entry.effect}; docs/methods/filters.md has the bias of each estimator."
+    )
+
+
+def draw_batch(trainer: Trainer, step: int) -> tuple[Rollouts, dict[str, object]]:
+    """Return this process's paid rollouts of a step, and scalars about what the filter saw.
+
+    With a filter it draws until the batch is full. What is kept first stays, so that when drawing ends depends on no
+    kept rollout.
+
+    Raises:
+        InputError: The filter did not fill the batch in `sample.filter_rounds` draws.
+    """
+    config = trainer.config.sample
+    wanted = np.repeat(np.arange(config.prompts), config.group_size)
+    if config.filter == "none":
+        prompts = draw_prompts(trainer.task, "train", step * config.prompts, config.prompts)
+        return _sampled_and_paid(trainer, prompts, trainer.processes.shard(wanted)), {}
+    fresh = FILTERS[config.filter].keeps == "group"
+    options = options_from_table(config.filter, FILTERS[config.filter].options, config.filter_options)
+    prompts, parts, totals, missing = list[Prompt](), list[Rollouts](), list[float](), wanted
+    for turn in range(config.filter_rounds):
+        if fresh or not turn:  # a step has so many prompts in store that no two steps share one by its number
+            start = (step * (config.filter_rounds if fresh else 1) + turn) * config.prompts
+            prompts = draw_prompts(trainer.task, "train", start, config.prompts)
+        rollouts = _sampled_and_paid(trainer, prompts, wanted if fresh else missing)
+        inputs = FilterInputs(
+            total=rollouts.reward.sum(axis=1),
+            tokens=rollouts.mask.sum(axis=1).astype(np.float64),
+            calls=np.array([len(turns) - 1.0 for turns in rollouts.turns]),
+            group=rollouts.group,
+        )
+        chance = keep_chance(config.filter, inputs, options)
+        stays = torch.rand(len(chance), dtype=torch.float64, device="cpu").numpy() < chance
+        totals += inputs.total.tolist()
+        kept, done = rollouts.take(np.flatnonzero(stays)), len(wanted) - len(missing)
+        if fresh:
+            numbers, group = np.unique(kept.group, return_inverse=True)
+            group = group + done // config.group_size
+            kept = replace(kept, group=group, prompts=tuple(prompts[k] for k in numbers))
+            kept = kept.take(np.flatnonzero(group < config.prompts))
+        parts.append(kept)
+        count = sum(len(part.group) for part in parts)
+        missing = wanted[count:] if fresh else missing[~stays]
+        if not len(missing):
+            every = tuple(prompt for part in parts for prompt in part.prompts)[: config.prompts] if fresh else prompts
+            whole = Rollouts.concatenate([replace(part, prompts=tuple(every)) for part in parts])
+            return whole.take(np.argsort(whole.group, kind="stable")), {
+                "filter_rounds": turn + 1,
+                "filter_kept_share": len(wanted) / len(totals),
+                "filter_reward_mean": float(np.mean(totals)),
+            }
+    raise InputError(
+        f"step {step}: sample.filter {config.filter!r} filled {len(wanted) - len(missing)} of {len(wanted)} rollouts "
+        f"in {config.filter_rounds} rounds; it drew {len(totals)} rollouts with rewards from {min(totals):g} to "
+        f"{max(totals):g} and a mean of {np.mean(totals):.3g}; raise sample.filter_rounds, change "
+        "sample.filter_options, or take prompts that the policy solves sometimes."
+    )
+
+
+def _sampled_and_paid(trainer: Trainer, prompts: list[Prompt], group: Int) -> Rollouts:
+    with trainer.policy.sampling():
+        rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, trainer.config.sample, group)
+    with trainer.timed("estimate"):
+        return compute_rewards(trainer.task, rollouts)
+
+
+EVALUATION = 2**31
+"""Seed stream: the same at every evaluation, and different from that of any step."""
+
+
+def evaluate(trainer: Trainer, step: int) -> dict[str, object]:
+    """Return the held-out columns of `steps` where evaluation is due; the random state is not touched.
+
+    The last step is always evaluated, unless evaluation is off.
+
+    Raises:
+        InputError, NonFiniteError: The task or a logit fails, as in training.
+    """
+    settings, last = trainer.config.evaluate, trainer.config.optimize.steps - 1
+    if settings.every <= 0 or (step % settings.every and step != last):
+        return {}
+    with trainer.timed("evaluate"), random_forked(trainer.model.device), trainer.policy.whole_weights():
+        torch.manual_seed(seed_of(trainer.config.seed, EVALUATION, *trainer.processes.seed))
+        prompts = distinct_prompts(trainer.task, "heldout", settings.prompts)
+        if len(prompts) < settings.prompts and step == 0:
+            note(
+                f"the held-out split of {trainer.task.name} has {len(prompts)} different prompts, so the run is "
+                f"evaluated on these and not on {settings.prompts} (evaluate.prompts)."
+            )
+        group = trainer.processes.shard(np.repeat(np.arange(len(prompts)), settings.samples))
+        rewards = np.zeros(0)
+        if len(group):  # a process may have no answer to give
+            answers = replace(trainer.config.sample, prompts=len(prompts), group_size=settings.samples)
+            with trainer.policy.arithmetic():
+                rollouts = sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, answers, group)
+            rewards = compute_rewards(trainer.task, rollouts).rewards().sum(axis=1)
+        total = np.concatenate(trainer.processes.gather(rewards))
+    return heldout_columns(total.reshape(len(prompts), settings.samples), settings.threshold)
+
+
+def heldout_columns(reward: Float, threshold: float) -> dict[str, object]:
+    """Return the columns of `steps` from total rewards of answers [P, n]; a success has at least the threshold."""
+    success = passing(reward >= threshold)
+    by_prompt = reward.mean(axis=1, keepdims=True)
+    # Equal means over all prompts give no interval: a reward has no bounds from which to derive one.
+    spread = bool(np.ptp(by_prompt) > 0)
+    mean = cluster_jackknife(by_prompt, lambda rows: rows[..., 0], "mean reward", scale="linear") if spread else None
+    shares = {"heldout_success": success.average, "heldout_pass_at_k": success.at[success.largest]}
+    columns: dict[str, object] = {
+        "heldout_reward": float(np.mean(reward)),
+        "heldout_samples": reward.shape[1],
+        "heldout_pass_k": success.largest,
+        **{f"heldout_pass_at_{k}": share.estimate for k, share in success.at.items()},
+    }
+    for name, interval in ({"heldout_reward": mean} | shares).items():
+        columns[f"{name}_low"] = interval.low if interval else None
+        columns[f"{name}_high"] = interval.high if interval else None
+    return columns | {name: share.estimate for name, share in shares.items()}
+
 
 ORDER = 1
 """Seed stream for shuffling mini-batches."""
@@ -69,12 +209,18 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
             if processes.first and warning:
                 note(warning)
         for step in range(first, steps):
-            with _step_named(step):
+            try:
                 tables = train_step(trainer, step)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"step {step}: {error}") from error
             tables = replace(tables, steps={**tables.steps, "tracker_gaps": trackers.log(step, tables.steps)})
             with trainer.timed("store"):
                 write_step(writer, step, tables, processes)
-                keep_checkpoint(trainer, writer.path, step + 1)
+                done, settings = step + 1, config.checkpoint
+                if settings.every and (done % settings.every == 0 or done == steps):
+                    state = trainer.state()
+                    if processes.first:
+                        write_checkpoint(writer.path, done, state, settings.keep)
             bar(step + 1, steps, step_line(config.run_name, step, steps, tables.steps))
         with phase("saving the model"):
             trainer.save(writer.path / "model")
@@ -94,19 +240,6 @@ def write_step(writer: RunWriter, step: int, tables: StepTables, processes: Proc
     processes.barrier()
     if processes.first:
         writer.write_step(step, tables)
-
-
-def keep_checkpoint(trainer: Trainer, run_dir: Path, done: int) -> None:
-    """Write a checkpoint every `checkpoint.every` steps, and after the last.
-
-    Raises:
-        StoreError: The disk refuses.
-    """
-    settings = trainer.config.checkpoint
-    if settings.every and (done % settings.every == 0 or done == trainer.config.optimize.steps):
-        state = trainer.state()
-        if trainer.processes.first:
-            write_checkpoint(run_dir, done, state, settings.keep)
 
 
 def train_step(trainer: Trainer, step: int) -> StepTables:
@@ -151,8 +284,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(rollouts, forward, table)
         del forward  # freeing its graph takes time, which counts for the update
-    seconds = trainer.take_seconds()
-    trainer.keep_budget(step, seconds)
+    seconds = trainer.take_seconds(step)
     scalars |= summarize(rollouts, table, trained, measurement) | seconds
     tokens = token_rows(table, trained, measurement.tokens, trainer.tokenizer)
     by_rollout, first = rollout_rows(rollouts, table, measurement.tokens), processes.first
@@ -182,12 +314,3 @@ def _ending_recorded(writer: RunWriter, config: TrainConfig) -> Iterator[None]:
             raise Interrupted(interruption_sentence(config)) from None
         raise
     writer.finish("complete")
-
-
-@contextmanager
-def _step_named(step: int) -> Iterator[None]:
-    """Add the step to the message of a NonFiniteError."""
-    try:
-        yield
-    except NonFiniteError as error:
-        raise NonFiniteError(f"step {step}: {error}") from error

@@ -1,4 +1,4 @@
-"""The state of a run between steps: policy, critic, optimizer, gradient measurer, and time spent by phase."""
+"""The state of a run between steps: policy, critic, optimizer, measurer, time by phase; how a run begins or resumes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -9,45 +9,42 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from otb_analysis.config import TrainConfig
+from otb_analysis.config import TrainConfig, plain_config
 from otb_analysis.devices import device_of, machine_facts, products, random_state, set_random_state
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, NormalEquations, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
-from otb_analysis.gradients.exact.arithmetic import arithmetic
-from otb_analysis.measurement.contrast import contrasts, right_of
+from otb_analysis.gradients.exact.verdicts import arithmetic
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
+from otb_analysis.measurement.level import contrasts
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import TokenTable, token_ratio, token_table
-from otb_analysis.objectives.filters import FILTERS
-from otb_analysis.objectives.importance import learning_rate_factor
-from otb_analysis.objectives.shaping import SHAPINGS, ShapingInputs
-from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
-from otb_analysis.phases import EXPECTED, note, phase
+from otb_analysis.objectives.aggregation import TOKEN_WEIGHTS
+from otb_analysis.objectives.ratios import LOG_LIMIT, learning_rate_factor
+from otb_analysis.objectives.shaping import FILTERS, SHAPINGS, ShapingInputs
+from otb_analysis.phases import EXPECTED, note, phase, plural
 from otb_analysis.processes import SINGLE_PROCESS, Processes
-from otb_analysis.rollouts.generation import Generator, TransformersGenerator
-from otb_analysis.rollouts.generation_vllm import VllmGenerator
+from otb_analysis.rollouts.generation import Generator, TransformersGenerator, VllmGenerator
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.store import RunStore, RunWriter
 from otb_analysis.tasks import Task, make_task
 from otb_analysis.training.budget import Budget, Forecast, seconds_per_position
 from otb_analysis.training.check import check, trains_on_exact
-from otb_analysis.training.critic.critic import make_critic
-from otb_analysis.training.critic.nets import CriticBatch
-from otb_analysis.training.critic.targets import critic_target, explained_variance
-from otb_analysis.training.policy.objective import Objective, TokenBatch
-from otb_analysis.training.policy.optimizer import PolicyOptimizer
-from otb_analysis.training.policy.policy import Policy
-from otb_analysis.training.policy.update import update
-from otb_analysis.training.runtime.checkpoint import model_folder
-from otb_analysis.training.runtime.sharding import (
-    load_whole_state,
+from otb_analysis.training.critic import CriticBatch, critic_target, explained_variance, make_critic
+from otb_analysis.training.policy import Policy
+from otb_analysis.training.runtime import (
+    WHOLE,
+    Checkpoint,
+    checkpoints,
+    model_folder,
+    read_checkpoint,
     refuse_unsharded_only,
-    whole_parameters,
-    whole_state,
 )
+from otb_analysis.training.update import Objective, PolicyOptimizer, TokenBatch, update
 from otb_analysis.training.warm_start import warm_started
 from otb_analysis.types import Float
 
@@ -107,6 +104,7 @@ class Trainer:
         self.budget = Budget(measured, self.trains_on_exact) if config.measure.budget else None
         self.forecast = Forecast(measured, self.trains_on_exact)
         self.announced = False  # what measuring will cost
+        self.machine = machine_facts(self.model.device, self.precision)  # for run.json
         if self.budget is not None:
             self.measurer.config = self.budget.measure
         self.seconds: dict[str, float] = {}  # since the last record, by phase
@@ -145,11 +143,6 @@ class Trainer:
             inside = sum(self.seconds.values()) - before
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start - inside
 
-    @property
-    def machine(self) -> dict[str, object]:
-        """Where the model runs and how it is measured, for run.json."""
-        return machine_facts(self.model.device, self.precision)
-
     def measuring(self) -> AbstractContextManager[None]:
         """Return the context in which gradients are measured: products of matrices as the run asked for."""
         return products(self.precision)
@@ -158,10 +151,18 @@ class Trainer:
         """Return what the pass before an update gives: hidden states for a critic, its statistics timed apart."""
         return ForwardOutputs(hidden=self.critic is not None, timed=lambda: self.timed("forward"))
 
-    def take_seconds(self) -> dict[str, float]:
-        """Return the phases timed since the last call, as columns of `steps`, and start again."""
-        taken, self.seconds = self.seconds, {}
-        return {f"seconds_{phase}": value for phase, value in taken.items()}
+    def take_seconds(self, step: int) -> dict[str, float]:
+        """Return the phases timed since the last call, as columns of `steps`, and start again.
+
+        The budget then says what the next step measures; without one, the forecast is corrected.
+        """
+        seconds, self.seconds = {f"seconds_{phase}": value for phase, value in self.seconds.items()}, {}
+        if self.budget is None:
+            self.forecast.correct(step)
+        else:
+            self.budget.record(step, seconds)
+            self.measurer.config = self.budget.measure
+        return seconds
 
     def announce(self, step: int, rollouts: Rollouts) -> None:
         """Before a step first measures, say what that will cost; a failure here does not stop the run."""
@@ -182,14 +183,6 @@ class Trainer:
             else:
                 forward = self.seconds.get("forward", 0.0)
                 self.measurer.config = self.budget.begin(step, rollouts, each, usual - forward, forward)
-
-    def keep_budget(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Tell the budget what a step took and measure what it pays for at the next, or correct the forecast."""
-        if self.budget is None:
-            self.forecast.correct(step)
-        else:
-            self.budget.record(step, seconds)
-            self.measurer.config = self.budget.measure
 
     @property
     def one_update(self) -> bool:
@@ -216,7 +209,7 @@ class Trainer:
             return table
         plan = self.config.measure.contrast
         try:
-            found = contrasts(self.measurer.model, rollouts, right_of(table.total_reward, plan), plan, step)
+            found = contrasts(self.measurer.model, rollouts, table.total_reward >= plan.threshold, plan, step)
         except InputError as error:
             note(f"step {step} weighs all tokens alike: {error}")
             found = np.full(table.mask.shape, np.nan)
@@ -236,7 +229,10 @@ class Trainer:
         """
         self.policy.past.remember()
         if self.config.optimize.scale_by_ess:
-            batch = replace(batch, rate_factor=learning_rate_factor(batch.sequence_ratio(forward.stats.logprob)))
+            difference = forward.stats.logprob - np.nan_to_num(batch.behavior)
+            log_ratio = np.where(batch.mask, difference, 0.0).sum(axis=1)  # of each rollout under the two policies
+            ratio = np.exp(np.clip(log_ratio, -LOG_LIMIT, LOG_LIMIT))
+            batch = replace(batch, rate_factor=learning_rate_factor(ratio))
         scalars = update(self.policy, self.optimizer, self.objective, batch, forward)
         self.optimizer.batch += 1
         return scalars
@@ -264,7 +260,7 @@ class Trainer:
         Raises:
             StoreError: The disk refuses.
         """
-        parameters = whole_parameters(self.model) if self.processes.sharded else None
+        parameters: Any = get_model_state_dict(self.model, options=WHOLE) if self.processes.sharded else None
         if not self.processes.first:
             return
         with model_folder(path, "cannot write the trained model to", "every step is stored, free some space.") as draft:
@@ -274,17 +270,22 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return what a later process needs to go on bit for bit: tensors and plain values only."""
         if self.processes.sharded:
-            weights = whole_state(self.model, self.optimizer.optimizer)
+            # Parameters and moments on the first process, nothing on the others; all must call it.
+            parameters, moments = get_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)
+            weights = {"parameters": parameters, "optimizer": moments}
         else:
             parameters = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
             weights = {"parameters": parameters, "optimizer": self.optimizer.optimizer.state_dict()}
+        sums = None
+        if (kept := self.remembered) is not None:  # as lists: Python's floats keep every bit on any device
+            sums = {"features": list(kept.features), "gram": kept.gram.tolist(), "moment": kept.moment.tolist()}
         return {
             **weights,
             "sharded": self.processes.sharded,
             "past": [[t.detach() for t in old] for old in self.policy.past.kept],
             "batch": self.optimizer.batch,
             "critic": None if self.critic is None else self.critic.state(),
-            "estimator": None if self.remembered is None else _plain_sums(self.remembered),
+            "estimator": sums,
             "random": random_state(self.model.device),
             "budget": None if self.budget is None else self.budget.state(),
         }
@@ -293,7 +294,10 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned, in place."""
         if self.processes.sharded:
-            load_whole_state(self.model, self.optimizer.optimizer, state)
+            model, moments = state["parameters"], state["optimizer"]
+            set_state_dict(
+                self.model, self.optimizer.optimizer, model_state_dict=model, optim_state_dict=moments, options=WHOLE
+            )
         else:
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
@@ -311,11 +315,97 @@ class Trainer:
             self.budget.load_state(state["budget"])
 
 
-def _plain_sums(sums: NormalEquations) -> dict[str, list]:
-    """Return them as lists: Python's floats keep every bit on any device."""
-    return {"features": list(sums.features), "gram": sums.gram.tolist(), "moment": sums.moment.tolist()}
-
-
 def seed_of(*parts: int) -> int:
     """Return a seed for torch that depends on all parts: every step has its own, whatever ran before it."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+PLACE = {"run", "root", "if_exists", "checkpoint", "trackers", "device"}
+"""Fields that may differ when a run goes on: they change where it is written, reported and computed, and not what."""
+
+
+def begin(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, int]:
+    """Return the run's writer and its next step.
+
+    With `if_exists = "resume"`, an existing run goes back to its newest checkpoint, and later steps are removed.
+    Without a checkpoint it begins anew at step 0, under the same name.
+
+    Raises:
+        InputError: The run exists and must not be touched, or was made with another configuration.
+        StoreError: The store or the checkpoint cannot be read or written.
+    """
+    processes = trainer.processes
+    writer, checkpoint = processes.broadcast_from_main(lambda: _create_or_reopen(config, trainer))
+    writer.rank, writer.size = processes.rank, processes.size
+    if checkpoint is None:
+        return writer, 0
+    trainer.load_state(read_checkpoint(checkpoint))
+    return writer, checkpoint.step
+
+
+def _create_or_reopen(config: TrainConfig, trainer: Trainer) -> tuple[RunWriter, Checkpoint | None]:
+    """Make or reopen the run's directory; return its writer and the checkpoint from which it goes on."""
+    path = config.root / config.run_name
+    if config.if_exists != "resume" or not path.exists():
+        policy = "error" if config.if_exists == "resume" else config.if_exists
+        whole, machine = plain_config(config), trainer.machine
+        return RunWriter.create(config.root, config.run_name, whole, if_exists=policy, machine=machine), None
+    refuse_other_configuration(config)
+    made = RunStore(path).info.get("machine")
+    if isinstance(made, Mapping) and (before := made.get("device")) != (now := trainer.machine["device"]):
+        note(f"The run was begun on {before} and goes on on {now}: as well as there, but not bit for bit.")
+    existing = checkpoints(path)
+    if not existing:
+        return RunWriter.resume(path, 0, trainer.machine), None
+    # Refuse a checkpoint that cannot be used before anything is removed.
+    state, kinds = read_checkpoint(existing[-1]), ("without FSDP2", "with FSDP2")
+    was, launched = kinds[state.get("sharded", False)], kinds[trainer.processes.sharded]
+    if was != launched:
+        raise InputError(
+            f"the checkpoint was written {was} and this run was launched {launched}; resume it as it was begun."
+        )
+    return RunWriter.resume(path, existing[-1].step, trainer.machine), existing[-1]
+
+
+def refuse_other_configuration(config: TrainConfig) -> None:
+    """Refuse to resume a run with other settings; more steps are allowed where the learning rate is constant.
+
+    Raises:
+        InputError: The first field that differs, with both values.
+    """
+    stored = RunStore(config.root / config.run_name).info.get("config")
+    # A setting that came after the run was made had its default there.
+    old = dict(_flat(plain_config(TrainConfig()))) | dict(_flat(stored if isinstance(stored, Mapping) else {}))
+    for name, value in _flat(plain_config(config)):
+        longer = name == "optimize.steps" and config.optimize.schedule == "constant"
+        if name.split(".")[0] not in PLACE and not longer and old.get(name) != value:
+            raise InputError(
+                f"{name} is {value!r} but run {config.run_name!r} was made with {old.get(name)!r}; "
+                "pass the run's own configuration to resume it, or another --run."
+            )
+
+
+def interruption_sentence(config: TrainConfig) -> str:
+    """Return the sentence of a run that was interrupted: what it keeps, and where it would go on."""
+    path = config.root / config.run_name
+    steps, existing = RunStore(path).complete_steps(), checkpoints(path)
+    if not steps:
+        return (
+            f"stopped before the first step was complete; {path} holds nothing, so begin anew with --if-exists replace."
+        )
+    count = plural(len(steps), "step")
+    if existing:
+        more = f"--if-exists resume goes on after step {existing[-1].step - 1}, where its newest checkpoint is"
+    else:
+        often = f"checkpoint.every is {config.checkpoint.every}"
+        more = f"it has no checkpoint yet ({often}), so --if-exists resume begins anew"
+    return f"stopped after step {steps[-1]}; {count} can be read in {path}; {more}."
+
+
+def _flat(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in config.items():
+        # what a user names is one value, also when empty
+        if isinstance(value, Mapping) and key != "further" and not key.endswith("options"):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -23,7 +23,7 @@ from otb_analysis.rollouts.models import SHIPPED, output_layer, small_model, sma
 from otb_analysis.rollouts.sampling import encode_prompt, sample
 from otb_analysis.tasks import Prompt, Task, make_task, task_files
 from otb_analysis.tasks.task_calls import ask_demonstration, draw_prompts
-from otb_analysis.training.runtime.checkpoint import model_folder
+from otb_analysis.training.runtime import model_folder
 
 CACHE = Path(".cache/warm")
 DEMONSTRATIONS_FROM = 10_000_000
@@ -47,7 +47,23 @@ def warm_started(config: TrainConfig, cache: Path = CACHE) -> Path:
         InputError: The model did not reach the wanted success within the step budget.
         StoreError: The made model cannot be kept.
     """
-    path = cache / _key(config)
+    key = {
+        "task": config.task,
+        "task_config": asdict(config).get(config.task),
+        "model": asdict(config.small_model),
+        "warm_start": asdict(config.warm_start),
+        "sample": [config.sample.max_new_tokens, config.sample.max_turns, config.sample.temperature],
+        "seed": config.seed,
+        "version": __version__,
+    }
+    if (kind := device_of(config.device, measures=False).type) != "cpu":
+        key["device"] = kind
+    if config.tokenizer != "characters":
+        key["tokenizer"] = config.tokenizer
+    if files := task_files(config):
+        key["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    path = cache / f"{config.task.replace(':', '.')}-{digest[:12]}"
     if not (path / "warm_start.json").is_file():
         make_policy(config, path)
     return path
@@ -175,26 +191,6 @@ def supervised_step(
     for optimizer in optimizers:
         optimizer.step()
     return float(loss.detach())
-
-
-def _key(config: TrainConfig) -> str:
-    parts = {
-        "task": config.task,
-        "task_config": asdict(config).get(config.task),
-        "model": asdict(config.small_model),
-        "warm_start": asdict(config.warm_start),
-        "sample": [config.sample.max_new_tokens, config.sample.max_turns, config.sample.temperature],
-        "seed": config.seed,
-        "version": __version__,
-    }
-    if (kind := device_of(config.device, measures=False).type) != "cpu":
-        parts["device"] = kind
-    if config.tokenizer != "characters":
-        parts["tokenizer"] = config.tokenizer
-    if files := task_files(config):
-        parts["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return f"{config.task.replace(':', '.')}-{digest[:12]}"
 
 
 if __name__ == "__main__":  # makes the policy that ships with the package: python -m otb_analysis.training.warm_start

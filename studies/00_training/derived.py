@@ -38,11 +38,11 @@ def over_seeds(rows: Rows, name: str = "success") -> Interval | None:
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw each task's learning curves: the seeds thin, their mean with its interval."""
     curves = tables["curves"]
-    return {"curves.svg": svg([_panel(task, select(curves, task=task)) for task in distinct(curves, "task")])}
-
-
-def _panel(task: str, curves: Rows) -> Panel:
-    points = {step: over_seeds(select(curves, step=step)) for step in sorted(distinct(curves, "step"))}
-    mean = interval_curve(points, "", "mean over seeds, 95 % interval", BLUE)
-    rules, seeds = [(GOALS[task][name], name) for name in ("target", "aim")], seed_curves(curves, "success")
-    return Panel(task, "success on held-out prompts", "step", [mean, *seeds], rules, (0.0, 1.0), percent=True)
+    panels = []
+    for task in distinct(curves, "task"):
+        own = select(curves, task=task)
+        points = {step: over_seeds(select(own, step=step)) for step in sorted(distinct(own, "step"))}
+        drawn = [interval_curve(points, "", "mean over seeds, 95 % interval", BLUE), *seed_curves(own, "success")]
+        rules, note = [(GOALS[task][name], name) for name in ("target", "aim")], "success on held-out prompts"
+        panels.append(Panel(task, note, "step", drawn, rules, (0.0, 1.0), percent=True))
+    return {"curves.svg": svg(panels)}

@@ -19,10 +19,10 @@ from otb_analysis.config import (
     plain_config,
 )
 from otb_analysis.training.loop import train
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from otb_analysis.training.warm_start import warm_started
 from studies.lib import Cell, Study, Tables
-from studies.lib.results import training_steps
+from studies.lib.record import training_steps
 
 HERE = Path(__file__).parent
 SEEDS = {"chain_sum": (0, 1, 2), "calculator": (0, 1, 2)}

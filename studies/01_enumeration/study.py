@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from studies.lib import Cell, Study, Tables, rounded
 from studies.lib.enumeration.derailment import Derailment, derailment_samples
 from studies.lib.enumeration.facts import (

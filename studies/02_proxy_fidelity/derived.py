@@ -9,7 +9,7 @@ from otb_analysis.config import SampleConfig
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Panel, svg
 from studies.lib import Row, Rows, distinct, select
-from studies.lib.formats import above, below, interval_curve
+from studies.lib.formats import above, below, interval_curves
 
 from .study import MARGIN, SOURCES, UPDATES
 
@@ -61,16 +61,10 @@ def find(rows: Rows, **values: Any) -> Row:
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the correlation of log W_t within (prompt, t) at temperature 1 against Qwen3-type sizes, by stage."""
     size = {row["model"]: row["parameters"] / 1000 for row in tables["policies"]}
-    panels = []
+    panels, note = [], "correlation of log W_t with the exact one within (prompt, t)"
     for stage in distinct(tables["agreement"], "stage"):
         rows = select(tables["agreement"], of="W", stage=stage, temperature=1.0)
         qwen = sorted((r for r in rows if r["model"].startswith("qwen3")), key=lambda row: size[row["model"]])
-        curves = [
-            interval_curve(
-                {size[row["model"]]: row for row in select(qwen, source=name)}, "log_within", name, COLORS[name]
-            )
-            for name in SOURCES
-        ]
-        note = "correlation of log W_t with the exact one within (prompt, t)"
+        curves = interval_curves(qwen, "source", lambda row: size[row["model"]], "log_within", COLORS)
         panels.append(Panel(STAGE_WORDS[stage], note, "thousand parameters, Qwen3 type", curves))
     return {"within.svg": svg(panels, columns=3)}

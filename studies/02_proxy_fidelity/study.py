@@ -35,18 +35,15 @@ from otb_analysis.statistics import (
     pooled_statistics,
     weight_statistics,
 )
-from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import draw_prompts
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Gram, Label
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
-from studies.lib.agreement import agreement_rows, calibrated
 from studies.lib.formats import by_label, ratio_columns
-from studies.lib.gradients import prompt_gram
 from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, trained, write
-from studies.lib.pools import promising_prompts, proved_of_pool
-from studies.lib.results import Gathered
+from studies.lib.pools import agreement_rows, calibrated, promising_prompts, prompt_gram, proved_of_pool
+from studies.lib.record import Gathered
 
 MODELS = {
     "qwen3-s": ("qwen3", SmallModelConfig(layers=2, width=48, feed_forward=120)),
@@ -133,11 +130,21 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: Gathered, bar
         sample = SampleConfig(prompts=prompts, group_size=GROUP_SIZE, temperature=temperature)
         first = FIRST_PROMPT + 10_000 * (STAGES.index(stage) * 10 + k)
         pilot = 0 if stage == "init" else settings["pilot"]
-        written = write(policy, chosen_prompts(policy, first, sample, pilot), sample, seed=k)
+        if pilot:
+            chosen = promising_prompts(policy, first, prompts, replace(sample, group_size=pilot), seed=1)
+        else:
+            chosen = draw_prompts(policy.task, "train", first, prompts)
+        written = write(policy, chosen, sample, seed=k)
         energies = energies_of(policy, written, k)
-        facts = facts_of(policy, written, energies) | {"rl_steps": settings["rl_steps"], "pilot": pilot}
-        tables.add(key, policies=[facts], agreement=agreement_rows(written.table, energies, SOURCES))
-        if np.ptp(written.table.total_reward) > 0:
+        table = written.table
+        weights = weight_statistics(energies["exact"], table.mask, table.total_reward, table.group)
+        facts = {
+            "parameters": policy.model.num_parameters(), "success": float(table.total_reward.mean()),
+            "tokens": int(table.mask.sum()), "prompts": prompts, "group_size": len(table.group) // prompts,
+            "corr": weights.pooled_total_reward_corr, "rl_steps": settings["rl_steps"], "pilot": pilot,
+        }  # fmt: skip
+        tables.add(key, policies=[facts], agreement=agreement_rows(table, energies, SOURCES))
+        if np.ptp(table.total_reward) > 0:
             grams.append(gram_of(policy, written, energies))
             apart.append(disagreement(written, energies))
             told = disagreement_rows(grams[-1:], apart[-1:])
@@ -145,13 +152,6 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: Gathered, bar
     if len(grams) > 1:
         pooled = {"model": cell.name, "stage": stage, "temperature": None}
         tables.add(pooled, efficiency=efficiency_rows(grams), disagreement=disagreement_rows(grams, apart))
-
-
-def chosen_prompts(policy: Policy, first: int, sample: SampleConfig, pilot: int) -> list[Prompt]:
-    """Return prompts that a pilot of so many rollouts answers both rightly and wrongly; without a pilot, the first."""
-    if not pilot:
-        return draw_prompts(policy.task, "train", first, sample.prompts)
-    return promising_prompts(policy, first, sample.prompts, replace(sample, group_size=pilot), seed=1)
 
 
 def energies_of(policy: Policy, written: ScoredRollouts, seed: int) -> dict[str, Float]:
@@ -173,20 +173,6 @@ def energies_of(policy: Policy, written: ScoredRollouts, seed: int) -> dict[str,
         "calibrated": calibrated(exact, proxy, written.table.mask, CALIBRATION_SHARE, seed),
         "sketch": np.maximum(sketch, 0.0),
         "lm_head": lm_head_energy(proxy, hidden, written.temperature),
-    }
-
-
-def facts_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Float]) -> dict[str, Any]:
-    """Return what was written: success, tokens, and corr(W_T, R) within prompts."""
-    table = written.table
-    found = weight_statistics(energies["exact"], table.mask, table.total_reward, table.group)
-    return {
-        "parameters": policy.model.num_parameters(),
-        "success": float(table.total_reward.mean()),
-        "tokens": int(table.mask.sum()),
-        "prompts": len(written.rollouts.prompts),
-        "group_size": len(table.group) // len(written.rollouts.prompts),
-        "corr": found.pooled_total_reward_corr,
     }
 
 

@@ -11,10 +11,8 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from studies.lib import Row, Rows, column, distinct, select
 from studies.lib.formats import above, below, interval
 
-from .compare import AGAINST, AHEAD, BEST, FULL, HEAD, KINDS, MARGIN, REGIME_SIZE, REGIMES
 from .entries import ASKED_SIZES, HALF, OFFSET, UPDATES
-from .pool import FULL as DRAWN_SIZE
-from .pool import LENGTHS, LESSON
+from .study import AGAINST, AHEAD, BEST, FULL, FULL_COMPARED, HEAD, KINDS, LENGTHS, LESSON, MARGIN, REGIME_SIZE, REGIMES
 
 SHOWN = (
     *("none", "group_mean", "grpo", "sequence_optimal", "sequence_optimal_loo", "otb", "otb_loo", "token_optimal"),
@@ -28,8 +26,8 @@ COLORS = {"energy_across_loo": BLUE}
 """Where two entries of the figure have one colour."""
 CONSTANTS = {
     "AGAINST": AGAINST, "AHEAD": AHEAD, "BEST": BEST, "HEAD": HEAD, "KINDS": KINDS, "MARGIN": MARGIN, "OFFSET": OFFSET,
-    "REGIMES": REGIMES, "REGIME_SIZE": REGIME_SIZE, "SHOWN": SHOWN, "UPDATES": UPDATES, "cuts": FULL.shuffles,
-    "pilot": DRAWN_SIZE.pilot, "lessons": DRAWN_SIZE.lessons, "buckets": DRAWN_SIZE.buckets, "lesson": LESSON,
+    "REGIMES": REGIMES, "REGIME_SIZE": REGIME_SIZE, "SHOWN": SHOWN, "UPDATES": UPDATES, "cuts": FULL_COMPARED.shuffles,
+    "pilot": FULL.pilot, "lessons": FULL.lessons, "buckets": FULL.buckets, "lesson": LESSON,
     "LENGTHS": LENGTHS, "UNBIASED": UNBIASED,
 }  # fmt: skip
 """Settings that the page names."""
@@ -41,7 +39,13 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     asked = [row for row in tables["pairs"] if row["estimator"] == BEST and row["size"] in ASKED_SIZES]
     asked = [row for row in asked if row["pool"] == "wide" and row["rewards"] == "0/1"]
     every = select(asked, mixed=False)
-    marked = {id(row) for same in families(rows) for row in differing_rows(same)}
+    marked = set[int]()
+    # Rows whose efficiency differs from that of `rloo`: false-discovery rate 5 % in each policy, pool and group size
+    for policy, pool, size in dict.fromkeys((row["policy"], row["pool"], row["size"]) for row in rows):
+        same = select(rows, policy=policy, pool=pool, size=size)
+        tested = [row for row in same if row["p_value"] is not None]
+        q = stats.false_discovery_control([row["p_value"] for row in tested], method="by") if tested else ()
+        marked |= {id(row) for row, x in zip(tested, q, strict=True) if x <= 0.05}
     return CONSTANTS | {
         "plain": rows,
         "asked": asked,
@@ -60,19 +64,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
 def binary_rows(rows: Rows) -> Rows:
     """Return the rows of rewards 0 and 1: all prompts of the wide pool, and the deep one."""
     return [row for row in rows if row["rewards"] == "0/1" and (not row["mixed"] or row["pool"] == "deep")]
-
-
-def families(rows: Rows) -> list[Rows]:
-    """Return the rows of every policy, pool and group size: the families of tests."""
-    keys = dict.fromkeys((row["policy"], row["pool"], row["size"]) for row in rows)
-    return [select(rows, policy=policy, pool=pool, size=size) for policy, pool, size in keys]
-
-
-def differing_rows(rows: Rows) -> Rows:
-    """Return the rows whose efficiency differs from that of `rloo`, false-discovery rate 5 % over all of them."""
-    tested = [row for row in rows if row["p_value"] is not None]
-    q = stats.false_discovery_control([row["p_value"] for row in tested], method="by") if tested else ()
-    return [row for row, x in zip(tested, q, strict=True) if x <= 0.05]
 
 
 def shown_order(row: Row, update: int) -> str:
@@ -115,16 +106,13 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     for update in (UPDATES[0], UPDATES[2]):
         for policy in distinct(rows, "policy"):
             same = [row for row in rows if row["policy"] == policy and row["source"] != "exact"]
-            curves = [_curve(name, select(same, estimator=name), f"gain{update}") for name in DRAWN]
+            curves = []
+            for name in DRAWN:
+                style, gains = estimator_style(name), select(same, estimator=name)
+                known = [row for row in gains if row[f"gain{update}"] is not None]
+                x, y = [float(np.log2(row["size"])) for row in known], column(known, f"gain{update}")
+                color = COLORS.get(name, style.color)
+                curves += [Curve(x, y, name, color=color, dashed=style.dash != "solid")] if x else []
             note = f"efficiency over rloo's, update of {update} prompts"
-            panels.append(Panel(policy, note, "log₂ of the group size N", [c for c in curves if c.x], [(1.0, "")]))
+            panels.append(Panel(policy, note, "log₂ of the group size N", curves, [(1.0, "")]))
     return {"gains.svg": svg(panels, columns=3)}
-
-
-def _curve(estimator: str, rows: Rows, name: str) -> Curve:
-    known = [row for row in rows if row[name] is not None]
-    style = estimator_style(estimator)
-    x = [float(np.log2(row["size"])) for row in known]
-    return Curve(
-        x, column(known, name), estimator, color=COLORS.get(estimator, style.color), dashed=style.dash != "solid"
-    )

@@ -1,6 +1,6 @@
 """What the page of Group size needs beyond its tables: differences over seeds, their reading, learning curves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from otb_analysis.config import SampleConfig
@@ -10,9 +10,9 @@ from studies.lib import Rows, column, distinct, select
 from studies.lib.formats import above, ends, interval_curve, mean_curve
 from studies.lib.seeds import best_rate, by_seed, later_success, paired_difference
 
-from .arms import ARMS, MARGIN, UPDATES
-from .arms import RIDGE as RIDGE
-from .arms import RIVALS as RIVALS
+from .study import ARMS, MARGIN, UPDATES
+from .study import RIDGE as RIDGE
+from .study import RIVALS as RIVALS
 
 WORDS = {name: arm.words.replace(",", "") for name, arm in ARMS.items()}
 LARGE = ("mean32", "rloo4-wide")
@@ -39,7 +39,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return what training made of every arm, over seeds, and which learning rate the sweep chose."""
     curves, sweep = tables["curves"], tables["sweep"]
     arms = distinct(curves, "arm")
-    shared = {"rollouts": after_rollouts(curves), "updates": after_updates(curves)}
+    shared = {"rollouts": at_all(curves, LONG, "n_rollouts"), "updates": at_all(curves, LARGE, "step")}
     rates = {name: best_rate(select(sweep, arm=name), "mean") for name in distinct(sweep, "arm")}
     last = {name: max(column(select(curves, arm=name), "step")) for name in arms}
     gains = {
@@ -51,7 +51,10 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     return {
         "LIMIT": SampleConfig().max_new_tokens,
         "shared": shared,
-        "means": {name: _mean(later_success(_of(shared, name)).values()) for name in arms},
+        "means": {
+            name: _mean(later_success(select(shared["updates" if name in LONG else "rollouts"], arm=name)).values())
+            for name in arms
+        },
         "finals": {name: _mean(column(select(curves, arm=name, step=last[name]), "success")) for name in arms},
         "gains": gains,
         "readings": {pair: reading(found) for pair, found in gains.items()},
@@ -60,25 +63,11 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     }
 
 
-def after_rollouts(curves: Rows) -> Rows:
-    """Return the evaluations of all but the long arms after numbers of rollouts at which every one of them has one."""
-    rows = [row for row in curves if row["arm"] not in LONG]
-    return _at_all(rows, "n_rollouts")
-
-
-def after_updates(curves: Rows) -> Rows:
-    """Return the evaluations of the small and of the long arms at steps at which every one of them has one."""
-    rows = [row for row in curves if row["arm"] not in LARGE]
-    return _at_all(rows, "step")
-
-
-def _at_all(rows: Rows, name: str) -> Rows:
+def at_all(curves: Rows, without: Sequence[str], name: str) -> Rows:
+    """Return the evaluations of all but some arms at the values of a column at which every one of them has one."""
+    rows = [row for row in curves if row["arm"] not in without]
     at = [set(column(select(rows, arm=arm), name)) for arm in distinct(rows, "arm")]
     return [row for row in rows if row[name] in set.intersection(*at)]
-
-
-def _of(shared: Mapping[str, Rows], name: str) -> Rows:
-    return select(shared["updates" if name in LONG else "rollouts"], arm=name)
 
 
 def gained(shared: Rows, arm: str, base: str) -> Interval | None:
@@ -110,7 +99,13 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     names = distinct(curves, "arm")
     by_rollouts = [_curve(curves, name, "thousands") for name in names if name not in LONG]
     by_updates = [_curve(curves, name, "step") for name in names if name not in LARGE]
-    ahead = [_gap_curve(after_updates(curves), arm, "mean32-long") for arm in ("otb4", "regression4") if arm in names]
+    shared, base, ahead = at_all(curves, LARGE, "step"), "mean32-long", []
+    for arm in ("otb4", "regression4"):
+        points = {}
+        for step in sorted(distinct(select(shared, arm=arm), "step")):
+            one, other = (by_seed(select(shared, arm=name, step=step), "success") for name in (arm, base))
+            points[step] = paired_difference(one, other, f"held-out success of {arm} minus that of {base}")
+        ahead += [interval_curve(points, "", WORDS[arm], ARMS[arm].color)] if points else []
     panels = [
         Panel("As many rollouts", "held-out success, mean over seeds", "thousand rollouts", by_rollouts, percent=True),
         Panel("As many updates", "held-out success, mean over seeds", "updates", by_updates, percent=True),
@@ -125,12 +120,3 @@ def _curve(curves: Rows, name: str, x: str) -> Curve:
     return mean_curve(
         select(curves, arm=name), x, "success", WORDS[name], arm.color, dashed=name in LONG or arm.updates < UPDATES
     )
-
-
-def _gap_curve(shared: Rows, arm: str, base: str) -> Curve:
-    """The paired difference of two arms at each evaluation that both have."""
-    points = {}
-    for step in sorted(distinct(select(shared, arm=arm), "step")):
-        one, other = (by_seed(select(shared, arm=name, step=step), "success") for name in (arm, base))
-        points[step] = paired_difference(one, other, f"held-out success of {arm} minus that of {base}")
-    return interval_curve(points, "", WORDS[arm], ARMS[arm].color)

@@ -5,20 +5,118 @@ after the same number of rollouts, or after the same number of updates, each at 
 on seeds that the comparison does not use. Clipping cuts less than a tenth of the steps (a pilot chose the norm).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig, plain_config
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, SKY
+from otb_analysis.statistics import Update, pooled_statistics, update_ratios
 from otb_analysis.training.loop import train
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
+from otb_analysis.training.setup import Trainer
+from otb_analysis.types import Gram, Label, Proved
 from studies.lib import Cell, Study, Tables
-from studies.lib.results import training_steps
+from studies.lib.formats import ratio_columns, statistics_columns
+from studies.lib.pools import pooled_grams, proved_of_pool
+from studies.lib.record import training_steps
 from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, best_rate, started
 
-from .arms import ARMS, CLIPPING, LABELS, MARGIN, PAIRS, UPDATES, Arm, pool_tables
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of spending rollouts: an update has `prompts` groups of `group` rollouts.
+
+    An arm that follows another takes its learning rate instead of one of its own.
+    """
+
+    words: str
+    estimator: str
+    prompts: int
+    group: int
+    color: str
+    updates: int
+    rates: tuple[float, ...] = ()
+    follows: str = ""
+    seeds: int = 0  # The first so many seeds; 0 means all
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts per update."""
+        return self.prompts * self.group
+
+
+UPDATES = 96
+"""Of the small groups; 16 × 32 has an eighth of them at the same number of rollouts."""
+SMALL_RATES, LARGE_RATES = (5e-4, 1e-3, 2e-3), (1e-3, 2e-3, 4e-3)
+"""Learning rates of the sweep: many small updates, few large ones."""
+BLEND = "0.5*otb+0.5*energy_regression"
+ARMS = {
+    "otb4": Arm("otb, 16 × 4", "otb", 16, 4, ORANGE, UPDATES, SMALL_RATES),
+    "rloo4": Arm("rloo, 16 × 4", "rloo", 16, 4, SKY, UPDATES, SMALL_RATES),
+    "regression4": Arm("energy_regression, 16 × 4", "energy_regression", 16, 4, GREEN, UPDATES, SMALL_RATES),
+    "blend4": Arm("½ otb + ½ energy_regression, 16 × 4", BLEND, 16, 4, PINK, UPDATES, SMALL_RATES),
+    "mean32": Arm("group mean, 16 × 32", "group_mean", 16, 32, BLUE, UPDATES // 8, LARGE_RATES),
+    "rloo4-wide": Arm("rloo, 128 × 4", "rloo", 128, 4, GREY, UPDATES // 8, LARGE_RATES),
+    "mean32-long": Arm("group mean, 16 × 32, as many updates", "group_mean", 16, 32, BLUE, UPDATES, SMALL_RATES),
+    "rloo32-long": Arm(
+        "rloo, 16 × 32, as many updates", "rloo", 16, 32, AMBER, UPDATES, follows="mean32-long", seeds=4
+    ),
+}  # fmt: skip
+"""Prompts × rollouts of an update. The first four spend 64 rollouts on an update, the others 512; the last two take as
+many updates as the first four, and so eight times the rollouts.
+
+The advantages of `rloo` in groups of 32 are 32/31 times the group mean's, which AdamW takes out again: the two arms
+differ by what clipping and the sampling of other answers make of that. So `rloo` has few seeds, to show it.
+`energy_regression` has the ridge that follows from 16 prompts and remembers nothing: prompts of earlier updates have
+another policy's returns.
+"""
+RIDGE = 1.0
+"""Ridge of `energy_regression` at 16 prompts, by the defaults with which the arms ran (results/defaults.csv)."""
+RIVALS = ("none", "energy_across_loo", "james_stein_corrected", "value", "batch_mean_loo")
+"""Unbiased baselines that do not subtract the group's mean, or not all of it, and were not trained."""
+MARGIN = 0.03
+"""Non-inferiority: success that small groups may lose against large ones, and still count as no worse."""
+CLIPPING = 8.0
+"""Norm at which gradients are clipped, chosen by the pilot in studies/LOG.md so that it cuts less than a tenth."""
+LABELS: tuple[Label, ...] = (("otb", "proxy"), ("group_mean", "none"), ("rloo", "none"))
+PAIRS = (("otb4", "mean32"), ("rloo4", "mean32"), ("otb4", "rloo4"), ("rloo4-wide", "mean32"))
+"""Updates that are compared on the same pools. Entries that couple prompts are left out: a pool's groups share them."""
+RATIOS = {"variance": "variance", "sf": "sf", "efficiency": "efficiency"}
+"""Columns of the ratios."""
+SMALL_GROUP, LARGE_GROUP = 4, 32
+
+
+def pool_tables(starts: Sequence[TrainConfig], prompts: int, rollouts: int, bar: Bar) -> Tables:
+    """Return the statistics of small and large groups on the same rollouts, at updates of 64 and of 512 rollouts."""
+    grams: dict[int, list[Gram]] = {SMALL_GROUP: [], LARGE_GROUP: []}
+    for number, start in enumerate(starts):
+        found = pooled_grams(Trainer.from_config(start), prompts, rollouts, tuple(grams), LABELS)[2]
+        for n, gram in found.items():
+            grams[n].append(gram)
+        bar(number + 1, len(starts), f"pool: start {number}")
+    known = {n: proved_of_pool(LABELS, prompts, n) for n in grams}
+    rows = []
+    for n, update in product(grams, (64, 512)):
+        for one in pooled_statistics(grams[n], n_prompts=update // n, known=known[n]):
+            key = {"estimator": one.estimator, "size": n, "update": update, "clusters": one.n_clusters}
+            rows.append(key | {"c_known": one.c_known} | statistics_columns(one))
+    ratios = []
+    labels = {label[0]: label for label in LABELS}
+    for pair in PAIRS:
+        arms = [ARMS[name] for name in pair]
+        above, below = (Update(grams[arm.group], labels[arm.estimator], arm.prompts) for arm in arms)
+        # c of a mean over the group depends on the group's size, so each arm brings its own
+        cs = {labels[arm.estimator]: known[arm.group].projection.get(labels[arm.estimator]) for arm in arms}
+        both = Proved({label: c for label, c in cs.items() if c is not None})
+        columns = ratio_columns(update_ratios(above, below, known=both), RATIOS)
+        ratios.append({"arm": pair[0], "against": pair[1]} | columns)
+    return {"pool": rows, "ratios": ratios}
+
 
 COLUMNS = {"success": "heldout_success", "grad_norm": "grad_norm", "clipped": "CAST(clipped AS DOUBLE)"}
 COLUMNS |= {name: name for name in ("n_tokens", "n_rollouts")}
@@ -50,19 +148,6 @@ def base_config(seed: int, quick: bool) -> TrainConfig:
     """Return what all arms of a seed share: task, model and supervised start."""
     config = replace(BASE, seed=seed, evaluate=EvaluateConfig())
     return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
-
-
-def arm_config(arm: Arm, rate: float, size: Size, config: TrainConfig) -> TrainConfig:
-    """Return a run's configuration: its share of the updates, evaluations at equal rollouts or equal updates."""
-    steps = arm.updates * size.updates // UPDATES
-    return replace(
-        config,
-        sample=SampleConfig(prompts=arm.prompts, group_size=arm.group),
-        estimator=EstimatorConfig(name=arm.estimator),
-        optimize=OptimizeConfig(steps=steps, learning_rate=rate, max_grad_norm=CLIPPING),
-        evaluate=EvaluateConfig(every=max(1, steps // size.evaluations), prompts=size.heldout, samples=2),
-        checkpoint=replace(config.checkpoint, every=0),
-    )
 
 
 def cells(size: Size, quick: bool) -> list[Cell]:
@@ -105,23 +190,29 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     name = cell.settings["arm"]
     if cell.name.startswith("sweep"):
         plan = [(rate, seed) for rate in ARMS[name].rates for seed in size.sweep_seeds]
-        return {"sweep": [swept(name, rate, seed, size, (quick, work, bar)) for rate, seed in plan]}
+        rows = []
+        for rate, seed in plan:
+            curve = trained(name, rate, seed, size, (quick, work, bar))
+            after = [row["success"] for row in curve if row["step"] > 0]
+            rows.append({"arm": name, "rate": rate, "seed": seed, "mean": float(np.mean(after)), "final": after[-1]})
+        return {"sweep": rows}
     rate = best_rate(cell.given["sweep"], "mean")
     return {"curves": trained(name, rate, cell.settings["seed"], size, (quick, work, bar))}
-
-
-def swept(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, Bar]) -> dict[str, Any]:
-    """Return an arm's mean held-out success at one learning rate."""
-    curve = trained(name, rate, seed, size, how)
-    after = [row["success"] for row in curve if row["step"] > 0]
-    return {"arm": name, "rate": rate, "seed": seed, "mean": float(np.mean(after)), "final": after[-1]}
 
 
 def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path, Bar]) -> list[dict[str, Any]]:
     """Train an arm from the seed's start; return held-out success by rollouts and tokens sampled so far."""
     quick, work, bar = how
-    config = arm_config(ARMS[name], rate, size, started(base_config(seed, quick), work))
-    path = train(replace(config, root=work, run=f"{name}-{rate:g}-{seed}"), bar)
+    arm, config = ARMS[name], started(base_config(seed, quick), work)
+    count = arm.updates * size.updates // UPDATES  # evaluated at equal rollouts or equal updates
+    config = replace(
+        config, sample=SampleConfig(prompts=arm.prompts, group_size=arm.group),
+        estimator=EstimatorConfig(name=arm.estimator),
+        optimize=OptimizeConfig(steps=count, learning_rate=rate, max_grad_norm=CLIPPING),
+        evaluate=EvaluateConfig(every=max(1, count // size.evaluations), prompts=size.heldout, samples=2),
+        checkpoint=replace(config.checkpoint, every=0), root=work, run=f"{name}-{rate:g}-{seed}",
+    )  # fmt: skip
+    path = train(config, bar)
     steps, rows = training_steps(path, **COLUMNS), []
     facts = {column: float(np.mean([row[column] for row in steps])) for column in ("clipped", "grad_norm")}
     before = {"n_tokens": 0, "n_rollouts": 0}  # without the step's own update

@@ -1,17 +1,18 @@
-"""What the page of Collapse needs beyond its tables: lifetimes and their differences, fatal steps, the figure."""
+"""What the page of Collapse needs beyond its tables: lifetimes, fatal steps, what detectors foretold, the figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
+from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
-from studies.lib import Row, Rows, column, distinct, select
+from studies.lib import Row, Rows, column, distinct, mean, select
 from studies.lib.formats import above, below, mean_curve, seed_curves
 from studies.lib.seeds import paired_difference
 
-from . import forecast
 from .study import ARMS, LEVEL, SHAPE, STALENESSES
 
 PAIRS = (("otb", "rloo"), *LEVEL, *SHAPE, ("none", "rloo"))
@@ -36,7 +37,10 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     lifetimes = {name: steps_survived(staged, name) for name in arms}
     pairs = window_pairs(attribution)
     effects = {suffix: effects_of(staged, suffix) for suffix in SUFFIXES}
-    return forecast.numbers(runs, tables["detectors"], tables["signals"]) | {
+    # By how many steps the level helps `rloo`, without ratios and where they take its force away
+    plain, corrected = (effect_by_seed(staged, LEVEL[:1], suffix) for suffix in SUFFIXES)
+    taken = paired_difference(plain, corrected, "effect of the level less with ratios") if corrected else None
+    return forecast_numbers(runs, tables["detectors"], tables["signals"]) | {
         "staged": staged,
         "lifetime": {name: seed_mean(list(of.values()), "steps survived") for name, of in lifetimes.items()},
         "lasted": {name: never_collapsed(staged, name) for name in arms},
@@ -49,7 +53,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         },
         "effects": effects,
         "cause": cause_of_lasting(effects[""]),
-        "ratio_takes": taken_by_ratios(staged),
+        "ratio_takes": taken,
         "columns": [f"{words}, {k} batches old" for words in SUFFIXES.values() for k in STALENESSES],
         "fatal": {name: fatal_shares(attribution, name) for name in ARMS if name in distinct(attribution, "arm")},
         "pairs": pairs,
@@ -83,12 +87,6 @@ def effect_by_seed(runs: Rows, pairs: Sequence[tuple[str, str]], suffix: str) ->
     lived = {name: steps_survived(runs, name) for names in there for name in names}
     seeds = distinct(runs, "seed") if there else []
     return {seed: float(np.mean([lived[one][seed] - lived[base][seed] for one, base in there])) for seed in seeds}
-
-
-def taken_by_ratios(runs: Rows) -> Interval | None:
-    """Return by how many steps the level helps `rloo` less where ratios take its force away."""
-    without, with_ratios = (effect_by_seed(runs, LEVEL[:1], suffix) for suffix in SUFFIXES)
-    return paired_difference(without, with_ratios, "effect of the level less with ratios") if with_ratios else None
 
 
 def cause_of_lasting(effects: Mapping[str, Interval | None]) -> str:
@@ -170,3 +168,124 @@ def _panel(name: str, curves: Rows) -> Panel:
     middle = mean_curve(curves, "step", "reward", name, ARMS[name].color, width=3.0)
     note = "mean reward of the last 6 steps"
     return Panel(name, note, "step", [*seed_curves(curves, "reward"), middle], y_range=(0.0, 1.0), percent=True)
+
+
+CONDITIONS = ("sampling_certificate", "ratio_tails")
+"""Call old rollouts themselves, which every staged run has and no calm one: no forecast."""
+MISSING = "not measured"
+"""Level of a detector whose quantity the run did not record: neither blind nor tested."""
+SHOWN_BELOW = 0.05
+ALL_SIGNS = 100_000
+"""More than the 2^16 of sixteen seeds, so that every combination is tried."""
+SIGNALS = ("entropy", "grad_norm", "length")
+WHEN = ("first", "before", "last")
+
+
+def forecast_numbers(runs: Rows, detectors: Rows, signals: Rows) -> dict[str, Any]:
+    """Return what each detector called, which forecast is shown, and how the signals went."""
+    broken, quiet = collapsed(runs), still_calm(runs)
+    pending = [row for row in runs if not ARMS[row["arm"]].calm and row["collapse"] is None]
+    arms = distinct(signals, "arm")
+    # no test of the detectors that call the staged conditions themselves
+    names = [name for name in measured_detectors(detectors) if name not in CONDITIONS]
+    p_values = dict(zip(names, holm([p_value(seed_differences(runs, detectors, n)) for n in names]), strict=True))
+    told = {
+        name: {
+            "leads": sorted(leads_of(runs, detectors, name)),
+            "broken": number_called(broken, detectors, name),
+            "pending": number_called(pending, detectors, name),
+            "quiet": number_called(quiet, detectors, name),
+            "p": p_values.get(name),
+        }
+        for name in measured_detectors(detectors)
+    }
+    ends = [row for row in signals if any((r["arm"], r["seed"]) == (row["arm"], row["seed"]) for r in broken)]
+    return {
+        "told": told,
+        "all_detectors": list(DETECTORS),
+        "p_values": p_values,
+        "forecast_shown": [name for name, p in p_values.items() if p <= SHOWN_BELOW],
+        "blind": [name for name in p_values if not told[name]["broken"]],
+        "broken": broken,
+        "pending": pending,
+        "quiet": quiet,
+        "calm_runs": [row for row in runs if ARMS[row["arm"]].calm],
+        "signal_path": {
+            name: {a: [mean(column(select(signals, arm=a), f"{name}_{when}")) for when in WHEN] for a in arms}
+            for name in SIGNALS
+        },
+        "signal_change": {name: signal_change(ends, name) for name in SIGNALS} if ends else {},
+    }  # fmt: skip
+
+
+def collapsed(runs: Rows) -> Rows:
+    """Return the staged runs that collapsed."""
+    return [row for row in runs if not ARMS[row["arm"]].calm and row["collapse"] is not None]
+
+
+def still_calm(runs: Rows) -> Rows:
+    """Return the calm arm's runs that did not collapse by the same rule."""
+    return [row for row in runs if ARMS[row["arm"]].calm and row["collapse"] is None]
+
+
+def first_calls(runs: Rows, detectors: Rows, name: str) -> dict[tuple[str, int], int | None]:
+    """Return the step at which a detector first called each of some runs, None where it never did."""
+    watch = {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
+    return {(row["arm"], row["seed"]): watch[row["arm"], row["seed"]] for row in runs}
+
+
+def leads_of(runs: Rows, detectors: Rows, name: str) -> list[int]:
+    """Return a detector's lead in every run that collapsed and that it called at or before the collapse."""
+    broken = collapsed(runs)
+    first = first_calls(broken, detectors, name)
+    leads = [(row["collapse"], first[row["arm"], row["seed"]]) for row in broken]
+    return [end - at for end, at in leads if at is not None and at <= end]
+
+
+def number_called(runs: Rows, detectors: Rows, name: str) -> int:
+    """Return how many of some runs a detector called at any time."""
+    return sum(at is not None for at in first_calls(runs, detectors, name).values())
+
+
+def seed_differences(runs: Rows, detectors: Rows, name: str) -> list[float]:
+    """Return, seed by seed, the share of its collapsed runs called in time minus the share of its calm runs called."""
+    differences = []
+    for seed in distinct(runs, "seed"):
+        same = select(runs, seed=seed)
+        broken, quiet = collapsed(same), still_calm(same)
+        if broken and quiet:
+            in_time = len(leads_of(same, detectors, name)) / len(broken)
+            differences.append(in_time - number_called(quiet, detectors, name) / len(quiet))
+    return differences
+
+
+def p_value(differences: list[float]) -> float:
+    """Return the one-sided p-value of a mean above 0: every sign of every seed's difference is equally likely."""
+    if len(differences) < 2 or not np.any(differences):
+        return 1.0
+    found: Any = stats.permutation_test(
+        (differences,), np.mean, permutation_type="samples", alternative="greater", n_resamples=ALL_SIGNS
+    )
+    return float(found.pvalue)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Return p-values adjusted by Holm: the k-th smallest of m times m − k + 1, and none below a smaller one's."""
+    p = np.asarray(p_values, dtype=float)
+    order = np.argsort(p, kind="stable")
+    raised = np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1))
+    adjusted = np.empty(p.size)
+    adjusted[order] = np.minimum(raised, 1.0)
+    return adjusted.tolist()
+
+
+def measured_detectors(detectors: Rows) -> list[str]:
+    """Return the detectors that had what they read in some run."""
+    return [name for name in DETECTORS if any(row["level"] != MISSING for row in select(detectors, detector=name))]
+
+
+def signal_change(rows: Rows, name: str) -> dict[str, Any]:
+    """Return a signal's medians at the start, before the collapse and at the end, and in how many runs it rose."""
+    medians = [float(np.median(column(rows, f"{name}_{when}"))) for when in WHEN]
+    rose = [sum(row[f"{name}_{when}"] > row[f"{name}_first"] for row in rows) for when in WHEN[1:]]
+    return {"medians": medians, "rose": rose}

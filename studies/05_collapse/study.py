@@ -9,8 +9,13 @@ of the token a constant exerts no force. `calm` shares the starts, but neither o
 detector calls there is a false alarm.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from otb_analysis.config import (
     EstimatorConfig,
@@ -22,14 +27,117 @@ from otb_analysis.config import (
     plain_config,
 )
 from otb_analysis.config.measuring import AttributionSchedule
+from otb_analysis.diagnostics import diagnose
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
-from otb_analysis.store import RunStore
+from otb_analysis.statistics import top_share
+from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.training.loop import train
-from otb_analysis.training.runtime.progress import Bar
-from studies.lib import Cell, Study, Tables
+from otb_analysis.training.runtime import Bar
+from otb_analysis.types import Float
+from studies.lib import Cell, Study, Tables, or_nan
+from studies.lib.record import Gathered
 from studies.lib.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, started
 
-from .runs import RULE, run_tables
+WINDOW, DROP, LASTING = 6, 0.5, 6
+"""Collapsed: mean reward over 6 steps at most half of the highest such mean so far, and so for 6 steps on end."""
+ATTRIBUTED = 6
+"""The fatal step is the one with the largest gradient among the last so many attributed ones up to the collapse."""
+SPAN = 10
+"""Steps over which a signal is averaged."""
+EARLY = 25
+"""First steps over which the level of B is averaged: before any run has collapsed."""
+RULE = {"window": WINDOW, "drop": DROP, "lasting": LASTING, "attributed": ATTRIBUTED, "span": SPAN, "early": EARLY}
+MEAN_BASELINE = "SELECT avg(baseline) AS baseline FROM tokens WHERE mask AND step < ?"
+SIGNALS = {"entropy": "entropy_mean", "grad_norm": "grad_norm", "length": "length_mean"}
+
+
+def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
+    """Return a run's collapse, its curve, its signals, its detectors' first calls, and its fatal and control steps."""
+    steps = store.steps_df().sort_values("step")
+    reward = steps["reward_mean"].to_numpy(np.float64)
+    end, mean = collapse_step(reward), trailing_mean(reward)
+    lived = len(reward) if end is None else end + 1
+    facts = {
+        "rate": rate,
+        "steps": len(reward),
+        "collapse": end,
+        "best": float(mean.max()),
+        "last": float(mean[-1]),
+        "clip_fraction": float(np.mean(steps["clipped"].to_numpy(np.float64)[:lived])),
+        "baseline": float(store.sql(MEAN_BASELINE, [EARLY])["baseline"].to_numpy(np.float64)[0]),
+        "reward": float(reward[:EARLY].mean()),
+    }
+    fired = [
+        {"detector": found.detector, "level": found.level, "watch": found.watch_step, "alarm": found.alarm_step}
+        for found in diagnose(step_series(steps))
+    ]
+    curve = [{"step": int(step), "reward": float(value)} for step, value in zip(steps["step"], mean, strict=True)]
+    tables, shown = Gathered(), curve[:: max(1, len(curve) // 25)]
+    tables.add(key, runs=[facts], signals=[signal_means(steps, end)], detectors=fired, curves=shown)
+    if end is not None:
+        tables.add(key, attribution=attribution_rows(store, steps, end))
+    return tables
+
+
+def trailing_mean(reward: Float) -> Float:
+    """Return the mean over the last steps, of those there are at the beginning."""
+    total = np.concatenate([[0.0], np.cumsum(reward)])
+    ends = np.arange(1, len(reward) + 1)
+    begins = np.maximum(ends - WINDOW, 0)
+    return (total[ends] - total[begins]) / (ends - begins)
+
+
+def collapse_step(reward: Float) -> int | None:
+    """Return the first step of a lasting loss of half of the best trailing reward; None where there is none."""
+    mean = trailing_mean(reward)
+    low = mean <= DROP * np.maximum.accumulate(mean)
+    low[: WINDOW - 1] = False
+    run = 0
+    for step, is_low in enumerate(low):
+        run = run + 1 if is_low else 0
+        if run == LASTING:
+            return step - LASTING + 1
+    return None
+
+
+def signal_means(steps: pd.DataFrame, end: int | None) -> dict[str, float | None]:
+    """Return entropy, ‖ḡ‖ and length over the first steps, those up to the collapse, and the last ones."""
+    means: dict[str, float | None] = {}
+    for name, column in SIGNALS.items():
+        values = steps[column].to_numpy(np.float64)
+        means[f"{name}_first"] = float(values[:SPAN].mean())
+        means[f"{name}_before"] = None if end is None else float(values[max(0, end + 1 - SPAN) : end + 1].mean())
+        means[f"{name}_last"] = float(values[-SPAN:].mean())
+    return means
+
+
+def windows(attributed: Sequence[int], end: int) -> dict[str, list[int]]:
+    """Return the last attributed steps up to a collapse, and as many up to half of the way where they do not meet."""
+    fatal = [step for step in attributed if step <= end][-ATTRIBUTED:]
+    control = [step for step in attributed if step <= end // 2][-ATTRIBUTED:]
+    apart = bool(fatal) and len(control) == ATTRIBUTED and control[-1] < fatal[0]
+    return {"fatal": fatal} | ({"control": control} if apart else {})
+
+
+def attribution_rows(store: RunStore, steps: pd.DataFrame, end: int) -> list[dict[str, Any]]:
+    """Return who held the largest attributed gradient before the collapse, and who the largest of a usual stretch."""
+    norm = steps["grad_norm"].to_numpy(np.float64)
+    found = windows(attributed_steps(store), end)
+    first = found["fatal"][0] if found["fatal"] else 0
+    usual = float(np.median(norm[:first])) if first else None
+    rows = []
+    for name, tried in found.items():
+        if not tried:
+            continue
+        one = max((step_attribution(store, step) for step in tried), key=lambda step: step.norm_sq)
+        tokens, prompts = np.abs(one.tokens.share), np.abs(one.prompts.share)
+        paid = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [one.step])["rollout"]
+        failed = ~np.isin(one.tokens.rollout, paid.to_numpy(np.int64))
+        row = {"window": name, "collapse": end, "usual_norm": usual, "step": one.step, "grad_norm": one.norm_sq**0.5}
+        row |= {"top_tokens": top_share(tokens), "top_prompt": float(prompts.max() / prompts.sum())}
+        row |= {"failed": float(tokens[failed].sum() / tokens.sum()), "failed_tokens": float(failed.mean())}
+        rows.append(row | {"noise": or_nan(one.noise_total) / one.norm_sq})
+    return rows
 
 
 @dataclass(frozen=True)

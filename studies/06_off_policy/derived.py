@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from scipy import stats
 
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, SKY
-from otb_analysis.figures.svg import Curve, Panel, svg
-from otb_analysis.statistics import Interval
-from studies.lib import Row, Rows, distinct, interval_columns, rounded, select
+from otb_analysis.figures.svg import Panel, svg
+from studies.lib import Rows, distinct, interval_columns, rounded, select
 from studies.lib.enumeration.off_policy import CASES
-from studies.lib.formats import interval_curve, ratio_interval
+from studies.lib.formats import interval_curves, ratio_interval
 
 from .study import BUDGETS, DIVERGENCES
 
@@ -50,22 +50,13 @@ def over_none(policies: Rows) -> Rows:
     for drift in distinct(policies, "drift"):
         for divergence in distinct(policies, "divergence"):
             same = select(policies, drift=drift, divergence=divergence)
-            rows += [
-                {"drift": drift, "divergence": divergence, "budget": budget, "ratio": name}
-                | interval_columns("over_none", found)
-                | {"over_none_p": None if found is None else rounded(found.p_value)}
-                for budget in BUDGETS
-                for name in CASES
-                if name != PLAIN
-                for found in [mean_ratio(same, budget, name)]
-            ]
+            for budget, name in product(BUDGETS, [name for name in CASES if name != PLAIN]):
+                above, below = ([row[f"efficiency_{budget} {which}"] for row in same] for which in (name, PLAIN))
+                found = ratio_interval(above, below, f"efficiency of {name} over {PLAIN}")  # policies are the clusters
+                row = {"drift": drift, "divergence": divergence, "budget": budget, "ratio": name}
+                row |= interval_columns("over_none", found)
+                rows.append(row | {"over_none_p": None if found is None else rounded(found.p_value)})
     return with_q(rows, "over_none")
-
-
-def mean_ratio(policies: Rows, budget: int, name: str) -> Interval | None:
-    """Return a ratio's mean efficiency over that of `none`; policies are the clusters."""
-    above, below = ([row[f"efficiency_{budget} {which}"] for row in policies] for which in (name, PLAIN))
-    return ratio_interval(above, below, f"efficiency of {name} over {PLAIN}")
 
 
 def with_q(rows: Rows, name: str) -> list[dict[str, Any]]:
@@ -74,27 +65,24 @@ def with_q(rows: Rows, name: str) -> list[dict[str, Any]]:
     `differs` is `more` or `less` than 1, and nothing where no difference is shown or nothing was tested.
     """
     tested = [row[f"{name}_p"] for row in rows if row[f"{name}_p"] is not None]
-    q = iter(stats.false_discovery_control(tested, method="by") if tested else ())
-    judged = [dict(row) | {"q": None if row[f"{name}_p"] is None else float(next(q))} for row in rows]
-    return [row | {"differs": _differs(row, name)} for row in judged]
-
-
-def _differs(row: Row, name: str) -> str:
-    if row["q"] is None or row["q"] > RATE:
-        return ""
-    return "more" if row[name] > 1 else "less"
+    found = iter(stats.false_discovery_control(tested, method="by") if tested else ())
+    judged = []
+    for row in rows:
+        q = None if row[f"{name}_p"] is None else float(next(found))
+        told = q is not None and q <= RATE
+        judged.append(dict(row) | {"q": q, "differs": ("more" if row[name] > 1 else "less") if told else ""})
+    return judged
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw efficiency over divergence at both budgets."""
     exact, panels = tables["exact"], []
     for budget in BUDGETS:
-        curves = [_curve(name, select(exact, drift="behind", ratio=name), f"efficiency_{budget}") for name in DRAWN]
+        own = [dict(row) | {"ratio": row["ratio"].replace("`", "")} for row in select(exact, drift="behind")]
+        colors = {name.replace("`", ""): color for name, color in DRAWN.items()}
+        curves = interval_curves(
+            own, "ratio", lambda row: math.log10(row["divergence"]), f"efficiency_{budget}", colors
+        )
         note, x = "efficiency, sampler behind along ∇J", "log₁₀ KL of a completion, nats"
         panels.append(Panel(f"Enumerated, {budget} rollouts", note, x, curves, y_range=(0.0, 1.0)))
     return {"efficiency.svg": svg(panels)}
-
-
-def _curve(name: str, rows: Rows, column: str) -> Curve:
-    points = {math.log10(row["divergence"]): row for row in rows}
-    return interval_curve(points, column, name.replace("`", ""), DRAWN[name])

@@ -3,18 +3,24 @@
 Exactly, on enumerated policies whose sampler is a chosen divergence away.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from otb_analysis.statistics import cluster_jackknife
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from otb_analysis.types import Float
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
-from studies.lib.enumeration.drift import effective_share, farthest, sampled_at
-from studies.lib.enumeration.off_policy import CASES, case_moments, mean_shift, touched
+from studies.lib.enumeration.off_policy import (
+    CASES,
+    case_moments,
+    effective_share,
+    farthest,
+    mean_shift,
+    sampled_at,
+    touched,
+)
 from studies.lib.enumeration.trees import Tree, TreeSpec, random_tree
 
 SPEC = TreeSpec(vocabulary=3, horizon=4, shared=8, end_token=True)
@@ -47,42 +53,28 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     found: dict[tuple[float, str], list[dict[str, float]]] = {}
     policies = []
     for seed in range(instances):
-        tree, direction = policy_and_direction(drift, seed)
+        rng = np.random.default_rng(seed)
+        tree = random_tree(SPEC, rng)
+        direction = -tree.gradient if drift == "behind" else rng.normal(size=tree.gradient.shape)
+        direction /= np.linalg.norm(direction)
         if not usable(tree, direction):
             continue
         for distance in DIVERGENCES:
             figures = one_policy(tree, sampled_at(tree, direction, distance))
+            row = {"drift": drift, "divergence": distance, "policy": seed}
             for name, facts in figures.items():
                 found.setdefault((distance, name), []).append(facts)
-            policies.append({"drift": drift, "divergence": distance, "policy": seed} | efficiencies(figures))
+            own = {f"efficiency_{n} {name}": f[f"efficiency_{n}"] for n in BUDGETS for name, f in figures.items()}
+            policies.append(row | {name: rounded(value) for name, value in own.items()})
         bar(seed + 1, instances, f"exact-{drift}: policies enumerated")
-    means = [
-        {"drift": drift, "divergence": distance, "ratio": name, "policies": len(rows), "drawn": instances}
-        | {
-            key: value
-            for column in rows[0]
-            for key, value in mean_columns(column, [row[column] for row in rows]).items()
-        }
-        for (distance, name), rows in found.items()
-    ]
+    means = []
+    for (distance, name), rows in found.items():
+        row = {"drift": drift, "divergence": distance, "ratio": name, "policies": len(rows), "drawn": instances}
+        for column in rows[0]:  # policies are the clusters
+            values = np.array([[one[column]] for one in rows])
+            row |= interval_columns(column, cluster_jackknife(values, lambda m: m[..., 0], f"mean {column}", "linear"))
+        means.append(row)
     return {"exact": means, "policies": policies}
-
-
-def efficiencies(figures: Mapping[str, Mapping[str, float]]) -> dict[str, float | None]:
-    """Return one policy's efficiency under every ratio at every budget, a column each."""
-    return {
-        f"efficiency_{budget} {name}": rounded(facts[f"efficiency_{budget}"])
-        for budget in BUDGETS
-        for name, facts in figures.items()
-    }
-
-
-def policy_and_direction(drift: str, seed: int) -> tuple[Tree, Float]:
-    """Return a random policy and the unit direction in which its sampler lies."""
-    rng = np.random.default_rng(seed)
-    tree = random_tree(SPEC, rng)
-    direction = -tree.gradient if drift == "behind" else rng.normal(size=tree.gradient.shape)
-    return tree, direction / np.linalg.norm(direction)
 
 
 def usable(tree: Tree, direction: Float) -> bool:
@@ -108,12 +100,6 @@ def one_policy(tree: Tree, off: Tree) -> dict[str, dict[str, float]]:
             "variance": moments.variance / fresh.variance,
         } | {f"efficiency_{n}": moments.efficiency(n) if moments.mean.any() else 0.0 for n in BUDGETS}
     return figures
-
-
-def mean_columns(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Return a mean over policies and its interval; policies are the clusters."""
-    found = cluster_jackknife(np.array(values)[:, None], lambda rows: rows[..., 0], f"mean {name}", "linear")
-    return interval_columns(name, found)
 
 
 STUDY = Study(

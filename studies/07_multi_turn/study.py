@@ -6,7 +6,6 @@ gradient, and takes different numbers of turns. Where an estimator is proved unb
 so that variance at equal progress is the variance and needs no ∇J.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,13 @@ from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import gradient_noise_scale, paired_ratios, pooled_statistics, weight_statistics
 from otb_analysis.training.loop import train, train_step
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from otb_analysis.training.setup import Trainer
-from otb_analysis.types import Gram, Proved
+from otb_analysis.types import Gram
 from studies.lib import Cell, Study, Tables
 from studies.lib.formats import interval_columns, ratio_columns, statistics_columns
-from studies.lib.gradients import drawn_groups, estimator_gram, regrouped, scored_table
-from studies.lib.pools import proved_of_pool
-from studies.lib.results import training_steps
+from studies.lib.pools import pooled_grams, proved_of_pool
+from studies.lib.record import training_steps
 from studies.lib.seeds import BASE, QUICK_START, started
 
 COMPARED = (
@@ -89,13 +87,8 @@ def config_of(seed: int, quick: bool) -> TrainConfig:
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return one cell per stage at which rollouts are pooled, and one per seed of the trainings."""
-    common = {
-        "quick": quick,
-        "size": asdict(size),
-        "compared": list(COMPARED),
-        "trained": list(TRAINED),
-        "proved": True,
-    }
+    common = {"quick": quick, "size": asdict(size), "compared": list(COMPARED), "trained": list(TRAINED)}
+    common |= {"proved": True}
     pools = [Cell(f"pool-{stage}", common | {"config": plain_config(config_of(0, quick))}) for stage in STAGES]
     trainings = [
         Cell(f"train-s{seed}", common | {"seed": seed, "config": plain_config(config_of(seed, quick))})
@@ -122,14 +115,20 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         trainer = Trainer.from_config(started(config_of(seed, quick), work))
         for step in range(size.steps if stage == "trained" else 0):
             train_step(trainer, step)
-        rollouts = drawn_groups(trainer, size.prompts, size.pool)
-        table = scored_table(trainer, rollouts)
+        rollouts, table, found = pooled_grams(trainer, size.prompts, size.pool, size.sizes, labels)
         facts.append({"stage": stage, "seed": seed, "steps": size.steps} | rollout_facts(rollouts, table))
-        for n in size.sizes:
-            grams[n].append(estimator_gram(trainer, regrouped(rollouts, n), table, labels))
-            bar(number + 1, len(size.seeds), f"{stage}: seed {seed}, groups of {n}")
+        for n, gram in found.items():
+            grams[n].append(gram)
+        bar(number + 1, len(size.seeds), f"{stage}: seed {seed}")
     known = {n: proved_of_pool(labels, UPDATE_PROMPTS, n) for n in size.sizes}
-    rows = [{"stage": stage, "size": n} | row for n in size.sizes for row in statistics_rows(grams[n], known[n])]
+    rows = []
+    for n in size.sizes:
+        pairs = {p.estimator: p for p in paired_ratios(grams[n], n_prompts=UPDATE_PROMPTS, known=known[n])}
+        for one in pooled_statistics(grams[n], n_prompts=UPDATE_PROMPTS, known=known[n]):
+            row = {"stage": stage, "size": n, "estimator": one.estimator, "clusters": one.n_clusters}
+            row |= {"c_known": one.c_known, "bias": one.relative_bias}
+            row |= {"rollout_equivalents": one.rollout_equivalents, "rollouts": one.n_rollouts}
+            rows.append(row | statistics_columns(one) | ratio_columns(pairs.get(one.estimator), RATIOS))
     signal = [
         {"stage": stage, "size": n, "prompts": sum(gram.n_prompts for gram in grams[n]) * n // size.pool}
         | interval_columns("noise_scale", gradient_noise_scale(grams[n], ("rloo", "none"), known[n]))
@@ -155,18 +154,6 @@ def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | No
         "corr_median": float(np.median(known_corr)) if known_corr.size else None,
         "corr_pooled": weights.pooled_total_reward_corr,
     }
-
-
-def statistics_rows(grams: Sequence[Gram], known: Proved) -> list[dict[str, Any]]:
-    """Return a row per estimator: its statistics, and its ratios to `rloo`, with intervals over prompts."""
-    pairs = {p.estimator: p for p in paired_ratios(grams, n_prompts=UPDATE_PROMPTS, known=known)}
-    return [
-        {"estimator": row.estimator, "clusters": row.n_clusters, "c_known": row.c_known, "bias": row.relative_bias}
-        | {"rollout_equivalents": row.rollout_equivalents, "rollouts": row.n_rollouts}
-        | statistics_columns(row)
-        | ratio_columns(pairs.get(row.estimator), RATIOS)
-        for row in pooled_statistics(grams, n_prompts=UPDATE_PROMPTS, known=known)
-    ]
 
 
 def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:

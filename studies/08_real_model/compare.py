@@ -1,4 +1,4 @@
-"""What a pool says: how well energies agree with exact norms, and every estimator's variance and efficiency."""
+"""What a pool says: agreement of energies, every estimator's variance and efficiency, and regression across prompts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.energies import lm_head_energy
+from otb_analysis.estimators import estimate, options_from_dict
+from otb_analysis.estimators.spec import FEATURES, RegressionOptions
 from otb_analysis.statistics import (
-    Interval,
+    Partition,
     Update,
     deleted_moments,
     gradient_noise_scale,
@@ -19,14 +21,21 @@ from otb_analysis.statistics import (
     sketch_noise,
     update_ratios,
 )
-from otb_analysis.types import Float, Gram, Proved
+from otb_analysis.types import Float, Gram, Label, Proved
 from studies.lib import Cell, Tables, interval_columns, rounded
-from studies.lib.agreement import agreement_rows, calibrated
 from studies.lib.formats import by_label, ratio_columns, statistics_columns
-from studies.lib.pools import REFERENCE, every_estimate, gram_of_prompts, proved_of_pool
-from studies.lib.results import Gathered
-
-from .pool import Measured, Size
+from studies.lib.pools import (
+    REFERENCE,
+    Pool,
+    agreement_rows,
+    calibrated,
+    every_estimate,
+    gram_of_prompts,
+    in_batches,
+    proved_of_pool,
+    turns,
+)
+from studies.lib.record import Gathered
 
 NONE = ("none", "none")
 SIZES = (4, 8)
@@ -39,9 +48,9 @@ CALIBRATION_SHARE = 0.1
 """Tokens on which the calibrated proxy is fitted."""
 
 
-def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
+def comparison(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
     """Return agreement of every energy, and variance, SF and efficiency of every estimator."""
-    key, pool = {"policy": cell.settings["policy"]}, found.pool
+    s, key = cell.settings, {"policy": cell.settings["policy"]}
     table, exact = pool.written.table, pool.inputs.energy
     hidden = table.stats.hidden_norm_sq
     assert exact is not None and hidden is not None
@@ -52,34 +61,34 @@ def comparison(cell: Cell, size: Size, found: Measured) -> Tables:
         "lm_head": lm_head_energy(pool.proxy, np.where(table.mask, hidden, 0.0), pool.written.temperature),
     }
     agreement = agreement_rows(table, energies, ("proxy", "calibrated", "lm_head"))
-    sketched = np.isfinite(found.hybrid) & table.mask
+    sketched = np.isfinite(hybrid) & table.mask
     if sketched.any():
-        some = {"exact": exact, "hybrid": np.where(sketched, found.hybrid, 0.0)}
+        some = {"exact": exact, "hybrid": np.where(sketched, hybrid, 0.0)}
         agreement += agreement_rows(replace(table, mask=sketched), some, ("hybrid",))
     tables = Gathered()
-    tables.add(key, policies=[facts(found, exact)], agreement=agreement)
+    tables.add(key, policies=[facts(pool, exact)], agreement=agreement)
     for n in SIZES:
         by_batch = {
-            p: gram_of_prompts(pool, n, size.shuffles, seed=n, estimates=partial(every_estimate, batch=p))
-            for p in {min(p, size.prompts) for p in UPDATES}
+            p: gram_of_prompts(pool, n, s["shuffles"], seed=n, estimates=partial(every_estimate, batch=p))
+            for p in {min(p, s["prompts"]) for p in UPDATES}
         }
-        grams = {p: by_batch[min(p, size.prompts)] for p in UPDATES}
-        known = proved_of_pool(grams[UPDATES[0]].labels, size.prompts, n)
+        grams = {p: by_batch[min(p, s["prompts"])] for p in UPDATES}
+        known = proved_of_pool(grams[UPDATES[0]].labels, s["prompts"], n)
         signal = signal_columns(grams[UPDATES[0]], known)
-        compared = {"estimators": estimator_rows(grams, known, size.buckets), "pairs": pair_rows(grams, known)}
+        compared = {"estimators": estimator_rows(grams, known, s["buckets"]), "pairs": pair_rows(grams, known)}
         tables.add(key | {"size": n}, **compared, signal=[signal])
     return tables
 
 
-def facts(found: Measured, exact: Float) -> dict[str, Any]:
+def facts(pool: Pool, exact: Float) -> dict[str, Any]:
     """Return what was written: success, tokens, tails, and corr(W_T, R) within prompts."""
-    table = found.pool.written.table
+    table = pool.written.table
     energy = np.sort(exact[table.mask])[::-1]
     paid = table.total_reward.reshape(len(np.unique(table.group)), -1)
     mixed, top = (np.ptp(paid, axis=1) > 0).mean(), energy[: max(1, energy.size // 100)].sum() / energy.sum()
     own = {"rollouts": paid.size, "mixed": float(mixed), "top_share": rounded(float(top))}
     names = ("prompts", "rollouts", "tokens", "distinct_tokens", "success", "mixed", "corr", "explained", "top_share")
-    return {name: (found.pool.facts() | own)[name] for name in names}
+    return {name: (pool.facts() | own)[name] for name in names}
 
 
 def estimator_rows(grams: Mapping[int, Gram], known: Proved, buckets: int) -> list[dict[str, Any]]:
@@ -124,15 +133,65 @@ def signal_columns(gram: Gram, known: Proved) -> dict[str, Any]:
     value = deleted_moments([gram], REFERENCE, truth).truth_sq
     found = jackknife_interval(value[0], value[1:], "‖∇J‖²", "linear")
     scale = gradient_noise_scale([gram], REFERENCE, known)
-    wanted = prompts_wanted(found, gram.n_prompts)
+    wanted = None  # at which an interval of ‖∇J‖² would leave 0 out, if the estimate is right
+    if found is not None and found.low is not None and found.estimate > 0:
+        # Where noise dominates, the standard error falls with the number of prompts: pairs count, not prompts.
+        wanted = int(np.ceil(gram.n_prompts * (found.estimate - found.low) / found.estimate))
     return {**interval_columns("signal", found), **interval_columns("noise_scale", scale), "prompts_wanted": wanted}
 
 
-def prompts_wanted(signal: Interval | None, prompts: int) -> int | None:
-    """Return at how many prompts an interval of ‖∇J‖² would leave 0 out, if the estimate is right.
+GROUP = 4
+BATCHES = (8, 16, 32, 64)
+"""Prompts of a batch, all others of which predict a prompt's reward."""
+RIDGES = (0.01, 0.1, 1.0, 10.0)
+ALL = tuple(FEATURES)
+SETS: dict[str, tuple[str, ...]] = {
+    "all": ALL,
+    **{f"without {part}": tuple(name for name in ALL if part not in name) for part in "mfhx"},
+    "1, m": ("1", "m"),
+}
+"""Features that are compared at the automatic ridge."""
+ENDLESS = "energy_across_loo"
+"""What an endless ridge leads to."""
 
-    Where noise dominates its standard error falls with the number of prompts: pairs count, not prompts.
-    """
-    if signal is None or signal.low is None or signal.estimate <= 0:
-        return None
-    return int(np.ceil(prompts * (signal.estimate - signal.low) / signal.estimate))
+
+def regressions(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
+    """Return variance over that of `rloo` by prompts of a batch, and by ridge or features."""
+    s, batches = cell.settings, [count for count in BATCHES if count <= cell.settings["prompts"]]
+    gram = gram_of_prompts(pool, GROUP, s["shuffles"], seed=GROUP, estimates=Batched(tuple(batches), s["tokens"]))
+    ratios = by_label(paired_ratios([gram]))
+    tables: Tables = {"regressions": [], "features": []}
+    for (name, setting), pair in ratios.items():
+        count, _, estimator = name.partition(" ")
+        key: dict[str, Any] = {"policy": cell.settings["policy"], "batch": int(count)}
+        table = "features" if setting in SETS else "regressions"
+        key |= {"features": setting} if setting in SETS else {"estimator": estimator, "ridge": setting}
+        tables[table].append(key | ratio_columns(pair, {"variance": "variance"}))
+    return tables
+
+
+class Batched:
+    """The regression with every ridge and set of features, on batches of prompts drawn afresh from every cut."""
+
+    def __init__(self, batches: tuple[int, ...], limit: int) -> None:
+        self.batches, self.limit, self.random = batches, limit, np.random.default_rng(0)
+
+    def __call__(self, pool: Pool, cut: Partition) -> dict[Label, Float]:
+        """Return advantages [N, T] by batch size and estimator, and by ridge or features, beside those of `rloo`."""
+        inputs = replace(pool.inputs, group=cut.group, energy=pool.proxy)
+        advantages: dict[Label, Float] = {REFERENCE: estimate("rloo", inputs).advantage}
+        prompts = int(cut.prompt.max()) + 1
+        for count in self.batches:
+            place = self.random.permutation(prompts) // count
+            batch = (turns(cut) * prompts + place[cut.prompt])[cut.group]
+            advantages[f"{count} {ENDLESS}", "none"] = in_batches(ENDLESS, inputs, batch, None)
+            for ridge in RIDGES:
+                options = options_from_dict("energy_regression", {"ridge": str(ridge), "T_max": str(self.limit)})
+                label = (f"{count} energy_regression", f"{ridge:g}")
+                advantages[label] = in_batches("energy_regression", inputs, batch, options)
+            for label, names in SETS.items():
+                options = RegressionOptions(features=names, T_max=self.limit)
+                advantages[f"{count} energy_regression", label] = in_batches(
+                    "energy_regression", inputs, batch, options
+                )
+        return advantages

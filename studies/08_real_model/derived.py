@@ -12,11 +12,11 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
 from studies.lib.formats import below, interval_curve
-from studies.lib.results import read_tables
+from studies.lib.record import read_tables
 from studies.lib.seeds import paired_difference
 
 from .compare import SIZES
-from .pool import FULL as POOL
+from .study import FULL as POOL
 from .training import ARMS, FULL, MEMORY
 
 SHOWN = ("none", "value", "otb_loo", "sequence_optimal_loo", "energy_across_loo", "energy_regression")
@@ -42,9 +42,13 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     trainings = {name: arms_of(tables[name]) for name in ("training", "common_rate")}
     regression = next((row for row in trainings["training"] if row["arm"] == "energy_regression"), None)
     rewards = sorted(column(select(tables["sweep"], arm="energy_regression"), "reward"))
+    # Today's default ridge in training: without memory; with the memory of the arm first, and later
+    remembering = RegressionOptions(memory=MEMORY["energy_regression"]["memory"])
+    ridges = [RegressionOptions().ridge_for(FULL.prompts)]
+    ridges += [remembering.ridge_for(FULL.prompts, later) for later in (False, True)]
     return {
-        "memory": MEMORY["energy_regression"]["memory"],
-        "ridges": today_ridges(),
+        "memory": remembering.memory,
+        "ridges": ridges,
         "at_eight": {
             r["ridge"]: r["variance"] for r in select(tables["regressions"], policy="sums", batch=FULL.prompts)
         },
@@ -65,15 +69,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "swept": sorted(distinct(tables["sweep"], "rate")),
         "seeds": len(distinct(tables["training"], "seed")),
     }
-
-
-def today_ridges() -> list[float]:
-    """Return today's default ridge in training: without memory; with the memory of the arm first, and later."""
-    own = RegressionOptions(memory=MEMORY["energy_regression"]["memory"])
-    return [
-        RegressionOptions().ridge_for(FULL.prompts),
-        *(own.ridge_for(FULL.prompts, later) for later in (False, True)),
-    ]
 
 
 def full_parameter_rows(rows: Rows) -> Rows:
@@ -140,30 +135,24 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw variance over that of `rloo` by group size, and the rewards of training."""
     rows, panels = tables["estimators"], []
     for policy in distinct(rows, "policy"):
-        own = [variance_points(select(rows, policy=policy, estimator=name), name) for name in SHOWN]
-        note = "variance over rloo's, 95 %, cut at 2"
+        own, note = [], "variance over rloo's, 95 %, cut at 2"
+        for place, name in enumerate(SHOWN):  # a point per group size, with the proxy
+            known = [row for row in select(rows, policy=policy, estimator=name) if row["source"] != "exact"]
+            known = [row for row in known if row["sf_low"] is not None]
+            x = [place + (len(SHOWN) + 2) * SIZES.index(row["size"]) for row in known]
+            y, low, high = ([min(row[k], CUT) for row in known] for k in ("sf", "sf_low", "sf_high"))
+            own.append(Curve(x, y, name, low, high, COLORS.get(name, estimator_style(name).color), width=0))
         panels.append(Panel(policy, note, "groups of 4, then groups of 8", own, [(1.0, "")], (0.0, CUT)))
-    titles = {"training": "Each arm at its own rate", "common_rate": "All arms at one rate"}
-    note = "reward of a batch, mean over seeds and 5 updates"
-    curves = {name: [reward_curve(select(tables[name], arm=arm), arm) for arm in ARMS] for name in titles}
-    learned = [Panel(titles[name], note, "update", curves[name], percent=True) for name in titles]
+    learned, note = [], "reward of a batch, mean over seeds and 5 updates"
+    for name, title in {"training": "Each arm at its own rate", "common_rate": "All arms at one rate"}.items():
+        curves = []
+        for arm in ARMS:
+            mine, points = select(tables[name], arm=arm), dict[float, Interval | None]()
+            for start in range(0, max((row["step"] for row in mine), default=-1) + 1, 5):
+                some = [row for row in mine if start <= row["step"] < start + 5]
+                by_seed = [float(np.mean(column(select(some, seed=k), "reward"))) for k in distinct(some, "seed")]
+                points[start + 2.0] = seed_mean(by_seed, "reward", "logit")
+            style = estimator_style(arm)
+            curves.append(interval_curve(points, "", arm, style.color, dashed=style.dash != "solid"))
+        learned.append(Panel(title, note, "update", curves, percent=True))
     return {"variance.svg": svg(panels, columns=3), "training.svg": svg(learned, columns=2)}
-
-
-def variance_points(rows: Rows, name: str) -> Curve:
-    """Return an unbiased estimator's variance over that of `rloo`, a point per group size, with the proxy."""
-    place = SHOWN.index(name)
-    known = [row for row in rows if row["source"] != "exact" and row["sf_low"] is not None]
-    x = [place + (len(SHOWN) + 2) * SIZES.index(row["size"]) for row in known]
-    y, low, high = ([min(row[k], CUT) for row in known] for k in ("sf", "sf_low", "sf_high"))
-    return Curve(x, y, name, low, high, COLORS.get(name, estimator_style(name).color), width=0)
-
-
-def reward_curve(rows: Rows, arm: str) -> Curve:
-    """Return the mean reward over seeds of every five updates, with its interval."""
-    style, points = estimator_style(arm), dict[float, Interval | None]()
-    for start in range(0, max((row["step"] for row in rows), default=-1) + 1, 5):
-        own = [row for row in rows if start <= row["step"] < start + 5]
-        by_seed = [float(np.mean(column(select(own, seed=seed), "reward"))) for seed in distinct(own, "seed")]
-        points[start + 2.0] = seed_mean(by_seed, "reward", "logit")
-    return interval_curve(points, "", arm, style.color, dashed=style.dash != "solid")

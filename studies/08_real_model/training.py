@@ -22,9 +22,9 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.training.loop import train
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from studies.lib import Cell, Tables, rounded
-from studies.lib.results import training_steps
+from studies.lib.record import training_steps
 from studies.lib.seeds import best_rate
 
 ARMS = ("rloo", "otb", "energy_regression", "none")

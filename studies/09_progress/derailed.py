@@ -13,7 +13,7 @@ import numpy as np
 from otb_analysis.types import Float
 from studies.lib.enumeration.derailment import ON, Derailment
 
-from .updates import ARMS, arm_advantages
+from .checkpoint import ARMS, arm_advantages
 
 PAYS = (0.3, 0.6, 0.9)
 MISTAKES = {"low": 2.0, "middle": 0.7, "high": 0.2}
@@ -55,11 +55,6 @@ def log_policy(logits: Float) -> Float:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def true_gradient(at: Derailment) -> Float:
-    """Return ∇J [T·2·4]."""
-    return float(np.mean(PAYS)) * at.gradient
-
-
 def batch_gradients(at: Derailment, prompts: int, group: int, rng: np.random.Generator) -> Float:
     """Return every arm's gradient of one batch [A, T·2·4]."""
     state, token, on = at.sample(prompts * group, rng)
@@ -87,7 +82,7 @@ def line_gains(at: Derailment, steps: Float, lengths: Float) -> tuple[Float, Flo
 def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return gains [A, B, L] of many batches along every line, their ESS [A, L], and what efficiency is made of."""
     at = process(settings["band"], settings["horizon"])
-    rng, truth = np.random.default_rng(settings["seed"]), true_gradient(at)
+    rng, truth = np.random.default_rng(settings["seed"]), float(np.mean(PAYS)) * at.gradient
     make = (settings["prompts"], settings["group"], rng)
     # AdamW's second moment in its usual state: the mean square of gradients at the checkpoint
     state = np.mean([batch_gradients(at, *make)[0] ** 2 for _ in range(settings["moment_batches"])], axis=0)

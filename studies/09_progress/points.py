@@ -16,9 +16,8 @@ from scipy import stats
 from otb_analysis.types import Float
 from studies.lib import rounded
 
-from .measured import LINES, STEPS
-from .setup import clip_factor
-from .updates import ARMS, UNBIASED
+from .checkpoint import ARMS, UNBIASED, clip_factor
+from .judged import LINES, STEPS
 
 GRID = tuple(float(x) for x in np.round(np.linspace(0.1, 2.0, 20), 2))
 """Lengths among which an arm's best one is chosen, times the pilot's, where gains were measured.
@@ -73,17 +72,16 @@ class Judged:
     allowed: Mapping[str, np.ndarray]  # Optimiser → lengths with enough ESS [A, G]
     metrics: Mapping[str, Metric]  # sgd and adamw
 
-    @property
-    def batches(self) -> int:
-        """Number of batches."""
-        return self.metrics["sgd"].power.shape[1]
+    def ratios(self, weight: Float) -> dict[str, tuple[Float, Float, Float, Float]]:
+        """Return `over_rloo` of every optimiser."""
+        return {name: self.over_rloo(name, weight) for name in self.gains}
 
     def over_rloo(self, optimiser: str, weight: Float) -> tuple[Float, Float, Float, Float]:
         """Return predicted and realised ratios to `rloo` [A], gains [A], and the realised ratios of two halves [2, A].
 
         Efficiency and the best length are estimated on every second batch, and the gain on the others; both ways.
         """
-        odd = np.arange(self.batches) % 2 == 1
+        odd = np.arange(len(weight)) % 2 == 1
         gains, halves = self.gains[optimiser], []
         for fitted in (odd, ~odd):
             first, second = np.where(fitted, weight, 0.0), np.where(fitted, 0.0, weight)
@@ -159,43 +157,36 @@ def of_process(name: str, found: Mapping[str, Any]) -> Judged:
 def tables(judged: Sequence[Judged], replicates: int, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     """Return the points with intervals over batches, and correlations with those over checkpoints and batches."""
     rng = np.random.default_rng(seed)  # Bayesian bootstrap: no batch has weight 0, so no product of one with itself
-    whole = {one.name: ratios(one, np.ones(one.batches)) for one in judged}
-    again = {one.name: [ratios(one, rng.exponential(size=one.batches)) for _ in range(replicates)] for one in judged}
-    points = [row for one in judged for row in point_rows(one, whole[one.name], again[one.name])]
+    batches = {one.name: one.metrics["sgd"].power.shape[1] for one in judged}
+    whole = {one.name: one.ratios(np.ones(batches[one.name])) for one in judged}
+    again = {
+        one.name: [one.ratios(rng.exponential(size=batches[one.name])) for _ in range(replicates)] for one in judged
+    }
+    points = list[dict[str, Any]]()
+    for one in judged:  # with percentile intervals over its batches
+        for optimiser, (predicted, realised, gain, _) in whole[one.name].items():
+            for a, arm in enumerate(ARMS):
+                row: dict[str, Any] = {"policy": one.name, "kind": one.kind, "optimiser": optimiser, "arm": arm}
+                for k, (name, value) in enumerate((("predicted", predicted), ("realised", realised), ("gain", gain))):
+                    low, high = np.percentile([draw[optimiser][k][a] for draw in again[one.name]], (2.5, 97.5))
+                    row |= {name: rounded(value[a]), f"{name}_low": rounded(low), f"{name}_high": rounded(high)}
+                points.append(row)
     rows = []
     for kind in dict.fromkeys(one.kind for one in judged):
         names = [one.name for one in judged if one.kind == kind]
         draws = rng.integers(len(names), size=(replicates, len(names)))
         for group, optimisers in ({name: (name,) for name in (*OPTIMISERS, *KNOWN)} | GROUPS).items():
-            held = [name for name in optimisers if name in whole[names[0]]]
-            if not held:
+            named = [name for name in optimisers if name in whole[names[0]]]
+            if not named:
                 continue
-            estimate = agreement([whole[name] for name in names], held)
+            estimate = agreement([whole[name] for name in names], named)
             bootstrap = np.array([
-                agreement([again[names[k]][i] for k in chosen], held)["correlation"] for i, chosen in enumerate(draws)
+                agreement([again[names[k]][i] for k in chosen], named)["correlation"] for i, chosen in enumerate(draws)
             ], float)  # fmt: skip
             low, high = np.nanpercentile(bootstrap, (2.5, 97.5))
             ends = {"correlation_low": rounded(float(low)), "correlation_high": rounded(float(high))}
             rows.append({"kind": kind, "optimiser": group, "checkpoints": len(names)} | estimate | ends)
     return {"points": points, "correlations": rows}
-
-
-def ratios(one: Judged, weight: Float) -> dict[str, tuple[Float, Float, Float, Float]]:
-    """Return `over_rloo` of every optimiser."""
-    return {name: one.over_rloo(name, weight) for name in one.gains}
-
-
-def point_rows(one: Judged, whole: Mapping[str, Any], again: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the points of a checkpoint with percentile intervals over its batches."""
-    rows = []
-    for optimiser, (predicted, realised, gain, _) in whole.items():
-        for a, arm in enumerate(ARMS):
-            row: dict[str, Any] = {"policy": one.name, "kind": one.kind, "optimiser": optimiser, "arm": arm}
-            for k, (name, value) in enumerate((("predicted", predicted), ("realised", realised), ("gain", gain))):
-                low, high = np.percentile([draw[optimiser][k][a] for draw in again], (2.5, 97.5))
-                row |= {name: rounded(value[a]), f"{name}_low": rounded(low), f"{name}_high": rounded(high)}
-            rows.append(row)
-    return rows
 
 
 def agreement(found: Sequence[Mapping[str, Any]], optimisers: Sequence[str]) -> dict[str, Any]:
@@ -210,11 +201,11 @@ def agreement(found: Sequence[Mapping[str, Any]], optimisers: Sequence[str]) -> 
     )
     return {
         "points": len(x),
-        "correlation": _rank_correlation(x, y),
-        "repeated": _rank_correlation(one, two),
+        "correlation": rank_correlation(x, y),
+        "repeated": rank_correlation(one, two),
         "same_side": rounded(float(np.mean((x > 1) == (y > 1)))),
     }
 
 
-def _rank_correlation(x: Float, y: Float) -> float | None:
+def rank_correlation(x: Float, y: Float) -> float | None:
     return rounded(float(np.corrcoef(stats.rankdata(x), stats.rankdata(y))[0, 1]))

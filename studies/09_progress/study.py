@@ -4,23 +4,22 @@ Checkpoints are small policies in the middle of training. All arms see the same 
 held-out prompts, by importance weights and by sampling anew; on the derailment process it is exact.
 """
 
-import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from studies.lib import Cell, Study, Tables, rounded
-from studies.lib.cache import keep_arrays, kept_file
+from studies.lib.record import keep_arrays, keep_pickle, kept_file, kept_pickle
 
-from . import derailed, measured, points, setup
-from .updates import ARMS
+from . import checkpoint, derailed, judged, points
+from .checkpoint import ARMS
 
 POOL, PART = ("prompts", "rollouts", "blocks", "pilot"), ("part", "sampled", "sampled_prompts")
 """What the pool and the pilot depend on, and what a cell of gains depends on besides."""
 HELD_OUT = "pool.pickle"
-POLICIES = tuple(f"{task}-{band}" for task in setup.LENGTHS for band in setup.BANDS)
+POLICIES = tuple(f"{task}-{band}" for task in checkpoint.LENGTHS for band in checkpoint.BANDS)
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Size:
     """How much is measured."""
 
     policies: tuple[str, ...] = POLICIES
-    training: setup.Training = field(default_factory=setup.Training)
-    judging: measured.Judging = field(default_factory=measured.Judging)
+    training: checkpoint.Training = field(default_factory=checkpoint.Training)
+    judging: judged.Judging = field(default_factory=judged.Judging)
     processes: tuple[str, ...] = tuple(derailed.MISTAKES)
     horizon: int = 64
     process_batches: int = 300
@@ -41,8 +40,8 @@ class Size:
 FULL = Size()
 SMALL = Size(
     policies=("chain_sum-low",),
-    training=setup.Training(updates=3, lessons=1, lesson_prompts=8),
-    judging=measured.Judging(
+    training=checkpoint.Training(updates=3, lessons=1, lesson_prompts=8),
+    judging=judged.Judging(
         prompts=32, rollouts=2, blocks=2, pilot=2, batches=4, part=2, sampled=1, sampled_prompts=16
     ),
     processes=("middle",), horizon=8, process_batches=16, moment_batches=4, replicates=20,
@@ -53,7 +52,7 @@ def cells(size: Size, quick: bool) -> list[Cell]:
     """Return checkpoints, pilots, inner products, gains, the derailment process, and the comparison of all."""
     made, judging = list[Cell](), size.judging
     for policy in size.policies:
-        facts = setup.settings_of(policy, size.training, quick)
+        facts = checkpoint.settings_of(policy, size.training, quick)
         first = Cell(f"checkpoint-{policy}", facts)
         pool = {**facts, "judging": settings_of(judging, POOL), "arms": list(ARMS)}
         pilot = Cell(f"pilot-{policy}", pool, (first,))
@@ -75,7 +74,7 @@ def cells(size: Size, quick: bool) -> list[Cell]:
     return [*made, Cell("points", last, tuple(made))]
 
 
-def settings_of(judging: measured.Judging, names: tuple[str, ...]) -> dict[str, int]:
+def settings_of(judging: judged.Judging, names: tuple[str, ...]) -> dict[str, int]:
     """Return some of the settings: cells do not depend on how many batches there are besides their own."""
     return {name: getattr(judging, name) for name in names}
 
@@ -86,22 +85,22 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     size = SMALL if quick else FULL
     kind = cell.name.split("-")[0]
     if kind == "checkpoint":
-        return setup.trained_checkpoint(cell, size.training, quick, work, bar)
+        return checkpoint.trained_checkpoint(cell, size.training, quick, work, bar)
     if kind == "points":
         return compared(cell, size, work)
     if kind == "derailment":
         keep_arrays(work, **derailed.measured(cell.settings))
         return {}
-    at, key = setup.load(cell.after[0], size.training, quick, work), {"policy": cell.settings["policy"]}
+    at, key = checkpoint.load(cell.after[0], size.training, quick, work), {"policy": cell.settings["policy"]}
     if kind == "pilot":
-        tables, pool = measured.pilot(at, size.judging, key, bar)
-        (work / HELD_OUT).write_bytes(pickle.dumps(pool))
+        tables, pool = judged.pilot(at, size.judging, key, bar)
+        keep_pickle(work, pool, HELD_OUT)
         return tables
     if kind == "products":
-        keep_arrays(work, **measured.inner_products(at, size.judging, bar))
+        keep_arrays(work, **judged.inner_products(at, size.judging, bar))
     else:
-        pool = pickle.loads(kept_file(cell.after[1], work, HELD_OUT).read_bytes())
-        keep_arrays(work, **measured.gains(at, pool, size.judging, cell.settings["part"], cell.given["pilot"], bar))
+        pool = kept_pickle(cell.after[1], work, HELD_OUT)
+        keep_arrays(work, **judged.gains(at, pool, size.judging, cell.settings["part"], cell.given["pilot"], bar))
     return {}
 
 
@@ -112,17 +111,17 @@ def compared(cell: Cell, size: Size, work: Path) -> Tables:
         for one in cell.after
         if one.name.split("-")[0] in ("products", "gains", "derailment")
     }
-    judged, checks = [], []
+    found, checks = [], []
     for policy in size.policies:
         parts = [arrays[name] for name in arrays if name.startswith(f"gains-{policy}-")]
         lengths = [row for row in cell.given["pilot"] if row["policy"] == policy]
-        best = np.array([measured.best_lengths(lengths, line) for line in measured.LINES])
-        judged.append(points.of_policy(policy, arrays[f"products-{policy}"], parts, best))
+        best = np.array([judged.best_lengths(lengths, line) for line in judged.LINES])
+        found.append(points.of_policy(policy, arrays[f"products-{policy}"], parts, best))
         checks += [{"policy": policy} | row for row in points.check_rows(parts)]
-    judged += [points.of_process(name, arrays[name]) for name in arrays if name.startswith("derailment-")]
+    found += [points.of_process(name, arrays[name]) for name in arrays if name.startswith("derailment-")]
     processes = [name for name in arrays if name.startswith("derailment-")]
     facts = [{"policy": name, "success": rounded(float(arrays[name]["success"]))} for name in processes]
-    return points.tables(judged, size.replicates) | {"checks": checks, "processes": facts}
+    return points.tables(found, size.replicates) | {"checks": checks, "processes": facts}
 
 
 STUDY = Study(

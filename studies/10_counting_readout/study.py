@@ -1,27 +1,421 @@
-"""Do a model's states hold the count, do the digit rows of its output layer read it, and does training them help?"""
+"""Do a model's states hold the count, do the digit rows of its output layer read it, and does training them help?
 
+Small models are probed untrained and half trained; then only the digit rows are trained, or the rest, or all.
+SmolLM2-135M is read in the same way, with intervals over prompts. Its output matrix is tied to the embedding, so its
+digit rows count, and are trained, in their output use alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from otb_analysis.training.runtime.progress import Bar
-from studies.lib import Cell, Study, Tables
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import real, small
-from .real import FITTED, JUDGED
-from .small import NORMS, RATES, STARTS, STEPS
+from otb_analysis.config import CountingConfig, SmallModelConfig, TrainConfig, WarmStartConfig
+from otb_analysis.devices import device_of
+from otb_analysis.diagnostics.readout import count_shift, linear_probe, row_cosines, rows_share
+from otb_analysis.gradients import token_score_norms
+from otb_analysis.rollouts.models import load_policy, output_layer
+from otb_analysis.rollouts.sampling import encode_prompt
+from otb_analysis.statistics.intervals import jackknife_interval, share_interval
+from otb_analysis.tasks import Prompt
+from otb_analysis.tasks.small import Counting
+from otb_analysis.tasks.task_calls import distinct_prompts
+from otb_analysis.training.runtime import Bar
+from otb_analysis.training.warm_start import IGNORED, demonstrations, make_optimizers, supervised_step
+from otb_analysis.types import Bool, Float, Int
+from studies.lib import Cell, Study, Tables, interval_columns, rounded
+from studies.lib.policies import Policy, fresh_policy
 
-__all__ = ["FITTED", "JUDGED", "NORMS", "RATES", "STARTS", "STEPS", "STUDY"]
+DIGITS = 10
+
+
+@dataclass(frozen=True)
+class States:
+    """A model's states before the count, of N prompts; made by `read`."""
+
+    hidden: Float  # [layers, N, d] behind each block; the last one is behind the final norm, as the output layer has it
+    logprob: Float  # log π of the ten digits [N, 10]
+    count: Int  # The right answer [N]
+
+    @property
+    def right(self) -> Float:
+        """π of the right digit [N]: the chance that a sampled answer is right."""
+        return np.exp(self.logprob[np.arange(len(self.count)), self.count])
+
+    @property
+    def top(self) -> Float:
+        """1 where the right digit is the likeliest of the ten [N], else 0."""
+        return (self.logprob.argmax(axis=1) == self.count).astype(float)
+
+    @property
+    def success(self) -> dict[str, float | None]:
+        """The mean π of the right digit, and how often it is the likeliest digit."""
+        return {"right": rounded(float(self.right.mean())), "top": rounded(float(self.top.mean()))}
+
+
+def digit_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of 0 to 9, each one token in both models."""
+    return [tokenizer(str(k), add_special_tokens=False)["input_ids"][0] for k in range(DIGITS)]
+
+
+def padded(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and attention mask [N, L], padded on the left, so that all texts end in one column."""
+    ids = [torch.tensor(text) for text in texts]
+    ids, seen = (
+        pad_sequence(rows, batch_first=True, padding_side="left") for rows in (ids, [torch.ones_like(x) for x in ids])
+    )
+    return ids, seen
+
+
+def last_position(model: PreTrainedModel, texts: Sequence[Sequence[int]], states: bool = False) -> Any:
+    """Return the model's output at the last token of each text."""
+    ids, seen = (x.to(model.device) for x in padded(texts))
+    position = (seen.cumsum(1) - 1).clamp(min=0)
+    return model(
+        input_ids=ids, attention_mask=seen, position_ids=position, output_hidden_states=states, use_cache=False,
+        logits_to_keep=1,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def read(
+    model: PreTrainedModel, texts: Sequence[Sequence[int]], count: Int, digits: Sequence[int], at_once: int = 64
+) -> States:
+    """Read states and digits' log-probabilities behind texts of token ids, `at_once` together.
+
+    The embedding of the last token is left out: it is the same for every prompt.
+    """
+    hidden, logprob = list[Float](), list[Float]()
+    for k in range(0, len(texts), at_once):
+        out = last_position(model, texts[k : k + at_once], states=True)
+        hidden.append(np.stack([h[:, -1].double().cpu().numpy() for h in out.hidden_states[1:]]))
+        logprob.append(out.logits[:, -1].double().log_softmax(-1)[:, digits].cpu().numpy())
+    return States(np.concatenate(hidden, axis=1), np.concatenate(logprob), count)
+
+
+def readings(states: States, rows: Float, fitted: Bool, ridge: float) -> list[dict[str, float]]:
+    """Return of each layer what a probe finds in prompts it was not fitted on, and mean |cos| with the digit rows."""
+    found = []
+    for hidden in states.hidden:
+        probe = linear_probe(hidden, states.count, fitted, ridge)
+        shift = count_shift(hidden, states.count)
+        cosines = {"probe": row_cosines(probe.direction, rows), "shift": row_cosines(shift, rows)}
+        found.append(
+            {"r_squared": probe.r_squared, "exact": probe.exact}
+            | {f"cos_{name}": float(np.nanmean(np.abs(cos))) for name, cos in cosines.items()}
+        )
+    return found
+
+
+def shares(
+    model: PreTrainedModel, texts: Sequence[Sequence[int]], digits: Sequence[int], seed: int
+) -> dict[str, float | None]:
+    """Return the digit rows' share of ‖s‖² at a sampled answer, of the output layer's score and of the whole one.
+
+    Shares of sums over the prompts. The rows count in their output use, also where the matrix is tied.
+    """
+    with torch.no_grad():
+        logprob = (
+            torch.cat([last_position(model, [text]).logits[:, -1] for text in texts]).cpu().double().log_softmax(-1)
+        )
+    drawn = torch.Generator().manual_seed(seed)
+    token = torch.multinomial(logprob.exp(), 1, generator=drawn)
+    ids, seen = padded([[*text, int(y)] for text, y in zip(texts, token, strict=True)])
+    mask = torch.zeros_like(seen, dtype=torch.bool)
+    mask[:, -1] = True
+    layer, whole = (
+        token_score_norms(model, ids, mask, seen.bool(), scope=scope).norm_sq[:, -1] for scope in ("lm_head", "all")
+    )
+    rows = rows_share(logprob.numpy(), token[:, 0].numpy(), digits) * layer
+    return {
+        "of_layer": rounded(float(np.nansum(rows) / layer.sum())),
+        "of_score": rounded(float(np.nansum(rows) / whole.sum())),
+        "norm_sq": rounded(float(whole.mean())),
+    }
+
+
+def digit_rows(model: PreTrainedModel, digits: Sequence[int]) -> Float:
+    """Return the output layer's rows of the digits [10, d]."""
+    weight: Any = output_layer(model).weight
+    return weight.detach().double().cpu().numpy()[list(digits)]
+
+
+TASK = CountingConfig(length_min=4, length_max=9, letters=4, show="direct")
+"""Counts are one digit each, so that one token is the answer."""
+MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160, tied=False)
+"""Untied, so that the digit rows have no other use."""
+STARTS = {"written": ("running", 800), "direct": ("direct", 100)}
+"""Where training begins: demonstrations seen, and steps. `written` counts aloud and was never asked for the number at
+once; `direct` was, and is stopped early."""
+ARMS = ("rows", "rest", "all")
+RATES = {"rows": 3e-2, "rest": 3e-3, "all": 3e-3}
+"""Learning rates of AdamW, chosen on seed 99, which no table holds."""
+SEEDS, STEPS, CHECK, HELDOUT, NORMS, RIDGE = 6, 600, 50, 1024, 96, 1e-3
+
+
+def small_cells(quick: bool) -> list[Cell]:
+    """Return one cell per start and seed."""
+    size = {"steps": STEPS, "check": CHECK, "heldout": HELDOUT, "norms": NORMS}
+    size |= {"steps": 20, "check": 10, "heldout": 64, "norms": 8} if quick else {}
+    return [
+        Cell(
+            f"{start}-s{seed}",
+            {"start": start, "seed": seed, "task": asdict(TASK), "model": asdict(MODEL), "rates": RATES, "ridge": RIDGE}
+            | {"shown": shown, "before": 20 if quick else before} | size,
+        )
+        for start, (shown, before) in STARTS.items()
+        for seed in range(1 if quick else SEEDS)
+    ]  # fmt: skip
+
+
+def measure_small(cell: Cell, bar: Bar) -> Tables:
+    """Train a start, look into it, and train each arm from it on the same demonstrations of the number at once."""
+    s = cell.settings
+    policy = fresh_policy(config(s, s["shown"], s["before"]))
+    prompts = distinct_prompts(policy.task, "heldout", s["heldout"])
+    mark = policy.tokenizer("#", add_special_tokens=False)["input_ids"]
+    texts = [[*encode_prompt(policy.tokenizer, prompt), *mark] for prompt in prompts]
+    count = np.array([int(prompt.answer) for prompt in prompts])
+    digits = digit_ids(policy.tokenizer)
+    key = {"model": "small", "start": s["start"], "seed": s["seed"]}
+    tables: dict[str, list[dict[str, Any]]] = {"layers": [], "answers": [], "curves": []}
+
+    def look(model: PreTrainedModel, arm: str) -> None:
+        states = read(model, texts, count, digits)
+        fitted = np.arange(len(count)) % 2 == 0
+        found = readings(states, digit_rows(model, digits), fitted, s["ridge"])
+        for layer, one in enumerate(found, start=1):
+            row = {"arm": arm, "layer": layer, "width": states.hidden.shape[2]}
+            tables["layers"].append(key | row | {name: rounded(x) for name, x in one.items()})
+        share = shares(model, texts[: s["norms"]], digits, s["seed"])
+        tables["answers"].append(key | {"arm": arm} | states.success | share)
+
+    look(policy.model, "untrained")
+    torch.manual_seed(s["seed"])
+    optimizers = make_optimizers(policy.model, WarmStartConfig().learning_rate)
+    for batch in demonstrations(policy.tokenizer, policy.task, config(s, s["shown"], s["before"]).warm_start):
+        supervised_step(policy.model, optimizers, batch)
+    look(policy.model, "start")
+    for number, arm in enumerate(ARMS, start=1):
+        model = deepcopy(policy.model)
+        for step in train(replace(policy, model=model), arm, digits, s):
+            if step % s["check"] == 0:
+                reached = read(model, texts, count, digits).success
+                tables["curves"].append(key | {"arm": arm, "step": step} | reached)
+        look(model, arm)
+        bar(number, len(ARMS), f"{cell.name}: {arm}")
+    return tables
+
+
+def train(policy: Policy, arm: str, digits: list[int], s: Any) -> Iterator[int]:
+    """Train the arm's parameters on demonstrations, the loss at the digit alone; yield 0 and every step taken."""
+    yield 0
+    asked = config(s, "direct", s["steps"])
+    task = fresh_policy(asked).task
+    with only(policy.model, arm, digits):
+        optimizers = make_optimizers(policy.model, s["rates"][arm])
+        for step, (ids, labels) in enumerate(demonstrations(policy.tokenizer, task, asked.warm_start), start=1):
+            digit = torch.isin(labels, torch.tensor(digits))
+            supervised_step(policy.model, optimizers, (ids, labels.where(digit, IGNORED)))
+            yield step
+
+
+@contextmanager
+def only(model: PreTrainedModel, arm: str, digits: list[int]) -> Iterator[None]:
+    """Let only the arm's parameters move inside the block: the digit rows, all but them, or all."""
+    weight: Any = output_layer(model).weight
+    rows = torch.zeros(len(weight), 1, dtype=torch.bool, device=weight.device)
+    rows[digits] = True
+    hook = weight.register_hook(lambda gradient: gradient * {"rows": rows, "rest": ~rows}.get(arm, rows | ~rows))
+    for parameter in model.parameters():
+        parameter.requires_grad_(arm != "rows" or parameter is weight)
+    try:
+        yield
+    finally:
+        hook.remove()
+        model.requires_grad_(True)
+
+
+def config(s: Any, shown: Any, steps: int) -> TrainConfig:
+    """Return the settings of a start or, with `direct`, of the training after it."""
+    return TrainConfig(
+        task="counting", counting=replace(TASK, show=shown), small_model=MODEL, seed=s["seed"],
+        warm_start=WarmStartConfig(max_steps=steps),
+    )  # fmt: skip
+
+
+EXAMPLES = "Letters: b a b c\nNumber of b: 2\n\nLetters: d a a c a b\nNumber of a: 3\n\n"
+"""Two examples; letters stand apart, so that each is one token."""
+SEED = 1
+"""Of the prompts. A pilot on those of seed 0 chose wording, ridge and the rate of the rows."""
+FITTED, JUDGED, REAL_NORMS, REAL_RIDGE, BLOCKS, BATCH = 800, 400, 32, 1e-2, 20, 16
+ROWS = {"rate": 3e-3, "steps": 2000, "check": 100}
+ALL = {"rate": 1e-4, "steps": 60, "check": 20}
+"""AdamW. Training all parameters is dear, so it has fewer steps and one rate, which no pilot chose."""
+
+
+def real_cells() -> list[Cell]:
+    """Return a cell that reads and trains rows, and one that trains all; too large for a quick run."""
+    facts = {"model": "smollm2", "task": asdict(TASK), "prompts": SEED, "examples": EXAMPLES, "judged": JUDGED}
+    facts |= {"batch": BATCH}
+    look = {"fitted": FITTED, "norms": REAL_NORMS, "ridge": REAL_RIDGE, "blocks": BLOCKS}
+    return [Cell("smollm2", facts | look | {"rows": ROWS}), Cell("smollm2-all", facts | {"all": ALL})]
+
+
+def measure_real(cell: Cell, bar: Bar) -> Tables:
+    """Read the states of the model and train its digit rows on them, or train all of the model."""
+    s = cell.settings
+    model, tokenizer = load_policy(s["model"])
+    model.to(device_of())  # pyright: ignore[reportArgumentType]
+    digits, task = digit_ids(tokenizer), Counting(TASK, s["prompts"])
+    judged = distinct_prompts(task, "heldout", s["judged"])
+    if "all" in s:
+        return {"real_curves": list(curve_of_all(model, tokenizer, task, judged, s, bar))}
+    prompts = [*distinct_prompts(task, "train", s["fitted"]), *judged]
+    texts, fitted = encoded(tokenizer, prompts), np.arange(len(prompts)) < s["fitted"]
+    states = read(model, texts, counts(prompts), digits, at_once=s["batch"])
+    bar(1, 3, "states")
+    rows = digit_rows(model, digits)
+    curve = [
+        curve_row("rows", step, right, top)
+        for step, right, top in rows_trained(states, rows, fitted, s["rows"], s["batch"])
+    ]
+    layers = [
+        {"layer": k, "width": rows.shape[1]} | row for k, row in enumerate(layer_intervals(states, rows, fitted, s), 1)
+    ]
+    bar(2, 3, "probes and rows")
+    share = shares(model, texts[-s["norms"] :], digits, seed=0)
+    bar(3, 3, "norms")
+    mass = float(np.exp(states.logprob).sum(axis=1).mean())
+    facts = {"parameters": model.num_parameters(), "row_parameters": rows.size, "mass": mass, "norms": s["norms"]}
+    return {"real_layers": layers, "real_curves": curve, "real_answers": [facts | share]}
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return prompts as the model reads them, up to the blank before the number."""
+    texts = []
+    for prompt in prompts:
+        letters, target = prompt.text.removesuffix("=").split("?")
+        text = f"{EXAMPLES}Letters: {' '.join(letters)}\nNumber of {target}: "
+        texts.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return texts
+
+
+def counts(prompts: Sequence[Prompt]) -> Int:
+    """Return the right answers [N]."""
+    return np.array([int(prompt.answer) for prompt in prompts])
+
+
+def layer_intervals(states: States, rows: Float, fitted: Bool, s: Any) -> list[dict[str, Any]]:
+    """Return readings by layer with intervals over prompts, from leaving out one block of them after another."""
+    block = np.arange(len(fitted)) % s["blocks"]
+    whole = readings(states, rows, fitted, s["ridge"])
+    without = []
+    for k in np.unique(block):
+        kept = block != k
+        part = States(states.hidden[:, kept], states.logprob[kept], states.count[kept])
+        without.append(readings(part, rows, fitted[kept], s["ridge"]))
+    table, judged = list[dict[str, Any]](), int((~fitted).sum())
+    for k, row in enumerate(whole):
+        found = {
+            name: jackknife_interval(row[name], [one[k][name] for one in without], name, scale="linear")
+            for name in ("r_squared", "cos_probe", "cos_shift")
+        }
+        # A share of judged prompts, of the probe as it is: refits make jumps of so rough a number.
+        found["exact"] = share_interval(np.arange(judged) < round(row["exact"] * judged), "rounded prediction is right")
+        table.append({c: value for name, one in found.items() for c, value in interval_columns(name, one).items()})
+    return table
+
+
+def rows_trained(states: States, rows: Float, fitted: Bool, how: Any, batch: int) -> Iterator[tuple[int, Float, Float]]:
+    """Train the digit rows on batches of fitted prompts; yield step, π of the right digit, whether it is the top one.
+
+    States and all other logits stay as they are, so that nothing else of the model is needed: with z' the new logits of
+    the digits, π' = exp(z'_v)/(R + Σ exp z'), R the sum over all other tokens.
+    """
+    hidden, count = torch.tensor(states.hidden[-1]), torch.tensor(states.count)
+    weight = torch.tensor(rows)
+    logits = hidden @ weight.T
+    total = (logits - torch.tensor(states.logprob)).mean(dim=1)  # log Σ_v exp z_v, the same from each digit
+    others = total + torch.tensor(np.log1p(-np.minimum(np.exp(states.logprob).sum(axis=1), 1 - 1e-12)))
+    weight.requires_grad_()
+    optimizer = torch.optim.AdamW([weight], lr=how["rate"], betas=(0.9, 0.98), weight_decay=0.0)
+    train, judged = (torch.tensor(np.flatnonzero(part)) for part in (fitted, ~fitted))
+
+    def logprob(at: torch.Tensor) -> torch.Tensor:
+        return torch.cat([hidden[at] @ weight.T, others[at, None]], dim=1).log_softmax(-1)
+
+    drawn = torch.Generator().manual_seed(0)
+    for step in range(how["steps"] + 1):
+        if step % how["check"] == 0:
+            with torch.no_grad():
+                found = logprob(judged)
+            right = found.gather(1, count[judged, None])[:, 0].exp()
+            yield step, right.numpy(), (found[:, :DIGITS].argmax(1) == count[judged]).double().numpy()
+        at = train[torch.randint(len(train), (batch,), generator=drawn)]
+        descend(cross_entropy(logprob(at), count[at]), [weight], optimizer)
+
+
+def curve_of_all(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Counting,
+    judged: Sequence[Prompt],
+    s: Any,
+    bar: Bar,
+) -> Iterator[dict[str, Any]]:
+    """Train all parameters on new prompts in every batch; yield the curve."""
+    how, digits = s["all"], digit_ids(tokenizer)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=how["rate"], betas=(0.9, 0.98), weight_decay=0.0)
+    prompts = distinct_prompts(task, "train", how["steps"] * s["batch"])
+    texts, answers, count = encoded(tokenizer, judged), torch.tensor(digits)[counts(prompts)], counts(judged)
+    for step in range(how["steps"] + 1):
+        if step % how["check"] == 0:
+            states = read(model, texts, count, digits, at_once=s["batch"])
+            yield curve_row("all", step, states.right, states.top)
+        bar(step, how["steps"], "all parameters")
+        at = slice(step * s["batch"], (step + 1) * s["batch"])
+        if step < how["steps"]:
+            logits = last_position(model, encoded(tokenizer, prompts[at])).logits[:, -1]
+            descend(cross_entropy(logits, answers[at].to(logits.device)), parameters, optimizer)
+
+
+def descend(loss: torch.Tensor, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Take one step, the gradient clipped at 1."""
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
+def curve_row(arm: str, step: int, right: Float, top: Float) -> dict[str, Any]:
+    """Return a point of a learning curve with intervals over the judged prompts."""
+    return (
+        {"arm": arm, "step": step}
+        | interval_columns("right", share_interval(right, "π of the right digit"))
+        | interval_columns("top", share_interval(top, "right digit likeliest"))
+    )
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Probe and train small models, or the pretrained one."""
-    return (small if "start" in cell.settings else real).measure(cell, bar)
+    return (measure_small if "start" in cell.settings else measure_real)(cell, bar)
 
 
 STUDY = Study(
     title="Counting readout",
     question="Do a model's states hold a count that the digit rows of its output layer do not read, and does training "
     "only those rows make it answer?",
-    cells=[*small.cells(quick=False), *real.cells()],
-    quick=small.cells(quick=True),
+    cells=[*small_cells(quick=False), *real_cells()],
+    quick=small_cells(quick=True),
     measure=measure,
 )

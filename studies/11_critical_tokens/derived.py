@@ -1,6 +1,6 @@
 """What the page of critical tokens needs beyond its tables: rank correlations over prompts, and its figure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from otb_analysis.statistics import Interval, cluster_jackknife
 from otb_analysis.types import Float
 from studies.lib import Rows, column, distinct, interval_columns, select
 
-from .summaries import DECISIVE, DRAWN, FINDERS, KINDS, LOWEST, SCORES, SIZES
+from .study import DECISIVE, DRAWN, FINDERS, KINDS, LOWEST, SCORES, SIZES
 
 COLORS: dict[str, str] = dict(zip(DRAWN, (ORANGE, GREY, BLUE), strict=True))
 FEW = 30
@@ -91,17 +91,13 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the mean effect of the tokens of wrong rollouts by fifths of each score."""
     panels = []
     for policy in distinct(tables["fifths"], "policy"):
-        curves = [curve(select(tables["fifths"], policy=policy, score=name), name) for name in COLORS]
+        curves = []
+        for name, color in COLORS.items():  # the mean effect of each fifth over all seeds' tokens
+            own = select(tables["fifths"], policy=policy, score=name)
+            parts = {float(part): select(own, fifth=part) for part in distinct(own, "fifth")}
+            weights = [(column(rows, "effect"), column(rows, "tokens")) for rows in parts.values()]
+            means = [float(np.average(effect, weights=tokens)) for effect, tokens in weights]
+            curves.append(Curve(list(parts), means, SCORES[name], color=color))
         title, note = f"{policy}: tokens of wrong rollouts", "mean effect on success"
         panels.append(Panel(title, note, "fifth of the score, lowest first", curves))
     return {"effects.svg": svg(panels, columns=2)}
-
-
-def curve(rows: Sequence[Any], name: str) -> Curve:
-    """Return the mean effect of each fifth over all seeds' tokens."""
-    parts = distinct(rows, "fifth")
-    means = []
-    for part in parts:
-        some = select(rows, fifth=part)
-        means.append(float(np.average(column(some, "effect"), weights=column(some, "tokens"))))
-    return Curve([float(part) for part in parts], means, SCORES[name], color=COLORS[name])

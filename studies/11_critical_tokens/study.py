@@ -4,11 +4,14 @@ The contrast is fitted on one half of each group and read on the other. The trut
 after a token, and after another one drawn in its place.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from scipy.stats import rankdata
 
 from otb_analysis.config import (
     ChainSumConfig,
@@ -19,20 +22,178 @@ from otb_analysis.config import (
     TrainConfig,
     WarmStartConfig,
 )
+from otb_analysis.devices import random_forked
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
-from otb_analysis.measurement.contrast import contrasts
-from otb_analysis.measurement.level import MeasuredPolicy
-from otb_analysis.measurement.levels import shares
+from otb_analysis.measurement.level import MeasuredPolicy, contrasts, shares
+from otb_analysis.measurement.table import compute_rewards
+from otb_analysis.rollouts.generation import Generation, TransformersGenerator
+from otb_analysis.rollouts.sampling import Draft, Rollouts, collate
+from otb_analysis.tasks import Turn
 from otb_analysis.tasks.task_calls import distinct_prompts
-from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.types import Bool, Int
+from otb_analysis.training.runtime import Bar
+from otb_analysis.types import Bool, Float, Int
 from studies.lib import Cell, Study, Tables, rounded
 from studies.lib.policies import Policy, ScoredRollouts, demonstrated, exact_norms, fresh_policy, pretrained, write
-from studies.lib.results import Gathered
+from studies.lib.record import Gathered
 
-from .effects import token_effects
-from .summaries import summaries
+SCORES = {
+    "contrast": "contrast",
+    "lift": "contrast ÷ π",
+    "logprob": "log π",
+    "attribution": "attribution",
+    "signal": "signal",
+    "noise": "noise",
+}
+"""What may tell a token that helps from one that harms."""
+SIZES = {
+    "uncertain": "1 − π",
+    "far": "log(contrast ÷ π), size",
+    "norm": "exact ‖s‖²",
+    "attribution_size": "attribution, size",
+    "noise_size": "noise, size",
+}
+"""What may tell a token that matters, either way, from one that does not."""
+KINDS: dict[str, bool | None] = {"all": None, "right": True, "wrong": False}
+FINDERS = ("contrast", "lift", "logprob", "attribution")
+DRAWN: tuple[str, ...] = ("contrast", "logprob", "attribution")
+DECISIVE, LOWEST, BINS = -0.5, 0.1, 5
+"""Effect from which a token is decisive for the worse; the share of tokens that a score may point at; fifths."""
+
+Token = Mapping[str, Any]
+
+
+def summaries(tokens: Sequence[Token]) -> dict[str, list[dict[str, Any]]]:
+    """Return tables of one policy's replaced tokens: sums of ranks and what was found, by prompt, and mean effects.
+
+    A token has its prompt, whether its rollout is right, contrast, log π, attribution, signal, noise, norm, and the
+    success `kept` with it and `replaced` with another.
+    """
+    sums, fifths = list[dict[str, Any]](), list[dict[str, Any]]()
+    for kind, right in KINDS.items():
+        own = [token for token in tokens if right is None or token["right"] == right]
+        # Σx², Σy² and Σxy of each score's rank x and its target's rank y, the effect's or its size's
+        ranked, columns = {name: ranks(x) for name, x in values(own).items()}, {"tokens": np.ones(len(own))}
+        for target, names in (("effect", SCORES), ("size", SIZES)):
+            columns[f"{target}_sq"] = ranked[target] ** 2
+            columns |= {f"{name}_sq": ranked[name] ** 2 for name in names}
+            columns |= {f"{name}_{target}": ranked[name] * ranked[target] for name in names}
+        sums += [{"kind": kind} | row for row in sums_by_prompt(own, columns)]
+    wrong = [token for token in tokens if not token["right"]]
+    x = values(wrong)
+    for name in DRAWN:  # the mean effect of each fifth of some scores, lowest first
+        part = np.clip(((ranks(x[name]) + 0.5) * BINS).astype(int), 0, BINS - 1)
+        for k in np.unique(part):
+            effect = x["effect"][part == k]
+            row = {"score": name, "fifth": int(k) + 1, "tokens": len(effect)}
+            fifths.append(row | {"effect": rounded(float(effect.mean()))})
+    return {"sums": sums, "found": found_rows(wrong), "fifths": fifths}
+
+
+def values(tokens: Sequence[Token]) -> dict[str, Float]:
+    """Return scores, sizes and the measured effect of tokens, each [n]."""
+    names = ("contrast", "logprob", "attribution", "signal", "noise", "norm", "kept", "replaced")
+    x = {name: np.array([token[name] for token in tokens], float) for name in names}
+    x["effect"] = x["kept"] - x["replaced"]
+    # 0 where a float64 probability underflows; ranks need no more.
+    x["lift"] = np.log(np.maximum(x["contrast"], 1e-300)) - x["logprob"]
+    x |= {"uncertain": 1 - np.exp(x["logprob"]), "far": np.abs(x["lift"]), "size": np.abs(x["effect"])}
+    return x | {f"{name}_size": np.abs(x[name]) for name in ("attribution", "noise")}
+
+
+def ranks(x: Float) -> Float:
+    """Return ranks from −½ to ½."""
+    return (rankdata(x) - 0.5) / len(x) - 0.5
+
+
+def sums_by_prompt(tokens: Sequence[Token], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row per prompt with the sums of columns [n] over its tokens."""
+    prompts, place = np.unique([token["prompt"] for token in tokens], return_inverse=True)
+    summed = {name: np.bincount(place.reshape(-1), x, len(prompts)) for name, x in columns.items()}
+    return [
+        {"prompt": int(prompt)} | {name: rounded(float(x[k])) for name, x in summed.items()}
+        for k, prompt in enumerate(prompts)
+    ]
+
+
+def found_rows(tokens: Sequence[Token]) -> list[dict[str, int]]:
+    """Return by prompt the tokens, the decisive ones, and how many of these are in the lowest tenth of each score."""
+    x = values(tokens)
+    bad = x["effect"] <= DECISIVE
+    columns = {"tokens": np.ones(len(bad)), "decisive": bad}
+    columns |= {name: bad & (ranks(x[name]) < LOWEST - 0.5) for name in FINDERS}
+    rows = sums_by_prompt(tokens, columns)
+    return [{name: int(value) for name, value in row.items()} for row in rows]
+
+
+def token_effects(
+    policy: Policy, rollouts: Rollouts, chosen: Bool, right: float, draws: int, limit: int, seed: int, bar: Bar
+) -> tuple[Float, Float]:
+    """Return P(right | h, y) and P(right | h, not y) of the chosen tokens [N, T], each from so many continuations.
+
+    Not y is a token drawn from π(·|h) without y. NaN where a token was not chosen; single turns, sampled at
+    temperature 1, of at most `limit` tokens. The global random state is kept.
+    """
+    kept, other = np.full(chosen.shape, np.nan), np.full(chosen.shape, np.nan)
+    generator = TransformersGenerator(policy.model, policy.tokenizer)
+    with random_forked(policy.model.device):
+        torch.manual_seed(seed)
+        for t in range(chosen.shape[1]):
+            rows = np.flatnonzero(chosen[:, t])
+            if len(rows):
+                at = rollouts.prompt_length[rows] + t
+                begun = [rollouts.input_ids[n, :end].tolist() for n, end in zip(rows, at, strict=True)]
+                token = rollouts.input_ids[rows, at]
+                same, another = np.repeat(token[:, None], draws, axis=1), others(policy, begun, token, draws)
+                for out, follow in ((kept, same), (other, another)):
+                    out[rows, t] = successes(policy, generator, rollouts, rows, begun, follow, right, limit - t - 1)
+            bar(t + 1, chosen.shape[1], f"{int(chosen.sum())} tokens replaced, position {t}")
+    return kept, other
+
+
+@torch.no_grad()
+def others(policy: Policy, begun: list[list[int]], token: Int, draws: int) -> Int:
+    """Draw tokens [n, draws] from π(·|h) without the token that was written."""
+    drawn = []
+    for ids, y in zip(begun, token.tolist(), strict=True):
+        logits = policy.model(torch.tensor([ids], device=policy.model.device)).logits[0, -1].double()
+        logits[y] = -torch.inf
+        drawn.append(torch.multinomial(torch.softmax(logits, -1), draws, replacement=True))
+    return torch.stack(drawn).cpu().numpy()
+
+
+def successes(
+    policy: Policy,
+    generator: TransformersGenerator,
+    rollouts: Rollouts,
+    rows: Int,
+    begun: list[list[int]],
+    follow: Int,
+    right: float,
+    left: int,
+) -> Float:
+    """Return the share of right answers [n] among continuations of each beginning by each of its next tokens [n, K]."""
+    n, draws = follow.shape
+    texts = [[*begun[i], int(follow[i, k])] for i in range(n) for k in range(draws)]
+    ended = np.isin(follow.reshape(-1), generator.ends) | (left < 1)
+    going = np.flatnonzero(~ended)
+    written = [Generation([], [], True)] * len(texts)
+    if len(going):
+        for i, found in zip(going, generator.generate([texts[i] for i in going], left, 1.0), strict=True):
+            written[i] = found
+    drafts = []
+    for i, (text, more) in enumerate(zip(texts, written, strict=True)):
+        start = int(rollouts.prompt_length[rows[i // draws]])
+        draft, ids = Draft(text[:start]), [*text[start:], *more.token_ids]
+        finished = ids[-1] in generator.ends
+        draft.extend(ids, 0, [0.0] * len(ids))
+        draft.turns.append(Turn(str(policy.tokenizer.decode(ids[:-1] if finished else ids)), finished))
+        draft.finish_reason = "stop" if finished else "length"
+        drafts.append(draft)
+    group = np.repeat(rollouts.group[rows], draws)
+    paid = compute_rewards(policy.task, collate(drafts, rollouts.prompts, group, 0))
+    return (paid.reward.sum(axis=1) >= right).reshape(n, draws).mean(axis=1)
+
 
 TASK = ChainSumConfig(terms_min=2, terms_max=3, largest=19)
 MODEL = SmallModelConfig(layers=2, width=64)
@@ -72,8 +233,20 @@ def cells(quick: bool) -> list[Cell]:
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Replace tokens, and return how their effects go with the contrast and with what the gradient says."""
     s = cell.settings
-    small = s["policy"] == "small"
-    policy = small_policy(s, bar) if small else pretrained(TrainConfig(model="smollm2", **REASONING))
+    if s["policy"] == "small":
+        config = TrainConfig(
+            task="chain_sum", chain_sum=ChainSumConfig(**s["task"]), small_model=SmallModelConfig(**s["model"]),
+            seed=s["seed"], warm_start=WarmStartConfig(max_steps=s["steps"]),
+        )  # fmt: skip
+        policy = fresh_policy(config)
+        for step, success, _ in demonstrated(policy, config, CHECK, 128, s["length"]):
+            bar(step, s["steps"], f"{success:.0%} success")
+            if success >= s["enough"]:
+                break
+        else:
+            raise InputError(f"the small policy did not reach {s['enough']:.0%} success; allow more demonstrations.")
+    else:
+        policy = pretrained(TrainConfig(model="smollm2", **REASONING))
     prompts = distinct_prompts(policy.task, "train", s["prompts"])
     sample = SampleConfig(prompts=len(prompts), group_size=s["group"], max_new_tokens=s["length"])
     written = write(policy, prompts, sample, seed=1000 + s["seed"], at_once=16)
@@ -128,20 +301,6 @@ def chosen_tokens(written: ScoredRollouts, right: Bool, each: int, positions: in
     if not chosen.any():
         raise InputError("no prompt has right and wrong answers; take a policy that is right now and then.")
     return chosen
-
-
-def small_policy(s: Any, bar: Bar) -> Policy:
-    """Return a small policy trained on demonstrations until it is right often enough."""
-    config = TrainConfig(
-        task="chain_sum", chain_sum=ChainSumConfig(**s["task"]), small_model=SmallModelConfig(**s["model"]),
-        seed=s["seed"], warm_start=WarmStartConfig(max_steps=s["steps"]),
-    )  # fmt: skip
-    policy = fresh_policy(config)
-    for step, success, _ in demonstrated(policy, config, CHECK, 128, s["length"]):
-        bar(step, s["steps"], f"{success:.0%} success")
-        if success >= s["enough"]:
-            return policy
-    raise InputError(f"the small policy did not reach {s['enough']:.0%} success; allow more demonstrations.")
 
 
 STUDY = Study(

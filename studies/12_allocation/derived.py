@@ -1,6 +1,8 @@
 """What the page of Allocation needs beyond its tables: every arm over equal groups, on populations and on pools."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,9 @@ from otb_analysis.diagnostics.allocation import allocate, bernoulli_variance, vi
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE, PINK
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, cluster_jackknife, jackknife_interval
-from otb_analysis.types import Float, Int
+from otb_analysis.types import Float
 from studies.lib import Rows, column, distinct, interval_columns, select
-from studies.lib.formats import interval_curve, ratio_interval
+from studies.lib.formats import interval_curves, ratio_interval
 
 from .study import EARLIER, MOST, SIZES, UPDATE
 
@@ -28,56 +30,29 @@ COLORS = {"vip8": ORANGE, "vip32": AMBER, "vip": PINK, "best": GREEN, "half": BL
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return efficiency and variance within prompts over those of equal groups, by population or task, N and arm."""
-    exact = over_equal_exact(tables["worlds"])
-    return {
-        "ratios": [*exact, *over_equal_pooled(tables["prompts"])],
-        "words": WORDS,
-        "thirds": thirds(tables["prompts"]),
-    }
-
-
-def over_equal_exact(worlds: Rows) -> list[dict[str, Any]]:
-    """Return ratios of means over populations, which are the clusters."""
-    rows = []
-    for law in distinct(worlds, "law"):
-        for size in distinct(worlds, "size"):
-            same = select(worlds, law=law, size=size)
-            for arm in WORDS:
-                own = {"where": f"enumerated, {law}", "size": size, "arm": arm}
-                for name in ("efficiency", "within"):
-                    one, equal = (column(select(same, arm=which), name) for which in (arm, "equal"))
-                    own |= interval_columns(name, ratio_interval(one, equal, f"{name} over equal"))
-                for name in ("bias", "projection"):
-                    own[name] = float(np.mean(column(select(same, arm=arm), name)))
-                rows.append(own)
-    return rows
-
-
-def over_equal_pooled(prompts: Rows) -> list[dict[str, Any]]:
-    """Return ratios on pools; prompts are the clusters, sizes stay as they were chosen for all of them."""
-    rows = []
-    for task in distinct(prompts, "task"):
+    worlds, prompts, rows = tables["worlds"], tables["prompts"], list[dict[str, Any]]()
+    for law, size, arm in product(distinct(worlds, "law"), distinct(worlds, "size"), WORDS):
+        own, equal = (select(worlds, law=law, size=size, arm=which) for which in (arm, "equal"))
+        row: dict[str, Any] = {"where": f"enumerated, {law}", "size": size, "arm": arm}
+        for name in ("efficiency", "within"):  # populations are the clusters
+            pair = column(own, name), column(equal, name)
+            row |= interval_columns(name, ratio_interval(*pair, f"{name} over equal"))
+        rows.append(row | {name: float(np.mean(column(own, name))) for name in ("bias", "projection")})
+    for task in distinct(prompts, "task"):  # prompts are the clusters, sizes stay as they were chosen for all of them
         own = select(prompts, task=task)
         q, a, b, along = (np.array(column(own, name)) for name in ("q", "a", "b", "along"))
-        won = {k: np.array(column(own, f"won{k}")) for k in EARLIER}
         for size in SIZES:
-            for arm, n in sizes_of(won, size).items():
-                within = [a / k + b / (k * (k - 1)) for k in (np.full(len(own), size), n)]
+            sizes = {"half": np.full(len(own), size // 2)}
+            for k in EARLIER:
+                guess = vip_variance(bernoulli_variance(np.array(column(own, f"won{k}")), k), MOST * size)
+                sizes[f"vip{k}"] = allocate(guess, len(own) * size)
+            for arm in (name for name in WORDS if name in sizes):
+                within = [a / k + b / (k * (k - 1)) for k in (np.full(len(own), size), sizes[arm])]
                 update = (UPDATE, 2 * UPDATE if arm == "half" else UPDATE)
                 row = {"where": f"pool, {task}", "size": size, "arm": arm, "bias": None, "projection": None}
                 row |= interval_columns("efficiency", efficiency_ratio(q, along, within, update))
                 rows.append(row | interval_columns("within", ratio_interval(within[1], within[0], "within")))
-    return rows
-
-
-def sizes_of(won: Mapping[int, Float], size: int) -> dict[str, Int]:
-    """Return the group size of each prompt [P] under each arm that earlier rollouts allow."""
-    count = len(next(iter(won.values())))
-    found = {
-        f"vip{k}": allocate(vip_variance(bernoulli_variance(successes, k), MOST * size), count * size)
-        for k, successes in won.items()
-    }
-    return found | {"half": np.full(count, size // 2)}
+    return {"ratios": rows, "words": WORDS, "thirds": thirds(prompts)}
 
 
 def efficiency_ratio(q: Float, along: Float, within: list[Float], update: tuple[int, int]) -> Interval | None:
@@ -120,12 +95,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     rows, panels = numbers(tables)["ratios"], []
     for where in distinct(rows, "where"):
         own = select(rows, where=where)
-        curves = [
-            interval_curve(
-                {float(np.log2(r["size"])): r for r in select(own, arm=arm)}, "efficiency", WORDS[arm], color
-            )
-            for arm, color in COLORS.items()
-            if select(own, arm=arm)
-        ]
+        curves = interval_curves(own, "arm", lambda row: float(np.log2(row["size"])), "efficiency", COLORS)
+        curves = [replace(curve, name=WORDS[curve.name]) for curve in curves]
         panels.append(Panel(where, "efficiency over that of equal groups", "log₂ N", curves, rules=((1.0, "equal"),)))
     return {"efficiency.svg": svg(panels)}

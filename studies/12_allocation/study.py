@@ -5,7 +5,7 @@ a population whose groups have N rollouts on average; an update draws its prompt
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,66 @@ import numpy as np
 
 from otb_analysis.config import SampleConfig, WarmStartConfig
 from otb_analysis.diagnostics.allocation import allocate, bernoulli_variance, vip_variance
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from otb_analysis.types import Float, Int
 from studies.lib import Cell, Study, Tables, rounded
 from studies.lib.enumeration.trees import Tree, TreeSpec, random_tree
-from studies.lib.policies import Policy, ScoredRollouts, different_prompts, group_sketches, taught, write
+from studies.lib.policies import different_prompts, group_sketches, taught, write
 from studies.lib.seeds import taught_config
 
-from .laws import Laws, from_rollouts, from_tree
+
+@dataclass(frozen=True)
+class Laws:
+    """One batch of prompts; V_p(n) = a/n + b/(n(n − 1)) is the variance of prompt p's gradient given the prompt."""
+
+    gradient: Float  # E g of each prompt [P, K]: exact, or the mean over all pairs of rollouts
+    square: Float  # q = ‖E g‖² [P], without bias
+    single: Float  # a [P]
+    pair: Float  # b [P]
+
+    def variance(self, size: Float) -> Float:
+        """V_p(n_p) of each prompt [P]."""
+        return self.single / size + self.pair / (size * (size - 1))
+
+    def table(self, most: int) -> Float:
+        """V_p(n) for n up to `most` [P, most + 1], as `allocate` takes it."""
+        n = np.arange(2, most + 1)
+        out = np.full((len(self.single), most + 1), np.inf)
+        out[:, 2:] = self.single[:, None] / n + self.pair[:, None] / (n * (n - 1))
+        return out
+
+
+def from_rollouts(score: Float, reward: Float) -> tuple[Float, float, float, float]:
+    """Return gradient, q, a and b of one prompt, unbiased: means over pairs, triples and quadruples of rollouts.
+
+    `score` holds S_i of each rollout [N, K], or a sketch that keeps inner products in expectation; `reward` is R [N].
+    """
+    n = len(reward)
+    # Σ_j h(i, j), linear in the scores
+    rest = 0.5 * (score * (n * reward - reward.sum())[:, None] - np.outer(reward, score.sum(0)) + reward @ score)
+    total, inner = rest.sum(axis=0), score @ score.T
+    norm = np.diag(inner)
+    same = float((0.25 * (reward[:, None] - reward) ** 2 * (norm[:, None] + norm - 2 * inner)).sum())
+    once, every = float((rest**2).sum()), float(total @ total)
+    pairs, triples = n * (n - 1), n * (n - 1) * (n - 2)
+    square = (every - 4 * once + 2 * same) / (triples * (n - 3))
+    one, two = (once - same) / triples - square, same / pairs - square
+    return total / pairs, square, 4 * one, 2 * two - 4 * one
+
+
+def from_tree(tree: Tree) -> tuple[Float, float, float, float]:
+    """Return gradient, q, a and b of an enumerated prompt, exactly."""
+    score, reward, prob = tree.score.sum(axis=1), tree.total, tree.prob
+    mean, moment = prob @ score, prob @ (score * reward[:, None])
+    rest = 0.5 * (score * (reward - prob @ reward)[:, None] - np.outer(reward, mean) + moment)  # E[h(i, ·) | i]
+    inner = score @ score.T
+    norm = np.diag(inner)
+    size = 0.25 * (reward[:, None] - reward) ** 2 * (norm[:, None] + norm - 2 * inner)
+    gradient = prob @ rest
+    square = float(gradient @ gradient)
+    one, two = float(prob @ (rest**2).sum(axis=1)) - square, float(prob @ size @ prob) - square
+    return gradient, square, 4 * one, 2 * two - 4 * one
+
 
 SPEC = TreeSpec(vocabulary=3, horizon=4, shared=8, end_token=True)
 SUCCESS = {"even": (1.0, 1.0), "extreme": (0.3, 0.3)}
@@ -149,8 +201,12 @@ def pooled(cell: Cell, bar: Bar) -> Tables:
     bar(1, 3, f"{cell.name}: earlier rollouts")
     later = write(policy, chosen, replace(earlier, group_size=s["pool"]), seed=2, at_once=64)
     bar(2, 3, f"{cell.name}: pool")
-    sketch, paid = rollout_sketches(policy, later, s["buckets"]), later.table.total_reward
-    group = later.rollouts.group
+    first, back = later.distinct()  # one backward pass per different rollout
+    place = np.full(len(back), -1)
+    place[first] = np.arange(len(first))
+    ones = later.table.mask[None].astype(float)
+    sketch = group_sketches(policy, later, ones, place, s["buckets"])[0][back].astype(float)  # of S_i = Σ_t s_{i,t}
+    paid, group = later.table.total_reward, later.rollouts.group
     parts = [from_rollouts(sketch[group == p], paid[group == p]) for p in range(len(chosen))]
     laws = Laws(*map(np.array, zip(*parts, strict=True)))
     total = laws.gradient.sum(axis=0)
@@ -163,16 +219,6 @@ def pooled(cell: Cell, bar: Bar) -> Tables:
         rows.append(row | {key: rounded(float(x)) for key, x in zip(("q", "a", "b", "along"), values, strict=True)})
     bar(3, 3, f"{cell.name}: measured")
     return {"prompts": rows}
-
-
-def rollout_sketches(policy: Policy, written: ScoredRollouts, buckets: int) -> Float:
-    """Return a count sketch of S_i = Σ_t s_{i,t} of every rollout [N, K]: one backward pass per different rollout."""
-    first, back = written.distinct()
-    group = np.full(len(back), -1)
-    group[first] = np.arange(len(first))
-    return group_sketches(policy, written, written.table.mask[None].astype(float), group, buckets)[0][back].astype(
-        float
-    )
 
 
 STUDY = Study(

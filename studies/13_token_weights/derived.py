@@ -6,11 +6,11 @@ from typing import Any
 
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
 from otb_analysis.figures.svg import Panel, svg
-from otb_analysis.objectives.token_weights import StapoOptions
+from otb_analysis.objectives.aggregation import StapoOptions
 from studies.lib import Rows, distinct, select
-from studies.lib.formats import interval_curve, side_by_side
+from studies.lib.formats import interval_curves, side_by_side
 
-from .pools import LOT as LOT
+from .study import LOT as LOT
 
 DEFAULT = StapoOptions()
 COLORS = (BLUE, GREEN, PINK)
@@ -46,15 +46,10 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         for row in clipped(select(tables["thresholds"], entropy=DEFAULT.entropy))
     ]
     policies = distinct(tables["arms"], "policy")  # the small ones
-    shares = [
-        interval_curve(
-            {math.log10(row["probability"]): row for row in select(thresholds, policy=policy)}, "share", policy, color
-        )
-        for policy, color in zip(policies, COLORS, strict=False)
-    ]
-    arms = []
-    for k, (arm, color) in enumerate(DRAWN.items()):
-        arms.append(side_by_side(select(tables["arms"], arm=arm), k, "efficiency", arm, color))
+    colors = dict(zip(policies, COLORS, strict=False))
+    shares = interval_curves(thresholds, "policy", lambda row: math.log10(row["probability"]), "share", colors)
+    own = {arm: select(tables["arms"], arm=arm) for arm in DRAWN}
+    arms = [side_by_side(own[arm], k, "efficiency", arm, color) for k, (arm, color) in enumerate(DRAWN.items())]
     note = f"of 10,000; H < {DEFAULT.entropy} nats, A > 0"
     rule = (1.0, "the paper's 0.01 %")
     panels = [

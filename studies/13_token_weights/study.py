@@ -4,34 +4,229 @@ On millions of tokens of small policies, with exact norms of the silenced ones a
 shares on a pretrained model.
 """
 
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 
 from otb_analysis.config import (
+    ReasoningGymConfig,
+    SampleConfig,
+    TrainConfig,
     WarmStartConfig,
 )
-from otb_analysis.objectives.token_weights import DelightOptions, StapoOptions
+from otb_analysis.estimators import estimate
+from otb_analysis.gradients import token_score_norms
+from otb_analysis.objectives.aggregation import DelightOptions, StapoOptions, TokenWeightInputs, token_weights
 from otb_analysis.statistics import (
     Interval,
-    PoolGram,
+    Partition,
     cluster_jackknife,
     jackknife_interval,
     paired_ratios,
+    pool_gram,
     pool_statistics,
 )
-from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.types import Float, Gram
+from otb_analysis.tasks import Prompt
+from otb_analysis.training.runtime import Bar
+from otb_analysis.types import Bool, Float, Gram, Int
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.formats import by_label, ratio_columns, ratio_interval, statistics_columns
-from studies.lib.policies import different_prompts, taught
-from studies.lib.results import Gathered
+from studies.lib.policies import (
+    Policy,
+    ScoredRollouts,
+    different_prompts,
+    exact_norms,
+    group_sketches,
+    pretrained,
+    taught,
+    write,
+)
+from studies.lib.record import Gathered
 from studies.lib.seeds import taught_config
 
-from . import real
-from .pools import ARMS, SUMS, Found, Setting, collect, gram_of
+ARMS = ("rloo", "stapo", "drawn", "delightful")
+"""`drawn` silences as many tokens as `stapo`, by lot among those with A > 0."""
+LOT = 256
+"""Fewest tokens of a block that are drawn by lot, whose exact norms stand for all tokens."""
+SUMS = ("tokens", "positive", "silenced", "norm_silenced", "power_silenced", "drawn", "norm_drawn", "power_all")
+"""Columns of a prompt: tokens, those with A > 0, those silenced with their Σ‖s‖² and ΣA²‖s‖², and tokens drawn by lot.
+
+`power_all` estimates ΣA²‖s‖² of all tokens, from others drawn in proportion to A² times the proxy of ‖s‖².
+"""
+
+
+@dataclass
+class Found:
+    """What all blocks together gave."""
+
+    sums: list[Float] = field(default_factory=list)  # Rows of SUMS, a row per prompt
+    grid: list[Float] = field(default_factory=list)  # Silenced tokens of each prompt at each pair of thresholds
+    gradients: list[Float] = field(default_factory=list)  # [M, G, K] of the first prompts
+    silenced: Counter[str] = field(default_factory=Counter)
+    every: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How much is drawn and measured."""
+
+    prompts: int
+    rollouts: int
+    length: int  # Tokens an answer may have
+    group: int  # Rollouts of a group: R − leave-one-out mean is A
+    gram: int  # Prompts whose group gradients are sketched
+    buckets: int
+    block: int  # Prompts at a time
+    pairs: tuple[tuple[float, float], ...]  # (τ_p, τ_h) of the grid
+
+
+def collect(policy: Policy, prompts: Sequence[Prompt], setting: Setting, bar: Bar) -> Found:
+    """Sample and measure the prompts in blocks, so that memory holds one of them."""
+    found, rng = Found(), np.random.default_rng(0)
+    sample = SampleConfig(group_size=setting.rollouts, max_new_tokens=setting.length)
+    for start in range(0, len(prompts), setting.block):
+        written = write(policy, prompts[start : start + setting.block], sample, seed=10 + start)
+        _block(policy, written, setting, found, start < setting.gram, rng)
+        bar(min(start + setting.block, len(prompts)), len(prompts), "sampling and measuring")
+    return found
+
+
+def _block(
+    policy: Policy, written: ScoredRollouts, setting: Setting, found: Found, sketched: bool, rng: np.random.Generator
+) -> None:
+    table, prompt = written.table, written.rollouts.group
+    place = np.arange(len(prompt)) - np.searchsorted(prompt, prompt)  # of a rollout in its prompt
+    group = prompt * (setting.rollouts // setting.group) + place // setting.group
+    advantage = estimate("rloo", replace(table.inputs(None), group=group)).advantage
+    inputs = TokenWeightInputs(table.mask, advantage, table.stats.logprob, table.stats.entropy)
+    silenced = table.mask & (token_weights("stapo", inputs) == 0)
+    count = int(silenced.sum())
+    drawn, other = _by_lot(table.mask, max(count, LOT), rng), _by_lot(table.mask & (advantage > 0), count, rng)
+    likely = advantage**2 * np.where(table.mask, table.stats.energy, 0.0)
+    times = np.zeros(likely.shape)  # none where every group was paid alike
+    if likely.any():
+        times = rng.multinomial(LOT, likely.reshape(-1) / likely.sum()).reshape(likely.shape)
+    norm = exact_norms(policy, written, silenced | drawn | (times > 0))
+    power = advantage**2 * norm
+    # Horvitz and Thompson: each draw stands for 1/(LOT · its chance) tokens
+    stands_for = np.divide(times * likely.sum(), LOT * likely, out=np.zeros(likely.shape), where=times > 0)
+    columns = [table.mask, table.mask & (advantage > 0), silenced, silenced * norm, silenced * power, drawn]
+    columns += [drawn * norm, stands_for * power]
+    found.sums.append(np.stack([_per_prompt(x, prompt) for x in columns], axis=1))
+    options = [StapoOptions(*pair) for pair in setting.pairs]
+    counts = [table.mask & (token_weights("stapo", inputs, one) == 0) for one in options]
+    found.grid.append(np.stack([_per_prompt(x, prompt) for x in counts], axis=1))
+    for counter, where in ((found.silenced, silenced), (found.every, table.mask)):
+        ids, times = np.unique(table.token_id[where], return_counts=True)
+        for i, n in zip(ids, times, strict=True):
+            counter[str(policy.tokenizer.decode([int(i)]))] += int(n)
+    if sketched:
+        factors = (1.0, ~silenced, ~other, token_weights("delightful", inputs))
+        weights = np.stack([advantage * factor for factor in factors]) / setting.group
+        found.gradients.append(group_sketches(policy, written, weights, group, setting.buckets))
+
+
+def _by_lot(where: Bool, count: int, rng: np.random.Generator) -> Bool:
+    out, at = np.zeros(where.shape, bool), np.flatnonzero(where)
+    out.reshape(-1)[rng.choice(at, min(count, len(at)), replace=False)] = True
+    return out
+
+
+def _per_prompt(x: Float | Bool, prompt: Int) -> Float:
+    return np.bincount(prompt, x.sum(axis=1)).astype(float)
+
+
+REAL_TASK = ReasoningGymConfig(name=("letter_counting",), config=('{"min_words": 1, "max_words": 2}',))
+PROMPTS, ROLLOUTS, TOKENS, NORMS, FIRST = 48, 8, 24, 48, 80_000_000
+
+
+def real_cell(pairs: tuple[tuple[float, float], ...]) -> Cell:
+    """Return the cell of the pretrained model."""
+    facts = {"model": "smollm2", "task": asdict(REAL_TASK), "prompts": PROMPTS, "rollouts": ROLLOUTS, "tokens": TOKENS}
+    return Cell("smollm2-letters", facts | {"norms": NORMS, "pairs": [list(pair) for pair in pairs]})
+
+
+def measure_real(cell: Cell, bar: Bar) -> Tables:
+    """Return expected shares by thresholds, and exact norms of tokens that would be silenced and of others."""
+    s = cell.settings
+    policy = pretrained(TrainConfig(model="smollm2", task="reasoning_gym", reasoning_gym=REAL_TASK))
+    sample = SampleConfig(group_size=s["rollouts"], max_new_tokens=s["tokens"])
+    written = write(policy, different_prompts(policy, FIRST, s["prompts"]), sample, seed=3, at_once=16)
+    bar(1, 3, "sampled")
+    mass, rare, prompt = rare_mass(policy, written, s["pairs"])
+    bar(2, 3, "contexts scored")
+    rows = []
+    for k, (probability, entropy) in enumerate(s["pairs"]):
+        share = ratio_interval(np.bincount(prompt, mass[:, k]), np.bincount(prompt), "share of tokens", "linear")
+        row = {"policy": cell.name, "probability": probability, "entropy": entropy}
+        rows.append(row | interval_columns("share", share))
+    default = s["pairs"].index([StapoOptions().probability, StapoOptions().entropy])
+    norms = rare_norms(policy, written, rare, mass[:, default], s["norms"])
+    bar(3, 3, "norms")
+    whole = {
+        "policy": cell.name,
+        "parameters": policy.model.num_parameters(),
+        "tokens": len(prompt),
+        "prompts": s["prompts"],
+    }
+    whole |= {"rollouts": s["rollouts"], "success": float(written.table.total_reward.mean()), "norms": len(norms)}
+    ratio = ratio_interval(norms[:, 0], norms[:, 1], "mean ‖s‖² of silenced over drawn tokens")
+    return {"thresholds": rows, "policies": [whole | interval_columns("norm_ratio", ratio)]}
+
+
+def rare_mass(policy: Policy, written: ScoredRollouts, pairs: list[list[float]]) -> tuple[Float, Int, Int]:
+    """Return Σ_v π_v 1(π_v < τ_p)·1(H < τ_h) of each policy token [n, pairs], a rare token there or −1, its prompt [n].
+
+    The rare token is drawn from those below the default τ_p, in proportion to π, where H is below the default τ_h.
+    """
+    ids, mask, attention = written.batch
+    rng, default, mass, rare, prompt = np.random.default_rng(0), StapoOptions(), [], [], []
+    for n in range(len(ids)):
+        length = int(attention[n].sum())
+        with torch.inference_mode():
+            logits = policy.model(input_ids=ids[n : n + 1, :length].to(policy.model.device)).logits[0]
+        at = np.flatnonzero(mask[n].numpy())
+        pi = torch.softmax(logits[at - 1].double() / written.temperature, dim=-1).cpu().numpy()
+        entropy = -(pi * np.log(np.maximum(pi, 1e-300))).sum(axis=1)
+        mass += [[p[p < a].sum() * (h < b) for a, b in pairs] for p, h in zip(pi, entropy, strict=True)]
+        for p, h in zip(pi, entropy, strict=True):
+            few = np.where(p < default.probability, p, 0.0)
+            rare.append(int(rng.choice(len(p), p=few / few.sum())) if h < default.entropy else -1)
+        prompt += [int(written.rollouts.group[n])] * len(at)
+    return np.array(mass), np.array(rare), np.array(prompt)
+
+
+def rare_norms(policy: Policy, written: ScoredRollouts, rare: Int, mass: Float, count: int) -> Float:
+    """Return ‖s‖² of rare tokens put in place of those sampled, and of tokens drawn by lot [count, 2].
+
+    Contexts are drawn in proportion to the chance of a rare token there, each once at most.
+    """
+    ids, mask, attention = written.batch
+    rng = np.random.default_rng(1)
+    where = np.argwhere(mask.numpy())
+    chance = np.where(rare >= 0, mass, 0.0)
+    size = min(count, int((chance > 0).sum()))
+    confident = rng.choice(len(where), size, replace=False, p=chance / chance.sum())
+    others = rng.choice(len(where), len(confident), replace=False)
+    out = np.zeros((len(confident), 2))
+    for k, pair in enumerate(zip(confident, others, strict=True)):
+        for side, token in enumerate(pair):
+            n, at = where[token]
+            row = ids[n : n + 1, : at + 1].clone()
+            if side == 0:
+                row[0, at] = int(rare[token])
+            only = torch.zeros_like(row, dtype=torch.bool)
+            only[0, at] = True
+            found = token_score_norms(
+                policy.model, row, only, attention[n : n + 1, : at + 1], temperature=written.temperature
+            )
+            out[k, side] = found.norm_sq[0, at]
+    return out
+
 
 POLICIES = {
     "chain_sum": ("chain_sum", 32, WarmStartConfig(success_low=0.35, success_high=0.60)),
@@ -58,33 +253,43 @@ def cells(quick: bool) -> list[Cell]:
         learner = {"model": asdict(config.small_model), "start": asdict(config.warm_start)}
         learner |= {"task": task, "task_settings": asdict(getattr(config, task)), "update": UPDATE}
         made.append(Cell(name, size | learner | options | {"length": length, "quick": quick, "arms": list(ARMS)}))
-    return made[:1] if quick else [*made, real.cell(PAIRS)]
+    return made[:1] if quick else [*made, real_cell(PAIRS)]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Measure a small policy's tokens, or a pretrained one's contexts."""
     if cell.name.startswith("smollm2"):
-        return real.measure(cell, bar)
+        return measure_real(cell, bar)
     s = cell.settings
     setting = Setting(**{name: s[name] for name in asdict(FULL) if name != "pairs"}, pairs=PAIRS)
     policy = taught(taught_config(s["task"], POLICIES[cell.name][2], s["quick"]))
     prompts = different_prompts(policy, FIRST_PROMPT, setting.prompts)
     found = collect(policy, prompts, setting, bar)
-    gram = gram_of(found, setting)
+    gradients = np.concatenate(found.gradients, axis=1)  # of the groups of the first prompts, in order
+    groups = np.arange(gradients.shape[1])
+    cut = Partition(np.repeat(groups, setting.group), groups // (setting.rollouts // setting.group))
+    gram = pool_gram([gradients], [cut], [(arm, "none") for arm in ARMS])
     key = {"policy": cell.name}
     sums = np.concatenate(found.sums)
     whole = {"parameters": policy.model.num_parameters(), "prompts": len(prompts), "rollouts": setting.rollouts}
     whole |= {name: int(total) for name, total in zip(SUMS, sums.sum(axis=0), strict=True) if "_" not in name}
-    tables, compared = Gathered(), arm_rows(gram)
-    for row in compared:
-        row |= interval_columns("square_share", square_share(gram.gram(), row["arm"]))
-    tables.add(
-        key,
-        policies=[whole | silenced_part(sums)],
-        thresholds=share_rows(found, sums),
-        kinds=silenced_tokens(found),
-        arms=compared,
-    )
+    grid, shares = np.concatenate(found.grid), []
+    for k, (probability, entropy) in enumerate(PAIRS):
+        share = ratio_interval(grid[:, k], sums[:, SUMS.index("tokens")], "share of tokens", "linear")
+        shares.append({"probability": probability, "entropy": entropy} | interval_columns("share", share))
+    silenced, every = sum(found.silenced.values()), sum(found.every.values())
+    kinds = [
+        {"token": repr(text), "silenced": count / silenced, "all": found.every[text] / every}
+        for text, count in found.silenced.most_common(6)
+    ]
+    arms, pairs = [], by_label(paired_ratios([gram.gram()], n_prompts=UPDATE))
+    for one in pool_statistics(gram, n_prompts=UPDATE):
+        row = {"arm": one.estimator, "bias": rounded(one.relative_bias)} | statistics_columns(one, "projection")
+        pair = pairs.get((one.estimator, one.energy_source))
+        row |= ratio_columns(pair, {name: name for name in ("variance", "sf", "efficiency")})
+        arms.append(row | interval_columns("square_share", square_share(gram.gram(), one.estimator)))
+    tables = Gathered()
+    tables.add(key, policies=[whole | silenced_part(sums)], thresholds=shares, kinds=kinds, arms=arms)
     return tables
 
 
@@ -98,36 +303,6 @@ def silenced_part(sums: Float) -> dict[str, float | None]:
     )
     share = ratio_interval(sums[:, k["power_silenced"]], sums[:, k["power_all"]], "share of ΣA²‖s‖²")
     return interval_columns("norm_ratio", ratio) | interval_columns("power_share", share)
-
-
-def share_rows(found: Found, sums: Float) -> list[dict[str, float | None]]:
-    """Return the share of tokens that STAPO silences at each pair of thresholds."""
-    grid, tokens = np.concatenate(found.grid), sums[:, SUMS.index("tokens")]
-    rows = []
-    for k, (probability, entropy) in enumerate(PAIRS):
-        share = ratio_interval(grid[:, k], tokens, "share of tokens", "linear")
-        rows.append({"probability": probability, "entropy": entropy} | interval_columns("share", share))
-    return rows
-
-
-def silenced_tokens(found: Found) -> list[dict[str, float | str]]:
-    """Return the tokens that are silenced most often, with their share among all tokens."""
-    silenced, every = sum(found.silenced.values()), sum(found.every.values())
-    return [
-        {"token": repr(text), "silenced": count / silenced, "all": found.every[text] / every}
-        for text, count in found.silenced.most_common(6)
-    ]
-
-
-def arm_rows(gram: PoolGram) -> list[dict[str, Any]]:
-    """Return bias, projection, variance, SF and efficiency of every arm, over those of `rloo`."""
-    pairs = by_label(paired_ratios([gram.gram()], n_prompts=UPDATE))
-    rows = []
-    for one in pool_statistics(gram, n_prompts=UPDATE):
-        pair = pairs.get((one.estimator, one.energy_source))
-        row = {"arm": one.estimator, "bias": rounded(one.relative_bias)} | statistics_columns(one, "projection")
-        rows.append(row | ratio_columns(pair, {name: name for name in ("variance", "sf", "efficiency")}))
-    return rows
 
 
 def square_share(gram: Gram, arm: str) -> Interval | None:

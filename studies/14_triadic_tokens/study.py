@@ -13,9 +13,9 @@ import numpy as np
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.estimators import estimate
 from otb_analysis.statistics import Partition, pool_gram
-from otb_analysis.statistics.moments.gram import deleted_moments
+from otb_analysis.statistics.moments import deleted_moments
 from otb_analysis.tasks.task_calls import distinct_prompts
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.training.runtime import Bar
 from studies.lib import Cell, Study, Tables, rounded
 from studies.lib.policies import Policy, demonstrated, exact_norms, fresh_policy, group_sketches, write
 
@@ -93,7 +93,8 @@ def measured(policy: Policy, s: Any) -> dict[str, float | None]:
     written = write(policy, prompts, sample, seed=1000 + s["seed"])
     table = written.table
     norm = exact_norms(policy, written, table.mask)
-    digits = table.mask & np.isin(table.token_id, digit_ids(policy))
+    ids = [i for token, i in policy.tokenizer.get_vocab().items() if token.isdigit()]  # suffixes left out
+    digits = table.mask & np.isin(table.token_id, ids)
     group = np.arange(len(table.group)) // s["group"]
     advantage = estimate("rloo", replace(table.inputs(None), group=group)).advantage
     weights = np.stack([advantage, advantage * digits]) / s["group"]
@@ -119,11 +120,6 @@ def measured(policy: Policy, s: Any) -> dict[str, float | None]:
         "variance_digits": rounded(variance["digits"]),
         "noise_scale": rounded(scale),
     }
-
-
-def digit_ids(policy: Policy) -> list[int]:
-    """Return the tokens that are digits, suffixes left out."""
-    return [i for token, i in policy.tokenizer.get_vocab().items() if token.isdigit()]
 
 
 STUDY = Study(

@@ -1,17 +1,17 @@
 """Filters of sampling on enumerated policies: the mean, the variance and the efficiency of what they leave. Exact."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from otb_analysis.objectives.filters import RejectionOptions
-from otb_analysis.objectives.shaping import ProfiledOptions
-from otb_analysis.training.runtime.progress import Bar
+from otb_analysis.objectives.shaping import ProfiledOptions, RejectionOptions
+from otb_analysis.training.runtime import Bar
 from studies.lib import Cell, Study, Tables, rounded
 from studies.lib.enumeration.facts import GROUP
-from studies.lib.enumeration.filters import Filtered, batch_cosine, filtered, profiled
 from studies.lib.enumeration.groups import group_moments
+from studies.lib.enumeration.objectives import Filtered, batch_cosine, filtered, profiled
 from studies.lib.enumeration.trees import Tree, random_tree
 
 N = 4
@@ -49,57 +49,40 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     rows = []
     for seed, tree in enumerate(trees):
         for estimator in ESTIMATORS:
-            found = profiled_row(tree, estimator) if cell.name == "profiled" else row_of(tree, cell.name, estimator)
-            rows.append({"filter": cell.name, "policy": seed, "estimator": estimator} | found)
+            key = {"filter": cell.name, "policy": seed, "estimator": estimator}
+            rows.append(key | row_of(tree, cell.name, estimator))
         bar(seed + 1, count, f"{cell.name}: policy {seed + 1}")
     return {"filters": rows}
 
 
 def row_of(tree: Tree, name: str, estimator: str) -> dict[str, float | None]:
-    """Return what a filter makes of an estimator on one policy."""
-    which, options = FILTERS[name]
-    found = filtered(tree, N, which, estimator, options)
-    plain = group_moments(estimator, tree, N)
+    """Return what a filter, or profiled rewards, make of an estimator; bias is against ∇J of the task's own reward."""
+    efficiencies: dict[str, float | None] = {"same_drawn": None, "same_kept": None}
+    if name == "profiled":
+        paid = profiled(tree, PROFILED)
+        found = Filtered(group_moments(estimator, paid, N), paid.gradient, 1.0)
+    else:
+        found = filtered(tree, N, FILTERS[name][0], estimator, FILTERS[name][1])
+        plain = group_moments(estimator, tree, N).efficiency(UPDATE)
+        efficiencies["same_drawn"] = rounded(found.efficiency(UPDATE) / plain)
+        efficiencies["same_kept"] = rounded(found.moments.efficiency(UPDATE) / plain)
+    own = replace(found, moments=replace(found.moments, gradient=tree.gradient))
     return {
-        "kept": rounded(found.kept),
-        "bias": rounded(found.moments.relative_bias),
-        "off_target": rounded(found.off_target),
-        "c": rounded(found.moments.projection),
-        "cosine": rounded(found.cosine, 8),
-        "same_drawn": rounded(found.efficiency(UPDATE) / plain.efficiency(UPDATE)),
-        "same_kept": rounded(found.moments.efficiency(UPDATE) / plain.efficiency(UPDATE)),
-    }
-
-
-def profiled_row(tree: Tree, estimator: str) -> dict[str, float | None]:
-    """Return what profiled rewards make of an estimator; bias is against ∇J of the task's own reward."""
-    paid = profiled(tree, PROFILED)
-    moments = group_moments(estimator, paid, N)
-    own = Filtered(moments, paid.gradient, 1.0)
-    mean, gradient = moments.mean, tree.gradient
-    length = float(np.linalg.norm(gradient))
-    return {
-        "kept": 1.0,
-        "bias": rounded(float(np.linalg.norm(mean - gradient)) / length),
-        "off_target": rounded(own.off_target),
-        "c": rounded(float(mean @ gradient) / length**2),
-        "cosine": rounded(float(mean @ gradient) / (length * float(np.linalg.norm(mean))), 8),
-        "same_drawn": None,
-        "same_kept": None,
-    }
+        "kept": rounded(found.kept), "bias": rounded(own.moments.relative_bias),
+        "off_target": rounded(found.off_target), "c": rounded(own.moments.projection), "cosine": rounded(own.cosine, 8),
+    } | efficiencies  # fmt: skip
 
 
 def batches(trees: list[Tree]) -> list[dict[str, Any]]:
     """Return the cosine of the mean update of several prompts and their ∇J; parameters are shared, features are not."""
     rows = []
     for estimator in ESTIMATORS:
-        for name in ("none", "dynamic", "prs"):
-            parts = [filtered(tree, N, FILTERS[name][0], estimator, FILTERS[name][1]) for tree in trees]
+        for name, (which, options) in FILTERS.items():
+            parts = [filtered(tree, N, which, estimator, options) for tree in trees]
             for k in range(0, len(parts), TOGETHER):
                 some = parts[k : k + TOGETHER]
-                for fresh in (True, False) if name == "dynamic" else (False,):
-                    label = {True: "dynamic, other prompts", False: name}[fresh]
-                    label = "dynamic, same prompt again" if name == "dynamic" and not fresh else label
+                again = {"dynamic, other prompts": True, "dynamic, same prompt again": False}
+                for label, fresh in (again if name == "dynamic" else {name: False}).items():
                     cosine = rounded(batch_cosine(some, fresh), 8)
                     rows.append({"filter": label, "batch": k // TOGETHER, "estimator": estimator, "cosine": cosine})
     return rows

@@ -1,6 +1,7 @@
 """What the page of Soft tokens needs beyond its tables: means and ratios over policies, and its figure."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,41 +34,34 @@ def mean_of(rows: Rows, arm: str, name: str, scale: str = "linear") -> Interval 
     return seed_mean(values, name, scale) if values else None
 
 
-def table_share(rows: Rows, arm: str) -> Interval | None:
-    """Return the share of V that lies in the table of embeddings, the mean over policies."""
-    return seed_mean([1 - row["variance_rest"] / row["variance"] for row in select(rows, arm=arm)], "share")
-
-
-def slope_ratio(rows: Rows, arm: str) -> Interval | None:
-    """Return the mean over policies of the slope of J over that of the discrete arm."""
-    base = by_seed(select(rows, arm="discrete"), "slope")
-    return seed_mean([row["slope"] / base[row["seed"]] for row in select(rows, arm=arm)], "slope over discrete")
-
-
-def progress(tables: Mapping[str, Rows], arm: str) -> Interval | None:
-    """Return the mean over policies of V/slope² over that of the discrete arm."""
-    cost = {
-        (row["seed"], row["arm"]): row["variance"] / slope["slope"] ** 2
-        for row in tables["arms"]
-        for slope in select(tables["slopes"], seed=row["seed"], arm=row["arm"])
-    }
-    seeds = distinct(tables["arms"], "seed")
-    return seed_mean([cost[seed, arm] / cost[seed, "discrete"] for seed in seeds], "V over slope²", "log")
-
-
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return functions for the cells of the page, and its arms."""
-    rows = tables["arms"]
-    names = distinct(rows, "arm")
+    rows, slopes = tables["arms"], tables["slopes"]
+
+    def table_share(arm: str) -> Interval | None:
+        """Return the share of V that lies in the table of embeddings, the mean over policies."""
+        return seed_mean([1 - row["variance_rest"] / row["variance"] for row in select(rows, arm=arm)], "share")
+
+    def slope_ratio(arm: str) -> Interval | None:
+        """Return the mean over policies of the slope of J over that of the discrete arm."""
+        base = by_seed(select(slopes, arm="discrete"), "slope")
+        own = by_seed(select(slopes, arm=arm), "slope")
+        return seed_mean([slope / base[seed] for seed, slope in own.items()], "slope over discrete")
+
+    def progress(arm: str) -> Interval | None:
+        """Return the mean over policies of V/slope² over that of the discrete arm."""
+        cost = [
+            {seed: v / slope[seed] ** 2 for seed, v in by_seed(select(rows, arm=name), "variance").items()}
+            for name in (arm, "discrete")
+            for slope in [by_seed(select(slopes, arm=name), "slope")]
+        ]
+        return seed_mean([cost[0][seed] / cost[1][seed] for seed in distinct(rows, "seed")], "V over slope²", "log")
+
     return {
-        "over_discrete": lambda arm, name, against="": over_discrete(rows, arm, name, against),
-        "mean_of": lambda arm, name, scale="linear": mean_of(rows, arm, name, scale),
-        "table_share": lambda arm: table_share(rows, arm),
-        "slope_of": lambda arm: mean_of(tables["slopes"], arm, "slope"),
-        "slope_ratio": lambda arm: slope_ratio(tables["slopes"], arm),
-        "progress": lambda arm: progress(tables, arm),
-        "names": names,
-    }
+        "over_discrete": partial(over_discrete, rows), "mean_of": partial(mean_of, rows), "table_share": table_share,
+        "slope_of": lambda arm: mean_of(slopes, arm, "slope"), "slope_ratio": slope_ratio, "progress": progress,
+        "names": distinct(rows, "arm"),
+    }  # fmt: skip
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:

@@ -5,23 +5,134 @@ tokens soft, at several noises. Each way of answering has a mean reward and so a
 the gradient of discrete tokens compares noise at equal progress.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig, WarmStartConfig
 from otb_analysis.estimators import estimate
-from otb_analysis.statistics.moments.vectors import vector_moments
+from otb_analysis.gradients import batch_gradient, count_sketch
+from otb_analysis.gradients.batch.soft import SoftTokens, embeddings_of, mixtures
+from otb_analysis.measurement.table import compute_rewards
+from otb_analysis.rollouts.generation import TransformersGenerator
+from otb_analysis.rollouts.sampling import sample
+from otb_analysis.statistics.moments import vector_moments
+from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import distinct_prompts
-from otb_analysis.training.runtime.progress import Bar
-from otb_analysis.types import EstimatorInputs, Float
+from otb_analysis.training.runtime import Bar
+from otb_analysis.types import EstimatorInputs, Float, Int
 from studies.lib import Cell, Study, Tables, rounded
-from studies.lib.policies import Policy, ScoredRollouts, exact_norms, taught, write
+from studies.lib.policies import Policy, ScoredRollouts, exact_norms, group_sketches, taught, write
 
-from .gradients import by_scores, through_tokens
-from .slopes import slopes
+TABLE, REST = r"embed_tokens", r"^(?!.*embed_tokens)"
+
+
+def by_scores(policy: Policy, written: ScoredRollouts, weights: Float, group: Int, buckets: int) -> Float:
+    """Return sketches of Σ weights·s of every group [M, G, 2·buckets], weights [M, N, T]."""
+    parts = [group_sketches(policy, written, weights, group, buckets, scope) for scope in (TABLE, REST)]
+    return np.concatenate(parts, axis=-1).astype(np.float64)
+
+
+def through_tokens(policy: Policy, written: ScoredRollouts, weights: Float, group: Int, buckets: int) -> Float:
+    """Return sketches of each group's gradient that flows through its soft tokens [G, 2·buckets], weights [N, T].
+
+    h̃ = pE + σε with the noise ε held, so that ∇J = E[Σ_t A_t d/dθ log π(y_t | h̃(θ), y_<t)], a sum over discrete tokens
+    only: the same mean as from scores. Every rollout must have the same number of soft tokens.
+    """
+    soft = written.rollouts.soft
+    assert soft is not None
+    ids, mask, attention = written.rollouts.tensors(policy.model.device)
+    by_column = torch.as_tensor(written.rollouts.by_column(weights[None])[:, 0], device=ids.device)
+    out = np.zeros((int(group.max()) + 1, 2 * buckets))
+    for g in range(len(out)):
+        rows = torch.as_tensor(np.flatnonzero(group == g))
+        if not by_column[rows].any():
+            continue
+        length = int(attention[rows].sum(1).max())
+        values = answer_logprobs(policy.model, ids[rows, :length], mask[rows, :length], soft, written.temperature)
+        total = (by_column[rows, 1:length] * values).sum()
+        out[g] = sketched(policy.model, torch.autograd.grad(total, list(policy.model.parameters())), buckets)
+    return out
+
+
+def answer_logprobs(model: nn.Module, ids: Tensor, mask: Tensor, soft: SoftTokens, temperature: float) -> Tensor:
+    """Return log π of the discrete sampled tokens [n, L − 1], 0 elsewhere, as a function of θ through soft tokens.
+
+    The rollouts are of one prompt, so their soft tokens stand at the same columns.
+    """
+    table = embeddings_of(model)
+    here = soft.among(ids)
+    read = [table(ids[:, k].masked_fill(here[:, k], 0)) for k in range(ids.shape[1])]
+    for k in here[0].nonzero()[:, 0].tolist():
+        z = model(inputs_embeds=torch.stack(read[:k], dim=1), use_cache=False).logits[:, -1] / temperature
+        mean = mixtures(z, table.weight)
+        read[k] = soft.at(ids[:, k]) + mean - mean.detach()  # the vector that was drawn, moving as pE moves
+    z = model(inputs_embeds=torch.stack(read, dim=1), use_cache=False).logits[:, :-1] / temperature
+    found = z.log_softmax(-1).gather(-1, ids[:, 1:, None].masked_fill(here[:, 1:, None], 0))[..., 0]
+    return torch.where(mask[:, 1:] & ~here[:, 1:], found, 0.0)
+
+
+def sketched(model: nn.Module, gradient: tuple[Tensor, ...], buckets: int) -> Float:
+    """Return the sketches of a whole gradient's two parts [2·buckets], as `gradient_sketch` hashes them."""
+    parts, start = np.zeros((2, buckets)), 0
+    for (name, parameter), grad in zip(model.named_parameters(), gradient, strict=True):
+        parts[0 if TABLE in name else 1] += count_sketch(grad, start, buckets).cpu().numpy()
+        start += parameter.numel()
+    return parts.reshape(-1)
+
+
+AT_ONCE = 256
+"""Prompts sampled side by side."""
+
+
+def slopes(policy: Policy, s: Any, base: SampleConfig) -> list[dict[str, Any]]:
+    """Return (J₊ − J₋)/(2ε) of every way of answering."""
+    prompts = distinct_prompts(policy.task, "train", s["prompts"] + s["others"])
+    direction = discrete_gradient(policy, prompts[: s["prompts"]], replace(base, prompts=s["prompts"]), s["seed"])
+    length = float(torch.sqrt(torch.stack([d.double().square().sum() for d in direction]).sum()))
+    rows = []
+    for arm, (soft, noise) in s["arms"].items():
+        config = replace(base, soft=soft, soft_noise=noise)
+        ends = []
+        for sign in (1, -1):
+            move_parameters(policy, direction, sign * s["step"] / length)
+            ends.append(mean_reward(policy, prompts[s["prompts"] :], config, 5000 + s["seed"]))
+            move_parameters(policy, direction, -sign * s["step"] / length)
+        rows.append({"arm": arm, "slope": (ends[0] - ends[1]) / (2 * s["step"]), "above": ends[0], "under": ends[1]})
+    return rows
+
+
+def discrete_gradient(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> list[Tensor]:
+    """Return the gradient of `rloo` on discrete tokens, by parameter."""
+    written = write(policy, prompts, config, seed=1000 + seed)
+    advantage = estimate("rloo", written.table.inputs(None)).advantage
+    weights = written.rollouts.by_column(advantage[None] / len(advantage))[:, 0]
+    ids, mask, attention = written.batch
+    found = batch_gradient(policy.model, ids, mask, weights, attention)
+    return [found[name] for name, _ in policy.model.named_parameters()]
+
+
+@torch.no_grad()
+def move_parameters(policy: Policy, direction: Sequence[Tensor], step: float) -> None:
+    """Move the policy's parameters in place."""
+    for parameter, d in zip(policy.model.parameters(), direction, strict=True):
+        parameter.add_(step * d)
+
+
+def mean_reward(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> float:
+    """Return the mean reward of a group of rollouts of every prompt; the same seed draws the same noise."""
+    generator, totals = TransformersGenerator(policy.model, policy.tokenizer), list[float]()
+    for first in range(0, len(prompts), AT_ONCE):
+        torch.manual_seed(seed + first)
+        rollouts = sample(generator, policy.tokenizer, policy.task, prompts[first : first + AT_ONCE], config)
+        totals += compute_rewards(policy.task, rollouts).rewards().sum(axis=1).tolist()
+    return float(np.mean(totals))
+
 
 TASK = ChainSumConfig(terms_min=3, terms_max=3, largest=19)
 MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160, tied=False)
@@ -104,7 +215,11 @@ def measured(
     rloo, none, otb = by_scores(policy, written, weights, table.group, buckets)
     path = None if table.soft is None else through_tokens(policy, written, weights[0], table.group, buckets)
     truth = rloo if path is None else path
-    found: dict[str, float | None] = {"success": float(table.total_reward.mean())} | norms_of(written, norm)
+    known, first = table.mask & (norm.sum(axis=1) > 0)[:, None], np.arange(norm.shape[1]) < FIRST
+    found: dict[str, float | None] = {
+        "success": float(table.total_reward.mean()), "norm_first": float(norm[known & first].mean()),
+        "norm_later": float(norm[known & ~first].mean()), "tokens": float(table.mask.sum() / len(table.mask)),
+    }  # fmt: skip
     for words, columns in (("", slice(None)), ("_rest", slice(buckets, None))):
         own = truth[:, columns]
         found |= {f"variance{words}": variance(rloo[:, columns]), f"signal{words}": cross_product(own, own)}
@@ -112,21 +227,10 @@ def measured(
             theirs = discrete[:, columns]
             found[f"through{words}"] = variance(own)
             found |= {f"along{words}": cross_product(own, theirs), f"discrete{words}": cross_product(theirs, theirs)}
-    found["none"] = ratio_or_none(variance(none), variance(rloo))
-    found["otb_loo"] = ratio_or_none(variance(otb[: s["measured"]]), variance(rloo[: s["measured"]]))
+    for name, arm, base in (("none", none, rloo), ("otb_loo", otb[: s["measured"]], rloo[: s["measured"]])):
+        spread = variance(base)
+        found[name] = variance(arm) / spread if spread > 0 else None
     return {name: rounded(value) for name, value in found.items()}, truth
-
-
-def norms_of(written: ScoredRollouts, norm: Float) -> dict[str, float | None]:
-    """Return the mean ‖s‖² of the tokens of the first partial sum, and behind them."""
-    table = written.table
-    known = table.mask & (norm.sum(axis=1) > 0)[:, None]
-    first = np.arange(known.shape[1]) < FIRST
-    return {
-        "norm_first": float(norm[known & first].mean()),
-        "norm_later": float(norm[known & ~first].mean()),
-        "tokens": float(table.mask.sum() / len(table.mask)),
-    }
 
 
 def variance(groups: Float) -> float:
@@ -138,11 +242,6 @@ def cross_product(a: Float, b: Float) -> float:
     """Return the mean of a_p·b_q over different prompts: ‖∇J‖² without bias where both are the same gradients."""
     zero = np.zeros(len(a))
     return float(vector_moments(a, zero, b, zero).along[0])
-
-
-def ratio_or_none(a: float, b: float) -> float | None:
-    """Return a/b, None where b is not above 0."""
-    return a / b if b > 0 else None
 
 
 STUDY = Study(

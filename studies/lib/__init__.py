@@ -4,8 +4,7 @@ Here is what the files of a study use; `run` runs one.
 """
 
 from studies.lib.formats import column, interval_columns, mean, or_nan, rounded
-from studies.lib.record import Cell, Row, Rows, Study, Tables
-from studies.lib.results import distinct, select
+from studies.lib.record import Cell, Row, Rows, Study, Tables, distinct, select
 
 __all__ = [
     "Cell",

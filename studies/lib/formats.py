@@ -10,8 +10,7 @@ from otb_analysis.figures.styles import GREY
 from otb_analysis.figures.svg import Curve
 from otb_analysis.statistics import Interval, cluster_jackknife
 from otb_analysis.types import Label
-from studies.lib.record import Row, Rows
-from studies.lib.results import distinct, select
+from studies.lib.record import Row, Rows, distinct, select
 
 Measured = Interval | Row | None
 """An interval, a row with the columns NAME, NAME_low and NAME_high, or nothing."""
@@ -143,6 +142,16 @@ def interval_curve(points: Mapping[float, Measured], name: str, words: str, colo
     """Return a curve with its band: points are intervals, or rows with the columns NAME, by where they stand."""
     y, low, high = ([or_nan(ends(of, name)[k]) for of in points.values()] for k in range(3))
     return Curve(list(points), y, words, low, high, color, **looks)
+
+
+def interval_curves(
+    rows: Rows, by: str, x: Callable[[Row], float], name: str, colors: Mapping[str, str]
+) -> list[Curve]:
+    """Return a curve with its band for each value of a column that has a color and rows, in the order of the colors."""
+    own = {key: select(rows, **{by: key}) for key in colors}
+    return [
+        interval_curve({x(row): row for row in found}, name, key, colors[key]) for key, found in own.items() if found
+    ]
 
 
 def side_by_side(found: Sequence[Measured], place: int, name: str, words: str, color: str) -> Curve:

@@ -2,31 +2,46 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from otb_analysis.arrays import policy_position
 from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig, plain_config
+from otb_analysis.devices import random_forked
+from otb_analysis.energies import calibrate, realized_energy
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, entry_of, estimate, proved, with_limit
-from otb_analysis.gradients import gradient_sketch
+from otb_analysis.gradients import gradient_sketch, group_gradient_gram
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.measurement.table import TokenTable, compute_rewards
+from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.statistics import (
     Partition,
+    fidelity,
     group_gradients,
+    inclusion_probabilities,
     mean_over_subgroups,
     partitions,
+    position_cells,
+    realized_fidelity,
+    systematic_sample,
     weight_statistics,
 )
+from otb_analysis.statistics.energies import correlation, log_correlation
 from otb_analysis.tasks import Prompt
-from otb_analysis.training.critic.targets import explained_variance
-from otb_analysis.training.runtime.progress import Bar, silent
+from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.training.critic import explained_variance
+from otb_analysis.training.runtime import Bar, silent
+from otb_analysis.training.setup import Trainer, seed_of
 from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
-from studies.lib.formats import rounded
+from studies.lib.formats import interval_columns, rounded
 from studies.lib.policies import Policy, ScoredRollouts, different_prompts, write
+from studies.lib.record import Cell, kept_file
 
 REFERENCE: Label = ("rloo", "none")
 
@@ -108,6 +123,23 @@ def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 
     norms = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
     sketch, node = token_sketches(policy.model, written.rollouts, written.temperature, dim, seed, bar)
     return Pool.of(written, norms.norm_sq, norms.rollout_norm_sq, sketch, node)
+
+
+def load_pool(written: ScoredRollouts, cells: Sequence[Cell], work: Path) -> tuple[Pool, dict[str, Any]]:
+    """Return the pool of rollouts that cells measured, each a block of prompts, and what else they kept [N, …].
+
+    A block kept exact norms, sketches and the numbers of its own tokens; `work` is the directory of the cell that asks.
+
+    Raises:
+        StoreError: A block is missing.
+    """
+    parts = [np.load(kept_file(cell, work)) for cell in cells]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    first = np.cumsum([0, *(len(part["sketch"]) for part in parts)])
+    node = np.concatenate([part["node"] + k for part, k in zip(parts, first[:-1], strict=True)])
+    own = {name: joined.pop(name) for name in ("exact", "whole", "sketch")}
+    pool = Pool.of(written, **own, node=np.where(written.table.mask, node, 0))
+    return pool, {name: x for name, x in joined.items() if name != "node"}
 
 
 def token_sketches(
@@ -255,3 +287,116 @@ def _gradients(
         weights = np.stack([estimates[label][rows, : features.shape[1]] for label in labels])
         out[:, groups] = group_gradients(features, weights, part)
     return out
+
+
+PROMPTS_FROM = 1_000_000
+"""Index of the first training prompt that is measured: far beyond those trained on."""
+
+
+def prompt_gram(
+    model: PreTrainedModel, rollouts: Rollouts, coefficient: Mapping[Label, Float], temperature: float = 1.0
+) -> Gram:
+    """Return ⟨ḡ_{m,p}, ḡ_{m',q}⟩ of mean group gradients of the log-probability, m over the labels.
+
+    ḡ_{m,p} = (1/N_p) Σ_{n in p} Σ_t c_{m,n,t} ∇θ log π(y_{n,t}), θ all parameters that require grad; no other factor.
+    Groups of one prompt are one cluster.
+
+    Args:
+        coefficient: Label → c [N, T].
+    """
+    weights = np.stack(list(coefficient.values())) / np.bincount(rollouts.group)[rollouts.group][:, None]
+    ids, mask, attention = rollouts.tensors(model.device)
+    inner = group_gradient_gram(
+        model, ids, mask, rollouts.by_column(weights), rollouts.group, attention, temperature=temperature
+    )
+    return Gram(inner, tuple(coefficient), len(rollouts.group), prompt=tuple(p.id for p in rollouts.prompts))
+
+
+def estimator_gram(trainer: Trainer, rollouts: Rollouts, table: TokenTable, labels: Sequence[Label]) -> Gram:
+    """Return the Gram matrix of estimators on rollouts in their present groups, with proxy energies.
+
+    The token table may be of the same rollouts in other groups.
+    """
+    inputs = replace(table.inputs(table.stats.energy), group=rollouts.group)
+    advantages = {k: estimate(k[0], inputs, with_limit(k[0], None, table.limit)).advantage for k in labels}
+    return prompt_gram(trainer.model, rollouts, advantages)
+
+
+def drawn_groups(
+    trainer: Trainer, n_prompts: int, group_size: int, seed: int = 1, start: int = PROMPTS_FROM
+) -> Rollouts:
+    """Sample groups of rollouts of training prompts `start` … from the trainer's policy as it is now.
+
+    The trainer's random state is left alone.
+    """
+    prompts = draw_prompts(trainer.task, "train", start, n_prompts)
+    settings = replace(trainer.config.sample, prompts=n_prompts, group_size=group_size)
+    with random_forked(trainer.model.device):
+        torch.manual_seed(seed_of(trainer.config.seed, seed))
+        return sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, settings)
+
+
+def scored_table(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
+    """Return the token table of rollouts under the trainer's policy as it is now, whoever sampled them."""
+    forward = trainer.policy.forward(rollouts, keep_graph=False)
+    return trainer.table(compute_rewards(trainer.task, rollouts), forward, None)
+
+
+def pooled_grams(
+    trainer: Trainer, prompts: int, rollouts: int, sizes: Sequence[int], labels: Sequence[Label]
+) -> tuple[Rollouts, TokenTable, dict[int, Gram]]:
+    """Return groups drawn from the trainer's policy, their token table, and the Gram matrix in groups of each size."""
+    drawn = drawn_groups(trainer, prompts, rollouts)
+    table = scored_table(trainer, drawn)
+    return drawn, table, {n: estimator_gram(trainer, regrouped(drawn, n), table, labels) for n in sizes}
+
+
+def regrouped(rollouts: Rollouts, size: int) -> Rollouts:
+    """Return the same rollouts in smaller groups: each prompt's are cut into disjoint ones of equal size.
+
+    The rollouts come group by group, as `sample` returns them.
+
+    Raises:
+        InputError: The present groups do not divide.
+    """
+    count = np.bincount(rollouts.group)
+    if (count % size).any() or (np.diff(rollouts.group) < 0).any():
+        raise InputError(f"groups have {np.unique(count)} rollouts; cut them into parts of a divisor, not of {size}.")
+    prompts: list[Prompt] = [p for p, n in zip(rollouts.prompts, count, strict=True) for _ in range(n // size)]
+    return replace(rollouts, prompts=tuple(prompts), group=np.arange(len(rollouts.group)) // size)
+
+
+def calibrated(exact: Float, proxy: Float, mask: Bool, share: float, seed: int) -> Float:
+    """Return the proxy calibrated on a share of the tokens, drawn by the proxy as the level `sampled` does it."""
+    prob = np.full(mask.shape, np.nan)
+    prob[mask] = inclusion_probabilities(proxy[mask], round(share * int(mask.sum())))
+    drawn = np.zeros(mask.shape, bool)
+    drawn[mask] = systematic_sample(prob[mask], seed)
+    return calibrate(np.where(drawn, exact, np.nan), proxy, prob).predict(proxy)
+
+
+def agreement_rows(table: TokenTable, energies: Mapping[str, Float], sources: Sequence[str]) -> list[dict[str, Any]]:
+    """Return correlations of each source with `exact`, of w_t and of W_t, pooled and within (prompt, position)."""
+    rows = []
+    cells = position_cells(table.group, table.mask.shape[1])[:, :1] + policy_position(table.mask)
+    prompt = np.broadcast_to(table.group[:, None], table.mask.shape)[table.mask]
+    for source in sources:
+        for of in ("w", "W"):
+            x, y = (
+                (energies[name] if of == "w" else realized_energy(energies[name], table.mask))[table.mask]
+                for name in (source, "exact")
+            )
+            pair = energies[source], energies["exact"], table.mask
+            agree = fidelity(*pair, cells) if of == "w" else realized_fidelity(*pair, table.group)
+            rows.append({
+                "source": source,
+                "of": of,
+                **interval_columns("pooled", correlation(x, y, prompt)),
+                **interval_columns("within", correlation(x, y, prompt, cells[table.mask])),
+                **interval_columns("log_pooled", log_correlation(x, y, prompt)),
+                **interval_columns("log_within", log_correlation(x, y, prompt, cells[table.mask])),
+                "positive": float(np.mean((x > 0) & (y > 0))),
+                "spearman": agree.pooled.spearman,
+                "spearman_within": agree.within.spearman if agree.within else None,
+            })  # fmt: skip
+    return rows

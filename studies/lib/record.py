@@ -1,19 +1,36 @@
-"""What a study is: `STUDY` in `studies/NN_slug/study.py`, found and loaded by its path, so nothing shared names one."""
+"""What a study is, its tables, and its finished cells: `STUDY` in `studies/NN_slug/study.py`, found by its path."""
 
+import csv
+import hashlib
 import importlib
+import json
+import os
+import pickle
+import platform
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from otb_analysis.errors import InputError
-from otb_analysis.training.runtime.progress import Bar
+import numpy as np
+import pyarrow
+from pyarrow import csv as reader
+
+from otb_analysis import __version__
+from otb_analysis.atomic import atomic_file
+from otb_analysis.devices import device_of, words_of
+from otb_analysis.errors import InputError, StoreError
+from otb_analysis.store import RunStore
+from otb_analysis.training.runtime import Bar
 
 FOLDER, FILE, DERIVED = "studies", "study.py", "derived.py"
 NAME = re.compile(r"(\d\d)_(\w+)")
+COST, ARRAYS, DRAWN = "cost", "arrays.npz", "drawn.pickle"
+"""Name of the table that every study has, and of the files that a cell may leave to others."""
+CPU, STATUS, FORGET = Path("/proc/cpuinfo"), Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Value = float | int | str | bool | None
 Tables = Mapping[str, Sequence[Mapping[str, Value]]]
 """Rows of each table by the table's name, as a cell measures them."""
@@ -24,7 +41,7 @@ Rows = Sequence[Row]
 
 @dataclass(frozen=True)
 class Cell:
-    """The unit of work that is never done twice; made by a study, kept by `cache`.
+    """The unit of work that is never done twice; made by a study, kept by `CellCache`.
 
     A cell may come after others of its study and read their tables: a comparison at the learning rate that a sweep
     chose. It depends on all that they depend on.
@@ -115,3 +132,209 @@ def _names(package: ModuleType, file: str) -> dict[str, Any]:
     """Return what a file of a study defines or imports under a public name."""
     module = importlib.import_module(f"{package.__name__}.{Path(file).stem}")
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def write_tables(folder: Path, tables: Tables) -> None:
+    """Write each table as folder/NAME.csv: floats with every digit they need to come back, None as nothing.
+
+    Raises:
+        StoreError: The disk refuses.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in tables.items():
+            with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                columns = dict.fromkeys(column for row in rows for column in row)
+                writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+    except OSError as error:
+        raise StoreError(f"cannot write the tables to {folder} ({error.strerror}); pass another --out.") from error
+
+
+def read_tables(folder: Path) -> dict[str, Rows]:
+    """Return the rows of a study's tables by name; empty when it has no results.
+
+    Raises:
+        StoreError: A file is no table.
+    """
+    found: dict[str, Rows] = {}
+    for path in sorted(folder.glob("*.csv")):
+        try:
+            found[path.stem] = reader.read_csv(path).to_pylist()
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise StoreError(f"{path} cannot be read ({error}); run the study again.") from error
+    return found
+
+
+class Gathered(dict[str, list[Row]]):
+    """Tables that a cell fills bit by bit."""
+
+    def add(self, key: Row, **tables: Rows) -> None:
+        """Add rows to tables, each behind the columns of a key."""
+        for name, rows in tables.items():
+            self.setdefault(name, []).extend({**key, **row} for row in rows)
+
+
+def training_steps(run: Path, **columns: str) -> list[dict[str, Any]]:
+    """Return a row per step of a run with these columns, NAME = SQL over its table `steps`; None for no number."""
+    shown = ", ".join(f"{sql} AS {name}" for name, sql in columns.items())
+    found = RunStore(run).sql(f"SELECT step, {shown} FROM steps ORDER BY step").to_dict("records")
+    return [{str(name): None if value != value else value for name, value in row.items()} for row in found]
+
+
+def select(rows: Rows, **values: Any) -> Rows:
+    """Return the rows whose columns have these values."""
+    return [row for row in rows if all(row[name] == value for name, value in values.items())]
+
+
+def distinct(rows: Rows, column: str) -> list[Any]:
+    """Return the values of a column, each once, in the order in which they appear."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A cell's result and what it took; processor time is the fairer cost where the machine is shared."""
+
+    tables: Tables  # What the study measured
+    minutes: float  # By the clock
+    peak_mib: int | None  # The most memory that the process held meanwhile; None where the system does not tell
+    machine: str  # In words
+    processor_minutes: float  # Of this process, all its threads together
+    # Default options of estimators meanwhile, by name; empty in cells that were kept before they were recorded
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+    def cost(self, cell: str) -> dict[str, Value]:
+        """Return the row of the cost table."""
+        return {
+            "cell": cell,
+            "minutes": round(self.minutes, 2),
+            "processor_minutes": round(self.processor_minutes, 2),
+            "peak_mib": self.peak_mib,
+            "machine": self.machine,
+        }
+
+
+class CellCache:
+    """The finished cells of one study and the directories in which its cells work, in runs/studies/NN_slug."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def work(self, cell: Cell) -> Path:
+        """Return the directory in which a cell works, whether it exists or not."""
+        return self.path / "cells" / f"{cell.name}-{_digest(cell)}"
+
+    def file(self, cell: Cell) -> Path:
+        """Return the file in which a finished cell is kept, whether it exists or not."""
+        return self.path / "results" / f"{cell.name}-{_digest(cell)}.json"
+
+    def load(self, cell: Cell) -> Finished | None:
+        """Return a finished cell, or None when it is not.
+
+        Raises:
+            StoreError: Its file cannot be read.
+        """
+        path = self.file(cell)
+        if not path.exists():
+            return None
+        try:
+            return Finished(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise StoreError(f"{path} cannot be read ({error}); delete it, and the cell is measured again.") from error
+
+    def keep(self, cell: Cell, finished: Finished) -> None:
+        """Keep a finished cell.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        path = self.file(cell)
+        text = json.dumps(asdict(finished), indent=1, allow_nan=False) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise StoreError(
+                f"cannot keep {path} ({error.strerror}); free some space or pass another --out."
+            ) from error
+
+
+def keep_arrays(work: Path, **arrays: Any) -> None:
+    """Keep arrays in the directory of a cell, for the cells that come after it."""
+    with (work / ARRAYS).open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def kept_file(cell: Cell, work: Path, name: str = ARRAYS) -> Path:
+    """Return a file that another cell left in its directory; `work` is the directory of the cell that asks.
+
+    Raises:
+        StoreError: It is missing.
+    """
+    path = work.with_name(f"{cell.name}-{_digest(cell)}") / name
+    if not path.exists():
+        raise StoreError(f"{path} is missing; delete {work.parent.parent}, and it is measured again.")
+    return path
+
+
+def keep_pickle(work: Path, value: Any, name: str = DRAWN) -> None:
+    """Keep objects in the directory of a cell, for the cells that come after it."""
+    (work / name).write_bytes(pickle.dumps(value))
+
+
+def kept_pickle(cell: Cell, work: Path, name: str = DRAWN) -> Any:
+    """Return objects that another cell kept; `work` is the directory of the cell that asks.
+
+    Raises:
+        StoreError: They are missing.
+    """
+    return pickle.loads(kept_file(cell, work, name).read_bytes())
+
+
+def joined_tables(results: Sequence[Finished]) -> dict[str, list[Mapping[str, Value]]]:
+    """Return the tables of all cells one below the other, in the cells' order."""
+    names = dict.fromkeys(name for one in results for name in one.tables)
+    return {name: [row for one in results for row in one.tables.get(name, ())] for name in names}
+
+
+def minutes_words(cost: Rows) -> str:
+    """Return the minutes of all cells together, as in `83 min of processor time (120 min by the clock)`."""
+    totals = [sum(row[name] for row in cost) for name in ("minutes", "processor_minutes")]
+    clock, processor = (f"{minutes:.{1 if minutes < 10 else 0}f} min" for minutes in totals)
+    return f"{processor} of processor time ({clock} by the clock)"
+
+
+def machine_words() -> str:
+    """Return the machine in words: cores that this process may use, their kind, memory, where models run."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    lines = CPU.read_text().splitlines() if CPU.exists() else []
+    kinds = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    kind = kinds[0] if kinds else platform.processor() or platform.machine()
+    device = device_of()
+    beside = "" if device.type == "cpu" else f", models on {words_of(device)}"
+    return f"{cores} core{'s' * (cores > 1)} of {kind}, {memory:.0f} GiB of memory{beside}"
+
+
+def forget_peak_memory() -> None:
+    """Ask the system to measure the most memory held from now on, where it can."""
+    if os.access(FORGET, os.W_OK):
+        FORGET.write_text("5")
+
+
+def peak_memory_mib() -> int | None:
+    """Return the most memory that this process held since `forget_peak_memory`, in MiB, where the system tells."""
+    if not STATUS.exists():
+        return None
+    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return round(int(line.split()[1]) / 1024)
+
+
+def _digest(cell: Cell) -> str:
+    facts: dict[str, object] = {"settings": cell.settings, "version": __version__}
+    if cell.after:
+        facts["after"] = [[other.name, _digest(other)] for other in cell.after]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,31 +1,155 @@
 """Running a study: the cells that are missing, then tables, figures, page and index."""
 
+import json
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from otb_analysis.errors import InputError, StoreError, nearest
-from otb_analysis.training.runtime.progress import Bar, silent
-from studies.lib.cache import (
+from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.estimators.spec import AUTO, LEAST_RIDGE, RIDGES
+from otb_analysis.store import committed_studies
+from otb_analysis.store.studies import NOT_RUN
+from otb_analysis.training.runtime import Bar, silent
+from studies.lib import formats
+from studies.lib.record import (
     COST,
+    Cell,
     CellCache,
     Finished,
+    Rows,
+    Study,
+    distinct,
     forget_peak_memory,
     joined_tables,
+    load_study,
     machine_words,
+    minutes_words,
     peak_memory_mib,
+    read_tables,
+    select,
+    write_tables,
 )
-from studies.lib.defaults import DEFAULTS, default_options, defaults_table
-from studies.lib.record import Cell, Study, load_study
-from studies.lib.report import index_page, study_page
-from studies.lib.results import read_tables, write_tables
 
+DEFAULTS = "defaults"
+"""Name of the table of a study that names an estimator with options."""
+UNKNOWN = "not recorded"
+TEMPLATE, INDEX = "README.md.j2", "index.md.j2"
+OUTDATED = "None: the answer that was written here no longer holds in the tables. Read the numbers, and write another."
+"""What a template says in place of its verdict where the tables do not bear it out."""
 CACHE = Path("runs") / "studies"
+
+
+def default_options() -> dict[str, str]:
+    """Return today's defaults of every estimator with options, as in `tail = own_return; decay = 0.9`."""
+    ridges = ", ".join([*(f"{ridge:g} below {most} prompts" for most, ridge in RIDGES), f"then {LEAST_RIDGE:g}"])
+    found = {}
+    for name, spec in ESTIMATORS.items():
+        values = {field.name: getattr(spec.options(), field.name) for field in fields(spec.options)}
+        words = {key: " ".join(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        if words:
+            found[name] = "; ".join(f"{key} = {ridges if word == AUTO else word}" for key, word in words.items())
+    return found
+
+
+def named_estimators(facts: Any) -> list[str]:
+    """Return the estimators with options that a cell's settings or a table's rows name, also within a portfolio."""
+    words = set(re.findall(r"\w+", json.dumps(facts, default=str)))
+    return [name for name in default_options() if name in words]
+
+
+def defaults_table(cells: Sequence[Cell], results: Sequence[Finished]) -> Rows:
+    """Return which defaults the estimators that cells name had when the cells' tables were measured."""
+    found = dict[tuple[str, str], dict[str, None]]()
+    for cell, one in zip(cells, results, strict=True):
+        for name in named_estimators([cell.settings, one.tables]):
+            tables = found.setdefault((name, one.defaults.get(name, UNKNOWN)), {})
+            tables |= dict.fromkeys(one.tables)
+    return [{"estimator": name, "defaults": then, "tables": " ".join(of)} for (name, then), of in found.items() if of]
+
+
+def outdated_defaults(rows: Rows) -> Rows:
+    """Return the rows of `recorded` whose defaults are not today's, with what differs `then` and `today`."""
+    today = {name: words.split("; ") for name, words in default_options().items()}
+    out = list[dict[str, str]]()
+    for row in rows:
+        then, now = row["defaults"].split("; "), today.get(row["estimator"], ["no such estimator"])
+        if then != now:
+            differ = {"then": [o for o in then if o not in now], "today": [o for o in now if o not in then]}
+            out.append(dict(row) | {when: "; ".join(which) for when, which in differ.items()})
+    return out
+
+
+def study_page(
+    folder: Path, study: Study, tables: Mapping[str, Rows], quick: bool = False
+) -> tuple[str, Mapping[str, str]]:
+    """Return the README of a study, and its figures as SVG text by file name.
+
+    `README.md.j2` of the folder fills the blocks `verdict` and `page` of `study.md.j2`. It sees the tables and the
+    study's `names` and `numbers`. A quick page leaves the verdict out, which was written for the full setting.
+
+    Raises:
+        InputError: The template is missing.
+    """
+    if not (folder / TEMPLATE).is_file():
+        raise InputError(f"{folder} has no {TEMPLATE}; write the page of the study there.")
+    figures = study.figures(tables)
+    facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
+    facts["aged"] = outdated_defaults(tables.get(DEFAULTS, ()))
+    seen = dict(study.names) | facts | dict(tables) | dict(study.numbers(tables))
+    page = _environment(folder).get_template(TEMPLATE).render(seen)
+    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n", figures
+
+
+def index_page(studies: Path) -> str:
+    """Return `studies/README.md`: question, verdict, command and cost of every study; of one not yet run, no verdict.
+
+    Each row is as the study's page has it, so that a study whose tables and page part leaves the others be.
+    """
+    rows = []
+    for one in committed_studies(studies):
+        tables, run = read_tables(one.folder / "results"), one.state != NOT_RUN
+        if tables and COST not in tables:
+            raise InputError(f"{one.folder}/results has no table {COST}.csv; run {one.command} again.")
+        question = one.question if run else load_study(one.folder).question
+        rows.append((one, question, minutes_words(tables[COST]) if tables and run else "–"))
+    return _environment(studies).get_template(INDEX).render(rows=rows, NOT_RUN=NOT_RUN)
+
+
+class _Environment(Environment):
+    """Templates in which `row.update` is the column of that name, not the method of a dict."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return a column, or what Jinja finds."""
+        return obj[attribute] if isinstance(obj, dict) and attribute in obj else super().getattr(obj, attribute)
+
+
+def _environment(folder: Path) -> Environment:
+    """Return what renders the templates of a folder and those beside this file; an unknown name is an error."""
+    environment = _Environment(
+        loader=FileSystemLoader([folder, Path(__file__).parent]), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    names = ("number", "interval", "percent", "span", "median", "column", "mean")
+    environment.filters |= {name: getattr(formats, name) for name in names}
+    environment.filters |= {"where": select, "distinct": distinct, "minutes": minutes_words}
+    environment.filters |= {"thousands": "{:,}".format, "line": one_line}
+    environment.tests |= {name: getattr(formats, name) for name in ("above", "below", "spanning")}
+    environment.globals |= {"grid": formats.grid, "heads": formats.heads, "outdated": OUTDATED}
+    return environment
+
+
+def one_line(text: str) -> str:
+    """Return a text that was wrapped as one line."""
+    return " ".join(text.split())
 
 
 @dataclass(frozen=True)
@@ -46,8 +170,9 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
         InputError: A cell that was asked for does not exist, or there are no tables to render.
         StoreError: The disk refuses; finished cells are kept.
     """
-    study = load_study(folder)
-    target = _target(folder, setting)
+    study, target = load_study(folder), folder
+    if setting.out is not None or setting.quick:
+        target = (setting.out or Path(tempfile.mkdtemp(prefix="otb-study-"))) / folder.name
     if not setting.render:
         cells = study.quick if setting.quick else study.cells
         cache = CellCache(target / "cache" if setting.quick else setting.cache / folder.name)
@@ -59,21 +184,16 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
         cost = [one.cost(cell.name) for cell, one in zip(cells, results, strict=True)]
         known = defaults_table(cells, results)
         write_tables(target / "results", joined_tables(results) | {COST: cost} | ({DEFAULTS: known} if known else {}))
-    _write_pages(folder, study, target, setting.quick)
-    if target == folder:
-        _write(folder.parent / "README.md", index_page(folder.parent))
-    return target
-
-
-def _write_pages(folder: Path, study: Study, target: Path, quick: bool) -> None:
-    """Write README and figures of a study from the tables in `target`, and beside them."""
     tables = read_tables(target / "results")
     if COST not in tables:
         raise InputError(f"{target} has no result tables; run otb study {folder.name} first.")
-    page, figures = study_page(folder, study, tables, quick)
-    for name, svg in figures.items():
-        _write(target / "results" / name, svg)
-    _write(target / "README.md", page)
+    page, figures = study_page(folder, study, tables, setting.quick)
+    written = {target / "results" / name: svg for name, svg in figures.items()} | {target / "README.md": page}
+    for path, text in written.items():
+        _write(path, text)
+    if target == folder:
+        _write(folder.parent / "README.md", index_page(folder.parent))
+    return target
 
 
 def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Sequence[str], bar: Bar) -> list[Finished]:
@@ -85,18 +205,14 @@ def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Seque
     for number, cell in enumerate(cells):
         if (not only or cell.name in only) and cache.load(cell) is None:
             bar(number, len(cells), f"{cell.name}: starting")
-            cache.keep_arrays(cell, _finish(study, _with_given(cell, cache), cache.work(cell), bar))
+            earlier = {other.name: cache.load(other) for other in cell.after}
+            missing = [name for name, finished in earlier.items() if finished is None]
+            if missing:
+                raise InputError(f"cell {cell.name!r} comes after {', '.join(missing)}; measure those first.")
+            given = joined_tables([finished for finished in earlier.values() if finished is not None])
+            cache.keep(cell, _finish(study, replace(cell, given=given), cache.work(cell), bar))
         bar(number + 1, len(cells), cell.name)
     return [finished for cell in cells if (finished := cache.load(cell)) is not None]
-
-
-def _with_given(cell: Cell, cache: CellCache) -> Cell:
-    """Fill in the tables of the cells that a cell comes after."""
-    earlier = {other.name: cache.load(other) for other in cell.after}
-    missing = [name for name, finished in earlier.items() if finished is None]
-    if missing:
-        raise InputError(f"cell {cell.name!r} comes after {', '.join(missing)}; measure those first.")
-    return replace(cell, given=joined_tables([finished for finished in earlier.values() if finished is not None]))
 
 
 def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:
@@ -109,12 +225,6 @@ def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:
     tables = study.measure(cell, work, bar)
     minutes, processor_minutes = (perf_counter() - clock) / 60, (process_time() - processor) / 60
     return Finished(tables, minutes, peak_memory_mib(), machine_words(), processor_minutes, default_options())
-
-
-def _target(folder: Path, setting: Setting) -> Path:
-    if setting.out is not None:
-        return setting.out / folder.name
-    return Path(tempfile.mkdtemp(prefix="otb-study-")) / folder.name if setting.quick else folder
 
 
 def _write(path: Path, text: str) -> None:

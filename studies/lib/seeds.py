@@ -18,8 +18,7 @@ from otb_analysis.config import (
 )
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.training.warm_start import warm_started
-from studies.lib.record import Rows
-from studies.lib.results import distinct, select
+from studies.lib.record import Rows, distinct, select
 
 MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
 FORWARD_ONLY = MeasureConfig(exact=Schedule())

@@ -9,14 +9,14 @@ import pytest
 
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import _between, audit_run
-from otb_analysis.answers.shares import position_class, token_class
+from otb_analysis.answers.holders import position_class, token_class
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.recorded import score as scoring
 from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.recorded.score import score
 from otb_analysis.report.audit import audit_document, write_audit
-from otb_analysis.report.record import written
+from otb_analysis.report.records import written
 from otb_analysis.statistics import mean_over_subgroups
 from otb_analysis.store import RunStore
 from otb_analysis.types import Gram

@@ -14,8 +14,8 @@ import pytest
 from otb_analysis.answers import RunAnswers, compare
 from otb_analysis.commands.cli import main
 from otb_analysis.config import EstimatorConfig, MeasureConfig, SampleConfig, TrainConfig, plain_config
-from otb_analysis.figures.gradient_table import statistics_table
-from otb_analysis.figures.planner import planner_table
+from otb_analysis.figures.comparison import planner_table
+from otb_analysis.figures.variance import statistics_table
 from otb_analysis.statistics import gradient_statistics, pooled_statistics
 from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
 from otb_analysis.types import Gram

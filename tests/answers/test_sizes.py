@@ -2,9 +2,8 @@
 
 import pytest
 
-from otb_analysis.answers.sizes import size_line
-from otb_analysis.diagnostics.dead_groups import dead_groups
-from otb_analysis.diagnostics.planner import Cell, Planner, plan
+from otb_analysis.answers.sentences import size_line
+from otb_analysis.diagnostics.planner import Cell, Planner, dead_groups, plan
 from otb_analysis.statistics import Interval
 
 OTB, RLOO = ("otb", "proxy"), ("rloo", "none")

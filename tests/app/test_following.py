@@ -39,15 +39,15 @@ def test_a_step_that_is_written_while_a_page_is_drawn_is_not_missed(tmp_path, mo
     writer = RunWriter.create(tmp_path, "run", {"estimator": {"name": "rloo"}})
     write(writer, 0)
     app, new = open_page(tmp_path, "run", monkeypatch), iter([2])
-    listing = sys.modules["listing"]
+    data = sys.modules["data"]
 
-    def listed(folder, original=listing.runs_df):
+    def listed(folder, original=data.runs_df):
         table = original(folder)
         for step in new:  # once: the run grows after it was looked at
             write(writer, step)
         return table
 
-    monkeypatch.setattr(listing, "runs_df", listed)
+    monkeypatch.setattr(data, "runs_df", listed)
     write(writer, 1)
     assert "· 3 steps" in texts(app.run())  # it sees at its end that the run has grown, and is drawn again
 

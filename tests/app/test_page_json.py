@@ -6,7 +6,7 @@ import pytest
 
 from otb_analysis.commands.cli import main
 from otb_analysis.figures.numbers import bracketed
-from otb_analysis.report.record import written
+from otb_analysis.report.records import written
 from tests.app.test_pages import PAGES, open_page, studies_root, texts
 from tests.app.test_tokens_page import box, payload
 from tests.app.token_runs import write_token_run

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from benchmarks import alarms
-from benchmarks.alarm_series import calm_series, replaced
+from benchmarks.alarms import calm_series, replaced
 from benchmarks.config import AlarmsConfig
 from benchmarks.publish import markdown, run_bench
 from otb_analysis.diagnostics import DETECTORS

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks import engine, engine_cases
+from benchmarks import engine
 from benchmarks.config import EngineConfig
-from benchmarks.engine_cases import (
+from benchmarks.engine import (
     LOOP,
     STEP,
     Exact,
@@ -32,7 +32,7 @@ TINY = EngineConfig(sizes=("S",), tokens=(6,), repeats=1)
 def tiny(monkeypatch):
     """S made of one layer of width 16, and no fresh processes."""
     small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 19}
-    monkeypatch.setitem(engine_cases.SIZES, "S", small)
+    monkeypatch.setitem(engine.SIZES, "S", small)
     monkeypatch.setattr(engine, "in_fresh_process", lambda call, config, name, size, places: [3 << 20] * len(places))
 
 
@@ -143,7 +143,7 @@ def fetched(tiny, monkeypatch):
     """A tiny model in the place of the pretrained one."""
     model = make_model(model_config("S"), "cpu", "float32")
     model.config.bos_token_id = 0
-    monkeypatch.setattr(engine_cases, "load_policy", lambda name: (model, None))
+    monkeypatch.setattr(engine, "load_policy", lambda name: (model, None))
     return model
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from benchmarks import experts
 from benchmarks.config import ExpertsConfig
-from benchmarks.engine_cases import SIZES
+from benchmarks.engine import SIZES
 from benchmarks.publish import run_bench
 from otb_analysis.errors import InputError
 

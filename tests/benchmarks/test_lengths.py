@@ -1,7 +1,7 @@
 import pytest
 
 from benchmarks.config import LengthsConfig
-from benchmarks.engine_cases import STEP
+from benchmarks.engine import STEP
 from benchmarks.lengths import run
 from benchmarks.publish import markdown
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peer_side
-from benchmarks.peer import peer
+from benchmarks.timing import peer
 from otb_analysis.errors import InputError
 
 SCRIPT = """

@@ -3,8 +3,8 @@ import torch
 
 from benchmarks import sampling_check
 from benchmarks.config import SamplingCheckConfig, SamplingCostConfig
-from benchmarks.planted import planted_rollouts, repetition, top_k
 from benchmarks.publish import run_bench
+from benchmarks.sampling_check import planted_rollouts, repetition, top_k
 from otb_analysis.tasks import Prompt
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import train
 from benchmarks.config import TrainBenchConfig
 from benchmarks.publish import run_bench
-from benchmarks.train_cases import PHASES, Turn, levels
+from benchmarks.train import PHASES, Turn, levels
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 

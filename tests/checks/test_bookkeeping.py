@@ -8,12 +8,12 @@ from otb_analysis.checks.bookkeeping import (
     Bookkeeping,
     TrainerLoss,
     bookkeeping_lines,
+    check_advantages,
     check_bookkeeping,
     check_norms,
     check_weights,
     trainer_loss,
 )
-from otb_analysis.checks.recorded_advantages import check_advantages
 from otb_analysis.config import EstimatorConfig, ImportConfig, MeasureConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.importing import import_rollouts

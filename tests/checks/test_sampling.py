@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.planted import noise, planted_rollouts, repetition, temperature, top_k, top_p
-from otb_analysis.checks import sampling_tests
-from otb_analysis.checks.sampling import SamplingCheck, position_bin
-from otb_analysis.checks.sampling_report import sampling_report
-from otb_analysis.checks.sampling_sums import SamplingSums
-from otb_analysis.checks.sampling_tests import LEAK, PENALTIES, TEMPERATURES, TOP_P, repeats
-from otb_analysis.checks.sampling_text import sampling_lines
+from benchmarks.sampling_check import noise, planted_rollouts, repetition, temperature, top_k, top_p
+from otb_analysis.checks import sampling
+from otb_analysis.checks.sampling import LEAK, PENALTIES, TEMPERATURES, TOP_P, SamplingCheck, repeats
+from otb_analysis.checks.sampling_report import SamplingSums, sampling_lines, sampling_report
 from otb_analysis.config import ScoreConfig
 from otb_analysis.errors import InputError
-from otb_analysis.measurement.forward import PolicyLogits
-from otb_analysis.measurement.passes import forward_statistics
+from otb_analysis.measurement.forward import PolicyLogits, forward_statistics
 from otb_analysis.measurement.table import token_table
 from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
@@ -136,7 +132,7 @@ def test_the_step_does_not_depend_on_its_passes_but_for_what_was_learned(policy)
 
 
 def test_both_z_scores_are_those_of_the_steps_table_and_positions_add_up(policy):
-    from otb_analysis.measurement.summary import sampling_check
+    from otb_analysis.measurement.measurer import sampling_check
 
     rollouts = draw(policy, temperature(1.5))
     check = SamplingCheck()
@@ -151,10 +147,6 @@ def test_both_z_scores_are_those_of_the_steps_table_and_positions_add_up(policy)
     assert step.probability == pytest.approx(known["certificate_prob_z"], abs=1e-4)
     assert sum(one.n_tokens for one in report.by_position) == step.n_tokens
     assert [one.at for one in report.by_position] == [0, 1, 2, 4, 8]
-
-
-def test_bins_double():
-    assert position_bin(np.array([0, 1, 2, 3, 4, 7, 8, 100])).tolist() == [0, 1, 2, 2, 4, 4, 8, 64]
 
 
 def joined(steps):
@@ -188,7 +180,6 @@ def test_a_planted_fault_is_found_and_named(policy, cause, recorded):
     assert report.from_recorded == recorded
     setting = report.families[cause].setting
     assert setting == pytest.approx({"temperature": 0.8, "top_p": 0.95, "top_k": 5, "repetition": 1.3}[cause], rel=0.1)
-    assert report.tokens_needed is not None and report.tokens_needed < report.n_tokens
     assert "not drawn by the stated sampler" in sampling_lines(report)[0]
 
 
@@ -219,7 +210,7 @@ def test_other_weights_are_named(policy, recorded):
 
 def test_tokens_of_the_model_raise_no_alarm_and_have_no_mismatch(policy):
     report = audited(policy, None)
-    assert not report.alarm and report.causes == () and report.tokens_needed is None
+    assert not report.alarm and report.causes == ()
     assert report.recorded is not None and report.recorded.over_float32 == 0
     assert "fit the model at the stated temperature" in sampling_lines(report)[0]
 
@@ -238,17 +229,17 @@ def test_repeats_tell_weights_from_noise():
     rows = [[1, 2], [1, 2], [1, 3], [1, 2]]
     same = repeats([0, 0, 0, 1], rows, [[0.5, -1.0], [0.5, -1.0], [0.5, 9.0], [7.0, 7.0]])
     # prefix (1): three of .5; prefix (1, 2): two of −1; (1, 3) and the other group's are alone
-    assert (same.n_tokens, same.agree, same.total) == (5, pytest.approx(2.75), pytest.approx(2.75))
-    apart = repeats([0, 0], rows[:2], [[1.0, 2.0], [-1.0, -2.0]])
-    assert apart.agree / apart.total == pytest.approx(-1.0)
+    assert same == (5, pytest.approx(2.75), pytest.approx(2.75))
+    _, agree, total = repeats([0, 0], rows[:2], [[1.0, 2.0], [-1.0, -2.0]])
+    assert agree / total == pytest.approx(-1.0)
 
 
 def test_a_vocabulary_too_large_to_sort_keeps_a_bin_more(monkeypatch):
     log_pi = (2 * torch.randn(400, 300, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
     y = torch.multinomial(log_pi.exp(), 1, generator=torch.Generator().manual_seed(1))
-    whole = sampling_tests.truncation_tests(log_pi, y)
-    monkeypatch.setattr(sampling_tests, "MOST_SORTED", 20)
-    for a, b in zip(whole, sampling_tests.truncation_tests(log_pi, y), strict=True):
+    whole = sampling.truncation_tests(log_pi, y)
+    monkeypatch.setattr(sampling, "MOST_SORTED", 20)
+    for a, b in zip(whole, sampling.truncation_tests(log_pi, y), strict=True):
         (seen, score, _), (binned_seen, binned_score, variance) = ((t.observed, t.score, t.variance) for t in (a, b))
         assert seen is not None and binned_seen is not None and score is not None and binned_score is not None
         assert variance is not None and (binned_seen <= seen).all()
@@ -313,7 +304,6 @@ def test_causes_that_explain_alike_are_all_named():
     assert report.z == pytest.approx(4.0) and report.causes == ("temperature", "noise")
     # −8/√4 = −4: two-sided p = 6.3e−5, times six families
     assert np.exp(report.log_p) == pytest.approx(6 * 6.334e-5, rel=1e-3)
-    assert report.tokens_needed == round(1000 * (5 / 4) ** 2)
     assert sampling_lines(report)[0].endswith("; cannot be told apart here.")
 
 

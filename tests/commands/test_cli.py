@@ -21,9 +21,8 @@ from otb_analysis.errors import Interrupted
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.estimators.spec import TRAINABLE_NEEDS
 from otb_analysis.objectives.aggregation import AGGREGATIONS
-from otb_analysis.objectives.filters import FILTERS
 from otb_analysis.objectives.ratios import RATIOS
-from otb_analysis.objectives.shaping import SHAPINGS
+from otb_analysis.objectives.shaping import FILTERS, SHAPINGS
 from otb_analysis.tasks import TASKS
 
 

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from otb_analysis.commands.fitting import NARROWEST, PIPE, fitted, line_width
-from otb_analysis.report.terminal import terminal_table
+from otb_analysis.commands.screen import NARROWEST, PIPE, fitted, line_width
+from otb_analysis.report.document import terminal_table
 
 
 def lines(table, width):

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from otb_analysis.commands import sentinel
+from otb_analysis.commands import diagnose as sentinel
 from otb_analysis.commands.cli import from_toml, main
 from otb_analysis.config import TrainConfig, plain_config
 from otb_analysis.store import RunWriter, StepTables, runs_df
@@ -166,7 +166,7 @@ def test_a_run_that_was_killed_ends_the_watch(tmp_path, monkeypatch):
     writer = RunWriter.create(tmp_path, "mine", {})
     write(writer, 0, 2, 0.8)
     monkeypatch.setattr(sentinel, "sleep", lambda _: pytest.fail("a dead run was waited for"))
-    monkeypatch.setattr("otb_analysis.store.liveness._lives", lambda process: False)
+    monkeypatch.setattr("otb_analysis.store.layout._lives", lambda process: False)
     assert main(["watch", "mine", "--root", str(tmp_path)]) == 4
 
 

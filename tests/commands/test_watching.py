@@ -7,8 +7,8 @@ from time import monotonic, sleep
 import pytest
 from rich.console import Console
 
-from otb_analysis.commands import watching
-from otb_analysis.commands.watching import Bars, reported, shown, words
+from otb_analysis.commands import screen as watching
+from otb_analysis.commands.screen import Bars, reported, shown, words
 from otb_analysis.phases import NOTES, Phase, advance, count_to, note, phase
 
 

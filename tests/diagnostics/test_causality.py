@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.alarm_series import calm_series
-from benchmarks.alarms import AT, CASES, LENGTH
+from benchmarks.alarms import AT, CASES, LENGTH, calm_series
 from otb_analysis.diagnostics import DETECTORS
 
 

@@ -134,3 +134,27 @@ def test_steps_out_of_order_and_columns_of_another_length_are_refused():
         StepSeries(np.array([1, 0]), {})
     with pytest.raises(InputError, match=r"grad_norm has shape \(3,\) but there are 2 steps"):
         StepSeries(np.arange(2), {"grad_norm": np.ones(3)})
+
+
+def median_and_spread(x):
+    return np.median(x), max(1.4826 * np.median(np.abs(x - np.median(x))), 0.05)
+
+
+def test_a_surge_is_held_against_the_20_to_100_steps_before_the_last_five(series):
+    log = np.random.default_rng(3).normal(size=150)
+    score = surge(series(grad_norm=np.exp(log))).evidence[0].score
+    for t in range(24, 150):
+        centre, spread = median_and_spread(log[max(0, t - 104) : t - 4])
+        assert score[t] == pytest.approx(np.exp(np.median(log[t - 4 : t + 1]) - centre - 2 * spread), rel=1e-12)
+    assert np.isnan(score[:24]).all()
+
+
+def test_a_fall_of_the_entropy_is_beyond_the_noise_of_the_last_100_steps(series):
+    log = np.random.default_rng(4).normal(size=150)
+    score = collapse(series(entropy_mean=np.exp(log))).evidence[0].score
+    recent = np.array([np.nan] * 9 + [np.median(log[t - 9 : t + 1]) for t in range(9, 150)])
+    for t in range(19, 150):
+        top = max(np.median(log[s - 19 : s + 1]) for s in range(19, t + 1))
+        noise = max(1.4826 * np.median(np.abs(log - recent)[max(9, t - 99) : t + 1]), 0.05)
+        assert score[t] == pytest.approx(np.exp(top - recent[t] - 1.5 * noise), rel=1e-12)
+    assert np.isnan(score[:19]).all()

@@ -18,8 +18,9 @@ from otb_analysis.estimators import (
     registered,
     with_limit,
 )
-from studies.lib.enumeration.groups import batch_means, group_moments
+from studies.lib.enumeration.groups import group_moments
 from studies.lib.enumeration.trees import TreeSpec, random_tree
+from tests.enumerated_batches import batch_means
 
 BLEND = "blend_otb_regression"
 

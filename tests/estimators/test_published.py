@@ -5,8 +5,9 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import EstimatorInputs, QuantileOptions, estimate, options_from_dict
-from studies.lib.enumeration.groups import batch_means, group_moments
+from studies.lib.enumeration.groups import group_moments
 from studies.lib.enumeration.trees import TreeSpec, random_tree
+from tests.enumerated_batches import batch_means
 
 
 def paid(*returns, group=None, length=None):

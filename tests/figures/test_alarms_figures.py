@@ -3,9 +3,8 @@ import pandas as pd
 
 from otb_analysis.diagnostics import StepSeries, change_points, diagnose
 from otb_analysis.figures.alarms import SIGNS, alarms_line, alarms_table
-from otb_analysis.figures.collapse import QUANTITIES, derived
-from otb_analysis.figures.curves import curves_info, plot_curves
-from otb_analysis.figures.timeline import events
+from otb_analysis.figures.curves import QUANTITIES, curves_info, derived, plot_curves
+from otb_analysis.figures.timeline import timeline_info
 
 CLIPPED = np.repeat([False, True, False], [35, 15, 10])
 STEPS = pd.DataFrame({"step": np.arange(60), "grad_norm": [1.0] * 50 + [6.0] * 10, "clipped": CLIPPED})
@@ -31,7 +30,7 @@ def test_levels_are_counted_in_words():
 
 
 def test_marks_stand_at_their_step_and_know_their_panel():
-    found = {(e.column, e.kind, e.step) for e in events(FINDINGS["mine"], change_points(SERIES))}
+    found = {(e.column, e.kind, e.step) for e in timeline_info(STEPS, FINDINGS["mine"], change_points(SERIES)).events}
     assert found == {("grad_norm", "alarm", 52), ("clipped_share", "watch", 47), ("grad_norm", "change", 50)}
 
 

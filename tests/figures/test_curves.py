@@ -2,9 +2,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.figures.collapse import QUANTITIES, degenerate_table, derived
-from otb_analysis.figures.curves import Quantity, curves_info, plot_curves, running_mean
-from otb_analysis.figures.learning import grouped_info, learning_info, plot_learning
+from otb_analysis.figures.curves import (
+    QUANTITIES,
+    Quantity,
+    curves_info,
+    degenerate_table,
+    derived,
+    grouped_info,
+    learning_info,
+    plot_curves,
+    plot_learning,
+)
 from otb_analysis.figures.runs import config_differences, grouped
 
 
@@ -20,12 +28,13 @@ def steps():
 
 
 def test_running_mean_of_a_hand_worked_row():
-    # window 2: 1; (1+3)/2; (3+5)/2; (5+7)/2
-    assert running_mean(np.array([1, 3, 5, 7], np.float32), 2).tolist() == [1, 2, 4, 6]
+    table = pd.DataFrame({"step": range(4), "reward_mean": np.array([1, 3, 5, 7], np.float32)})
 
+    def smooth(window):
+        return curves_info({"a": table}, [Quantity("r", "", "reward_mean")], {}, window).curves[0][0].smooth.tolist()
 
-def test_running_mean_of_one_is_the_value():
-    assert running_mean(np.array([1, 3, 5], np.float32), 1).tolist() == [1, 3, 5]
+    assert smooth(2) == [1, 2, 4, 6]  # 1; (1+3)/2; (3+5)/2; (5+7)/2
+    assert smooth(1) == [1, 3, 5, 7]
 
 
 def test_curves_come_in_order_of_steps_and_as_float32(steps):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from otb_analysis.diagnostics import DETECTORS
-from otb_analysis.figures.detector_rates import COLLAPSED, RATES, false_alarms, foresight
+from otb_analysis.figures.alarms import COLLAPSED, RATES, false_alarms, foresight
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.figures.pair_curves import (
+from otb_analysis.figures.pairs import (
     BLOCKS,
     average_difference,
     compare_curves,
@@ -10,7 +10,7 @@ from otb_analysis.figures.pair_curves import (
     pair_table,
     plot_pair,
 )
-from otb_analysis.figures.pairing import Pairing, pair_runs
+from otb_analysis.figures.runs import Pairing, pair_runs
 from otb_analysis.statistics import MIN_CLUSTERS
 
 SEEDS = Pairing("A", "B", tuple((f"a{seed}", f"b{seed}") for seed in range(5)))

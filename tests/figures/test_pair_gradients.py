@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.figures.pair_gradients import (
+from otb_analysis.figures.pairs import (
     NOT_MEASURED,
     OTHER_PROMPTS,
     RunGrams,
@@ -12,7 +12,7 @@ from otb_analysis.figures.pair_gradients import (
     noise_display,
     noise_table,
 )
-from otb_analysis.figures.pairing import pair_runs
+from otb_analysis.figures.runs import pair_runs
 from otb_analysis.statistics import NOTHING, paired_ratios
 from otb_analysis.types import Gram
 

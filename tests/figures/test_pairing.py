@@ -1,5 +1,4 @@
-from otb_analysis.figures.pairing import default_pairing, group_keys, pair_groups, pair_runs
-from otb_analysis.figures.runs import config_differences
+from otb_analysis.figures.runs import config_differences, default_pairing, group_keys, pair_groups, pair_runs
 
 
 def config(name: str, seed: int, rate: float = 1e-4, **more: object) -> dict[str, object]:

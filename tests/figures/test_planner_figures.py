@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.diagnostics.planner import Cell, Planner
-from otb_analysis.figures.planner import planner_table, planner_words, plot_planner, sizes_display
+from otb_analysis.figures.comparison import planner_table, planner_words, plot_planner, sizes_display
 from otb_analysis.statistics import Interval
 
 COST = Interval(0.8, 0.7, 0.9, 16, "")

@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from otb_analysis.figures.prompts import distinct, ends_elsewhere, last_number
+from otb_analysis.figures.rollouts import distinct, ends_elsewhere, last_number
 
 
 def test_prompts_that_begin_alike_are_named_by_what_differs():

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from otb_analysis.figures.rewards import plot_rewards, rewards_info
+from otb_analysis.figures.rollouts import plot_rewards, rewards_info
 from otb_analysis.figures.theme import for_background
 
 BINS = pd.DataFrame(

@@ -2,8 +2,7 @@ import re
 
 import pandas as pd
 
-from otb_analysis.figures.studies import for_dark, results_table
-from otb_analysis.figures.svg import Curve, Panel, svg
+from otb_analysis.figures.svg import Curve, Panel, for_dark, results_table, svg
 
 
 def test_ends_of_an_interval_become_one_column_behind_its_estimate():

@@ -4,9 +4,8 @@ import pytest
 
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.scales import linear_range, log_axis, step_axis
 from otb_analysis.figures.styles import ESTIMATOR_STYLES, estimator_style, run_styles
-from otb_analysis.figures.theme import CONFIG, RAMP, for_background, panels
+from otb_analysis.figures.theme import CONFIG, RAMP, for_background, linear_range, log_axis, panels, step_axis
 
 
 @pytest.mark.parametrize(

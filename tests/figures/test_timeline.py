@@ -50,9 +50,9 @@ def test_a_lane_without_events_says_that_nothing_fired():
 
 def test_a_gradient_of_exactly_zero_is_counted_and_not_missing():
     norm = info(STEPS).series[1]
-    assert len(norm.value) == N and norm.zeros == "exactly 0 at 8 of 30 steps"
+    assert len(norm.value) == N
     assert any("exactly 0 at 8 of 30 steps" in text for text in notes(plot_timeline(info(STEPS))))
-    assert info(STEPS.assign(grad_norm=1.0)).series[1].zeros == ""
+    assert not any("exactly 0" in text for text in notes(plot_timeline(info(STEPS.assign(grad_norm=1.0)))))
 
 
 def test_only_positive_unbounded_values_get_a_logarithmic_axis():

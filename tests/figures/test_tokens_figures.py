@@ -3,20 +3,33 @@ import pandas as pd
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.figures.token_colors import (
+from otb_analysis.figures.token_columns import (
+    ADVANTAGES,
     DIVERGING,
     DIVERGING_DARK,
     LEVELS,
+    RATIO,
+    SAMPLER,
     SEQUENTIAL,
     ColorScale,
     color_levels,
     color_scale,
+    described,
+    measured,
     palette,
+    with_differences,
 )
-from otb_analysis.figures.token_columns import ADVANTAGES, RATIO, SAMPLER, described, measured, with_differences
-from otb_analysis.figures.token_details import token_details
-from otb_analysis.figures.token_grid import grid_info, plot_tokens
-from otb_analysis.figures.tokens import LONGEST, column_values, prompt_head, scale_of, tokens_info, visible
+from otb_analysis.figures.token_formula import token_details
+from otb_analysis.figures.tokens import (
+    LONGEST,
+    column_values,
+    grid_info,
+    plot_tokens,
+    prompt_head,
+    scale_of,
+    tokens_info,
+    visible,
+)
 
 ROLLOUTS = pd.DataFrame(
     {

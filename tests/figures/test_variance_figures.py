@@ -4,8 +4,15 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
-from otb_analysis.figures.gradient_table import MEASURES, default_window, evenly, labels, statistics_table
-from otb_analysis.figures.variance import plot_variance, variance_info
+from otb_analysis.figures.variance import (
+    MEASURES,
+    default_window,
+    evenly,
+    labels,
+    plot_variance,
+    statistics_table,
+    variance_info,
+)
 from otb_analysis.statistics import NOTHING, gradient_noise_scale, pooled_statistics
 from otb_analysis.types import Gram, Proved
 
@@ -73,11 +80,6 @@ def test_pooling_steps_gives_intervals_where_single_steps_have_none(grams):
     pooled = statistics_table(few, window=2)
     assert pooled.loc[pooled["step"] == 0, "variance_low"].isna().all()
     assert pooled.loc[pooled["step"] == 20, "variance_low"].notna().all()
-
-
-def test_chosen_estimators_only(grams):
-    info = variance_info(statistics_table(grams), ["rloo"])
-    assert [t.label for t in info.traces[0]] == ["rloo"]
 
 
 def test_gradients_table_without_grams_gives_points():

@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.memory import in_fresh_process
 from benchmarks.peer_side import peak
+from benchmarks.timing import in_fresh_process
 from otb_analysis import gradients
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import ENGINES, group_gradient_gram, token_score_norms, weighted_score_norms
-from otb_analysis.gradients.batch import widening
 from otb_analysis.gradients.batch.inputs import Batch, prepare
 
 
@@ -171,7 +170,7 @@ def test_sketches_of_a_model_whose_copies_do_not_fit_are_in_its_own_precision_an
     half_and_double, sample, monkeypatch, caplog
 ):
     (half, double), batch = half_and_double("llama"), sample["both"]
-    monkeypatch.setattr("otb_analysis.gradients.batch.memory.free_bytes", lambda _device: 1 << 10)
+    monkeypatch.setattr("otb_analysis.gradients.batch.inputs.free_bytes", lambda _device: 1 << 10)
     rows, group = torch.ones(5, 1, 12), np.arange(5)
     with caplog.at_level(logging.WARNING):
         got, _ = (gradients.gradient_sketch(half, *batch.args, rows, group, batch.attention_mask) for _ in range(2))
@@ -198,8 +197,7 @@ def test_a_model_in_half_precision_is_left_as_found(make_model, sample, monkeypa
 
 def test_copies_that_do_not_fit_are_refused(make_model, sample, monkeypatch):
     model, batch = make_model("llama", dtype=torch.bfloat16), sample["left"]
-    monkeypatch.setattr("otb_analysis.gradients.batch.memory.free_bytes", lambda _device: 1 << 10)
-    assert widening.refuse_beyond.__module__.endswith("batch.memory")
+    monkeypatch.setattr("otb_analysis.gradients.batch.inputs.free_bytes", lambda _device: 1 << 10)
     with pytest.raises(
         InputError, match=r"float32 copies of the weights in half precision take .* are free; free some"
     ):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.sampled_step import sampled_step
+from benchmarks.timing import sampled_step
 from otb_analysis.config import SampleConfig
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.integrations.trl_version import load_trl, refuse_version
+from otb_analysis.integrations.trl_batch import load_trl, refuse_version
 
 
 @pytest.mark.parametrize("installed", ["1.15.0", "1.17.0", "1.17.0.dev0", "0.24.0", "2.0", "main"])

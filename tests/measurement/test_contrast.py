@@ -9,8 +9,8 @@ from scipy.special import softmax
 
 from otb_analysis.config import ContrastSchedule, MeasureConfig, ObjectiveConfig, SampleConfig, Schedule
 from otb_analysis.errors import InputError
-from otb_analysis.measurement import contrast
-from otb_analysis.measurement.contrast import contrasts, fitted, fitted_rows, halves, token_contrast
+from otb_analysis.measurement import level as contrast
+from otb_analysis.measurement.level import contrasts, fitted, fitted_rows, halves, token_contrast
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunStore
@@ -80,18 +80,22 @@ def step(made):
 def test_no_copy_scores_what_it_was_fitted_on_and_every_policy_token_is_scored(step, monkeypatch):
     trainer, rollouts, right = step
     seen: list[tuple[str, frozenset[int]]] = []
-    real_fitted, real_scored = contrast.fitted, contrast._scored
+    real_fitted, real_tensors, fitting = contrast.fitted, type(rollouts).tensors, []
 
     def watched_fit(model, rollouts, rows, *rest):
         seen.append(("fit", frozenset(rows)))
-        return real_fitted(model, rollouts, rows, *rest)
+        fitting.append(True)
+        copy = real_fitted(model, rollouts, rows, *rest)
+        fitting.pop()
+        return copy
 
-    def watched_score(copies, rollouts, rows):
-        seen.append(("score", frozenset(rows)))
-        return real_scored(copies, rollouts, rows)
+    def watched_tensors(rollouts, device, rows):
+        if not fitting:
+            seen.append(("score", frozenset(rows)))
+        return real_tensors(rollouts, device, rows)
 
     monkeypatch.setattr(contrast, "fitted", watched_fit)
-    monkeypatch.setattr(contrast, "_scored", watched_score)
+    monkeypatch.setattr(type(rollouts), "tensors", watched_tensors)
     before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
     state = torch.get_rng_state()
     found = contrasts(trainer.model, rollouts, right, PLAN, seed=0)

@@ -9,7 +9,7 @@ import torch
 from otb_analysis.config import AttributionSchedule, EvaluateConfig, MeasureConfig, SampledSchedule, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
-from otb_analysis.measurement import levels
+from otb_analysis.measurement import level as levels
 from otb_analysis.measurement.level import Level
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore

@@ -73,7 +73,7 @@ def test_exact_norms_in_place_of_a_sketch_are_those_of_the_configured_engine(tra
         asked.append(settings["engine"])
         return measure(*args, **settings)
 
-    monkeypatch.setattr("otb_analysis.measurement.levels.token_score_norms", listening)
+    monkeypatch.setattr("otb_analysis.measurement.level.token_score_norms", listening)
     for engine in ("auto", "generic"):
         config = MeasureConfig(exact=OFF, sketch=SketchSchedule(1, prompts=1, directions=64), engine=engine)
         trainer.measurer = GradientMeasurer(trainer.model, config, 1.0)
@@ -141,7 +141,7 @@ def test_failing_sketch_is_a_warning_and_a_counted_gap(trainer, monkeypatch):
         raise RuntimeError("the lens fell off")
 
     trainer.measurer.config = MeasureConfig(exact=Schedule(1, 1), sketch=SKETCH)
-    monkeypatch.setattr("otb_analysis.measurement.levels.sketch_score_norms", fail)
+    monkeypatch.setattr("otb_analysis.measurement.level.sketch_score_norms", fail)
     with pytest.warns(RuntimeWarning, match="sketched norms at step 0 failed and is missing from the run: the lens"):
         tables = train_step(trainer, 0)
     assert (tables.steps["measurement_gaps"], tables.steps["n_sketched_prompts"]) == (1, 0)

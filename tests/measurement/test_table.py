@@ -11,12 +11,9 @@ from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import available, estimate
 from otb_analysis.logit_stats import logit_stats
-from otb_analysis.measurement.advantages import every_advantage
 from otb_analysis.measurement.forward import forward_pass
-from otb_analysis.measurement.measurer import GradientMeasurer, Measurement
-from otb_analysis.measurement.summary import sampling_check, summarize
-from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows, token_table
-from otb_analysis.measurement.tokens import TokenMeasurements
+from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, every_advantage, sampling_check, summarize
+from otb_analysis.measurement.table import TokenMeasurements, compute_rewards, rollout_rows, token_rows, token_table
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.sampling import sample
 

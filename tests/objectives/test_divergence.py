@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.divergence import DIVERGENCES, divergence, divergence_slope
+from otb_analysis.objectives.aggregation import DIVERGENCES, divergence, divergence_slope
 
 P = np.array([0.5, 0.3, 0.2])
 Q = np.array([0.2, 0.3, 0.5])

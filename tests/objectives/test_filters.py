@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.filters import FilterInputs, RejectionOptions, keep_chance
-from otb_analysis.objectives.shaping import ProfiledOptions, ShapingInputs, shape_rewards
+from otb_analysis.objectives.shaping import (
+    FilterInputs,
+    ProfiledOptions,
+    RejectionOptions,
+    ShapingInputs,
+    keep_chance,
+    shape_rewards,
+)
 
 INPUTS = FilterInputs(
     total=np.array([1.0, 0, 1, 1, 0, 0]),

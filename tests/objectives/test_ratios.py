@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.importance import effective_sample_size, learning_rate_factor
 from otb_analysis.objectives.ratios import (
     RATIOS,
     BoundOptions,
@@ -16,6 +15,7 @@ from otb_analysis.objectives.ratios import (
     RatioInputs,
     TruncationOptions,
     importance_ratio,
+    learning_rate_factor,
 )
 from otb_analysis.objectives.registry import options_from_table
 
@@ -223,13 +223,11 @@ def test_a_thousand_nats_overflow_nowhere(name):
     assert np.isfinite(importance_ratio(name, inputs).coefficient(np.ones(mask.shape))).all()
 
 
-def test_effective_sample_size_by_hand():
-    # ρ = 2 .5 1 .1: 3.6²/5.26 = 2.464, and √(2.464/4) = .785
-    rho = np.array([2, 0.5, 1, 0.1])
-    assert abs(effective_sample_size(rho) - 12.96 / 5.26) < 1e-14
-    assert abs(learning_rate_factor(rho) - (12.96 / 5.26 / 4) ** 0.5) < 1e-14
-    assert effective_sample_size(np.full(7, 1e200)) == pytest.approx(7)
-    assert effective_sample_size(np.zeros(3)) == 0 and effective_sample_size([0, 5, 0]) == 1
+def test_learning_rate_factor_by_hand():
+    # ρ = 2 .5 1 .1: the effective sample size is 3.6²/5.26 = 2.464, and √(2.464/4) = .785
+    assert abs(learning_rate_factor([2, 0.5, 1, 0.1]) - (12.96 / 5.26 / 4) ** 0.5) < 1e-14
+    assert learning_rate_factor(np.full(7, 1e200)) == pytest.approx(1)
+    assert learning_rate_factor(np.zeros(3)) == 0 and learning_rate_factor([0, 5, 0]) == pytest.approx((1 / 3) ** 0.5)
     assert learning_rate_factor(np.ones(9)) == 1
 
 
@@ -249,7 +247,7 @@ def test_effective_sample_size_by_hand():
             lambda: RatioInputs(np.zeros((1, 2)), np.array([[0, np.nan]]), np.ones((1, 2), bool)),
             "behavior_logprob is nan at rollout 0, token 1",
         ),
-        (lambda: effective_sample_size([1, -1]), "weight has a value of -1.0"),
+        (lambda: learning_rate_factor([1, -1]), "weight has a value of -1.0"),
         (lambda: learning_rate_factor([]), "weight is empty"),
     ],
 )

@@ -7,14 +7,14 @@ import pytest
 
 from otb_analysis.config import ObjectiveConfig
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.token_weights import (
+from otb_analysis.objectives.aggregation import (
     CriticalOptions,
     DelightOptions,
     StapoOptions,
     TokenWeightInputs,
     token_weights,
 )
-from otb_analysis.training.policy.objective import Objective
+from otb_analysis.training.update import Objective
 
 MASK = np.array([[True, True, True], [True, True, False]])
 ADVANTAGE = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, np.nan]])

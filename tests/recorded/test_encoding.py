@@ -7,9 +7,8 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.encoding import NOT_ENDED, RESTORED, Encoder
-from otb_analysis.recorded.records import Message, RecordedRollout
-from otb_analysis.recorded.rows import Place
-from otb_analysis.recorded.steps import Layout, grouped
+from otb_analysis.recorded.records import Message, Place, RecordedRollout
+from otb_analysis.recorded.runs import Layout, grouped
 from otb_analysis.rollouts.models import character_tokenizer
 
 TEMPLATE = (

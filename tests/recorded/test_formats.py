@@ -8,10 +8,9 @@ import torch
 
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.formats import FORMATS, find_source
-from otb_analysis.recorded.formats.annotations import MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
-from otb_analysis.recorded.formats.sequences import UNFINISHED
-from otb_analysis.recorded.formats.texts import PADDED, UNSCORED
+from otb_analysis.recorded.readers import PADDED, UNFINISHED, UNSCORED
 from otb_analysis.recorded.records import UNREAD
+from otb_analysis.recorded.traces import MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
 
 NAN = float("nan")
 

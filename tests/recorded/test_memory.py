@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.answers import shares
+from otb_analysis.answers import holders
 from otb_analysis.config import AttributionSchedule, AuditConfig, MeasureConfig, Schedule
 from otb_analysis.gradients.batch import inputs
 from otb_analysis.recorded.records import RecordedRollout
@@ -99,14 +99,14 @@ def test_records_are_alive_for_one_step_only(file_of, checkpoint, monkeypatch):
 
 
 def test_reports_read_a_few_steps_at_a_time(file_of, checkpoint, monkeypatch):
-    monkeypatch.setattr(shares, "AT_ONCE", 1)
+    monkeypatch.setattr(holders, "AT_ONCE", 1)
     stores = [RunStore(score(config(file_of(steps), checkpoint))) for steps in (STEPS, STEPS * LONGER)]
-    tokens = [shares.attributed_tokens(store) for store in stores][1].n_tokens
-    short, long = (peak(lambda store=store: shares.attributed_tokens(store)) for store in stores)
+    tokens = [holders.attributed_tokens(store) for store in stores][1].n_tokens
+    short, long = (peak(lambda store=store: holders.attributed_tokens(store)) for store in stores)
     kept = 4 * 8 * tokens  # a number of each token: of each step, of all, sorted, and added up
     assert long - short < kept
-    monkeypatch.setattr(shares, "AT_ONCE", LONGER)
-    assert peak(lambda: shares.attributed_tokens(stores[1])) - short > kept  # all steps at once are noticed
+    monkeypatch.setattr(holders, "AT_ONCE", LONGER)
+    assert peak(lambda: holders.attributed_tokens(stores[1])) - short > kept  # all steps at once are noticed
 
 
 @pytest.mark.parametrize("gram", ["exact", "sketch"])

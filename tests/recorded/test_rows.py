@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from otb_analysis.errors import InputError
-from otb_analysis.recorded.rows import CUT, Tally, number_in, rows_of
+from otb_analysis.recorded.records import CUT, Tally, number_in, rows_of
 
 ROWS = [{"a": i, "text": "x" * i} for i in range(200)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()

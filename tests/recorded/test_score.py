@@ -15,11 +15,9 @@ from otb_analysis.answers import opened
 from otb_analysis.config import AttributionSchedule, EstimatorConfig, MeasureConfig, SampleConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.recorded import score as module
-from otb_analysis.recorded.logprobs import BEFORE, BEHIND, fault_of, refuse_wrong_logprobs
-from otb_analysis.recorded.records import RecordedRollout
-from otb_analysis.recorded.rows import Place
-from otb_analysis.recorded.score import score
-from otb_analysis.recorded.steps import RecordedStep
+from otb_analysis.recorded.records import Place, RecordedRollout
+from otb_analysis.recorded.runs import RecordedStep
+from otb_analysis.recorded.score import BEFORE, BEHIND, fault_of, refuse_wrong_logprobs, score
 from otb_analysis.report.compare import comparison
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import load_policy

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.recorded.records import RecordedRollout
-from otb_analysis.recorded.rows import Place
-from otb_analysis.recorded.steps import Layout, steps_of
+from otb_analysis.recorded.records import Place, RecordedRollout
+from otb_analysis.recorded.runs import Layout, steps_of
 
 
 def records(*rows):

@@ -7,8 +7,8 @@ import numpy as np
 
 from otb_analysis.config import ImportConfig
 from otb_analysis.recorded.formats import find_source
-from otb_analysis.recorded.formats.traces import UNPAID
 from otb_analysis.recorded.importing import import_rollouts
+from otb_analysis.recorded.traces import UNPAID
 from otb_analysis.store import RunStore
 
 TRACES = Path(__file__).parents[2] / "docs" / "examples" / "verifiers" / "traces.jsonl"

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from otb_analysis.answers import designs, opened, reportable
-from otb_analysis.answers.learning import learning_notes
+from otb_analysis.answers.pairs import learning_notes
 from otb_analysis.config import CriticConfig, EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.figures.fidelity import fidelity_info
 from otb_analysis.report.compare import comparison
-from otb_analysis.report.terminal import printed as parts
+from otb_analysis.report.document import printed as parts
 from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
 from otb_analysis.types import Gram
 

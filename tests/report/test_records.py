@@ -10,8 +10,7 @@ import pytest
 from otb_analysis.answers import by_name, opened
 from otb_analysis.commands.cli import main
 from otb_analysis.figures.numbers import bracketed, number
-from otb_analysis.report.record import written
-from otb_analysis.report.records import comparison_record
+from otb_analysis.report.records import comparison_record, written
 from otb_analysis.store import RunStore, RunWriter, StepTables
 
 REAL = Path(__file__).parents[2] / "docs" / "examples" / "smollm2" / "runs" / "letter-counting"

@@ -2,7 +2,7 @@
 
 import math
 
-from otb_analysis.rollouts.drafts import draft_of
+from otb_analysis.rollouts.sampling import draft_of
 
 
 def test_turns_replies_and_masks_follow_who_wrote_a_token(tokenizer):

@@ -11,8 +11,7 @@ import torch
 
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.rollouts.generation import TransformersGenerator
-from otb_analysis.rollouts.generation_vllm import VllmGenerator
+from otb_analysis.rollouts.generation import TransformersGenerator, VllmGenerator
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunStore

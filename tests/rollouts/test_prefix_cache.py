@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from otb_analysis.config import OptimizeConfig, SampleConfig
 from otb_analysis.errors import NonFiniteError
-from otb_analysis.measurement import passes as module
+from otb_analysis.measurement import forward as module
 from otb_analysis.measurement.forward import completion_logprobs, forward_pass
 from otb_analysis.rollouts.prefix_cache import read_prompts, supports_prefix_cache
 from otb_analysis.rollouts.sampling import sample

@@ -11,7 +11,7 @@ from otb_analysis.gradients import token_score_norms
 from otb_analysis.measurement.forward import forward_pass
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.sampling import Rollouts, sample
-from otb_analysis.tasks.chain_sum import ChainSum
+from otb_analysis.tasks import ChainSum
 
 TASK = ChainSum(ChainSumConfig(2, 3, 20))
 SAMPLE = SampleConfig(prompts=3, group_size=4, max_new_tokens=7, temperature=0.8, soft=3, soft_noise=0.5)

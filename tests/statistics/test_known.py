@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from otb_analysis.statistics import Gram, Proved, deleted_moments, paired_ratios, pooled_statistics
-from otb_analysis.statistics.moments.gram import REFERENCE
-from studies.lib.enumeration.coverage import NOMINAL_FLOOR, OTHER, measure
-from studies.lib.enumeration.coverage_laws import enumerated
+from otb_analysis.statistics.moments import REFERENCE
+from studies.lib.enumeration.coverage import NOMINAL_FLOOR, OTHER, enumerated, measure
 
 NONE, OTB = ("none", "none"), ("otb", "proxy")
 BOTH = Proved({REFERENCE: 1.0, OTHER: 1.0}, frozenset((REFERENCE, OTHER)))

@@ -4,9 +4,8 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.figures.comparison import comparison_info, comparison_table
-from otb_analysis.figures.gradient_table import statistics_table
-from otb_analysis.statistics import REFERENCE, decide, gain_lost
-from otb_analysis.statistics.moments import gram as moments
+from otb_analysis.figures.variance import statistics_table
+from otb_analysis.statistics import REFERENCE, decide, gain_lost, moments
 from otb_analysis.types import Gram, Proved
 
 OTHER = ("otb_loo", "exact")

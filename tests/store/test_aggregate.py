@@ -6,7 +6,7 @@ import pytest
 
 from otb_analysis.commands.cli import main
 from otb_analysis.store import RunStore
-from otb_analysis.store.aggregate import aggregate, partitions
+from otb_analysis.store.runs import aggregate, partitions
 
 
 def test_rows_are_those_of_a_loop_over_the_tokens(runs):

@@ -7,8 +7,7 @@ import pytest
 
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.store import RunStore
-from otb_analysis.store.asked import asked_sql
-from otb_analysis.store.query import ASKED_PROCESS
+from otb_analysis.store.asked import ASKED_PROCESS, asked_sql
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no process")
 

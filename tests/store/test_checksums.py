@@ -19,8 +19,8 @@ from otb_analysis.store import (
     catalogue,
     compact,
     gram_rows,
+    layout,
     parts,
-    runfile,
     runs_df,
     subgroup_rows,
 )
@@ -76,7 +76,7 @@ def test_run_file_that_was_changed_says_how_to_go_on(run):
 def test_run_file_from_which_any_piece_with_its_checksum_is_torn_is_no_other_run_file(run):
     path, info, read = run / "run.json", RunStore(run).info, 0
     said = {name: info[name] for name in ("run", "status", "schema_version", "steps")}  # a short one
-    runfile.write_run_file(run, said)
+    layout.write_run_file(run, said)
     text = path.read_text()
     for end in range(1, len(text)):
         for at in range(min(end, text.index('"run"'))):
@@ -95,11 +95,11 @@ def test_run_file_from_which_any_piece_with_its_checksum_is_torn_is_no_other_run
 
 def everything(run):
     """Return all that a run says to a new process: frames, Gram matrices, what is held, its line in a list."""
-    parts._checksum.cache_clear()
-    runfile._read.cache_clear()
+    parts.checksum_of.cache_clear()
+    layout._parsed.cache_clear()
     store = RunStore(run)
     frames = {table: store.frame(table) for table in TABLES}
-    frames["light"] = store.sql("SELECT * FROM rollouts ORDER BY ALL", texts=False)
+    frames["light"] = store.sql("SELECT step, rollout, reward FROM rollouts ORDER BY ALL")
     frames["list"] = runs_df(run.parent).loc[:, ["status", "reason", *NUMBERS]]
     if frames["list"]["status"].tolist() == ["broken"]:
         raise StoreError(frames["list"]["reason"][0])
@@ -147,7 +147,8 @@ def test_a_thousand_changed_files_are_a_sentence_or_the_right_numbers(run):
             os.utime(one, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert same(everything(run), before) and sum(sentences.values()) + sum(right.values()) == MUTATIONS
     for path in set(files):  # SQLite has pages and bytes that hold nothing, and what is derived is derived again
-        least = {"run.sqlite": 0.5, "run.json": 0.5}.get(path.name, 0.9)
+        # Which changes are drawn depends on the length of run.json; of those of run.sqlite about half become sentences.
+        least = {"run.sqlite": 0.4, "run.json": 0.5}.get(path.name, 0.9)
         assert sentences[path] >= least * (sentences[path] + right[path]), (path, sentences[path], right[path])
 
 

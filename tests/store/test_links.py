@@ -17,12 +17,12 @@ from otb_analysis.store import (
     runs_df,
     step_attribution,
 )
-from otb_analysis.store.aggregate import aggregate, partitions
+from otb_analysis.store.runs import aggregate, partitions
 
 DOORS = {
     **{table: lambda run, table=table: RunStore(run).frame(table) for table in TABLES},
     "sql": lambda run: RunStore(run).sql(f"SELECT count(*) FROM {', '.join(TABLES)}"),
-    "light columns": lambda run: RunStore(run).sql("SELECT reward FROM rollouts", texts=False),
+    "light columns": lambda run: RunStore(run).sql("SELECT reward FROM rollouts"),
     "complete steps": lambda run: RunStore(run).complete_steps(),
     "standing": lambda run: RunStore(run).standing,
     "written": lambda run: RunStore(run).written(*TABLES),

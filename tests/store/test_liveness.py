@@ -9,14 +9,14 @@ import psutil
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.store import RunStore, RunWriter, StepTables, liveness, runs_df
-from otb_analysis.store.liveness import standing, this_process
+from otb_analysis.store import RunStore, RunWriter, StepTables, layout, runs_df
+from otb_analysis.store.layout import standing, this_process
 
 
 @pytest.fixture
 def gone():
     """What a process that has ended had said of itself."""
-    code = "import json; from otb_analysis.store.liveness import this_process; print(json.dumps(this_process()))"
+    code = "import json; from otb_analysis.store.layout import this_process; print(json.dumps(this_process()))"
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
     return json.loads(done.stdout)
@@ -52,7 +52,7 @@ def test_run_elsewhere_is_believed_and_last_seen(gone, place):
 
 
 def test_reader_that_cannot_tell_believes(gone, monkeypatch):
-    monkeypatch.setattr(liveness, "_place", lambda: "elsewhere")
+    monkeypatch.setattr(layout, "_place", lambda: "elsewhere")
     assert standing({"status": "running", "process": gone})[0] == "running"
 
 
@@ -72,8 +72,8 @@ def test_table_of_runs_and_reader_tell_a_stopped_run(tmp_path, gone):
     assert runs_df(tmp_path)["status"].tolist() == ["running"]
     info = RunStore(writer.path).info
     file.write_text(json.dumps(info | {"process": gone}))
-    assert runs_df(tmp_path)[["status", "reason"]].to_numpy().tolist() == [["stopped", liveness.STOPPED]]
-    assert RunStore(writer.path).standing == ("stopped", liveness.STOPPED)
+    assert runs_df(tmp_path)[["status", "reason"]].to_numpy().tolist() == [["stopped", layout.STOPPED]]
+    assert RunStore(writer.path).standing == ("stopped", layout.STOPPED)
     file.write_text(json.dumps(info | {"process": gone | {"host": "far", "place": "there"}}))
     assert runs_df(tmp_path)["status"].tolist() == ["running"]
     assert runs_df(tmp_path)["reason"][0].startswith("running on far, last seen 20")

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.statistics import fidelity, position_cells
-from otb_analysis.statistics.energies.correlation import correlation
+from otb_analysis.statistics.energies import correlation
 
 
 def drawn(seed=0, prompts=20, rollouts=6, length=5):

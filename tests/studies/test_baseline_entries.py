@@ -32,7 +32,7 @@ def entries():
 @pytest.fixture(scope="module")
 def compare(entries):
     """The file that makes tables of them."""
-    return importlib.import_module(f"study_{FOLDER.name}.compare")
+    return importlib.import_module(f"study_{FOLDER.name}.study")
 
 
 @pytest.fixture(scope="module")

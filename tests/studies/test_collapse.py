@@ -9,7 +9,7 @@ import pytest
 
 from otb_analysis.estimators import EstimatorInputs, estimate
 from studies.lib.record import load_study
-from studies.lib.report import study_page
+from studies.lib.run import study_page
 
 FOLDER = Path(__file__).parent.parent.parent / "studies" / "05_collapse"
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent.parent.parent / "studies" / "05_collapse"
 def parts():
     """The study and its files."""
     study = load_study(FOLDER)
-    names = ("study", "runs", "levels", "forecast", "derived")
+    names = ("study", "levels", "derived")
     return {"STUDY": study} | {name: importlib.import_module(f"study_{FOLDER.name}.{name}") for name in names}
 
 
@@ -73,27 +73,27 @@ def test_moved_baselines_have_the_mean_of_the_one_and_the_shape_of_the_other(par
 def test_collapse_is_the_first_step_of_a_lasting_loss_of_half(parts):
     # the trailing mean of 6 is 1 up to step 19, then 5/6, 4/6, 3/6 at step 22: half of the best
     reward = np.r_[np.ones(20), np.zeros(20)]
-    assert parts["runs"].collapse_step(reward) == 22
+    assert parts["study"].collapse_step(reward) == 22
     # back after 8 steps: low from 22 to 29, when the mean is 2/6, and 3/6 again at 30, 4/6 at 31: lasting enough
-    assert parts["runs"].collapse_step(np.r_[np.ones(20), np.zeros(8), np.ones(12)]) == 22
+    assert parts["study"].collapse_step(np.r_[np.ones(20), np.zeros(8), np.ones(12)]) == 22
     # back after 4 steps: never below 2/6, low at 22 to 26 only, five steps
-    assert parts["runs"].collapse_step(np.r_[np.ones(20), np.zeros(4), np.ones(16)]) is None
+    assert parts["study"].collapse_step(np.r_[np.ones(20), np.zeros(4), np.ones(16)]) is None
 
 
 def test_signals_are_means_at_the_start_up_to_the_collapse_and_at_the_end(parts):
     steps = pd.DataFrame({name: np.arange(40.0) for name in ("entropy_mean", "grad_norm", "length_mean")})
-    found = parts["runs"].signal_means(steps, 20)
+    found = parts["study"].signal_means(steps, 20)
     # 0…9, 11…20, 30…39
     assert (found["entropy_first"], found["entropy_before"], found["entropy_last"]) == (4.5, 15.5, 34.5)
-    assert parts["runs"].signal_means(steps, None)["grad_norm_before"] is None
+    assert parts["study"].signal_means(steps, None)["grad_norm_before"] is None
 
 
 def test_control_window_is_as_long_as_the_fatal_one_and_before_it(parts):
-    found = parts["runs"].windows(range(0, 100, 2), 61)
+    found = parts["study"].windows(range(0, 100, 2), 61)
     assert found == {"fatal": [50, 52, 54, 56, 58, 60], "control": [20, 22, 24, 26, 28, 30]}
     # half of 22 is 11: 0, 2, … 10 are six, but the fatal ones begin at 12
-    assert parts["runs"].windows(range(0, 100, 2), 22)["control"] == [0, 2, 4, 6, 8, 10]
-    assert "control" not in parts["runs"].windows(range(0, 100, 2), 20)
+    assert parts["study"].windows(range(0, 100, 2), 22)["control"] == [0, 2, 4, 6, 8, 10]
+    assert "control" not in parts["study"].windows(range(0, 100, 2), 20)
 
 
 def test_contrasts_are_paired_over_seeds_and_say_which_side_is_cut(parts):
@@ -140,20 +140,20 @@ def watched(detector, steps):
 
 def all_detectors(parts, **steps):
     never = [None] * len(RUNS)
-    return [row for name in parts["forecast"].DETECTORS for row in watched(name, steps.get(name, never))]
+    return [row for name in parts["derived"].DETECTORS for row in watched(name, steps.get(name, never))]
 
 
 def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
-    forecast = parts["forecast"]
+    derived = parts["derived"]
     # in time: rloo 0 at 20 of 30, otb 0 at 60 of 60; late: rloo 1; the run that lasted and calm 1 are called, too
     rows = all_detectors(parts, length_drift=[20, 70, None, None, 60, 50, None, None, None, 10])
-    assert sorted(forecast.leads_of(RUNS, rows, "length_drift")) == [0, 10]
-    numbers = forecast.numbers(RUNS, rows, [])
+    assert sorted(derived.leads_of(RUNS, rows, "length_drift")) == [0, 10]
+    numbers = derived.forecast_numbers(RUNS, rows, [])
     told = numbers["told"]["length_drift"]
     assert (told["leads"], told["broken"], told["pending"], told["quiet"]) == ([0, 10], 3, 1, 1)
     assert [len(numbers[name]) for name in ("broken", "pending", "quiet")] == [7, 1, 2]
     # seed 0: 2 of 4 collapsed runs against no calm one; seed 1: 0 of 3 against the calm one
-    assert forecast.seed_differences(RUNS, rows, "length_drift") == pytest.approx([1 / 2, -1])
+    assert derived.seed_differences(RUNS, rows, "length_drift") == pytest.approx([1 / 2, -1])
     assert numbers["blind"] == [
         "reward_fall",
         "vanished_gradient",
@@ -168,28 +168,28 @@ def test_a_call_after_the_collapse_is_no_forecast_but_not_blind(parts):
 
 
 def test_detector_that_was_not_measured_is_neither_blind_nor_tested(parts):
-    forecast = parts["forecast"]
+    derived = parts["derived"]
     rows = all_detectors(parts, tail_index=None)
-    numbers = forecast.numbers(RUNS, rows, [])
+    numbers = derived.forecast_numbers(RUNS, rows, [])
     assert "tail_index" not in {*numbers["blind"], *numbers["told"], *numbers["p_values"]}
     assert "tail_index" in numbers["all_detectors"]
 
 
 def test_calm_run_that_collapses_is_no_false_alarm(parts):
     runs = [*RUNS[:-1], run("calm", 1, 70)]
-    assert [row["seed"] for row in parts["forecast"].still_calm(runs)] == [0]
+    assert [row["seed"] for row in parts["derived"].still_calm(runs)] == [0]
 
 
 def test_sign_flips_are_exact(parts):
     # all ten differences are 1: one of 2¹⁰ signs reaches the mean
-    assert parts["forecast"].p_value([1.0] * 10) == pytest.approx(1 / 1024)
-    assert parts["forecast"].p_value([0.0] * 10) == 1
+    assert parts["derived"].p_value([1.0] * 10) == pytest.approx(1 / 1024)
+    assert parts["derived"].p_value([0.0] * 10) == 1
 
 
 def test_holm_multiplies_the_smallest_by_their_number(parts):
     # sorted .01 .02 .03 times 3 2 1 is .03 .04 .03, and no later one is smaller: .03 .04 .04
-    assert parts["forecast"].holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
-    assert parts["forecast"].holm([0.9, 0.8]) == [1, 1]
+    assert parts["derived"].holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    assert parts["derived"].holm([0.9, 0.8]) == [1, 1]
 
 
 def held(window, arm, seed, noise, norm=4.0):

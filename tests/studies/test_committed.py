@@ -10,10 +10,8 @@ import pytest
 
 from otb_analysis.store import committed_studies
 from otb_analysis.store.studies import MEASURED
-from studies.lib.record import load_study, study_folders
-from studies.lib.report import OUTDATED, index_page, study_page
-from studies.lib.results import read_tables
-from studies.lib.run import Setting, run_study
+from studies.lib.record import load_study, read_tables, study_folders
+from studies.lib.run import OUTDATED, Setting, index_page, run_study, study_page
 
 ROOT = Path(__file__).parent.parent.parent
 STUDIES = ROOT / "studies"

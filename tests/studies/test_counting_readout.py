@@ -13,22 +13,20 @@ from studies.lib.policies import fresh_policy
 from studies.lib.record import load_study
 
 NAMES = load_study(Path(__file__).parent.parent.parent / "studies" / "10_counting_readout").names
-small, real, states = (
-    importlib.import_module(f"study_10_counting_readout.{name}") for name in ("small", "real", "states")
-)
-SETTINGS = {"seed": 0, "steps": 2, "rates": small.RATES, "task": asdict(small.TASK)}
+study = importlib.import_module("study_10_counting_readout.study")
+SETTINGS = {"seed": 0, "steps": 2, "rates": study.RATES, "task": asdict(study.TASK)}
 
 
 @pytest.fixture(scope="module")
 def policy():
-    return fresh_policy(small.config(SETTINGS, "direct", 2))
+    return fresh_policy(study.config(SETTINGS, "direct", 2))
 
 
-@pytest.mark.parametrize("arm", small.ARMS)
+@pytest.mark.parametrize("arm", study.ARMS)
 def test_an_arm_trains_its_parameters_and_no_others(policy, arm):
-    digits = states.digit_ids(policy.tokenizer)
+    digits = study.digit_ids(policy.tokenizer)
     model = deepcopy(policy.model)
-    assert list(small.train(replace(policy, model=model), arm, digits, SETTINGS)) == [0, 1, 2]
+    assert list(study.train(replace(policy, model=model), arm, digits, SETTINGS)) == [0, 1, 2]
     before, after = (dict(m.named_parameters()) for m in (policy.model, model))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     others = torch.ones(len(before["lm_head.weight"]), dtype=torch.bool)
@@ -40,8 +38,8 @@ def test_an_arm_trains_its_parameters_and_no_others(policy, arm):
 
 
 def test_share_of_the_score_is_that_of_the_gradient(policy):
-    digits, text = states.digit_ids(policy.tokenizer), [4, 5, 6, 7]
-    found = states.shares(policy.model, [text], digits, seed=3)
+    digits, text = study.digit_ids(policy.tokenizer), [4, 5, 6, 7]
+    found = study.shares(policy.model, [text], digits, seed=3)
     logprob = policy.model(input_ids=torch.tensor([text])).logits[0, -1].double().log_softmax(-1)
     drawn = torch.multinomial(logprob.exp()[None], 1, generator=torch.Generator().manual_seed(3)).item()
     named = dict(policy.model.named_parameters())
@@ -55,28 +53,28 @@ def test_share_of_the_score_is_that_of_the_gradient(policy):
 
 
 def test_texts_of_other_lengths_change_no_state(policy):
-    digits = states.digit_ids(policy.tokenizer)
-    alone = states.read(policy.model, [[4, 5, 6]], np.array([1]), digits)
-    among = states.read(policy.model, [[4, 5, 6], [7, 8, 9, 4, 5, 6, 7]], np.array([1, 2]), digits)
+    digits = study.digit_ids(policy.tokenizer)
+    alone = study.read(policy.model, [[4, 5, 6]], np.array([1]), digits)
+    among = study.read(policy.model, [[4, 5, 6], [7, 8, 9, 4, 5, 6, 7]], np.array([1, 2]), digits)
     np.testing.assert_allclose(among.hidden[:, :1], alone.hidden, atol=1e-5)
     np.testing.assert_allclose(among.logprob[:1], alone.logprob, atol=1e-5)
 
 
 def test_rows_trained_on_states_are_rows_trained_in_the_model(policy):
-    digits = states.digit_ids(policy.tokenizer)
+    digits = study.digit_ids(policy.tokenizer)
     text, count = [4, 5, 6, 7], np.array([3, 3])
-    before = states.read(policy.model, [text, text], count, digits)
+    before = study.read(policy.model, [text, text], count, digits)
     how = {"rate": 1e-2, "steps": 2, "check": 1}
-    rows = states.digit_rows(policy.model, digits)
-    curve = list(real.rows_trained(before, rows, np.array([True, False]), how, 1))
+    rows = study.digit_rows(policy.model, digits)
+    curve = list(study.rows_trained(before, rows, np.array([True, False]), how, 1))
     model = deepcopy(policy.model)
     weight = model.lm_head.weight
-    with small.only(model, "rows", digits):
+    with study.only(model, "rows", digits):
         optimizer = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
         for step, right, _ in curve:
             logprob = model(input_ids=torch.tensor([text])).logits[0, -1].log_softmax(-1)[digits[3]]
             assert right[0] == pytest.approx(float(logprob.detach().exp()), rel=1e-3), step
-            real.descend(-logprob, [weight], optimizer)
+            study.descend(-logprob, [weight], optimizer)
     assert curve[2][1][0] > curve[0][1][0]
 
 

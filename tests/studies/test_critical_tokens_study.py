@@ -1,6 +1,5 @@
 """Study 11: effects by continuing rollouts, and rank correlations by hand."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +11,12 @@ from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, 
 from otb_analysis.errors import InputError
 from otb_analysis.rollouts.generation import Generation
 from otb_analysis.tasks.task_calls import distinct_prompts
-from otb_analysis.training.runtime.progress import silent
+from otb_analysis.training.runtime import silent
 from studies.lib import select
 from studies.lib.policies import fresh_policy, write
 from studies.lib.record import load_study
 
 NAMES = load_study(Path(__file__).parent.parent.parent / "studies" / "11_critical_tokens").names
-EFFECTS = sys.modules["study_11_critical_tokens.effects"]
-SUMMARIES = sys.modules["study_11_critical_tokens.summaries"]
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=16),
     chain_sum=ChainSumConfig(terms_max=2, largest=20),
@@ -37,7 +34,7 @@ def test_another_token_is_never_the_one_that_was_written(written):
     policy, _ = written
     ids = policy.tokenizer("3+4=")["input_ids"]
     token = np.arange(len(policy.tokenizer))
-    drawn = EFFECTS.others(policy, [list(ids)] * len(token), token, 40)
+    drawn = NAMES["others"](policy, [list(ids)] * len(token), token, 40)
     assert drawn.shape == (len(token), 40) and (drawn != token[:, None]).all()
 
 
@@ -62,7 +59,7 @@ def test_continuations_are_paid_by_the_task_and_ended_ones_are_not_continued(wri
     )
     digit = policy.tokenizer("9", add_special_tokens=False)["input_ids"][0]
     follow = np.array([[digit, policy.tokenizer.eos_token_id]])  # 9#… is right, an empty answer is not
-    share = EFFECTS.successes(policy, generator, rollouts, np.array([0]), [begun], follow, 0.5, 4)
+    share = NAMES["successes"](policy, generator, rollouts, np.array([0]), [begun], follow, 0.5, 4)
     assert share.tolist() == [0.5] and generator.asked == 1
 
 
@@ -70,7 +67,7 @@ def test_effects_of_a_policy_that_never_is_right_are_zero_where_chosen(written):
     policy, found = written
     chosen = found.table.mask & (np.arange(4) % 2 == 0)[:, None]
     before = torch.get_rng_state()
-    kept, other = EFFECTS.token_effects(policy, found.rollouts, chosen, 2.0, 3, 5, 1, silent)
+    kept, other = NAMES["token_effects"](policy, found.rollouts, chosen, 2.0, 3, 5, 1, silent)
     assert torch.equal(before, torch.get_rng_state())
     for x in (kept, other):
         assert (x[chosen] == 0).all() and np.isnan(x[~chosen]).all()
@@ -95,7 +92,7 @@ def planted(n: int = 400) -> list[dict]:
 
 def test_correlations_follow_from_the_sums_of_a_cell_and_are_spearmans():
     tokens = planted()
-    sums = select(SUMMARIES.summaries(tokens)["sums"], kind="wrong")
+    sums = select(NAMES["summaries"](tokens)["sums"], kind="wrong")
     effect = [token["kept"] - token["replaced"] for token in tokens]
     for name in ("contrast", "logprob", "attribution", "noise"):
         found = NAMES["correlation"](sums, name, "effect")
@@ -111,16 +108,16 @@ def test_correlations_follow_from_the_sums_of_a_cell_and_are_spearmans():
 
 
 def test_what_ruins_an_answer_is_found_by_the_score_that_knows_it():
-    row = NAMES["decisive"](SUMMARIES.summaries(planted(800))["found"], "p")
+    row = NAMES["decisive"](NAMES["summaries"](planted(800))["found"], "p")
     assert row["decisive"] == 40 and row["tokens"] == 800 and row["found_by_contrast"] == 1.0
     assert row["found_by_logprob"] < 0.4 and row["found_by_logprob_low"] is not None
     assert row["more"] == pytest.approx(1 - row["found_by_logprob"], abs=1e-4)
-    few = NAMES["decisive"](SUMMARIES.found_rows(planted(400)), "p")
+    few = NAMES["decisive"](NAMES["found_rows"](planted(400)), "p")
     assert few["decisive"] == 20 and few["found_by_contrast"] == 1.0 and few["found_by_logprob_low"] is None
 
 
 def test_fifths_hold_all_tokens_and_the_lowest_of_the_contrast_has_the_lowest_effect():
-    rows = select(SUMMARIES.summaries(planted())["fifths"], score="contrast")
+    rows = select(NAMES["summaries"](planted())["fifths"], score="contrast")
     assert [row["fifth"] for row in rows] == [1, 2, 3, 4, 5] and sum(row["tokens"] for row in rows) == 400
     assert min(rows, key=lambda row: row["effect"])["fifth"] == 1
 

@@ -7,9 +7,8 @@ from otb_analysis.config import ChainSumConfig, CriticConfig, SampleConfig, Smal
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import available, estimate
 from otb_analysis.tasks.task_calls import draw_prompts
-from otb_analysis.training.critic.targets import explained_variance
-from studies.lib.critics import critic_batches, fitted_critic, with_values
-from studies.lib.policies import fresh_policy, write
+from otb_analysis.training.critic import explained_variance
+from studies.lib.policies import critic_batches, fitted_critic, fresh_policy, with_values, write
 
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=32),

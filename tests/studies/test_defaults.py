@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from studies.lib import defaults
-from studies.lib.cache import Finished
-from studies.lib.defaults import DEFAULTS, UNKNOWN, default_options, defaults_table, named_estimators, outdated_defaults
-from studies.lib.record import Cell, study_folders
-from studies.lib.results import read_tables
+from studies.lib import run
+from studies.lib.record import Cell, Finished, read_tables, study_folders
+from studies.lib.run import DEFAULTS, UNKNOWN, default_options, defaults_table, named_estimators, outdated_defaults
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 WITH_RESULTS = [folder for folder in study_folders(STUDIES) if (folder / "results").is_dir()]
@@ -40,7 +38,7 @@ def test_tables_older_than_a_default_are_called_outdated_on_their_page_and_no_ot
 def test_a_changed_default_makes_committed_tables_outdated(monkeypatch):
     rows = read_tables(STUDIES / "04_group_size" / "results")[DEFAULTS]
     assert outdated_defaults(rows) == []
-    monkeypatch.setattr(defaults, "LEAST_RIDGE", 0.5)
+    monkeypatch.setattr(run, "LEAST_RIDGE", 0.5)
     (row,) = outdated_defaults(rows)
     assert (row["estimator"], row["tables"]) == ("energy_regression", "curves sweep")
     assert row["then"].endswith("then 0.1") and row["today"].endswith("then 0.5")

@@ -4,7 +4,6 @@ import pytest
 
 from otb_analysis.statistics import Interval
 from studies.lib import interval_columns, or_nan, rounded
-from studies.lib.cache import forget_peak_memory, minutes_words, peak_memory_mib
 from studies.lib.formats import (
     above,
     below,
@@ -19,6 +18,7 @@ from studies.lib.formats import (
     span,
     spanning,
 )
+from studies.lib.record import forget_peak_memory, minutes_words, peak_memory_mib
 
 FOUND = Interval(0.4142, 0.3614, 0.4649, 20, "a share")
 POINT = Interval(1.5, None, None, 3, "")

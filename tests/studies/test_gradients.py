@@ -7,7 +7,7 @@ import torch
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import weighted_score_norms
 from otb_analysis.training.setup import Trainer
-from studies.lib.gradients import drawn_groups, prompt_gram, regrouped, scored_table
+from studies.lib.pools import drawn_groups, prompt_gram, regrouped, scored_table
 
 
 @pytest.fixture

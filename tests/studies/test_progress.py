@@ -21,9 +21,8 @@ from studies.lib.record import load_study
 from studies.lib.seeds import BASE, QUICK_TASK
 
 load_study(Path(__file__).parent.parent.parent / "studies" / "09_progress")
-setup, updates, gains, measured, points, derailed = (
-    importlib.import_module(f"study_09_progress.{name}")
-    for name in ("setup", "updates", "gains", "measured", "points", "derailed")
+checkpoint, judged, points, derailed = (
+    importlib.import_module(f"study_09_progress.{name}") for name in ("checkpoint", "judged", "points", "derailed")
 )
 N_TOKENS = 2
 
@@ -71,15 +70,15 @@ def paid(rollouts):
 
 
 def exact_success(model, base, step, whole):
-    with gains.parameters_moved(model, base, step):
-        return float(np.exp(gains.sequence_logprob(model, whole)) @ paid(whole))
+    with judged.parameters_moved(model, base, step):
+        return float(np.exp(judged.sequence_logprob(model, whole)) @ paid(whole))
 
 
 def test_enumerated_completions_are_all_there_are(tiny):
     model, base, step, _, whole = tiny
     for delta in (torch.zeros_like(step), step):
-        with gains.parameters_moved(model, base, delta):
-            assert np.exp(gains.sequence_logprob(model, whole)).sum() == pytest.approx(1, abs=1e-5)
+        with judged.parameters_moved(model, base, delta):
+            assert np.exp(judged.sequence_logprob(model, whole)).sum() == pytest.approx(1, abs=1e-5)
     assert torch.equal(parameters_to_vector(model.parameters()), base)
 
 
@@ -88,39 +87,39 @@ def test_weighted_gain_is_the_enumerated_gain_within_its_standard_error(tiny):
     exact = exact_success(model, base, step, whole) - exact_success(model, base, torch.zeros_like(step), whole)
     centre = 0.7
     reward = paid(drawn) - centre
-    old = gains.sequence_logprob(model, drawn)
-    with gains.parameters_moved(model, base, step):
-        new = gains.sequence_logprob(model, drawn)
-    gain, ess = gains.weighted_gain(old, new, reward)
+    old = judged.sequence_logprob(model, drawn)
+    with judged.parameters_moved(model, base, step):
+        new = judged.sequence_logprob(model, drawn)
+    gain, ess = judged.weighted_gain(old, new, reward)
     error = ((np.exp(new - old) - 1) * reward).std() / len(old) ** 0.5
     assert abs(exact) > 4 * error  # a gain of 0 would fail
     assert gain == pytest.approx(exact, abs=3 * error)
     assert 0.5 < ess < 0.999
     blocks = [np.arange(k, len(old), 2) for k in range(2)]
-    pool = gains.pool_of(model, drawn, reward, blocks)
-    by_block = [gains.pool_gain(base, step, model, pool, k)[0] for k in range(2)]
+    pool = judged.pool_of(model, drawn, reward, blocks)
+    by_block = [judged.pool_gain(base, step, model, pool, k)[0] for k in range(2)]
     assert np.mean(by_block) == pytest.approx(gain, abs=1e-6)  # slopes of the blocks cancel
 
 
 def test_weighted_gain_is_exact_where_rollouts_are_the_whole_distribution(tiny):
     model, base, step, _, whole = tiny
-    old = gains.sequence_logprob(model, whole)
-    with gains.parameters_moved(model, base, step):
-        new = gains.sequence_logprob(model, whole)
+    old = judged.sequence_logprob(model, whole)
+    with judged.parameters_moved(model, base, step):
+        new = judged.sequence_logprob(model, whole)
     p = np.exp(old)
     centred = p * len(p) * (paid(whole) - 0.3)  # each completion as often as it is drawn
     exact = exact_success(model, base, step, whole) - exact_success(model, base, torch.zeros_like(step), whole)
-    assert gains.weighted_gain(old, new, centred)[0] == pytest.approx(exact, abs=2e-6)
+    assert judged.weighted_gain(old, new, centred)[0] == pytest.approx(exact, abs=2e-6)
 
 
 def test_slope_is_the_derivative_of_enumerated_success(tiny):
     model, base, step, _, whole = tiny
-    p = np.exp(gains.sequence_logprob(model, whole))
-    pool = gains.pool_of(model, whole, p * len(p) * paid(whole), [np.arange(len(p))])
+    p = np.exp(judged.sequence_logprob(model, whole))
+    pool = judged.pool_of(model, whole, p * len(p) * paid(whole), [np.arange(len(p))])
     by_difference = (
         exact_success(model, base, 0.03 * step, whole) - exact_success(model, base, -0.03 * step, whole)
     ) / 0.06
-    assert gains.slope_of(pool, step) == pytest.approx(by_difference, rel=0.02)
+    assert judged.slope_of(pool, step) == pytest.approx(by_difference, rel=0.02)
 
 
 @pytest.mark.parametrize("clipped", [True, False])
@@ -128,28 +127,28 @@ def test_adamw_step_is_that_of_torch(clipped):
     gradients = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     weight = torch.nn.Parameter(torch.zeros(5))
     optimizer = torch.optim.AdamW(
-        [weight], lr=setup.OPTIMIZE.learning_rate, betas=setup.OPTIMIZE.betas, weight_decay=0.0
+        [weight], lr=checkpoint.OPTIMIZE.learning_rate, betas=checkpoint.OPTIMIZE.betas, weight_decay=0.0
     )
     for gradient in gradients:
         weight.grad = -gradient  # torch descends
         before = weight.detach().clone()
         if clipped:
-            torch.nn.utils.clip_grad_norm_([weight], setup.OPTIMIZE.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_([weight], checkpoint.OPTIMIZE.max_grad_norm)
         state = optimizer.state[weight]
         moments = (-state["exp_avg"].clone(), state["exp_avg_sq"].clone()) if state else (torch.zeros(5),) * 2
         optimizer.step()
     both = {"clipped": moments, "unclipped": moments}
-    at = setup.Checkpoint(None, None, None, before, both, updates=3)
+    at = checkpoint.Checkpoint(None, None, None, before, both, updates=3)
     assert torch.allclose(at.adamw_step(gradients[-1], clipped), weight - before, atol=1e-9, rtol=1e-4)
 
 
 def test_efficiency_is_made_of_the_library_s_moments():
     rng, count = np.random.default_rng(0), 12
-    own = rng.normal(size=(len(updates.ARMS), count, 30)) + rng.normal(size=30)
-    own[updates.ARMS.index("otb")] *= 0.4
+    own = rng.normal(size=(len(checkpoint.ARMS), count, 30)) + rng.normal(size=30)
+    own[checkpoint.ARMS.index("otb")] *= 0.4
     inner = np.einsum("abd,ced->acbe", own, own)
-    labels = tuple((name, "none") for name in updates.ARMS)
-    unbiased = frozenset(label for label in labels if label[0] in updates.UNBIASED)
+    labels = tuple((name, "none") for name in checkpoint.ARMS)
+    unbiased = frozenset(label for label in labels if label[0] in checkpoint.UNBIASED)
     efficiency = points.Metric(np.einsum("aabb->ab", inner), inner).efficiency(np.ones(count))
     for label, found in zip(labels, efficiency, strict=True):
         power, _, along, truth, _ = dataclasses.astuple(deleted_moments([Gram(inner, labels, count)], label, unbiased))
@@ -163,17 +162,17 @@ def test_unbiased_arms_are_those_the_registry_proves():
         "sample": {"engine": "transformers", "prompts": 16, "group_size": 4}, "optimize": {"precision": "float32"},
         "estimator": {"name": "rloo", "options": {}},
     }  # fmt: skip
-    known = proved([(name, "proxy") for name in updates.ARMS], config)
-    assert {label[0] for label, c in known.projection.items() if c == 1} == set(updates.UNBIASED)
+    known = proved([(name, "proxy") for name in checkpoint.ARMS], config)
+    assert {label[0] for label, c in known.projection.items() if c == 1} == set(checkpoint.UNBIASED)
 
 
 def test_a_duplicated_batch_has_no_product_with_itself():
     rng = np.random.default_rng(1)
-    own = rng.normal(size=(len(updates.ARMS), 6, 40)) + rng.normal(size=40)
+    own = rng.normal(size=(len(checkpoint.ARMS), 6, 40)) + rng.normal(size=40)
     inner = np.einsum("abd,ced->acbe", own, own)
     metric = points.Metric(np.einsum("aabb->ab", inner), inner)
     pairs = [(b, c) for b in range(6) for c in range(6) if b != c]
-    known = [updates.ARMS.index(name) for name in updates.UNBIASED]
+    known = [checkpoint.ARMS.index(name) for name in checkpoint.UNBIASED]
     weight = np.arange(1.0, 7.0)
     total = sum(weight[b] * weight[c] for b, c in pairs)
     slow = (
@@ -184,7 +183,7 @@ def test_a_duplicated_batch_has_no_product_with_itself():
 
 
 def test_best_lengths_make_gains_proportional_to_efficiency_where_curvature_is_alike():
-    rng, count, arms = np.random.default_rng(2), 4000, len(updates.ARMS)
+    rng, count, arms = np.random.default_rng(2), 4000, len(checkpoint.ARMS)
     truth = np.array([1.0, 0.5, 0.0])
     noise = np.linspace(1, 3, arms)[:, None, None] * rng.normal(size=(arms, count, 3))
     own = truth + noise - noise.mean(axis=1, keepdims=True)
@@ -198,14 +197,14 @@ def test_best_lengths_make_gains_proportional_to_efficiency_where_curvature_is_a
 
 
 def test_gains_of_a_line_are_the_quadratic_through_slope_and_gain_with_and_without_clipping():
-    arms, best = len(updates.ARMS), np.full((2, len(updates.ARMS)), 0.5)
+    arms, best = len(checkpoint.ARMS), np.full((2, len(checkpoint.ARMS)), 0.5)
     norm = np.tile([0.5, 1.0, 2.0, 4.0], (arms, 1))
-    part = {"norm": norm} | {f"{line}_slope": np.full((arms, 4), 2.0) for line in measured.LINES}
-    part |= {f"{line}_gain": np.full((arms, 4), 2 * 0.5 - 3 * 0.25) for line in measured.LINES}
-    part |= {f"{line}_ess": np.full((arms, 4), 0.8) for line in measured.LINES}
-    part |= {name: np.full((arms, 4), 0.3) for name in measured.STEPS}
-    part |= {f"{name}_alone": np.full(4, 0.1) for name in measured.STEPS}
-    products = {line: np.ones((arms, arms, 4, 4)) for line in measured.LINES}
+    part = {"norm": norm} | {f"{line}_slope": np.full((arms, 4), 2.0) for line in judged.LINES}
+    part |= {f"{line}_gain": np.full((arms, 4), 2 * 0.5 - 3 * 0.25) for line in judged.LINES}
+    part |= {f"{line}_ess": np.full((arms, 4), 0.8) for line in judged.LINES}
+    part |= {name: np.full((arms, 4), 0.3) for name in judged.STEPS}
+    part |= {f"{name}_alone": np.full(4, 0.1) for name in judged.STEPS}
+    products = {line: np.ones((arms, arms, 4, 4)) for line in judged.LINES}
     one = points.of_policy("x", products, [part, part], best)
     eta = 0.5 * np.array(points.GRID)
     assert one.gains["sgd"].shape == (arms, 8, len(eta))
@@ -224,7 +223,7 @@ def test_success_slope_and_ess_of_the_derailment_process_are_exact():
     step = 0.3 * np.random.default_rng(0).normal(size=base.size)
     delta = 1e-5 * step.reshape(base.shape)
     slope = (derailed.exact_success(base + delta, at.follows) - derailed.exact_success(base - delta, at.follows)) / 2e-5
-    assert np.mean(derailed.PAYS) * slope == pytest.approx(step @ derailed.true_gradient(at), rel=1e-6)
+    assert np.mean(derailed.PAYS) * slope == pytest.approx(step @ (np.mean(derailed.PAYS) * at.gradient), rel=1e-6)
     new, other = base + step.reshape(base.shape), Derailment(horizon=6, mistake=at.mistake, pay=1.0)
     state, token, _ = other.sample(200_000, np.random.default_rng(1))
     where = (np.arange(6), state, token)
@@ -236,5 +235,5 @@ def test_group_mean_steps_are_those_of_rloo_made_shorter():
     at = derailed.process("middle", 8)
     state, token, on = at.sample(32, np.random.default_rng(3))
     inputs = at.inputs(state, token, on, 4)
-    means = [updates.estimate(name, inputs).advantage for name in ("group_mean", "rloo")]
+    means = [checkpoint.estimate(name, inputs).advantage for name in ("group_mean", "rloo")]
     assert means[0] == pytest.approx(0.75 * means[1])

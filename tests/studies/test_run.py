@@ -7,11 +7,17 @@ from jinja2 import UndefinedError
 from otb_analysis.commands.cli import main
 from otb_analysis.errors import InputError, StoreError
 from studies.lib import distinct, select
-from studies.lib.cache import CellCache, Finished, joined_tables
-from studies.lib.record import find_studies_folder, find_study, load_study
-from studies.lib.report import index_page
-from studies.lib.results import read_tables, write_tables
-from studies.lib.run import Setting, run_study
+from studies.lib.record import (
+    CellCache,
+    Finished,
+    find_studies_folder,
+    find_study,
+    joined_tables,
+    load_study,
+    read_tables,
+    write_tables,
+)
+from studies.lib.run import Setting, index_page, run_study
 
 PAGE = """\
 # 07 · Squares

@@ -18,8 +18,7 @@ from studies.lib.policies import fresh_policy, write
 from studies.lib.record import load_study
 
 NAMES = load_study(Path(__file__).parent.parent.parent / "studies" / "16_soft_tokens").names
-SLOPES = sys.modules["study_16_soft_tokens.slopes"]
-GRADIENTS = sys.modules["study_16_soft_tokens.gradients"]
+STUDY = sys.modules["study_16_soft_tokens.study"]
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=1, width=8, heads=2, key_value_heads=1, feed_forward=8, tied=False),
     chain_sum=ChainSumConfig(terms_max=2, largest=20),
@@ -53,7 +52,7 @@ def rows_of(written, prompt):
 def test_answers_are_as_likely_as_where_soft_tokens_are_given(policy, written):
     ids, mask, attention = rows_of(written, 0)
     soft = written.rollouts.soft
-    values = GRADIENTS.answer_logprobs(policy.model, ids, mask, soft, 0.9).detach().numpy()
+    values = STUDY.answer_logprobs(policy.model, ids, mask, soft, 0.9).detach().numpy()
     scored = token_score_norms(policy.model, ids, mask, attention, temperature=0.9, soft=soft).logprob
     discrete = (mask & ~soft.among(ids)).numpy()
     np.testing.assert_allclose(values[discrete[:, 1:]], scored[discrete], atol=1e-4)
@@ -65,7 +64,7 @@ def test_gradient_through_soft_tokens_is_that_of_answers_whose_noise_is_held(pol
     ids, mask, _ = rows_of(written, 1)
     padding = model.get_input_embeddings().weight[:1].detach().clone()  # what is read of it has no gradient
     here = soft.among(ids)
-    values = GRADIENTS.answer_logprobs(model, ids, mask, soft, 0.9)
+    values = STUDY.answer_logprobs(model, ids, mask, soft, 0.9)
     gradient = torch.autograd.grad(values.sum(), list(model.parameters()))
     generator = torch.Generator().manual_seed(1)
     direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
@@ -98,13 +97,13 @@ def test_gradient_through_soft_tokens_is_that_of_answers_whose_noise_is_held(pol
 def test_parts_of_a_gradient_add_up(policy, written):
     weights = np.where(written.table.mask, 1.0, 0.0)[None]
     each = np.arange(len(written.table.group))
-    found = GRADIENTS.by_scores(policy, written, weights, each, 1 << 14)[0]
+    found = STUDY.by_scores(policy, written, weights, each, 1 << 14)[0]
     ids, mask, attention = written.batch
     whole = weighted_score_norms(
         policy.model, ids, mask, mask[:, None].float(), attention, temperature=0.9, soft=written.rollouts.soft
     )[:, 0]
     np.testing.assert_allclose(np.square(found).sum(axis=1), whole, rtol=0.1)
-    total = GRADIENTS.sketched(policy.model, tuple(torch.ones_like(p) for p in policy.model.parameters()), 1 << 14)
+    total = STUDY.sketched(policy.model, tuple(torch.ones_like(p) for p in policy.model.parameters()), 1 << 14)
     size = policy.model.get_input_embeddings().weight.numel()
     parts = np.square(total).reshape(2, -1).sum(axis=1)
     np.testing.assert_allclose(parts, [size, policy.model.num_parameters() - size], rtol=0.15)
@@ -113,7 +112,7 @@ def test_parts_of_a_gradient_add_up(policy, written):
 def test_direction_is_the_mean_gradient_of_rloo(policy):
     prompts, config = distinct_prompts(policy.task, "train", 4), SampleConfig(prompts=4, group_size=8, max_new_tokens=6)
     paid = replace(policy, task=SimpleNamespace(name="odd", reply=lambda *_: None, reward=odd))
-    direction = SLOPES.discrete_gradient(paid, prompts, config, 3)
+    direction = STUDY.discrete_gradient(paid, prompts, config, 3)
     written = write(paid, prompts, config, seed=1003)
     weights = written.rollouts.by_column(estimate("rloo", written.table.inputs(None)).advantage[None] / 32)
     ids, mask, attention = written.batch
@@ -131,4 +130,3 @@ def test_moments_by_hand():
     g = np.array([[1.0, 0.0], [3.0, 0.0], [2.0, 2.0]])
     assert NAMES["cross_product"](g, g) == pytest.approx(11 / 3)
     assert NAMES["variance"](g) == pytest.approx(6 - 11 / 3)
-    assert NAMES["ratio_or_none"](1.0, -1.0) is None

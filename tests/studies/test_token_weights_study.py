@@ -17,7 +17,7 @@ from studies.lib.policies import Policy, fresh_policy, write
 from studies.lib.record import load_study
 
 NAMES = load_study(Path(__file__).parent.parent.parent / "studies" / "13_token_weights").names
-POOLS = sys.modules["study_13_token_weights.pools"]
+POOLS = sys.modules["study_13_token_weights.study"]
 CONFIG = TrainConfig(
     small_model=SmallModelConfig(layers=1, width=16, heads=2, key_value_heads=1, feed_forward=16),
     chain_sum=ChainSumConfig(terms_max=2, largest=20),
@@ -94,5 +94,5 @@ def test_arms_silence_as_many_tokens_and_the_first_is_rloo(policy):
     sums, grid = np.concatenate(found.sums), np.concatenate(found.grid)
     positive = sums[:, NAMES["SUMS"].index("positive")]
     assert (grid[:, 0] == positive).all() and (grid[:, 1] == 0).all()  # below 1: all of them; below 0: none
-    gram = NAMES["gram_of"](found, setting)
-    assert [label[0] for label in gram.labels] == list(NAMES["ARMS"]) and gram.same.shape == (4, 4, 4)
+    gradients = np.concatenate(found.gradients, axis=1)
+    assert gradients.shape == (len(NAMES["ARMS"]), 8, 64) and NAMES["ARMS"][0] == "rloo"

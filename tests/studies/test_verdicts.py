@@ -7,8 +7,7 @@ import numpy as np
 from scipy import stats
 
 from studies.lib import select
-from studies.lib.record import load_study
-from studies.lib.results import read_tables
+from studies.lib.record import load_study, read_tables
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 PROVED = ("otb_turn_loo", "trloo")

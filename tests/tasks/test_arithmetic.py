@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from otb_analysis.tasks.arithmetic import (
+from otb_analysis.tasks.calculator import (
     DIVISION_BY_ZERO,
     NOT_ARITHMETIC,
     REFUSALS,

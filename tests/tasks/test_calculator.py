@@ -10,8 +10,8 @@ from otb_analysis.errors import InputError
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.models import character_tokenizer, special_id
 from otb_analysis.rollouts.sampling import sample
-from otb_analysis.tasks import Calculator, Prompt, Turn, make_task, splits
-from otb_analysis.tasks.arithmetic import REFUSALS, evaluate
+from otb_analysis.tasks import Calculator, Prompt, Turn, base, make_task
+from otb_analysis.tasks.calculator import REFUSALS, evaluate
 from otb_analysis.training.warm_start import IGNORED, _example
 
 LITERAL = Prompt(id="12+7*3=", text="12+7*3=", answer="33")
@@ -184,7 +184,7 @@ def test_turn_limit_below_the_calls_and_the_answer_is_refused(operations, per_ca
 
 
 def test_split_that_nothing_falls_into_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(splits, "MOST_DRAWS", 100)
+    monkeypatch.setattr(base, "MOST_DRAWS", 100)
     # 1+1 is the only problem, and its hash is in the training split.
     task = Calculator(CalculatorConfig(operations_min=1, operations_max=1, operators="+", largest=1))
     assert task.prompt("train", 0).text == "1+1="

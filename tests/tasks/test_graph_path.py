@@ -4,7 +4,7 @@ import pytest
 
 from otb_analysis.config import GraphPathConfig
 from otb_analysis.errors import InputError
-from otb_analysis.tasks import GraphPath, Prompt, Turn, splits
+from otb_analysis.tasks import GraphPath, Prompt, Turn, base
 
 #   a – b – c – d,  a – c
 LITERAL = Prompt(id="ab,cb,cd,ac:a>d=", text="ab,cb,cd,ac:a>d=", answer="acd")
@@ -101,7 +101,7 @@ def test_impossible_settings_are_refused_by_name(settings, named):
 
 
 def test_distance_that_no_graph_of_this_size_has_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(splits, "MOST_DRAWS", 100)
+    monkeypatch.setattr(base, "MOST_DRAWS", 100)
     # All 6 pairs of 4 nodes: every distance is 1.
     with pytest.raises(InputError, match="graph_path found no problem for the train split"):
         GraphPath(GraphPathConfig(nodes=4, edges=6)).prompt("train", 0)

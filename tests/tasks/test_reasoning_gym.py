@@ -12,10 +12,9 @@ from otb_analysis.errors import InputError
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.rollouts.models import character_tokenizer
 from otb_analysis.rollouts.sampling import encode_prompt, sample
-from otb_analysis.tasks import Prompt, ReasoningGym, Turn, make_task, splits
-from otb_analysis.tasks.answers import FORMATS, bare_forms
-from otb_analysis.tasks.gym_source import EVALUATED, HASHED, PARSED, GymSource, harmless
-from otb_analysis.training.enough import none_answers
+from otb_analysis.tasks import Prompt, ReasoningGym, Turn, base, make_task
+from otb_analysis.tasks.reasoning_gym import EVALUATED, FORMATS, HASHED, PARSED, GymSource, bare_forms, harmless
+from otb_analysis.training.check import none_answers
 
 LETTERS = ReasoningGymConfig(name=("letter_counting",), config=('{"min_words": 1, "max_words": 2}',))
 TINY = ReasoningGymConfig(name=("count_bits",), config=('{"min_n": 1, "max_n": 30}',))
@@ -176,7 +175,7 @@ def test_impossible_settings_are_one_sentence(settings, named):
 
 
 def test_a_task_whose_split_is_empty_is_refused_before_the_run(monkeypatch):
-    monkeypatch.setattr(splits, "MOST_DRAWS", 200)
+    monkeypatch.setattr(base, "MOST_DRAWS", 200)
     with pytest.raises(InputError, match="count_bits found no problem for the heldout split"):
         ReasoningGym(replace(TINY, config=('{"min_n": 1, "max_n": 2}',)))
 

@@ -13,7 +13,7 @@ from otb_analysis.config import (
     SketchSchedule,
     TrainConfig,
 )
-from otb_analysis.measurement.levels import drawn_share
+from otb_analysis.measurement.level import drawn_share
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS

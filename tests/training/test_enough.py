@@ -19,7 +19,7 @@ from otb_analysis.config import (
 from otb_analysis.phases import NOTES
 from otb_analysis.tasks import make_task
 from otb_analysis.tasks.task_calls import distinct_prompts
-from otb_analysis.training.enough import too_few_prompts
+from otb_analysis.training.check import too_few_prompts
 from otb_analysis.training.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -137,20 +137,23 @@ def test_enough_held_out_prompts_are_the_first_ones():
 
 def test_run_is_evaluated_on_what_there_is_and_says_so_once(tiny_config, tmp_path, monkeypatch, one_thread):
     from otb_analysis.tasks import TASKS
-    from otb_analysis.training import evaluation
+    from otb_analysis.training import loop
 
     class FewHalf(TASKS["half"]):
         def prompt(self, split, index):
             return super().prompt(split, index % 5 if split == "heldout" else index)
 
-    sampled, sample = [], evaluation.sample
+    sampled, sample = [], loop.sample
+
+    heldout = {FewHalf(tiny_config).prompt("heldout", index).id for index in range(5)}
 
     def watched(generator, tokenizer, task, prompts, *rest):
-        sampled.append([prompt.id for prompt in prompts])
+        if prompts[0].id in heldout:
+            sampled.append([prompt.id for prompt in prompts])
         return sample(generator, tokenizer, task, prompts, *rest)
 
     monkeypatch.setitem(TASKS, "half", FewHalf)
-    monkeypatch.setattr(evaluation, "sample", watched)
+    monkeypatch.setattr(loop, "sample", watched)
     NOTES.clear()
     train(replace(tiny_config, root=tmp_path, evaluate=EvaluateConfig(every=1, prompts=8, samples=2)))
     assert [len(set(ids)) for ids in sampled] == [len(ids) for ids in sampled] == [5, 5, 5]

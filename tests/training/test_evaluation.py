@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from otb_analysis.answers import RunAnswers
-from otb_analysis.answers.learning import learning_notes
+from otb_analysis.answers.pairs import learning_notes
 from otb_analysis.config import EvaluateConfig, MeasureConfig, OptimizeConfig, Schedule
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.store import RunStore
-from otb_analysis.training import evaluation
-from otb_analysis.training.evaluation import evaluate, heldout_columns
+from otb_analysis.training import loop as evaluation
+from otb_analysis.training.loop import evaluate, heldout_columns
 
 QUIET = {"measure": MeasureConfig(exact=Schedule(0, 0))}
 

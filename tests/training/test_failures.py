@@ -31,9 +31,9 @@ from otb_analysis.errors import InputError, Interrupted, NonFiniteError, StoreEr
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore, writer
 from otb_analysis.training import loop, setup
-from otb_analysis.training.policy.objective import Objective
-from otb_analysis.training.runtime.checkpoint import checkpoints
+from otb_analysis.training.runtime import checkpoints
 from otb_analysis.training.setup import Trainer
+from otb_analysis.training.update import Objective
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.phases import NOTES
 from otb_analysis.store import RunStore
 from otb_analysis.training.check import check
-from otb_analysis.training.filling import broken_condition, draw_batch
+from otb_analysis.training.loop import broken_condition, draw_batch
 
 SAMPLE = SampleConfig(prompts=4, group_size=3, max_new_tokens=6)
 

@@ -15,7 +15,7 @@ from otb_analysis.config import (
     SketchSchedule,
     TrainConfig,
 )
-from otb_analysis.measurement.levels import level_of
+from otb_analysis.measurement.level import level_of
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.store import RunStore
@@ -197,7 +197,7 @@ def test_timed_pass_leaves_gradients_weights_and_random_state_alone(trainer):
 
     weights = [p.detach().clone() for p in trainer.policy.parameters]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("otb_analysis.training.filling.compute_rewards", pay)
+        patch.setattr("otb_analysis.training.loop.compute_rewards", pay)
         with pytest.raises(StopIteration):
             from otb_analysis.training.loop import train_step
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from otb_analysis.config import SampleConfig
-from otb_analysis.measurement import passes as module
-from otb_analysis.measurement.forward import completion_logprobs, forward_pass
-from otb_analysis.measurement.passes import short_passes
+from otb_analysis.measurement import forward as module
+from otb_analysis.measurement.forward import completion_logprobs, forward_pass, short_passes
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.tasks.task_calls import draw_prompts
 

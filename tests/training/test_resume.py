@@ -22,8 +22,8 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.store import RunStore, RunWriter
 from otb_analysis.training.loop import train
-from otb_analysis.training.resume import refuse_other_configuration
-from otb_analysis.training.runtime.checkpoint import checkpoints
+from otb_analysis.training.runtime import checkpoints
+from otb_analysis.training.setup import refuse_other_configuration
 
 STEPS = OptimizeConfig(steps=5, learning_rate=0.01)
 

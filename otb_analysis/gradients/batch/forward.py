@@ -1,24 +1,46 @@
-"""The one place where log-probabilities are shifted: the logits at index t − 1 predict token t."""
+"""The one place where log-probabilities are shifted: the logits at index t − 1 predict token t.
+
+`sampled_logprobs` runs the model as it is, `Functional` at other weights of the scope, without writing to the model.
+"""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.kernels import layer_by_layer
-from otb_analysis.gradients.batch.layout import Layout, padded
+from otb_analysis.errors import InputError, NonFiniteError, nearest
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, microbatches
+from otb_analysis.gradients.batch.kernels import layer_by_layer, plain_kernels
+from otb_analysis.gradients.batch.layout import Layout, Tree, packed, packing_pays, padded, tree_of
 from otb_analysis.gradients.batch.scope import end_of, layer_input
 from otb_analysis.gradients.batch.soft import SoftTokens, drawn_logprobs, soft_inputs
+from otb_analysis.types import Float
 
 BLOCK = 32
 """Tokens whose rows of the output layer are widened to float64 at a time."""
+NEVER = -1
+_PACKED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+"""By model, kind of attention and dtype, how long the rollouts are up to which packing was seen right, or NEVER."""
+Direction = Mapping[str, Tensor]
+"""One tensor per parameter name; parameters in scope that are left out do not move."""
+
+
+@dataclass(frozen=True)
+class SampledLogits:
+    """One forward pass: logits as the model gave them, and those of the policy at the sampled tokens."""
+
+    logits: Tensor
+    layout: Layout
+    z: Tensor  # z_t / τ [Σ K, V]
+    targets: Tensor  # y_t [Σ K]
 
 
 def sampled_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> Tensor:
@@ -31,14 +53,19 @@ def sampled_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: L
         NonFiniteError: A logit is NaN or infinite.
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
-    run = _run(batch, rollouts, layout)
-    return drawn_logprobs(_cooled(run.z, batch.temperature), run.targets, batch.soft, batch.model)
+    run = sampled_logits(batch, rollouts, batch.temperature, layout)
+    return drawn_logprobs(run.z, run.targets, batch.soft, batch.model)
 
 
-def sampled_logits(batch: ScoreBatch, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, Tensor]:
-    """Logits z_t / τ [Σ K, V] behind `sampled_logprobs`, with their graph, and the sampled tokens y_t [Σ K]."""
-    run = _run(batch, rollouts)
-    return _cooled(run.z, batch.temperature), run.targets
+def sampled_logits(
+    batch: ScoreBatch, rollouts: tuple[Rollout, ...], temperature: float, layout: Layout | None = None
+) -> SampledLogits:
+    """Logits at a temperature behind `sampled_logprobs`, with their graph."""
+    layout = padded(rollouts) if layout is None else layout
+    with batch.scope.active(), soft_inputs(batch.model, batch.soft), layer_by_layer(batch.model):
+        logits = model_logits(batch.model, layout)
+    z = policy_logits(layout.pick(logits), rollouts, temperature, batch.soft)
+    return SampledLogits(logits, layout, z, torch.cat([r.ids[r.targets] for r in rollouts]))
 
 
 def policy_logits(
@@ -53,7 +80,9 @@ def policy_logits(
         NonFiniteError: A logit is NaN or infinite.
         InputError: A sampled token lies outside the vocabulary of the output layer.
     """
-    z = _cooled(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:  # where it is 1 there is no copy
+        z = z / temperature
     # One NaN or infinity makes the sum so, which takes a fifth of the time; finite logits may overflow it, hence the
     # second look.
     if not z.detach().sum().isfinite() and (bad := ~z.detach().isfinite().all(-1)).any():
@@ -77,83 +106,37 @@ def sharp_logprobs(batch: ScoreBatch, rollouts: tuple[Rollout, ...]) -> Tensor:
     """Log-probabilities [Σ K] as from `sampled_logprobs`, without a graph, in float64, nearly free of float32 rounding.
 
     A model whose logits are not what a linear output layer returned (scaled, soft-capped, adapted, quantised) keeps
-    them as they are.
+    them as they are, and so does scope "lm_head".
     """
     # When logits round, log π(y) moves by δz_y − Σ_v π_v δz_v: the logits of y and of the likeliest token matter most.
     # Those are taken again as float64 products of the output layer's weight with its own input, and exponentials are
     # summed in float64: rounding falls several times at the price of two rows of the product.
-    with _watched(batch) as calls:
-        run = _run(batch, rollouts)
+    calls, head = list[tuple[Tensor, Tensor, Tensor, Tensor | None]](), end_of(batch.model, "output")
+
+    def note(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        # The weights of this call: `Functional` swaps them under the model.
+        calls.append((output, layer_input(args, kwargs), module.weight, module.bias))
+
+    plain = type(head) is nn.Linear
+    with head.register_forward_hook(note, with_kwargs=True) if plain else nullcontext():
+        run = sampled_logits(batch, rollouts, 1.0)
     # The largest logit is taken off before exponentials, so that none overflows.
     peak, likeliest = run.z.max(-1, keepdim=True)
     columns = torch.cat([run.targets[:, None], likeliest], dim=-1)
-    rough = run.z.gather(-1, columns).double()
-    sharp = calls[-1].at(columns, run) if calls and calls[-1].made(run.logits) else rough
+    sharp = rough = run.z.gather(-1, columns).double()
+    untouched = calls and (run.logits.data_ptr(), run.logits.shape) == (calls[-1][0].data_ptr(), calls[-1][0].shape)
+    if untouched:
+        _, inputs, weight, bias = calls[-1]
+        # Some tokens at a time: the gathered rows of the weight are float64 copies, of [BLOCK, k, d] each.
+        blocks = zip(columns.split(BLOCK), run.layout.pick(inputs).double().split(BLOCK), strict=True)
+        sharp = torch.cat([(weight[c].double() * h[:, None]).sum(-1) for c, h in blocks])
+        if bias is not None:
+            sharp = sharp + bias[columns].double()
     # The sum is corrected where it matters: the term of the likeliest token is replaced by its sharper value.
     total = (run.z - peak).div_(batch.temperature).exp_().sum(-1, dtype=torch.float64)
     sharp, rough = ((x - peak) / batch.temperature for x in (sharp, rough))
     moved = sharp[:, 1:].exp() - rough[:, 1:].exp()
     return sharp[:, 0] - (total + moved.sum(-1)).log()
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One forward pass: logits as the model gave them, and at the sampled tokens."""
-
-    logits: Tensor
-    layout: Layout
-    z: Tensor
-    targets: Tensor
-
-
-@dataclass(frozen=True)
-class _OutputCall:
-    """What the output layer was given and returned."""
-
-    inputs: Tensor
-    output: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def made(self, logits: Tensor) -> bool:
-        """Whether these logits are the layer's output, untouched."""
-        return logits.data_ptr() == self.output.data_ptr() and logits.shape == self.output.shape
-
-    def at(self, columns: Tensor, run: _Run) -> Tensor:
-        """Logits of some vocabulary entries of every sampled token [Σ K, k] as float64 products."""
-        hidden = run.layout.pick(self.inputs).double()
-        # Some tokens at a time: the gathered rows of the weight are float64 copies.
-        blocks = zip(columns.split(BLOCK), hidden.split(BLOCK), strict=True)  # of [BLOCK, k, d] each
-        logits = torch.cat([(self.weight[c].double() * h[:, None]).sum(-1) for c, h in blocks])
-        return logits if self.bias is None else logits + self.bias[columns].double()
-
-
-@contextmanager
-def _watched(batch: ScoreBatch) -> Iterator[list[_OutputCall]]:
-    """Note every call of a plain linear output layer inside the block, with the weights it used."""
-    calls: list[_OutputCall] = []
-    head = end_of(batch.model, "output")
-    if type(head) is not nn.Linear:
-        yield calls
-        return
-
-    def note(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        # In scope "lm_head" the layer is evaluated on the scope's leaves, not on its own tensors.
-        used = [module.weight, module.bias] if batch.scope.head is None else [*batch.scope.parameters, module.bias]
-        calls.append(_OutputCall(layer_input(args, kwargs), output, used[0], used[1]))
-
-    with head.register_forward_hook(note, with_kwargs=True):
-        yield calls
-
-
-def _run(batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout | None = None) -> _Run:
-    layout = padded(rollouts) if layout is None else layout
-    with batch.scope.active(), soft_inputs(batch.model, batch.soft), layer_by_layer(batch.model):
-        logits = model_logits(batch.model, layout)
-    # Temperature 1: `sharp_logprobs` corrects logits before they are divided.
-    z = policy_logits(layout.pick(logits), rollouts, 1.0, batch.soft)
-    targets = torch.cat([r.ids[r.targets] for r in rollouts])
-    return _Run(logits, layout, z, targets)
 
 
 def model_logits(model: nn.Module, layout: Layout) -> Tensor:
@@ -171,6 +154,137 @@ def _takes_kept(forward: Callable[..., Any]) -> bool:
     return "logits_to_keep" in inspect.signature(forward).parameters
 
 
-def _cooled(z: Tensor, temperature: float) -> Tensor:
-    """Logits / τ, which at τ = 1 is no copy."""
-    return z if temperature == 1 else z / temperature
+def layout_of(batch: ScoreBatch, rollouts: tuple[Rollout, ...], tree: Tree | None = None) -> Layout:
+    """One packed row where that is less work and the model gives it the same numbers, else a padded row per rollout."""
+    plain = padded(rollouts)
+    attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
+    kind = next(batch.model.parameters()).dtype
+    tree = tree_of(rollouts) if tree is None else tree
+    # Weights that are packed in bytes have activations of some other dtype.
+    if attention not in ("eager", "sdpa") or kind.itemsize < 4 or not packing_pays(tree):
+        return plain
+    one_row = packed(rollouts, tree, kind)
+    longest, seen = max(r.length for r in rollouts), _PACKED.setdefault(batch.model, {})
+    key = f"{attention} {kind}"
+    # A window of attention, or any other use of where tokens lie, shows in the log-probabilities as soon as it matters.
+    # So they are compared again for every rollout that is longer than those seen right before.
+    if key not in seen or 0 < seen[key] < longest:
+        with torch.no_grad():
+            expected, seen[key] = sampled_logprobs(batch, rollouts, plain), NEVER
+            # An error is how a model says that it takes no such mask.
+            with suppress(RuntimeError, ValueError, TypeError, IndexError, NonFiniteError):
+                got = sampled_logprobs(batch, rollouts, one_row)
+                seen[key] = longest if torch.allclose(got, expected, rtol=0, atol=1e-4) else NEVER
+    return plain if seen[key] == NEVER else one_row
+
+
+@dataclass(frozen=True)
+class Functional:
+    """log π of sampled tokens as a function of the tensors in scope."""
+
+    batch: ScoreBatch
+
+    @cached_property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The scope's tensors at the model's own weights."""
+        return tuple(p.detach() for p in self.batch.scope.parameters)
+
+    def logprobs(
+        self,
+        parameters: Sequence[Tensor],
+        rollouts: tuple[Rollout, ...],
+        forward: Callable[[ScoreBatch, tuple[Rollout, ...]], Tensor] = sampled_logprobs,
+    ) -> Tensor:
+        """Log-probabilities [Σ K] of the rollouts' sampled tokens with `parameters` in place of the scope's."""
+        model, scope, named = self.batch.model, self.batch.scope, dict[str, Tensor]()
+        if scope.head is None:
+            named = {f"model.{name}": tensor for name, tensor in zip(scope.names, parameters, strict=True)}
+        else:
+            scope = replace(scope, parameters=tuple(parameters))
+        tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None)
+        rows = {table: table.weight[table.padding_idx].detach() for table in tables}
+
+        def hold(table: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            # `where`, not an assignment: it has a derivative in both modes, zero for the padding row.
+            return torch.where((args[0] == table.padding_idx)[..., None], rows[table].to(output), output)  # pyright: ignore
+
+        call = nn.Module()  # holds the model, so that `functional_call` can swap the weights under a whole pass
+        call.model, call.forward = model, partial(forward, replace(self.batch, scope=scope), rollouts)
+        with plain_kernels(model), ExitStack() as handles:
+            # The reverse pass gives the padding token's row no gradient, and a text may hold that token: without this
+            # the other methods would disagree with it.
+            for table in rows:
+                handles.enter_context(table.register_forward_hook(hold))
+            # Tied names must move together, though only one of them is in `named`.
+            return functional_call(call, named, (), tie_weights=True)
+
+    @torch.no_grad()
+    def evaluate(self, parameters: Sequence[Tensor], rollouts: tuple[Rollout, ...]) -> Float:
+        """The same without a graph and with as little rounding as is cheap, as float64 [N, L]; zero elsewhere."""
+        result = np.zeros(self.batch.shape)
+        for micro in microbatches(rollouts):
+            scatter(result, micro, self.logprobs(parameters, micro, sharp_logprobs))
+        return result
+
+    def gradient(self, weights: Float, rollouts: tuple[Rollout, ...]) -> tuple[Tensor, ...]:
+        """Σ weights[n, t] s_{n,t} over some rollouts by one ordinary backward pass; weights [N, L]."""
+        leaves = [p.detach().requires_grad_() for p in self.parameters]
+        total: list[Tensor | None] = [None] * len(leaves)
+        for micro in microbatches([r for r in rollouts if weights[r.row, r.columns].any()]):
+            row = np.concatenate([weights[r.row, r.columns] for r in micro])
+            forward = partial(sampled_logprobs, layout=layout_of(self.batch, micro))
+            values = self.logprobs(leaves, micro, forward)
+            # Fresh leaves, so that nothing is written to the model's own `.grad`. A parameter may have no part in these
+            # tokens.
+            grads = torch.autograd.grad(values, leaves, torch.from_numpy(row).to(values), allow_unused=True)
+            # The first gradient is the sum so far: another copy would take as much memory as the weights.
+            total = [g if t is None else t if g is None else t.add_(g) for t, g in zip(total, grads, strict=True)]
+            del grads
+        return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(total, self.parameters, strict=True))
+
+
+def check_direction(direction: Direction, function: Functional) -> tuple[Tensor, ...]:
+    """Turn tensors by name (of a tied parameter, any) into one tensor per tensor in scope, zeros by default.
+
+    Raises:
+        InputError: A name is not in scope, a shape does not fit, a tied parameter would move in two ways, or there is
+            no tensor at all.
+        NonFiniteError: A tensor holds NaN or infinity.
+    """
+    moves: dict[int, Tensor] = {}
+    scope, named = function.batch.scope, function.batch.model.named_parameters(remove_duplicate=False)
+    place = {id(p): i for i, p in enumerate(scope.parameters)}
+    # Every name of a tied parameter counts.
+    index = dict(zip(scope.names, range(len(place)), strict=True)) | {
+        n: place[id(p)] for n, p in named if id(p) in place
+    }
+    for name, tensor in direction.items():
+        if name not in index:
+            raise InputError(f"direction names {name!r}, which is not in scope; {nearest(name, index)}")
+        i = index[name]
+        like = function.parameters[i]
+        if tensor.shape != like.shape:
+            raise InputError(
+                f"direction[{name!r}] has shape {tuple(tensor.shape)} but the parameter has shape {tuple(like.shape)}; "
+                "pass one entry per parameter entry."
+            )
+        moved = tensor.detach().to(like)
+        # A finite norm has finite entries, and reads a tensor ten times as fast; finite entries may still overflow.
+        if not (torch.linalg.vector_norm(moved).isfinite() or moved.isfinite().all()):
+            raise NonFiniteError(f"direction[{name!r}] is not finite; pass finite tensors.")
+        if i in moves and not torch.equal(moves[i], moved):
+            raise InputError(
+                f"direction moves the tied parameter {scope.names[i]!r} differently under another name, "
+                f"{name!r}; pass it once."
+            )
+        moves[i] = moved
+    if not moves:
+        raise InputError("direction is empty; pass one tensor per parameter name.")
+    return tuple(moves[i] if i in moves else torch.zeros_like(p) for i, p in enumerate(function.parameters))
+
+
+def scatter(into: Float, rollouts: Sequence[Rollout], values: Tensor) -> None:
+    """Write one value per sampled token [Σ K] of some rollouts to their places in `into` [N, L]."""
+    ends = np.cumsum([len(r.columns) for r in rollouts])[:-1]
+    for rollout, part in zip(rollouts, np.split(values.detach().double().cpu().numpy(), ends), strict=True):
+        into[rollout.row, rollout.columns] = part

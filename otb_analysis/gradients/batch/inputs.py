@@ -1,19 +1,64 @@
-"""Checks at the door, and the padding-free view of a batch from which every engine starts."""
+"""Checks at the door: the memory, the model, and the padding-free view of a batch from which every engine starts."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from otb_analysis.devices import GRAPH, NO_FLOAT64, working_set
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients.batch.kernels import unwrapped
-from otb_analysis.gradients.batch.model_checks import refuse_dropout, refuse_lengths, refuse_parameters
+from otb_analysis.gradients.batch.kernels import plain_attention, replaced, unwrapped
 from otb_analysis.gradients.batch.scope import Scope, end_of, select_scope
 from otb_analysis.gradients.batch.soft import SoftTokens, check_soft
 from otb_analysis.types import Bool, Float, Int
+
+_LIMIT, _USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory of a device, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on a device, or on this machine within the limit of its container."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    free = memory_bytes(device)
+    try:
+        available = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+        free = min(free, 1024 * int(available.split()[1]))
+        # "max" where there is no limit, which `int` refuses.
+        free = min(free, int(_LIMIT.read_text()) - int(_USED.read_text()))
+    except (OSError, StopIteration, ValueError):
+        pass  # a system that does not tell
+    return free
+
+
+def gibibytes(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**30:.3g} GiB"
+
+
+def refuse_more_than_fit(name: str, count: int, each: int, device: torch.device) -> None:
+    """Raise where `count` things of `each` bytes exceed the memory; the sentence says how many fit."""
+    fit = memory_bytes(device) // each
+    if count > fit:
+        raise InputError(
+            f"{name} is {count} but the memory of this machine holds {fit} of them ({each:,} bytes each); "
+            f"pass at most {fit}."
+        )
+
 
 Weights = Tensor | np.ndarray
 
@@ -84,24 +129,125 @@ def prepare(
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
     model = unwrapped(model)
-    refuse_parameters(model, sharded=sharded)
-    refuse_dropout(model)
+    _check_model(model, sharded=sharded)
+    device, rollouts = next(model.parameters()).device, list[Rollout]()
+    ids, mask, real = _aligned(batch)
+    for row in mask.any(-1).nonzero()[:, 0].tolist():
+        kept = real[row].nonzero()[:, 0]
+        targets = mask[row, kept].nonzero()[:, 0]
+        columns = kept[targets].numpy().astype(np.int64)
+        rollouts.append(Rollout(row, ids[row, kept].long().to(device), targets.to(device), columns))
+    if soft is not None:
+        check_soft(soft, model)
+    if rollouts:
+        _check_texts(model, rollouts, soft)
+    shape, found = (ids.shape[0], ids.shape[1]), select_scope(model, scope)
+    return ScoreBatch(model, tuple(rollouts), shape, mask.numpy(), found, float(temperature), soft)
+
+
+def _check_model(model: nn.Module, *, sharded: bool) -> None:
+    """Raise where a parameter has no gradient here, or dropout is active, under which log-probabilities are random."""
+    for name, p in model.named_parameters():
+        if p.is_meta and type(p.detach()) is Tensor:  # a subclass may say so and hold numbers
+            raise InputError(
+                f"parameter {name!r} is on the meta device, where it has no values: the model was never loaded, or "
+                "this part of it is offloaded; load it whole onto one device."
+            )
+        if isinstance(p, DTensor) and not sharded:
+            raise InputError(
+                f"parameter {name!r} is sharded, and this process holds only a part of it; gather the model, or use "
+                "gradient_sketch, which adds shards up."
+            )
+        if p.is_inference():
+            raise InputError(
+                f"parameter {name!r} was made inside torch.inference_mode, so it has no gradient; "
+                "load the model outside of it."
+            )
+    for name, module in model.named_modules():
+        rates = {"p": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+        for attribute, rate in rates.items() if module.training else ():
+            if (attribute == "p" or "dropout" in attribute) and isinstance(rate, float) and rate > 0:
+                raise InputError(
+                    f"model is in training mode with dropout {rate:g} at {name or 'its root'}, so its "
+                    "log-probabilities are random; call model.eval() first."
+                )
     device = next(model.parameters()).device
     if device.type in NO_FLOAT64:
         raise InputError(
             f"the model is on {device}, which has no float64, in which scores are summed; move it to the cpu."
         )
-    ids, mask, real = _aligned(batch)
-    rollouts = tuple(_strip(row, ids, mask, real, device) for row in range(len(ids)) if mask[row].any())
-    if soft is not None:
-        check_soft(soft, model)
+
+
+def _aligned(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    for name, value in vars(batch).items():
+        if not isinstance(value, Tensor) and (value is not None or name != "attention_mask"):
+            raise InputError(f"{name} is a {type(value).__name__}; pass a torch tensor, shape [N, L].")
+    ids = batch.input_ids.detach().cpu()
+    if ids.ndim != 2:
+        raise InputError(f"input_ids has shape {tuple(ids.shape)}; pass one row per rollout, shape [N, L].")
+    real = torch.ones_like(ids) if batch.attention_mask is None else batch.attention_mask.detach().cpu()
+    mask = batch.mask.detach().cpu()
+    for name, other in (("mask", mask), ("attention_mask", real)):
+        if other.shape != ids.shape:
+            raise InputError(
+                f"{name} has shape {tuple(other.shape)} but input_ids has shape {tuple(ids.shape)}; "
+                "pass one entry per token, shape [N, L]."
+            )
+    mask, real = mask.bool(), real.bool()
+    for wrong, what in (
+        (mask & ~real, "padding (its attention_mask is 0)"),
+        (mask & (real.cumsum(-1) == 1), "the first token of its rollout, which nothing predicts"),
+    ):
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise InputError(
+                f"mask is true at rollout {row}, token {column}, but that is {what}; "
+                "set mask only at tokens the policy sampled."
+            )
+    return ids, mask, real
+
+
+def _check_texts(model: nn.Module, rollouts: Sequence[Rollout], soft: SoftTokens | None) -> None:
+    """Raise where a token is outside the vocabulary, or a text longer than the model has positions.
+
+    A rotary embedding that looks at the text's length turns its first tokens too. Engines cut a text behind the token
+    that they score, which changes nothing as long as no token looks ahead.
+    """
+    size = getattr(end_of(model, "input"), "num_embeddings", None) if soft is None else soft.first + len(soft.vectors)
     for rollout in rollouts:
-        _check_vocabulary(model, rollout, soft)
-    if rollouts:
-        longest = max(rollouts, key=lambda r: len(r.ids))
-        refuse_lengths(model, longest.row, len(longest.ids))
-    shape = (ids.shape[0], ids.shape[1])
-    return ScoreBatch(model, rollouts, shape, mask.numpy(), select_scope(model, scope), float(temperature), soft)
+        low, high = int(rollout.ids.min()), int(rollout.ids.max())
+        if low < 0 or (size is not None and high >= size):
+            raise InputError(
+                f"input_ids of rollout {rollout.row} holds {low if low < 0 else high} but the model's vocabulary has "
+                f"{size} entries; encode the text with this model's own tokenizer, and mark padding in attention_mask."
+            )
+    longest = max(rollouts, key=lambda r: len(r.ids))
+    row, length = longest.row, len(longest.ids)
+    for name, module in model.named_modules():
+        types: Any = getattr(module, "rope_type", None)
+        for layer, kind in types.items() if isinstance(types, Mapping) else ((None, types),):
+            if not isinstance(kind, str) or ("dynamic" not in kind and kind != "longrope"):
+                continue
+            steady: Any = module
+            options = steady.config.rope_parameters if layer is None else steady.config.rope_parameters[layer]
+            stated = options.get("original_max_position_embeddings") if kind == "longrope" else None
+            limit = int(stated or steady.original_max_seq_len)  # up to where the embedding stays put
+            if length > limit:
+                raise InputError(
+                    f"rollout {row} has {length} tokens but beyond {limit} the {kind!r} rotary embedding {name} "
+                    "depends on the length of the whole text, so that no token has a score of its own; "
+                    f"pass at most {limit}."
+                )
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    # Attention that is biased by distance reads no positions, whatever the configuration says.
+    limit = None if getattr(config, "alibi", False) else getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < length - 1:  # the last token is predicted and never read
+        raise InputError(
+            f"rollout {row} has {length} tokens but the model has {limit} positions, beyond which its "
+            f"log-probabilities mean nothing; pass at most {limit + 1} tokens, or load the model with more positions "
+            "(max_position_embeddings) if it was trained on them."
+        )
 
 
 def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
@@ -177,49 +323,49 @@ def check_group(group: Tensor | np.ndarray, n: int, name: str = "group") -> Int:
     return array.astype(np.int64)
 
 
-def _aligned(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    for name, value in vars(batch).items():
-        if not isinstance(value, Tensor) and (value is not None or name != "attention_mask"):
-            raise InputError(f"{name} is a {type(value).__name__}; pass a torch tensor, shape [N, L].")
-    ids = batch.input_ids.detach().cpu()
-    if ids.ndim != 2:
-        raise InputError(f"input_ids has shape {tuple(ids.shape)}; pass one row per rollout, shape [N, L].")
-    real = torch.ones_like(ids) if batch.attention_mask is None else batch.attention_mask.detach().cpu()
-    mask = batch.mask.detach().cpu()
-    for name, other in (("mask", mask), ("attention_mask", real)):
-        if other.shape != ids.shape:
-            raise InputError(
-                f"{name} has shape {tuple(other.shape)} but input_ids has shape {tuple(ids.shape)}; "
-                "pass one entry per token, shape [N, L]."
-            )
-    mask, real = mask.bool(), real.bool()
-    for wrong, what in (
-        (mask & ~real, "padding (its attention_mask is 0)"),
-        (mask & (real.cumsum(-1) == 1), "the first token of its rollout, which nothing predicts"),
-    ):
-        if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            raise InputError(
-                f"mask is true at rollout {row}, token {column}, but that is {what}; "
-                "set mask only at tokens the policy sampled."
-            )
-    return ids, mask, real
+@contextmanager
+def measured(
+    model: nn.Module, batch: Batch, scope: str, temperature: float, soft: SoftTokens | None = None
+) -> Iterator[ScoreBatch]:
+    """Check a batch as `prepare` does; inside the block the model's weights are `widened`."""
+    checked = prepare(model, batch, scope, temperature, soft=soft)
+    with widened(checked.model) as copied:
+        yield replace(checked, scope=select_scope(checked.model, scope)) if copied else checked
 
 
-def _strip(row: int, ids: Tensor, mask: Tensor, real: Tensor, device: torch.device) -> Rollout:
-    kept = real[row].nonzero()[:, 0]
-    targets = mask[row, kept].nonzero()[:, 0]
-    columns = kept[targets].numpy().astype(np.int64)
-    return Rollout(row, ids[row, kept].long().to(device), targets.to(device), columns)
+@contextmanager
+def widened(model: nn.Module) -> Iterator[bool]:
+    """Put float32 copies in place of all weights in bfloat16 and float16, 4 bytes each; tell whether there are any.
 
+    Products in half precision leave norms that are off by percents. Inside the block the model's layers hold the
+    copies, of a tied weight one, and attention is by a kernel that takes them; afterwards all is as it was. A block
+    inside of another one copies nothing.
 
-def _check_vocabulary(model: nn.Module, rollout: Rollout, soft: SoftTokens | None) -> None:
-    size = getattr(end_of(model, "input"), "num_embeddings", None)
-    low, high = int(rollout.ids.min()), int(rollout.ids.max())
-    if soft is not None:
-        size = soft.first + len(soft.vectors)
-    if low < 0 or (size is not None and high >= size):
+    Raises:
+        InputError: The copies do not fit in memory.
+    """
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            named = ((name, t) for name, t in held.items() if t is not None)
+            places += [(held, name, t) for name, t in named if t.dtype in (torch.float16, torch.bfloat16)]
+    own = {id(t): t for _, _, t in places}
+    if not own:
+        yield False
+        return
+    needed, device = 4 * sum(t.numel() for t in own.values()), next(iter(own.values())).device
+    if needed > (free := free_bytes(device)):
         raise InputError(
-            f"input_ids of rollout {rollout.row} holds {low if low < 0 else high} but the model's vocabulary has "
-            f"{size} entries; encode the text with this model's own tokenizer, and mark padding in attention_mask."
+            f"float32 copies of the weights in half precision take {gibibytes(needed)} but {gibibytes(free)} of "
+            f"{gibibytes(memory_bytes(device))} are free; free some or measure on a machine with more memory."
         )
+    # New tensors instead of new `.data`: what else holds the parameters, an optimizer say, never sees the copies.
+    wide: dict[int, Tensor] = {}
+    for key, t in own.items():
+        copy = t.detach().float()
+        wide[key] = nn.Parameter(copy, t.requires_grad) if isinstance(t, nn.Parameter) else copy
+    with ExitStack() as undo:
+        for held, name, t in places:
+            undo.enter_context(replaced(held, name, wide[id(t)]))
+        undo.enter_context(plain_attention(model))
+        yield True

@@ -251,19 +251,20 @@ def expert_matrices(module: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
             layer.matrices = None  # a view would keep the weights alive
 
 
-class _InnerLinear(TorchFunctionMode):
-    """Lets a layer answer `linear`."""
+class Answered(TorchFunctionMode):
+    """Inside this context `answer` is called in place of one PyTorch function."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, function: object, answer: Callable[..., Any]) -> None:
         super().__init__()
-        self._layer = layer
+        self._function, self._answer = function, answer
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return (self._layer if func is nn.functional.linear else func)(*args, **(kwargs or {}))
+        """Run one PyTorch function."""
+        return (self._answer if func is self._function else func)(*args, **(kwargs or {}))
 
 
 def _router(module: Any, *args: Any, **kwargs: Any) -> Any:
-    with _InnerLinear(inner_layers(module)["weight"]):
+    with Answered(nn.functional.linear, inner_layers(module)["weight"]):
         return type(module).forward(module, *args, **kwargs)
 
 

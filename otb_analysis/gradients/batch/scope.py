@@ -74,22 +74,42 @@ def select_scope(model: nn.Module, scope: str) -> Scope:
         InputError: Nothing trainable is in scope, the expression is invalid or matches no name, or weights in scope are
             quantised (the frozen ones beneath adapters are not in scope).
     """
-    if scope != "lm_head" and not hasattr(model, "peft_config"):
-        _refuse_quantised(model, _compile("" if scope == "all" else scope))
-    if scope == "all":
-        return _trainable(scope, dict(model.named_parameters()))
     if scope == "lm_head":
         return _output_use(model)
+    try:
+        pattern = re.compile("" if scope == "all" else scope)
+    except re.error as error:
+        raise InputError(
+            f"scope {scope!r} is no regular expression ({error}); "
+            'pass "all", "lm_head" or a regular expression over parameter names.'
+        ) from error
     every = dict(model.named_parameters(remove_duplicate=False))
-    pattern = _compile(scope)
+    packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("qweight")]
+    for name, tensor in () if hasattr(model, "peft_config") else (*every.items(), *packed):
+        quantised = type(tensor.data).__module__.startswith("torchao") or not tensor.is_floating_point()
+        if (quantised or tensor.element_size() < 2) and pattern.search(name):
+            kind = type(tensor.data).__name__ if tensor.element_size() > 1 else tensor.dtype
+            raise InputError(
+                f"{name} is quantised ({kind}), so it has no gradient; load the model in bfloat16 or float32, "
+                "or put trainable adapters on it."
+            )
+    # A tied parameter answers to each of its names, but in "all" it is counted once.
+    every = dict(model.named_parameters()) if scope == "all" else every
     matched = {name: p for name, p in every.items() if pattern.search(name)}
-    if not matched:
+    if not matched and scope != "all":
         near = get_close_matches(scope, every, n=3, cutoff=0.0)
         raise InputError(
             f"scope {scope!r} matches no parameter name (nearest: {', '.join(near)}); "
             'pass "all", "lm_head" or a regular expression over parameter names.'
         )
-    return _trainable(scope, matched)
+    # Reversed twice: of a tied parameter's names the first one stays, and so does the order.
+    unique = {id(p): (name, p) for name, p in reversed(matched.items()) if p.requires_grad}
+    if not unique:
+        raise InputError(
+            f"scope {scope!r} holds {len(matched)} parameters but none requires grad; unfreeze one or widen the scope."
+        )
+    names, parameters = zip(*reversed(unique.values()), strict=True)
+    return Scope(scope, names, parameters)
 
 
 def unreached(head: nn.Module) -> InputError:
@@ -98,40 +118,6 @@ def unreached(head: nn.Module) -> InputError:
         f'scope "lm_head" was never reached because the model computes its logits without calling its '
         f"{type(head).__name__} output layer; pass a regular expression over parameter names."
     )
-
-
-def _refuse_quantised(model: nn.Module, pattern: re.Pattern[str]) -> None:
-    held = [*model.named_parameters(remove_duplicate=False)]
-    held += [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("qweight")]
-    for name, tensor in held:
-        packed = type(tensor.data).__module__.startswith("torchao") or not tensor.is_floating_point()
-        if (packed or tensor.element_size() < 2) and pattern.search(name):
-            kind = type(tensor.data).__name__ if tensor.element_size() > 1 else tensor.dtype
-            raise InputError(
-                f"{name} is quantised ({kind}), so it has no gradient; load the model in bfloat16 or float32, "
-                "or put trainable adapters on it."
-            )
-
-
-def _compile(scope: str) -> re.Pattern[str]:
-    try:
-        return re.compile(scope)
-    except re.error as error:
-        raise InputError(
-            f"scope {scope!r} is no regular expression ({error}); "
-            'pass "all", "lm_head" or a regular expression over parameter names.'
-        ) from error
-
-
-def _trainable(scope: str, named: dict[str, nn.Parameter]) -> Scope:
-    # Reversed twice: of a tied parameter's names the first one stays, and so does the order.
-    unique = {id(p): (name, p) for name, p in reversed(named.items()) if p.requires_grad}
-    if not unique:
-        raise InputError(
-            f"scope {scope!r} holds {len(named)} parameters but none requires grad; unfreeze one or widen the scope."
-        )
-    names, parameters = zip(*reversed(unique.values()), strict=True)
-    return Scope(scope, names, parameters)
 
 
 def _output_use(model: nn.Module) -> Scope:

@@ -6,18 +6,25 @@ computed again for one tile of queries at a time, all signals of the tile go thr
 in cache, and keys behind a causal mask or outside a sliding window, whose probability is zero, take no part.
 """
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
+import torch.autograd.forward_ad as fwd
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from otb_analysis.devices import GRAPH, working_set
-from otb_analysis.gradients.exact.layers import wide
+from otb_analysis.gradients.batch.forward import Functional, layout_of, sampled_logprobs, scatter
+from otb_analysis.gradients.batch.inputs import Rollout, microbatches
+from otb_analysis.gradients.batch.kernels import Answered
+from otb_analysis.gradients.exact.layers import UnfitError, wide
+from otb_analysis.types import Float
 
 TILED_FROM = 128
 """Queries from which the tiles pay: on fewer the plain kernel's backward pass is as fast (twice as slow on 512)."""
@@ -72,23 +79,18 @@ def block_scores(call: AttentionCall, query: Tensor, key: Tensor, rows: slice) -
     return scores
 
 
-class ReplacedAttention(TorchFunctionMode):
+def replaced_attention(attend: Callable[[AttentionCall], Tensor | None]) -> Answered:
     """Inside this context `attend` answers `scaled_dot_product_attention`, or PyTorch's plain form where it is None."""
+    own = nn.functional.scaled_dot_product_attention
 
-    def __init__(self, attend: Callable[[AttentionCall], Tensor | None]) -> None:
-        super().__init__()
-        self._attend = attend
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run one PyTorch function."""
-        kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        output = self._attend(AttentionCall(*args, **kwargs))
+    def answer(*args: Any, **kwargs: Any) -> Tensor:
+        output = attend(AttentionCall(*args, **kwargs))
         if output is not None:
             return output
         with sdpa_kernel(SDPBackend.MATH):
-            return func(*args, **kwargs)
+            return own(*args, **kwargs)
+
+    return Answered(own, answer)
 
 
 def many_signals(queries: int) -> AbstractContextManager[object]:
@@ -97,7 +99,7 @@ def many_signals(queries: int) -> AbstractContextManager[object]:
     Calls that `_attend` does not follow (short ones, dropout, a mask that is trained) run in PyTorch's plain form.
     """
     # On few positions watching every call of PyTorch costs more than the attention itself.
-    return ReplacedAttention(_attend) if queries >= TILED_FROM else sdpa_kernel(SDPBackend.MATH)
+    return replaced_attention(_attend) if queries >= TILED_FROM else sdpa_kernel(SDPBackend.MATH)
 
 
 Reads = tuple[Tensor | None, bool, float]
@@ -236,3 +238,76 @@ def _probabilities(queries: Tensor, key: Tensor, read: Reads, tile: slice) -> tu
     used = p.any(0).any(0).nonzero()
     seen = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
     return seen, p[..., seen].contiguous()
+
+
+@torch.no_grad()  # around forward mode this only drops the reverse graph
+def derivative(
+    function: Callable[[Sequence[Tensor]], Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> Tensor:
+    """Derivative of a function of several tensors along one direction, by forward mode; zeros where nothing moves it.
+
+    d/dε f(x + εẋ) at ε = 0, x = `primals` and ẋ = `tangents`, exact up to rounding; one pass, no graph.
+
+    Raises:
+        UnfitError: An operation has no such derivative.
+    """
+    with fwd.dual_level(), replaced_attention(_attend_moving), warnings.catch_warnings():
+        # PyTorch scripts formulas of its own when forward mode first runs, and warns of that.
+        warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
+        duals = [fwd.make_dual(x.detach(), t.to(x)) for x, t in zip(primals, tangents, strict=True)]
+        try:
+            value, moved = fwd.unpack_dual(function(duals))
+        except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
+            raise
+        except RuntimeError as error:
+            why = str(error).split(". ")[0].splitlines()[0]
+            raise UnfitError(
+                f'the model has an operation without a forward-mode derivative ({why}); pass engine="reference", or '
+                'for an attribution method="difference".'
+            ) from error
+        return torch.zeros_like(value) if moved is None else moved.clone()
+
+
+def _attend_moving(call: AttentionCall) -> Tensor | None:
+    """Attention with a forward-mode derivative: o = Pv and ȯ = (P∘Ṡ)v − rowsum(P∘Ṡ)∘o + Pv̇, Ṡ = scale·(q̇kᵀ + qk̇ᵀ).
+
+    None for active dropout and for a mask that itself moves: PyTorch's plain form, which runs then, has a derivative.
+    """
+    mask = None if call.attn_mask is None else fwd.unpack_dual(call.attn_mask)
+    if call.dropout_p or call.query.ndim != 4 or (mask is not None and mask.tangent is not None):
+        return None
+    call = replace(call, attn_mask=None if mask is None else mask.primal)
+    repeats = call.query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
+    operands, blocks = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+    for x, times in ((call.query, 1), (call.key, repeats), (call.value, repeats)):
+        primal, tangent = fwd.unpack_dual(x)
+        pair = primal, torch.zeros_like(primal) if tangent is None else tangent
+        # Keys and values are repeated for the heads that share them.
+        operands.append(
+            pair if times == 1 else (pair[0].repeat_interleave(times, 1), pair[1].repeat_interleave(times, 1))
+        )
+    (q, q_dot), (k, k_dot), (v, v_dot) = operands
+    for rows in query_blocks(q.shape[2], q.device):
+        p = block_scores(call, q, k, rows).softmax(-1)
+        keys = slice(0, p.shape[-1])
+        # Side by side, the two terms of Ṡ, and those of ȯ, are one product each.
+        left, right = (
+            torch.cat([q_dot[:, :, rows], q[:, :, rows]], -1),
+            torch.cat([k[:, :, keys], k_dot[:, :, keys]], -1),
+        )
+        turned = (left @ right.mT).mul_(p).mul_(call.factor)
+        out = p @ v[:, :, keys]
+        moved = torch.cat([turned, p], -1) @ torch.cat([v[:, :, keys], v_dot[:, :, keys]], -2)
+        blocks.append((out, moved.addcmul_(turned.sum(-1, keepdim=True), out, value=-1)))
+    primal, tangent = (torch.cat(part, dim=2) for part in zip(*blocks, strict=True))
+    return fwd.make_dual(primal, tangent)
+
+
+def forward_slopes(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence[Tensor]) -> Float:
+    """s·direction of every sampled token [N, L] by one forward-mode pass; zero elsewhere."""
+    value = np.zeros(function.batch.shape)
+    for micro in microbatches(rollouts):
+        run = partial(sampled_logprobs, layout=layout_of(function.batch, micro))
+        logprobs = partial(function.logprobs, rollouts=micro, forward=run)
+        scatter(value, micro, derivative(logprobs, function.parameters, direction))
+    return value

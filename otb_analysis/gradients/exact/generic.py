@@ -6,22 +6,245 @@ that they see, to the outputs of the layers below, where ‖Aᵀδ‖ = ‖Rδ�
 """
 
 import logging
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 
+from otb_analysis.gradients.batch.forward import sampled_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.kernels import plain_kernels
-from otb_analysis.gradients.batch.per_rollout import Asked, Norms, norms_of
-from otb_analysis.gradients.exact import head
-from otb_analysis.gradients.exact.layers import MATRIX
-from otb_analysis.gradients.exact.norm_accumulators import RowLengths, norm_sq, outer_norms, outer_row_norms
-from otb_analysis.gradients.exact.passes import SIGNAL_BYTES, DecomposedRollout, Mix
-from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, find_plan
-from otb_analysis.gradients.exact.reference import pass_bytes
+from otb_analysis.gradients.batch.kernels import layers_of, plain_kernels, replaced
+from otb_analysis.gradients.batch.scope import layer_input, unreached
+from otb_analysis.gradients.exact.gram import norm_sq, outer_norms, outer_path_norms, outer_row_norms, sum_of_squares
+from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, wide
+from otb_analysis.gradients.exact.plan import (
+    ELSEWHERE,
+    ParameterUse,
+    Plan,
+    Trace,
+    find_plan,
+    own_rows,
+    pull_back,
+    traced,
+)
+from otb_analysis.gradients.exact.reference import Asked, Norms, norms_of, pass_bytes
 from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, graph_bytes, refuse_difference
+
+SIGNAL_BYTES = 1 << 27
+"""What the signals of one block may occupy at the widest layer below the cut; longer rollouts get smaller blocks."""
+TOGETHER_BYTES = 1 << 20
+"""What one signal may occupy at all layers together, for those of a block to be taken off the pass at its end: watching
+every layer takes a tenth longer on short texts."""
+
+Take = Callable[[ParameterUse, Tensor], None]
+"""Is handed a use below the cut and the coordinates [C, ...] of C gradients in it."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """C weighted scores Σ_k weights[c, k] s_k of the sampled tokens `span`; weights None for the tokens' own scores."""
+
+    weights: Tensor | None
+    span: slice
+
+    def matrix(self, token_signals: Tensor) -> Tensor:
+        """Weights [C, |span|], like the signals of all tokens."""
+        if self.weights is None:
+            return torch.eye(len(token_signals[self.span]), device=token_signals.device).to(token_signals)
+        return self.weights.to(token_signals)
+
+
+class _Arrivals:
+    """Who is handed the signals that come back to the layers of one forward pass; nobody outside of a backward pass."""
+
+    # An object of its own: a graph that held the pass, whose tensors hold the graph, would never be freed.
+    take: Callable[[str, Tensor], None] | None = None
+
+
+class _Tap(torch.autograd.Function):
+    """The identity, with a zero on which it formally depends: to form the zero's gradient all signals come by."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, _zero: Tensor, name: str, arrivals: _Arrivals) -> Tensor:
+        ctx.name, ctx.arrivals = name, arrivals
+        return output.clone()  # a view could not be changed in place, as Falcon does
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> tuple[Tensor | None, ...]:
+        # Under vmap a signal stands for those of many tokens. A function with a `vmap` rule would be handed all of them
+        # too, but takes half as long again on short texts.
+        if ctx.arrivals.take is not None and is_batchedtensor(signals[0]):
+            ctx.arrivals.take(ctx.name, get_unwrapped(signals[0]).movedim(maybe_get_bdim(signals[0]), 0))
+        return signals[0], None, None, None
+
+
+class DecomposedRollout:
+    """Everything that one forward and one ordinary backward pass of a rollout with K sampled tokens give."""
+
+    def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
+        self.batch, self.plan, self.rollout = batch, plan, rollout
+        each = rollout.length * plan.widths * batch.scope.parameters[0].element_size()
+        self._together = each <= TOGETHER_BYTES
+        self._uses: dict[str, list[ParameterUse]] = {}  # By module below the cut
+        for use in plan.below:
+            self._uses.setdefault(use.module, []).append(use)
+        self.trace, self._zero, self._arrivals = self._traced(rollout, None)  # its graph is kept
+        # By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied matrix
+        # only those rows that the rollout does not read as input.
+        self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}
+        # By tied parameter, the other rows: (right [K, U], left [K, d]) for the U distinct tokens read.
+        self.shared: dict[str, tuple[Tensor, Tensor]] = {}
+        self._modules = modules = layers_of(batch.model)
+        names = list(dict.fromkeys(u.module for u in plan.above))
+        outputs = [self.trace.outputs[n] for n in names]
+        cut = outputs[0] if plan.cut is None else self.trace.inputs[plan.cut]
+        # One pass for all tokens: nothing at or above the cut mixes positions, so what the sum of all log-probabilities
+        # sends to a position there is the signal of the one token that it predicts.
+        *signals, last = torch.autograd.grad(self.trace.logprob.sum(), [*outputs, cut], retain_graph=True)
+        self.token_signals = last[0, own_rows(last, rollout)]  # each token's own signal at the cut [K, ...]
+        for use in plan.above:
+            inputs, signal = self.trace.inputs[use.module].detach(), signals[names.index(use.module)]
+            at = own_rows(inputs, rollout)
+            self.outer[use] = use.rule.outer(modules[use.module], inputs[0, at], signal[0, own_rows(signal, rollout)])
+        # In the rows that are also read as input both uses add before they are squared.
+        tokens = rollout.ids[: rollout.length].unique()
+        for parameter, use in plan.tied.items():
+            left, right = self.outer[use]
+            self.shared[parameter] = right[:, tokens], left
+            self.outer[use] = left, right.index_fill(1, tokens, 0.0)
+
+    def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, Tensor, _Arrivals]:
+        """A pass over the rollout or a prefix, as far as `cut`, whose layers below the cut hand over their signals."""
+        zero, arrivals, seen = self.batch.scope.parameters[0].new_zeros((), requires_grad=True), _Arrivals(), Trace()
+        versions: list[tuple[Tensor, int]] = []
+
+        def tap(name: str, inputs: Tensor, output: Tensor) -> Tensor:
+            seen.inputs[name], seen.outputs[name] = inputs, output
+            versions.append((output, output._version))
+            tapped = name in self._uses and not self._together
+            return _Tap.apply(output, zero, name, arrivals) if tapped else output  # pyright: ignore[reportReturnType]
+
+        trace = traced(self.batch, (rollout,), self.plan.modules, cut, tap)
+        if self._together and any(output._version != before for output, before in versions):
+            self._together = False  # the model changes outputs in place: a tap returns a copy
+            return self._traced(rollout, cut)
+        trace.inputs |= seen.inputs
+        trace.outputs |= seen.outputs
+        return trace, zero, arrivals
+
+    @cached_property
+    def kept(self) -> dict[ParameterUse, Tensor]:
+        """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
+        # Query, key and value read one tensor; what is kept of it is made once.
+        made: dict[tuple[object, ...], Tensor] = {}
+        kept = {}
+        for use in self.plan.below:
+            inputs = self.trace.inputs[use.module].detach()
+            same = (inputs.data_ptr(), inputs.shape, inputs.stride()) if use.rule is MATRIX else (use,)
+            if same not in made:
+                made[same] = use.rule.prepare(self._modules[use.module], inputs)
+            kept[use] = made[same]
+        return kept
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Float64 zeros [K, *shape], to add up numbers of the sampled tokens."""
+        return torch.zeros(len(self.rollout.columns), *shape, dtype=torch.float64, device=self.token_signals.device)
+
+    @property
+    def block_size(self) -> int:
+        """Signals that the memory allowed holds at once."""
+        each = self.rollout.length * self.plan.width * self.token_signals.element_size()
+        return max(1, SIGNAL_BYTES // max(each, 1))
+
+    def below(self, rollout: Rollout, mix: Mix, take: Take) -> None:
+        """Hand over the coordinates [C, ...] below the cut of several weighted scores, the last layer's first.
+
+        `rollout` is this one, or a prefix of it that ends with the tokens of the mix, over which there is a pass of its
+        own. Signals are let go layer by layer: all layers' together would take many times as much memory.
+        """
+        if self.plan.cut is None:
+            return
+        trace, zero, arrivals = self.trace, self._zero, self._arrivals
+        if rollout.length < self.rollout.length:
+            trace, zero, arrivals = self._traced(rollout, self.plan.cut)
+        source, signals = trace.inputs[self.plan.cut], self.token_signals[mix.span]
+        weights = mix.matrix(self.token_signals)
+        seeds = source.new_zeros(len(weights), *source.shape)
+        at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
+        seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
+
+        kept = self.kept  # made here: inside of the batched backward pass a layer's own kernel may not run
+
+        def arrived(name: str, at_output: Tensor) -> None:
+            for use in self._uses[name]:
+                coordinates = use.rule.coordinates(kept[use], at_output[:, 0])
+                if use.rule is EMBEDDING and use.parameter in self.shared:
+                    right, left = (part[mix.span] for part in self.shared[use.parameter])
+                    for total, row in zip(coordinates, weights.to(right), strict=True):
+                        total += (row[:, None] * right).T @ left
+                take(use, coordinates)
+
+        if self._together:
+            signals = pull_back(source, [trace.outputs[name] for name in self._uses], seeds)
+            for name, at_output in zip(self._uses, signals, strict=True):
+                arrived(name, at_output)
+            return
+        with replaced(vars(arrivals), "take", arrived):
+            pull_back(source, [zero], seeds)
+
+
+def _head_norms(batch: ScoreBatch, asked: Asked) -> Norms:
+    """Scores of the output layer's own use in closed form: ‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1)."""
+
+    def of_tokens(scores: tuple[Tensor, Tensor, Tensor], first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
+        left, right, logprob = scores
+        # In float64 throughout: squares of the δ of a sure token are too small for float32.
+        delta, hidden = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square() for x in (left, right))
+        norms = delta * hidden
+        path_norms = outer_path_norms(left, right) if path else torch.zeros_like(norms)
+        return logprob[first:], norms[first:], path_norms[first:]
+
+    def of_rows(scores: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> Tensor:
+        return outer_row_norms([scores[:2]], rows.to(scores[0].device))
+
+    return norms_of(batch, asked, partial(_head_scores, batch), of_tokens, of_rows)
+
+
+def _head_scores(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+    """δ [K, V], h [K, d], with a 1 behind it for a bias, and log π [K]: for z = W h + b, ∇_W log π(y) = δ ⊗ h.
+
+    δ = (e_y − π)/τ times the slope of what the model does to z behind the layer, such as a soft-cap or a scale.
+    """
+    head, seen = batch.scope.head, list[Tensor]()
+    assert head is not None
+
+    def leaf_at_output(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        # The graph starts here: what is below the layer needs none.
+        seen[:] = layer_input(args, kwargs), wide(output.detach()).requires_grad_()
+        torch.set_grad_enabled(True)  # until the `no_grad` below ends
+        return seen[1]
+
+    # The scope's own hook would replace the output; the leaf does what is needed.
+    inner = replace(batch, scope=replace(batch.scope, head=None))
+    with torch.no_grad(), head.register_forward_hook(leaf_at_output, with_kwargs=True):
+        run = sampled_logits(inner, (rollout,), batch.temperature)
+        if not seen:
+            raise unreached(head)
+        hidden, output = seen
+        logprob, at = run.z.detach().log_softmax(-1), run.targets[:, None]
+        # e_y − π with 1 − π_y as the sum of the other π: the difference would cancel for a sure token.
+        others = logprob.exp().scatter(-1, at, 0.0)
+        (delta,) = torch.autograd.grad(run.z, output, (-others).scatter(-1, at, others.sum(-1, keepdim=True)))
+    right = wide(hidden[0, own_rows(hidden, rollout)])
+    if len(batch.scope.parameters) > 1:
+        # A bias is a weight on a constant input of 1.
+        right = torch.cat([right, torch.ones_like(right[:, :1])], dim=-1)
+    return wide(delta[0, own_rows(delta, rollout)]), right, logprob.gather(-1, at)[:, 0].double()
+
 
 NAME = "generic"
 BLOCK = 16
@@ -45,7 +268,7 @@ def norms(batch: ScoreBatch, asked: Asked) -> Norms:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
     if batch.scope.head is not None:
-        return head.norms(batch, asked)
+        return _head_norms(batch, asked)
     take_apart = partial(DecomposedRollout, batch, plan_for(batch))
     with plain_kernels(batch.model):  # once for all passes
         return norms_of(batch, asked, take_apart, _token_norms, _row_norms)
@@ -75,12 +298,11 @@ def needed_bytes(batch: ScoreBatch, path: bool) -> int:
     """What measuring the longest rollout takes at most, about: two graphs, signals, factors of inputs and logits."""
     if batch.scope.head is not None or not batch.rollouts:
         return 0
-    plan, length, item = (
-        plan_for(batch),
-        max(r.length for r in batch.rollouts),
+    plan, length = plan_for(batch), max(r.length for r in batch.rollouts)
+    item, tensors = (
         batch.scope.parameters[0].element_size(),
+        dict(zip(batch.scope.names, batch.scope.parameters, strict=True)),
     )
-    tensors = dict(zip(batch.scope.names, batch.scope.parameters, strict=True))
     shapes = [tensors[u.parameter].shape[-2:] for u in plan.below if u.rule is MATRIX]
     signals = max(min(BLOCK * length * plan.width * item, SIGNAL_BYTES), length * plan.width * item)
     factors = item * length * sum(min(columns, length) for _, columns in shapes)
@@ -93,48 +315,47 @@ def _checked_plan(batch: ScoreBatch) -> Plan:
     plan = replace(find_plan(batch), graph=graph_bytes(batch))
 
     def measure(rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-        decomposed = DecomposedRollout(batch, plan, rollout)
-        return decomposed.trace.logprob, _parts(decomposed)
+        decomposed, parts = DecomposedRollout(batch, plan, rollout), dict[str, Tensor]()
+        for use, (left, right) in decomposed.outer.items():
+            parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(left) * norm_sq(right)
+
+        def take(use: ParameterUse, coordinates: Tensor) -> None:
+            parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(coordinates)
+
+        decomposed.below(rollout, Mix(None, slice(None)), take)
+        return decomposed.trace.logprob, parts
 
     refuse_difference(batch, "with plain attention kernels", ELSEWHERE.removesuffix("."), measure)
     return plan
 
 
-def _parts(decomposed: DecomposedRollout) -> dict[str, Tensor]:
-    """‖s_t‖² parameter by parameter, in one block."""
-    parts: dict[str, Tensor] = {}
-    for use, (left, right) in decomposed.outer.items():
-        parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(left) * norm_sq(right)
-
-    def take(use: ParameterUse, coordinates: Tensor) -> None:
-        parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(coordinates)
-
-    decomposed.below(decomposed.rollout, Mix(None, slice(None)), take)
-    return parts
-
-
 def _token_norms(decomposed: DecomposedRollout, first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability, ‖s_t‖² and, if wanted, ‖Σ_{j≤t} s_j‖² of the sampled tokens from `first` on."""
     norms, path_norm_sq = outer_norms(decomposed.outer.values(), decomposed.token_signals, path)
-    # Coordinates of blocks are nested in the prefix, so running sums go on from block to block.
-    running: dict[ParameterUse, Tensor] = {}
+    single, summed, running = list[Tensor](), list[Tensor](), dict[ParameterUse, Tensor]()
+
+    def take(use: ParameterUse, x: Tensor) -> None:
+        single.append(torch.linalg.vector_norm(x, dim=-1))
+        if not path:
+            return
+        # Running sums over the tokens so far. A product with a triangle of ones: on one thread `cumsum` along the first
+        # axis takes up to ten times as long.
+        ones = torch.ones(len(x), len(x), dtype=x.dtype, device=x.device).tril()
+        total = (ones @ x.flatten(1)).view_as(x)
+        if use in running:  # coordinates are nested in the prefix: a longer one only appends some
+            total[:, : len(running[use])] += running[use]
+        running[use] = total[-1].clone()
+        summed.append(torch.linalg.vector_norm(total, dim=-1))
+
     start = first
     # Each block of tokens goes back on the prefix that it sees.
     for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size), first) if decomposed.plan.cut else ():
         span = slice(start, start := start + len(block.columns))
-        single, summed = RowLengths(), RowLengths()
-
-        def take(
-            use: ParameterUse, coordinates: Tensor, single: RowLengths = single, summed: RowLengths = summed
-        ) -> None:
-            single.note(coordinates)
-            if path:
-                summed.note(_accumulate(running, use, coordinates))
-
         decomposed.below(block, Mix(None, span), take)
-        norms[span] += single.norm_sq
-        if path:
-            path_norm_sq[span] += summed.norm_sq
+        norms[span] += sum_of_squares(single)
+        path_norm_sq[span] += sum_of_squares(summed)
+        single.clear()
+        summed.clear()
     return decomposed.trace.logprob[first:], norms[first:], path_norm_sq[first:]
 
 
@@ -142,24 +363,15 @@ def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
     """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
     rows = rows.to(decomposed.token_signals.device)
     result = outer_row_norms(decomposed.outer.values(), rows)
-    size = min(BLOCK, decomposed.block_size)
+    size, lengths = min(BLOCK, decomposed.block_size), list[Tensor]()
     # Rows of weights reach over all tokens, so every block goes through the whole rollout's pass.
     for start in range(0, len(rows), size):
         some = slice(start, start + size)
-
-        lengths = RowLengths()
-        decomposed.below(decomposed.rollout, Mix(rows[some], slice(None)), lambda _use, x, to=lengths: to.note(x))
-        result[some] += lengths.norm_sq
+        decomposed.below(
+            decomposed.rollout,
+            Mix(rows[some], slice(None)),
+            lambda _use, x: lengths.append(torch.linalg.vector_norm(x, dim=-1)),
+        )
+        result[some] += sum_of_squares(lengths)
+        lengths.clear()
     return result
-
-
-def _accumulate(running: dict[ParameterUse, Tensor], use: ParameterUse, coordinates: Tensor) -> Tensor:
-    """Running sums of coordinates over the tokens so far; a longer prefix only appends coordinates."""
-    # A product with a triangle of ones: on one thread `cumsum` along the first axis takes up to ten times as long.
-    ones = torch.ones(len(coordinates), len(coordinates), dtype=coordinates.dtype, device=coordinates.device).tril()
-    total = (ones @ coordinates.flatten(1)).view_as(coordinates)
-    if use in running:
-        before = running[use]
-        total[:, : len(before)] += before
-    running[use] = total[-1].clone()
-    return total

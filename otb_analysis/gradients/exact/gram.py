@@ -1,14 +1,19 @@
-"""Inner products of many gradients, in bounded memory and accumulated in float64."""
+"""Norms and inner products of gradients, in bounded memory and accumulated in float64.
 
-import logging
+Gradients come whole, as outer products left ⊗ right, or as coordinates X [r, C, D] of C gradients, for one group of
+parameters at a time: a `NormAccumulator` owns the memory that those are written into, so that running sums can lie next
+to what is added to them.
+"""
+
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from otb_analysis.devices import working_set
 from otb_analysis.errors import InputError
+from otb_analysis.gradients.exact.attention import query_blocks
 from otb_analysis.types import Float
 
 CHUNK = 1 << 12
@@ -28,8 +33,6 @@ ROW = 100_000
 """Numbers in a row of a tensor up to which its norm is taken in float32."""
 TINY = 1e-20
 """A sum of squares below which single squares may be too small for float32, however many they are."""
-
-_log = logging.getLogger(__name__)
 
 Stretch = list[tuple[int, slice]]
 """Part of a gradient: indices of parameters and, of each, a range of its flattened entries."""
@@ -64,18 +67,6 @@ def refuse_many(count: int) -> None:
             f"weights has {count} rows, counting each prompt's, whose Gram matrix exceeds the "
             f"{GRADIENT_BYTES / 2**30:.3g} GiB allowed; pass at most {fit} (rows of weights times prompts), or "
             "estimate it from gradient_sketch."
-        )
-
-
-def tell_rounds(rounds: int, count: int) -> None:
-    """Log that gradients do not fit in memory together, what that costs, and what does without."""
-    if rounds > 1:
-        _log.warning(
-            "%d gradients exceed %.3g GiB, so their Gram matrix takes %d rounds of backward passes; gradient_sketch "
-            "estimates it in one.",
-            count,
-            GRADIENT_BYTES / 2**30,
-            rounds,
         )
 
 
@@ -114,19 +105,161 @@ def flat_norm_sq(gradients: Tensor) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
-def _row_norms(tensor: Tensor) -> Tensor:
-    """Norms of a tensor's rows, flat."""
-    wide = torch.float64 if tensor.shape[-1:] > (ROW,) else torch.promote_types(tensor.dtype, torch.float32)
-    return torch.linalg.vector_norm(tensor, dim=-1, dtype=wide).flatten().double()
-
-
 def norm_sq_of(gradient: Sequence[Tensor]) -> float:
     """‖·‖² over all tensors of a gradient together: short rows in float32 at least, their sum in float64."""
     # A float32 norm of a row of some thousand numbers is off by about 1e-7 of it, and by more the longer it is. Float64
     # takes four times as long, so it is kept for rows beyond ROW and for squares that leave the range of float32.
     tensors = [t.detach() for t in gradient]
     # Rows first: each is short, so float32 is exact enough, and the long sum over rows is in float64.
-    total = float(torch.cat([_row_norms(t) for t in tensors]).square().sum())
+    rows = list[Tensor]()
+    for t in tensors:
+        kind = torch.float64 if t.shape[-1:] > (ROW,) else torch.promote_types(t.dtype, torch.float32)
+        rows.append(torch.linalg.vector_norm(t, dim=-1, dtype=kind).flatten().double())
+    total = float(torch.cat(rows).square().sum())
     if TINY < total < math.inf:
         return total
     return sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
+
+
+GRAM_BYTES = 1 << 24
+"""What the rows of a Gram matrix of K outer products that are formed together may occupy."""
+Group = tuple[tuple[str, int], ...]
+"""Parameters whose coordinates lie side by side on the last axis, with their widths."""
+
+
+class Workspace:
+    """Memory that is handed out by name again and again; parts that are never alive at once use the same name."""
+
+    # Fresh pages cost more than the arithmetic on them.
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._held: dict[Hashable, Tensor] = {}
+
+    def take(self, name: Hashable, *shape: int) -> Tensor:
+        """An uninitialised tensor that is valid until the same name is taken again."""
+        size = math.prod(shape)
+        held = self._held.get(name)
+        if held is None or held.numel() < size:
+            self._held.pop(name, None)
+            held = None  # let go of the smaller one first
+            held = self._held[name] = self._like.new_empty(size)
+        return held[:size].view(shape)
+
+
+class NormAccumulator:
+    """Takes coordinates of a block's C gradients, one group of parameters after the other, and gives ‖s_c‖²."""
+
+    def __init__(self, work: Workspace) -> None:
+        self._work = work
+        self._parts: list[Tensor] = []
+
+    def take(self, group: Group, rows: int, count: int) -> Tensor:
+        """Memory [rows, count, D] to write the coordinates of `count` gradients to."""
+        return self._work.take("coordinates", rows, count, sum(width for _, width in group))
+
+    def note(self, group: Group, coordinates: Tensor) -> None:
+        """Count coordinates that were written to the memory taken last for this group."""
+        # Lengths of coordinate rows: norms of all parameters add up, so the group does not matter.
+        self._parts.append(torch.linalg.vector_norm(coordinates, dim=-1))
+
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """Squared norms [C] of the gradients since the last call, and of running sums where they are kept; float64."""
+        # Norms are kept and squared in float64 at the end: squares in float32 would lose small ones.
+        rows = torch.cat(self._parts)
+        self._parts.clear()
+        return rows.double().square().sum(0), None
+
+
+class Running(NormAccumulator):
+    """‖s_c‖² and ‖Σ_{j≤c} s_j‖², the sum going on from block to block.
+
+    The running sum S lies in front of the block's X, so that one small Gram matrix per coordinate row,
+    [S, X][S, X]ᵀ, holds every inner product that either norm is made of.
+    """
+
+    def __init__(self, work: Workspace) -> None:
+        super().__init__(work)
+        self._sums: dict[Group, Tensor] = {}
+
+    def take(self, group: Group, rows: int, count: int) -> Tensor:
+        """Memory behind the running sums; a longer prefix only appends coordinate rows, whose sum so far is zero."""
+        both = self._work.take("coordinates", rows, 1 + count, sum(width for _, width in group))
+        before = self._sums.get(group)
+        known = 0 if before is None else len(before)
+        if before is not None:
+            both[:known, 0] = before
+        both[known:, 0] = 0
+        return both[:, 1:]
+
+    def note(self, group: Group, coordinates: Tensor) -> None:
+        """Keep the inner products of the running sums and the coordinates, and the new sums."""
+        rows, count, width = coordinates.shape
+        both = self._work.take("coordinates", rows, 1 + count, width)  # the same memory, with S in front
+        self._parts.append(torch.bmm(both, both.transpose(1, 2)))
+        self._sums[group] = both.sum(1)
+
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """Squared norms [C] of the scores, and of the sums up to each, since the last call; float64."""
+        # Products are float32, but there is one small matrix per coordinate row, and they are summed in float64.
+        gram = torch.cat(self._parts).double().sum(0)
+        self._parts.clear()
+        # ‖Σ_{j≤k} s_j‖² are the sums of the matrix' leading blocks.
+        return gram.diagonal()[1:], (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)[1:]
+
+
+class Parts(NormAccumulator):
+    """‖s_c‖² parameter by parameter, for checking a model."""
+
+    def __init__(self, work: Workspace) -> None:
+        super().__init__(work)
+        self.by_name: dict[str, Tensor] = {}
+
+    def note(self, group: Group, coordinates: Tensor) -> None:
+        """Add each parameter's part."""
+        for (name, _), part in zip(group, coordinates.split([width for _, width in group], -1), strict=True):
+            self.by_name[name] = self.by_name.get(name, 0.0) + part.double().square().sum((0, 2))
+
+
+def sum_of_squares(lengths: Sequence[Tensor]) -> Tensor | float:
+    """‖x_c‖² [C] of C gradients from the lengths of rows of their coordinates, part by part; 0 where nothing came."""
+    # Squares in float32 would lose small ones; one conversion for all parts, because each is short.
+    return torch.cat([x.reshape(len(x), -1) for x in lengths], 1).double().square().sum(1) if lengths else 0.0
+
+
+def outer_gram(left: Tensor, right: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Inner products [r, K] of K outer products left ⊗ right, float64, for some rows at a time."""
+    for rows in query_blocks(len(left), left.device, max(1, GRAM_BYTES // (8 * max(len(left), 1)))):
+        yield rows, (left[rows] @ left.T).double() * (right[rows] @ right.T).double()
+
+
+def outer_path_norms(left: Tensor, right: Tensor) -> Tensor:
+    """‖Σ_{j≤k} a_j‖² [K] of outer products a_k = left_k ⊗ right_k."""
+    # What each one adds: twice its products with those before, and its own square.
+    steps = [2 * gram.tril(rows.start - 1).sum(1) + gram[:, rows].diagonal() for rows, gram in outer_gram(left, right)]
+    return torch.cat(steps).cumsum(0)
+
+
+def outer_norms(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor, path: bool) -> tuple[Tensor, Tensor]:
+    """‖a_t‖² and, with `path`, ‖Σ_{j≤t} a_j‖² [K], where a_t has the parts left_t ⊗ right_t; `like` is [K, ...]."""
+    norms = torch.zeros(len(like), dtype=torch.float64, device=like.device)
+    path_norms = torch.zeros_like(norms)
+    for left, right in pairs:
+        norms += norm_sq(left) * norm_sq(right)
+        if path:
+            path_norms += outer_path_norms(left, right)
+    return norms, path_norms
+
+
+def outer_row_norms(pairs: Iterable[tuple[Tensor, Tensor]], rows: Tensor) -> Tensor:
+    """‖Σ_k rows[m,k] a_k‖² [M], where a_k has the parts left_k ⊗ right_k."""
+    result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    for left, right in pairs:
+        for some, gram in outer_gram(left, right):
+            result += (rows[:, some] @ gram * rows).sum(-1)
+    return result
+
+
+def norm_sq(values: Tensor) -> Tensor:
+    """‖·‖² of each of K tensors [K, ...], rows first and then, in float64, over the rows [K]."""
+    rows = torch.linalg.vector_norm(values, dim=-1).double().square()
+    return rows if rows.ndim == 1 else rows.flatten(1).sum(-1)

@@ -6,14 +6,27 @@ layer's input separates those from the rest.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
+from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.kernels import inner_layers
-from otb_analysis.gradients.exact.hooks import Trace, own_rows, pull_back, traced
+from otb_analysis.gradients.batch.kernels import (
+    Experts,
+    InnerMatrix,
+    SummedExperts,
+    inner_layers,
+    layers_of,
+    plain_kernels,
+)
+from otb_analysis.gradients.batch.scope import layer_input
+from otb_analysis.gradients.exact.attention import many_signals
 from otb_analysis.gradients.exact.layers import (
     BELOW_ONLY,
     EMBEDDING,
@@ -27,6 +40,157 @@ from otb_analysis.gradients.exact.layers import (
     rule_for,
 )
 from otb_analysis.gradients.exact.verdicts import probe
+
+
+@dataclass
+class Trace:
+    """One forward pass with its graph: the log-probabilities [K] and, by module name, what the layers saw and gave.
+
+    The modules appear in the order in which they ran; `repeated` are those that ran more than once.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+class ReachedCut(Exception):
+    """Raised by a hook once a forward pass has come as far as it must; what follows is not run."""
+
+
+Tap = Callable[[str, Tensor, Tensor], Tensor]
+"""(module's name, input, output) → what stands in place of the output."""
+
+
+def traced(
+    batch: ScoreBatch,
+    rollouts: tuple[Rollout, ...],
+    names: Iterable[str],
+    cut: str | None = None,
+    tap: Tap | None = None,
+) -> Trace:
+    """Run rollouts up to their last sampled tokens while watching some modules, or handing what they see to `tap`.
+
+    They run by plain kernels, a single one with attention whose backward pass takes many signals at once. With `cut`
+    the pass stops at the input of that layer, so there are no log-probabilities.
+
+    Raises:
+        UnfitError: A layer does not work on one row per rollout.
+    """
+    modules, trace = layers_of(batch.model), Trace()
+    shape = len(rollouts), max(r.length for r in rollouts)
+    inner = replace(batch, scope=replace(batch.scope, head=None))
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = layer_input(args, kwargs)
+        trace.inputs[str(cut)] = inputs.unflatten(0, shape) if _flattened(module, inputs, shape) else inputs
+        raise ReachedCut
+
+    with ExitStack() as context:
+        context.enter_context(suppress(ReachedCut))
+        context.enter_context(plain_kernels(batch.model))
+        if cut is not None:
+            context.enter_context(modules[cut].register_forward_pre_hook(stop, with_kwargs=True))
+        # The scope's own hook comes first, so that a layer is seen with the leaves it is differentiated by.
+        context.enter_context(batch.scope.active())
+        for name in dict.fromkeys(names):
+            watch = _watch(name, shape, trace, tap)
+            context.enter_context(modules[name].register_forward_hook(watch, with_kwargs=True))
+        if len(rollouts) == 1:
+            # The fused attention kernels have no rule for many signals at once.
+            context.enter_context(many_signals(rollouts[0].length))
+        trace.logprob = sampled_logprobs(inner, rollouts)
+    return trace
+
+
+def _watch(name: str, shape: tuple[int, int], trace: Trace, tap: Tap | None) -> Callable[..., Any]:
+    """A hook that remembers a layer's input and output, with one row per rollout, or hands them to `tap`.
+
+    `shape` is that of the pass, rollouts and positions. A layer on flattened positions is seen with them unflattened.
+    """
+    rows = shape[0]
+
+    def observed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        # A layer that runs twice has two signals; which of them a rule saw would be chance.
+        if name in trace.outputs:
+            trace.repeated.add(name)
+        inputs = next(iter((*args, *kwargs.values())), None)
+        if not (isinstance(inputs, Tensor) and isinstance(output, Tensor)):
+            return output
+        if _flattened(module, inputs, shape):
+            x, y = inputs.unflatten(0, shape), output.unflatten(0, shape)
+            return observed(module, (x,), kwargs, y).flatten(0, 1)
+        if type(module).__name__.endswith("LearnedPositionalEmbedding"):
+            inputs = output.detach()  # positions are read, whatever the arguments are
+        if rows > 1 and (inputs.shape[0] not in (1, rows) or output.shape[0] != inputs.shape[0]):
+            raise UnfitError(
+                f"layer {name} works on shape {tuple(inputs.shape)} where {rows} rollouts were expected; "
+                'pass engine="reference".'
+            )
+        if type(module).__name__ == "DoraLinearLayer":
+            # Its output is m∘u − base, so ∂output/∂m is u = (output + base)/m.
+            bias = kwargs["base_layer"].bias
+            base = kwargs["base_result"] if bias is None else kwargs["base_result"] - bias
+            inputs = (output + base) / module.weight
+        # A layer that runs once for all rows, such as a table of positions, is spread over them: through the shared
+        # output the signals of all rows would add up.
+        if inputs.shape[:1] == (1,) and rows > 1:
+            inputs, output = (x.expand(rows, *x.shape[1:]) for x in (inputs, output))
+        if tap is not None:
+            return tap(name, inputs, output)
+        trace.inputs[name], trace.outputs[name] = inputs, output
+        return output
+
+    return observed
+
+
+def _flattened(module: nn.Module, x: object, shape: tuple[int, int]) -> bool:
+    """Whether a layer that works on any number of leading axes is given rollouts and positions as one."""
+    if not isinstance(x, Tensor) or x.ndim != (3 if isinstance(module, SummedExperts) else 2):
+        return False
+    if len(x) != shape[0] * shape[1] or not x.is_floating_point():
+        return False
+    return isinstance(module, InnerMatrix | Experts) or any(rule_for(module, leaf) for leaf in module._parameters)
+
+
+def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:
+    """Backward signals at `targets` for many seeds at `source`: seeds [C, *source] → one [C, *target] per target.
+
+    Raises:
+        UnfitError: An operation of the model has no rule for many signals at once.
+    """
+
+    def one(seed: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(source, targets, seed, retain_graph=True, materialize_grads=True)
+
+    # Not `is_grads_batched`, which is an older vmap whose results are wrong where a hook looks at them.
+    try:
+        return vmap(one)(seeds)
+    except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
+        raise
+    except RuntimeError as error:  # how torch says that an operation cannot be batched
+        why = str(error).split(". ")[0].splitlines()[0]
+        raise UnfitError(
+            f'the model has an operation without a batched backward pass ({why}); pass engine="reference".'
+        ) from error
+
+
+def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
+    """Rows of a layer's input or output [1, n, ...] at the positions that predict the sampled tokens.
+
+    A layer runs on the whole prefix or, like the output layer, on the kept positions only.
+    """
+    # If both are equal every position is kept, and either index is right.
+    length, kept = rollout.length, len(rollout.targets)
+    if tensor.ndim < 2 or tensor.shape[0] != 1 or tensor.shape[1] not in (length, kept):
+        raise UnfitError(
+            f"a layer works on shape {tuple(tensor.shape)} where [1, {length}, ...] was expected; "
+            'pass engine="reference".'
+        )
+    positions = rollout.targets - 1
+    return positions if tensor.shape[1] == length else torch.arange(kept, device=positions.device)
+
 
 ELSEWHERE = 'pass engine="reference" or leave it out of scope.'
 
@@ -111,35 +275,36 @@ def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
 
 
 def _uses(batch: ScoreBatch) -> tuple[ParameterUse, ...]:
-    scope, uses = batch.scope, []
+    scope, uses = batch.scope, list[ParameterUse]()
     if scope.head is not None:
-        module = next(name for name, m in batch.model.named_modules() if m is scope.head)
-        return tuple(_use(name, module, scope.head, name.rpartition(".")[2]) for name in scope.names)
-    names = {id(p): name for name, p in zip(scope.names, scope.parameters, strict=True)}
-    for module_name, module in batch.model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in names:
-                uses.append(_use(names[id(parameter)], module_name, module, leaf))
-    for name in names.values():
+        place = next(name for name, m in batch.model.named_modules() if m is scope.head)
+        found = [(name, place, scope.head, name.rpartition(".")[2]) for name in scope.names]
+    else:
+        names = {id(p): name for name, p in zip(scope.names, scope.parameters, strict=True)}
+        found = [
+            (names[id(p)], place, module, leaf)
+            for place, module in batch.model.named_modules()
+            for leaf, p in module.named_parameters(recurse=False)
+            if id(p) in names
+        ]
+    for parameter, place, module, leaf in found:
+        # What hides inside of a module is applied by a layer that is called after its matrix.
+        inner, matrix = inner_layers(module), leaf.removesuffix("_bias").replace("bias", "weight")
+        if matrix in inner:
+            place, module, leaf = f"{place}.{matrix}", inner[matrix], "bias" if "bias" in leaf else "weight"
+        rule = rule_for(module, leaf)
+        if rule is None:
+            raise UnfitError(
+                f"parameter {parameter} of a {type(module).__name__} has no rule in the generic engine; {ELSEWHERE}"
+            )
+        uses.append(ParameterUse(parameter, place, rule))
+    for name in scope.names:
         rules = [u.rule for u in uses if u.parameter == name]
         if len(rules) != 1 and rules not in ([EMBEDDING, MATRIX], [MATRIX, EMBEDDING]):
             raise UnfitError(
                 f"parameter {name} is shared by {len(rules)} layers in a way that has no rule; {ELSEWHERE}"
             )
     return tuple(uses)
-
-
-def _use(parameter: str, module_name: str, module: nn.Module, leaf: str) -> ParameterUse:
-    # What hides inside of a module is applied by a layer that is called after its matrix.
-    inner, matrix = inner_layers(module), leaf.removesuffix("_bias").replace("bias", "weight")
-    if matrix in inner:
-        module_name, module, leaf = f"{module_name}.{matrix}", inner[matrix], "bias" if "bias" in leaf else "weight"
-    rule = rule_for(module, leaf)
-    if rule is None:
-        raise UnfitError(
-            f"parameter {parameter} of a {type(module).__name__} has no rule in the generic engine; {ELSEWHERE}"
-        )
-    return ParameterUse(parameter, module_name, rule)
 
 
 def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Plan:
@@ -164,7 +329,8 @@ def _split(uses: tuple[ParameterUse, ...], trace: Trace, rollout: Rollout) -> Pl
         if _stays(at_input[name], rollout):
             # A cut carries everything: what goes down from it alone must be what came down by all ways.
             chained = pull_back(x, targets, at_input[name])
-            if all(_close(c, d) for c, d in zip(chained, direct.values(), strict=True)):
+            pairs = zip(chained, direct.values(), strict=True)
+            if all(float((c - d).abs().max()) <= 1e-3 * float(d.abs().max()) for c, d in pairs):
                 break
     else:
         raise UnfitError(
@@ -190,7 +356,3 @@ def _stays(signal: Tensor, rollout: Rollout) -> bool:
     rest = signal[:, 0].clone()
     rest[torch.arange(len(rest), device=rest.device), own_rows(signal[0], rollout)] = 0
     return not rest.any() and bool(signal.any())
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= 1e-3 * float(b.abs().max())

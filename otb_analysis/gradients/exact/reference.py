@@ -1,10 +1,14 @@
 """The slow, obvious engine: ordinary reverse-mode autograd, one backward pass per row of weights.
 
+`norms_of` is the loop that all share: take one rollout's scores apart, write their norms to their places.
 Every faster engine is compared with this one. Rollouts run one at a time without padding; a forward graph is kept while
 its backward passes run. Gradients are formed in the model's dtype, squared norms are summed in float64.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,17 +16,78 @@ from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.per_rollout import Asked, Norms, norms_of
 from otb_analysis.gradients.exact.gram import (
+    GRADIENT_BYTES,
     Stretch,
     gram_matrix,
     norm_sq_of,
     refuse_many,
     stretches,
-    tell_rounds,
 )
 from otb_analysis.gradients.exact.verdicts import Verdicts, graph_bytes
+from otb_analysis.phases import counted
 from otb_analysis.types import Bool, Float, Int
+
+Apart = TypeVar("Apart")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which norms of a batch's scores are wanted."""
+
+    tokens: Bool  # Tokens whose ‖s_t‖² are [N, L]
+    weights: Float  # Rows of weights whose ‖Σ_t w_t s_t‖² are [N, M, L]
+    path: bool = False  # Whether ‖Σ_{j≤t} s_j‖² are too; then `tokens` are all that were sampled
+
+    @classmethod
+    def of_tokens(cls, batch: ScoreBatch, path: bool = False) -> "Asked":
+        """Ask for every sampled token of a batch, and for no sums."""
+        return cls(batch.mask, np.zeros((batch.shape[0], 0, batch.shape[1])), path)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """What an engine found, zero where nothing was asked."""
+
+    logprob: Float  # In nats [N, L]
+    norm_sq: Float  # [N, L]
+    path_norm_sq: Float  # [N, L]
+    weighted: Float  # [N, M]
+
+
+def norms_of(
+    batch: ScoreBatch,
+    asked: Asked,
+    take_apart: Callable[[Rollout], Apart],
+    of_tokens: Callable[[Apart, int, bool], tuple[Tensor, Tensor, Tensor]],
+    of_rows: Callable[[Apart, Tensor], Tensor],
+) -> Norms:
+    """Measure every rollout; both questions about it are answered from what `take_apart` makes of it, once.
+
+    Args:
+        of_tokens: What of a rollout, the first of its K sampled tokens to be measured, whether path norms are wanted →
+            log-probabilities, squared score norms and squared path norms from that token on, each [≤ K].
+        of_rows: What of a rollout and R rows of weights [R, K], float64 → squared norms of the weighted sums [R].
+    """
+    logprob, norm_sq, path_norm_sq = by_token = [np.zeros(batch.shape) for _ in range(3)]
+    weighted = np.zeros(asked.weights.shape[:2])
+    for rollout in counted(batch.rollouts, "rollout"):
+        wanted = np.flatnonzero(asked.tokens[rollout.row, rollout.columns])
+        rows = asked.weights[rollout.row][:, rollout.columns]
+        active = np.flatnonzero(rows.any(-1))
+        if not len(wanted) and not len(active):
+            continue
+        apart = take_apart(rollout)
+        if len(wanted):
+            # Tokens that another rollout stands for come first: their texts are the beginning of this one's.
+            first = int(wanted[0])
+            for result, values in zip(by_token, of_tokens(apart, first, asked.path), strict=True):
+                result[rollout.row, rollout.columns[first:]] = values.detach().double().cpu().numpy()
+        if len(active):
+            weighted[rollout.row, active] = of_rows(apart, torch.from_numpy(rows[active])).cpu().numpy()
+    return Norms(logprob, norm_sq, path_norm_sq, weighted)
+
 
 NAME = "reference"
 BLOCK = 16
@@ -96,7 +161,14 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     if count:
         refuse_many(count)
         rounds = stretches(batch.scope.parameters, count)
-        tell_rounds(len(rounds), count)
+        if len(rounds) > 1:
+            _log.warning(
+                "%d gradients exceed %.3g GiB, so their Gram matrix takes %d rounds of backward passes; "
+                "gradient_sketch estimates it in one.",
+                count,
+                GRADIENT_BYTES / 2**30,
+                len(rounds),
+            )
         total = sum(
             gram_matrix(
                 [
@@ -135,7 +207,7 @@ def _stretch_gradients(
 
 
 def token_alignments(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:
-    """s_{n,t}·direction [N, L] by one `torch.autograd.grad` per token: the slow twin of `directional`."""
+    """s_{n,t}·direction [N, L] by one `torch.autograd.grad` per token: the slow twin of the attribution."""
     result = np.zeros(batch.shape)
     for rollout in batch.rollouts:
         for column, (_, score) in zip(rollout.columns, _scores(batch, rollout), strict=True):

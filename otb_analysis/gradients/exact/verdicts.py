@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.devices import products
-from otb_analysis.errors import NonFiniteError
+from otb_analysis.devices import forms_products, products
+from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch, measured
 from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import padded
 from otb_analysis.gradients.batch.scope import Scope, end_of
@@ -25,6 +25,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _KEYS: WeakKeyDictionary[Scope, tuple[object, ...]] = WeakKeyDictionary()
+"""What a verdict depends on besides the identity of the model: layers, attention, dtypes, scope and zeros."""
 
 
 class Verdicts(Generic[T]):
@@ -36,7 +37,18 @@ class Verdicts(Generic[T]):
 
     def get(self, batch: ScoreBatch, find: Callable[[], T]) -> T:
         """Return what `find` found at the first use; raises `UnfitError` where it did, then and ever after."""
-        known, key = self._known.setdefault(batch.model, {}), model_key(batch)
+        known, model = self._known.setdefault(batch.model, {}), batch.model
+        key = _KEYS.get(batch.scope)  # found once for each batch that was checked
+        if key is None:
+            # `forward` itself is part of the key, because a class may be patched after the first use.
+            layers = tuple((name, type(m), type(m).forward, m.training) for name, m in model.named_modules())
+            attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+            dtypes = tuple(p.dtype for p in model.parameters())
+            # An adapter's B starts at zero, where A has no gradient that could be compared: once it has moved, the
+            # model is tried out again. The first row tells, so that not all weights are read at every call.
+            zeros = tuple(p.ndim > 1 and not p.detach()[0].any() for p in batch.scope.parameters)
+            key = batch.scope.names, batch.scope.head is None, attention, dtypes, layers, zeros
+            _KEYS[batch.scope] = key
         if key not in known:
             try:
                 with products("float32"):  # coarser ones say nothing about an engine
@@ -53,23 +65,6 @@ class Verdicts(Generic[T]):
         if isinstance(value, UnfitError):
             raise UnfitError(str(value))
         return value
-
-
-def model_key(batch: ScoreBatch) -> tuple[object, ...]:
-    """What a verdict depends on besides the identity of the model: layers, attention, dtypes, scope and zeros."""
-    if batch.scope in _KEYS:  # found once for each batch that was checked
-        return _KEYS[batch.scope]
-    modules = batch.model.named_modules()
-    # `forward` itself is part of the key, because a class may be patched after the first use.
-    layers = tuple((name, type(module), type(module).forward, module.training) for name, module in modules)
-    attention = getattr(getattr(batch.model, "config", None), "_attn_implementation", None)
-    dtypes = tuple(p.dtype for p in batch.model.parameters())
-    # An adapter's B starts at zero, where A has no gradient that could be compared: once it has moved, the model is
-    # tried out again. The first row tells, so that not all weights are read at every call.
-    zeros = tuple(p.ndim > 1 and not p.detach()[0].any() for p in batch.scope.parameters)
-    key = batch.scope.names, batch.scope.head is None, attention, dtypes, layers, zeros
-    _KEYS[batch.scope] = key
-    return key
 
 
 def first_told(model: nn.Module, sentence: str) -> bool:
@@ -166,3 +161,38 @@ def disagreement(parts: dict[str, Tensor], norms: dict[str, Tensor]) -> str | No
                 f"{norm.tolist()}"
             )
     return None
+
+
+@torch.enable_grad()
+def arithmetic(model: nn.Module, asked: str, scope: str = "all", temperature: float = 1.0) -> tuple[str, str]:
+    """Return how products are formed while a model is measured, as asked for or else float32, and why.
+
+    Plain backward passes with `asked` products must give the probe's log-probabilities within 1e-4 nats, and ‖s_t‖² of
+    every parameter within 1e-3 of those with float32 products: what an engine must do to be used (`verdicts`).
+
+    Raises:
+        InputError: PyTorch has no such products on the model's device, or the scope holds nothing.
+    """
+    device = next(model.parameters()).device
+    if asked == "float32":
+        return asked, ""
+    if asked == "bfloat16" and device.type != "cpu":
+        raise InputError(
+            f"--precision is bfloat16, but products of float32 numbers have no such form on {device.type} in PyTorch; "
+            "pass tf32."
+        )
+    if not forms_products(device, asked):
+        return "float32", f"PyTorch forms no {asked} products of float32 numbers on this {device.type}"
+
+    def measure(rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+        with products(asked):
+            return reference_norms(batch, rollout)
+
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    checked = measured(model, Batch(ids, torch.tensor([[False, True]], device=device)), scope, temperature)
+    try:
+        with checked as batch, products("float32"):
+            refuse_difference(batch, f"with {asked} products", "that is too coarse", measure)
+    except UnfitError as reason:
+        return "float32", str(reason).rstrip(".")
+    return asked, "on a probe the norms of scores agree with those in float32 to 1e-3"

@@ -12,27 +12,28 @@ from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.scope import end_of, layer_input
-from otb_analysis.gradients.exact.hooks import ReachedCut
 from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.exact.plan import ReachedCut
 
 HIDDEN = object()
 """Placeholder for a block's input among its stored arguments, so that the input itself can be dropped."""
 
 
+@dataclass
 class Call:
     """How one block was called: its input, until that is dropped to save memory, and its other arguments."""
 
-    def __init__(self, model: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.model = model
-        self.hidden: Tensor | None = hidden
-        self.args = [HIDDEN if x is hidden else x for x in args]
-        self.kwargs = {name: HIDDEN if x is hidden else x for name, x in kwargs.items()}
+    model: nn.Module
+    hidden: Tensor | None
+    args: list[Any]  # With HIDDEN in place of the input
+    kwargs: dict[str, Any]
 
     def again(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Run the block on an input and return its output."""
         args = [hidden if x is HIDDEN else x for x in self.args]
         with plain_kernels(self.model):
-            return _first(block(*args, **{name: hidden if x is HIDDEN else x for name, x in self.kwargs.items()}))
+            output = block(*args, **{name: hidden if x is HIDDEN else x for name, x in self.kwargs.items()})
+        return output if isinstance(output, Tensor) else output[0]
 
 
 @dataclass
@@ -40,15 +41,9 @@ class Seen:
     """What a pass over a watched model left."""
 
     calls: list[Call] = field(default_factory=list)
-    output: Tensor | None = None
+    # Of the last block, from which the graph begins
+    output: Tensor = field(default_factory=lambda: torch.zeros(0))
     into_head: list[Tensor] = field(default_factory=list)
-    count: int = 0
-
-    def last(self) -> Tensor:
-        """Output of the last block, from which the graph begins; raises where the blocks did not run in their order."""
-        if self.output is None or len(self.calls) != self.count:
-            raise UnfitError("its blocks do not run one after the other")
-        return self.output
 
     def hidden(self, layout: Layout) -> Tensor | None:
         """Inputs of the output layer at the sampled tokens [K, d], None where it was not watched."""
@@ -87,15 +82,13 @@ class BlockStructure:
             return 0
         return next((i for i, names in enumerate(self.inside) if names), len(self.blocks))
 
-    @property
-    def steps(self) -> int:
-        """Passes that one prompt takes: forward, and through each block that signals must go through."""
-        return 1 + len(self.blocks) - self.first
-
     @contextmanager
     def watched(self) -> Iterator[Seen]:
-        """Remember what goes into the blocks, and begin the graph at the output of the last: below it needs none."""
-        seen = Seen(count=len(self.blocks))
+        """Remember what goes into the blocks, and begin the graph at the output of the last: below it needs none.
+
+        Raises at the end where the blocks did not run in their order.
+        """
+        seen = Seen()
         fed: list[Tensor] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,10 +97,11 @@ class BlockStructure:
             next_one = at < len(self.blocks) and module is self.blocks[at]
             # By identity: a block whose input was changed on the way would be fed something else when run again.
             if next_one and hidden is not None and (not fed or hidden is fed[-1]):
-                seen.calls.append(Call(self.model, hidden, args, kwargs))
+                others = {name: HIDDEN if x is hidden else x for name, x in kwargs.items()}
+                seen.calls.append(Call(self.model, hidden, [HIDDEN if x is hidden else x for x in args], others))
 
         def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-            fed.append(_first(output))
+            fed.append(output if isinstance(output, Tensor) else output[0])
             if module is not self.blocks[-1]:
                 return output
             # Detached: signals at this output are all that is wanted, and no graph of the blocks is held.
@@ -126,6 +120,8 @@ class BlockStructure:
             if self.head is not None:
                 handles.enter_context(self.head.register_forward_hook(into_head, with_kwargs=True))
             yield seen
+        if len(seen.calls) != len(self.blocks) or not seen.output.requires_grad:
+            raise UnfitError("its blocks do not run one after the other")
 
     @contextmanager
     def stopped(self) -> Iterator[Below]:
@@ -183,7 +179,3 @@ def _layer(model: nn.Module, which: Literal["input", "output"], kind: type, name
     if type(layer) is not kind:
         raise UnfitError(f"its {which} embedding is a {type(layer).__name__}")
     return layer
-
-
-def _first(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]

@@ -2,19 +2,17 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy.linalg import block_diag
-from torch import Tensor, nn
+from torch import Tensor
 
-from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.forward import layout_of, sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, free_bytes
 from otb_analysis.gradients.batch.kernels import plain_kernels
-from otb_analysis.gradients.batch.layout import packing_pays, padded, read_nodes
-from otb_analysis.gradients.batch.memory import free_bytes
-from otb_analysis.gradients.batch.packing import layout_of
-from otb_analysis.gradients.batch.tree import sampled_nodes, tree_of
+from otb_analysis.gradients.batch.layout import packing_pays, padded, read_nodes, sampled_nodes, tree_of
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import add_products, flat_norm_sq, refuse_many
 from otb_analysis.gradients.exact.layers import UnfitError
@@ -26,11 +24,48 @@ from otb_analysis.gradients.exact.verdicts import (
     probe,
     reference_norms,
 )
-from otb_analysis.gradients.groups.basis import Basis, basis_of
 from otb_analysis.gradients.groups.blocks import BlockStructure, structure_of
 from otb_analysis.gradients.groups.layered import Layered
 from otb_analysis.phases import count_to, note
 from otb_analysis.types import Float, Int
+
+TOLERANCE = 1e-8
+"""How far a row may be from what its basis gives, as a share of the row's own length."""
+FLOOR = 1e-6
+"""Smallest scale of a token beside the largest: what a sure token's score is known to."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """weights = mix @ rows, up to TOLERANCE of each row."""
+
+    rows: Float  # Basis rows [r, K], orthogonal in the metric of the tokens' scales
+    mix: Float  # Coefficients [M, r]
+
+
+def basis_of(weights: Float, scale: Float) -> Basis:
+    """Factor M rows of weights over K tokens, with the smallest rank that leaves no row more than TOLERANCE away.
+
+    `scale` [K] is what ‖s_k‖ is roughly proportional to, such as 1 − π_k; not negative.
+    """
+    # A row's gradient is Σ_k weights[m, k] s_k, so an error in a weight counts by ‖s_k‖: distances are taken in the
+    # metric of the scales. A scale of 0 would let any weight go lost, hence the floor.
+    metric = np.maximum(scale, FLOOR * scale.max(initial=0.0))
+    scaled = weights * np.where(metric > 0, metric, 1.0)
+    length = np.linalg.norm(scaled, axis=1, keepdims=True)
+    used = length[:, 0] > 0
+    if not used.any():
+        return Basis(np.zeros((0, weights.shape[1])), np.zeros((len(weights), 0)))
+    # Rows of length 1: the rank must not depend on how large an estimator's weights are.
+    left, values, right = np.linalg.svd(scaled[used] / length[used], full_matrices=False)
+    mixed = left * values
+    missing = np.sqrt(np.cumsum((mixed**2)[:, ::-1], axis=1)[:, ::-1])  # [m, r]: row m without its first r directions
+    rank = int((missing.max(axis=0) > TOLERANCE).sum())
+    mix = np.zeros((len(weights), rank))
+    mix[used] = length[used] * mixed[:, :rank]
+    # Back from the metric, which is 1 where no token has a scale.
+    return Basis(right[:rank] / np.where(metric > 0, metric, 1.0), mix)
+
 
 _log = logging.getLogger(__name__)
 BLOCK_COPIES = 4
@@ -61,13 +96,14 @@ class PromptRows:
         self.basis = Basis(rows, basis.mix)
         return torch.from_numpy(rows).to(logprob.device)
 
-    def packs_into(self, most: int) -> bool:
-        """Whether one packed row of so many positions holds all rollouts; its mask takes as much as the layers."""
-        nodes = len(read_nodes(self.tree))
-        return packing_pays(self.tree) and nodes <= most and nodes**2 <= MASKED * most
+    def passes(self, most: int) -> list[tuple[Rollout, ...]]:
+        """Cut the rollouts, in their order, into passes of at most so many positions; a longer one is alone.
 
-    def cut(self, most: int) -> list[tuple[Rollout, ...]]:
-        """Cut the rollouts, in their order, into passes of at most so many padded positions; a longer one is alone."""
+        One pass where a packed row of so many holds all of them; its mask takes as much as the layers.
+        """
+        nodes = len(read_nodes(self.tree))
+        if packing_pays(self.tree) and nodes <= most and nodes**2 <= MASKED * most:
+            return [self.rollouts]
         passes: list[tuple[Rollout, ...]] = [()]
         for rollout in self.rollouts:
             wider = (*passes[-1], rollout)
@@ -88,32 +124,40 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     refuse_many(sum(int(p.weights.any(-1).sum()) for p in prompts))
     try:
         total = _block_by_block(batch, [p for p in prompts if p.weights.any()])
-        _tell(batch.model, "is measured block by block, in one round of passes")
+        way = "is measured block by block, in one round of passes"
     except UnfitError as reason:
-        _tell(batch.model, f"is not measured block by block: {reason}")
+        way = f"is not measured block by block: {reason}"
+        total = None
+    if first_told(batch.model, way):
+        _log.info("%s %s.", type(batch.model).__name__, way)
+        note(f"Gram matrix: {type(batch.model).__name__} {way}.")
+    if total is None:
         inner = reference.group_gradient_gram(batch, basis_weights(batch, prompts, weights.shape), group)
         where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
         m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
         total = inner[m[:, None], m[None, :], p[:, None], p[None, :]]
-    return mixed(total, prompts)
+    return of_all_rows(total, prompts)
 
 
-def _tell(model: nn.Module, which: str) -> None:
-    """Say once which way a model's Gram matrices take."""
-    if first_told(model, which):
-        _log.info("%s %s.", type(model).__name__, which)
-        note(f"Gram matrix: {type(model).__name__} {which}.")
+def of_all_rows(total: Float, prompts: Sequence[PromptRows]) -> Float:
+    """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P], from those of the basis [R, R]."""
+    # Another prompt's basis has no part in a prompt's rows.
+    mix = np.asarray(block_diag(*(prompt.basis.mix for prompt in prompts)))
+    size = len(prompts[0].weights) if prompts else 0
+    whole = (mix @ total @ mix.T).reshape(len(prompts), size, len(prompts), size)
+    return np.ascontiguousarray(whole.transpose(1, 3, 0, 2))
 
 
 def _block_by_block(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> Float:
     """Products [R, R] of the basis rows' gradients, in one round of passes; raises if the model has no blocks."""
     layered = Layered(batch, verified_structure(batch), len(prompts))
-    count_to(len(prompts) * layered.structure.steps, "pass")
+    # A prompt passes forward, and through each block that signals must go through.
+    count_to(len(prompts) * (1 + len(layered.structure.blocks) - layered.structure.first), "pass")
     each = BLOCK_COPIES * reference.graph_per_position(batch) // len(layered.structure.blocks) if prompts else 1
     most = free_bytes(batch.scope.parameters[0].device) // (2 * max(each, 1))
     with plain_kernels(batch.model):  # once for all passes
         for prompt in prompts:
-            passes = [prompt.rollouts] if prompt.packs_into(most) else prompt.cut(most)
+            passes = prompt.passes(most)
             tree = prompt.tree if len(passes) == 1 else None
             layered.add([(some, layout_of(batch, some, tree)) for some in passes], prompt.rows)
     count = sum(len(prompt.basis.rows) for prompt in prompts)
@@ -130,22 +174,21 @@ def verified_structure(batch: ScoreBatch) -> BlockStructure:
         UnfitError: It has no blocks, or some parameter's gradient is not the sum of what its blocks give.
     """
     structure = structure_of(batch)
+
+    def check() -> None:
+        rollout, parts = probe(batch), dict[str, Tensor]()
+        # The reference first, while little is held: each of its gradients is as large as the model.
+        expected = reference_norms(batch, rollout)[1]
+        layered = Layered(batch, structure)
+        layered.add([((rollout,), padded((rollout,)))], lambda logprob: torch.eye(len(logprob), device=logprob.device))
+        for name, gradients in layered.gradients():
+            parts[name] = parts.get(name, 0.0) + torch.cat([flat_norm_sq(x) for x in gradients])
+        if reason := disagreement(parts, expected):
+            raise UnfitError(reason)
+
     if batch.rollouts:
-        _CHECKED.get(batch, lambda: _check(batch, structure))
+        _CHECKED.get(batch, check)
     return structure
-
-
-def _check(batch: ScoreBatch, structure: BlockStructure) -> None:
-    """Compare each parameter's squared score norms on a probe with those of plain backward passes."""
-    rollout, parts = probe(batch), dict[str, Tensor]()
-    # The reference first, while little is held: each of its gradients is as large as the model.
-    expected = reference_norms(batch, rollout)[1]
-    layered = Layered(batch, structure)
-    layered.add([((rollout,), padded((rollout,)))], lambda logprob: torch.eye(len(logprob), device=logprob.device))
-    for name, gradients in layered.gradients():
-        parts[name] = parts.get(name, 0.0) + torch.cat([flat_norm_sq(x) for x in gradients])
-    if reason := disagreement(parts, expected):
-        raise UnfitError(reason)
 
 
 def prompts_of(batch: ScoreBatch, weights: Float, group: Int) -> list[PromptRows]:
@@ -169,12 +212,3 @@ def basis_weights(batch: ScoreBatch, prompts: Sequence[PromptRows], shape: tuple
             part = prompt.basis.rows[:, start : (start := start + len(rollout.columns))]
             weights[rollout.row, : len(part), rollout.columns] = part.T
     return weights
-
-
-def mixed(total: Float, prompts: Sequence[PromptRows]) -> Float:
-    """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P], from those of the basis [R, R]."""
-    # Another prompt's basis has no part in a prompt's rows.
-    mix = np.asarray(block_diag(*(prompt.basis.mix for prompt in prompts)))
-    size = len(prompts[0].weights) if prompts else 0
-    whole = (mix @ total @ mix.T).reshape(len(prompts), size, len(prompts), size)
-    return np.ascontiguousarray(whole.transpose(1, 3, 0, 2))

@@ -16,20 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, memory_bytes
 from otb_analysis.gradients.batch.kernels import expert_matrices
 from otb_analysis.gradients.batch.layout import Layout
-from otb_analysis.gradients.batch.memory import memory_bytes
+from otb_analysis.gradients.batch.scope import end_of
 from otb_analysis.gradients.exact.attention import many_signals, query_blocks
 from otb_analysis.gradients.exact.gram import stretches
-from otb_analysis.gradients.exact.hooks import pull_back
 from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.exact.plan import pull_back
 from otb_analysis.gradients.groups.blocks import BlockStructure, Call, Seen
-from otb_analysis.gradients.groups.predictions import Predictions, plain_head, predictions
-from otb_analysis.gradients.groups.vocabulary import Ends, vocabulary_gradients
+from otb_analysis.gradients.groups.vocabulary import Ends, Predictions, predictions, vocabulary_gradients
 from otb_analysis.phases import advance
 
 SIGNAL_BYTES, WIDER = 1 << 26, 8
@@ -69,7 +68,12 @@ class Layered:
     def __init__(self, batch: ScoreBatch, structure: BlockStructure, prompts: int = 1) -> None:
         self.batch, self.structure, self.prompts = batch, structure, prompts
         self.named = dict(zip(batch.scope.names, batch.scope.parameters, strict=True))
-        self.head = plain_head(batch)  # Evaluated in slices; None where only the model's own logits will do
+        head = end_of(batch.model, "output")
+        plain = type(head) is nn.Linear and batch.soft is None and batch.scope.head is None
+        plain = plain and not any(head.bias is one for one in batch.scope.tensors)
+        # Evaluated in slices, where it is linear and has no bias to differentiate by; None where only the model's own
+        # logits will do.
+        self.head: nn.Linear | None = head if plain else None
         self.added: list[PromptPasses] = []
 
     def add(self, passes: Sequence[Rollouts], rows_of: Callable[[Tensor], Tensor]) -> None:
@@ -95,10 +99,11 @@ class Layered:
         for (_, layout), (seen, found) in zip(passes, ran, strict=True):
             assert found is not None
             own, start = slice(start, start + len(found.logprob)), start + len(found.logprob)
-            last = seen.last()
-            pulled = [_pulled(found.output, [last, *parameters], found.signal(row[own])) for row in rows]
-            outside = [_added(total, more[1:]) for total, more in zip(outside, pulled, strict=True)]
-            made.append(Pass(layout, seen.calls, _stacked([gradients[0] for gradients in pulled], last)))
+            pulled = [_pulled(found.output, [seen.output, *parameters], found.signal(row[own])) for row in rows]
+            for total, (_, *more) in zip(outside, pulled, strict=True):
+                for x, y in zip(total, more, strict=True):
+                    x += y
+            made.append(Pass(layout, seen.calls, _stacked([gradients[0] for gradients in pulled], seen.output)))
             hidden.append(seen.hidden(layout) if self.head is None else found.output.detach())
         targets = torch.cat([r.ids[r.targets] for rollouts, _ in passes for r in rollouts])
         ends = Ends(rows, targets, None if hidden[0] is None else torch.cat([h for h in hidden if h is not None]))
@@ -164,7 +169,14 @@ class Layered:
     ) -> list[Gradient]:
         """Form the gradients of a pass' rows by spans of parameters; if these are the `last`, move the signals on."""
         # A new leaf: the graph spans one block and is freed with it.
-        source, block = self._input(index, one).detach().requires_grad_(), self.structure.blocks[index]
+        # From the last block before it whose input was kept, if its own was not.
+        first = next(i for i in range(index, -1, -1) if one.calls[i].hidden is not None)
+        hidden = one.calls[first].hidden
+        assert hidden is not None
+        with torch.no_grad():
+            for i in range(first, index):
+                hidden = one.calls[i + 1].hidden = one.calls[i].again(self.structure.blocks[i], hidden)
+        source, block = hidden.detach().requires_grad_(), self.structure.blocks[index]
         targets: list[tuple[str, Tensor, slice]] = []
         with expert_matrices(block) as experts, many_signals(one.layout.ids.shape[1]):
             output = one.calls[index].again(block, source)
@@ -185,16 +197,6 @@ class Layered:
             one.signals, one.calls[index].hidden = back, None
         return found
 
-    @torch.no_grad()
-    def _input(self, index: int, one: Pass) -> Tensor:
-        """Input of a block, run again from the last block before it whose input was kept."""
-        first = next(i for i in range(index, -1, -1) if one.calls[i].hidden is not None)
-        hidden = one.calls[first].hidden
-        assert hidden is not None
-        for i in range(first, index):
-            hidden = one.calls[i + 1].hidden = one.calls[i].again(self.structure.blocks[i], hidden)
-        return hidden
-
     def _below(self, prompt: PromptPasses) -> None:
         """Bring a prompt's signals from the first block's input to the embedding's output."""
         parameters = [self.named[name] for name in self.structure.outside]
@@ -207,8 +209,9 @@ class Layered:
             if seen.embedded is not None:
                 ids.append(seen.ids)
                 signals.append(_stacked([gradients[0] for gradients in pulled], seen.embedded))
-            more = (gradients[len(leaves) :] for gradients in pulled)
-            prompt.outside = [_added(total, one) for total, one in zip(prompt.outside, more, strict=True)]
+            for total, gradients in zip(prompt.outside, pulled, strict=True):
+                for x, y in zip(total, gradients[len(leaves) :], strict=True):
+                    x += y
         if self.structure.embedding is not None:
             prompt.ends.read(ids, signals, self.structure.embedding)
 
@@ -220,9 +223,6 @@ def _pulled(output: Tensor, inputs: Sequence[Tensor], signal: Tensor) -> tuple[T
     return torch.autograd.grad(output, inputs, signal, retain_graph=True, materialize_grads=True)
 
 
-def _added(total: Sequence[Tensor], more: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(x + y for x, y in zip(total, more, strict=True))
-
-
 def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
+    # Weights that cancel leave no rows.
     return torch.stack(parts) if parts else like.new_zeros(0, *like.shape)

@@ -6,14 +6,19 @@ h_k/τ; of the input embedding it is the sum of the signals at the positions tha
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from otb_analysis.gradients.batch.forward import model_logits, policy_logits
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.layout import Layout
+from otb_analysis.gradients.batch.scope import layer_input
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.blocks import BlockStructure
 
-SLICE_BYTES = 1 << 27
+ENTRY_BYTES = 1 << 27
 """What the gradients of one slice may occupy, all rows together."""
 LOGITS = 32
 """Bytes that an entry takes at each sampled token: its logit in float64, and what becomes of it."""
@@ -62,39 +67,31 @@ def vocabulary_gradients(
     """Gradients [R, n] of the vocabulary's matrices in scope, a slice at a time."""
     embedding, head = structure.embedding, structure.head
     tied = embedding is not None and head is not None and structure.ends[0] == structure.ends[1]
-    if head is not None:
-        every = torch.arange(len(head.weight), device=head.weight.device)
+    count, tokens = sum(len(end.rows) for end in ends), max((len(end.targets) for end in ends), default=1)
+    for layer, name in ((head, structure.ends[1]), (None if tied else embedding, structure.ends[0])):
+        if layer is None:
+            continue
+        weight, entries = layer.weight, torch.arange(len(layer.weight), device=layer.weight.device)
+        if layer is embedding:
+            entries = torch.cat([end.ids for end in ends]).unique()
+        each = max(max(4, weight.element_size()) * weight.shape[1] * max(count, 1), LOGITS * tokens)
+        slices = entries.split(max(1, ENTRY_BYTES // each))
         # Normalisers in float64, as the slices take the logits: 1 − π_y must survive π_y → 1. Slice by slice, since all
         # logits in float64 would be [K, V] for every prompt.
-        for end in ends:
-            end.lse = end.targets.new_full((len(end.targets),), -torch.inf, dtype=torch.float64)
-        for entries in _slices(every, head.weight, ends):
+        if isinstance(layer, nn.Linear):
             for end in ends:
-                end.lse = torch.logaddexp(end.lse, (_logits(head, end, entries) / temperature).logsumexp(-1))
-        for entries in _slices(every, head.weight, ends):
-            gradients = _zeros(head.weight, ends, entries)
-            _add_of_output(gradients, head, ends, entries, temperature)
-            if tied:
-                _add_of_input(gradients, ends, entries)
-            yield structure.ends[1] or "", gradients.flatten(1)
-    if embedding is not None and not tied:
-        for entries in _slices(torch.cat([end.ids for end in ends]).unique(), embedding.weight, ends):
-            gradients = _zeros(embedding.weight, ends, entries)
-            _add_of_input(gradients, ends, entries)
-            yield structure.ends[0] or "", gradients.flatten(1)
-
-
-def _zeros(weight: Tensor, ends: Sequence[Ends], entries: Tensor) -> Tensor:
-    """Room for the gradients of all rows on some entries [R, |entries|, d]: the largest array, so formed in place."""
-    kind = torch.promote_types(weight.dtype, torch.float32)
-    return weight.new_zeros(sum(len(end.rows) for end in ends), len(entries), weight.shape[1], dtype=kind)
-
-
-def _slices(entries: Tensor, weight: Tensor, ends: Sequence[Ends]) -> Iterator[Tensor]:
-    rows = sum(len(end.rows) for end in ends)
-    row_bytes = max(4, weight.element_size()) * weight.shape[1] * max(rows, 1)
-    each = max(row_bytes, LOGITS * max((len(end.targets) for end in ends), default=1))
-    return iter(entries.split(max(1, SLICE_BYTES // each)))
+                end.lse = end.targets.new_full((len(end.targets),), -torch.inf, dtype=torch.float64)
+                for some in slices:
+                    end.lse = torch.logaddexp(end.lse, (_logits(layer, end, some) / temperature).logsumexp(-1))
+        for some in slices:
+            # The largest array [R, |some|, d], so formed in place.
+            kind = torch.promote_types(weight.dtype, torch.float32)
+            gradients = weight.new_zeros(count, len(some), weight.shape[1], dtype=kind)
+            if isinstance(layer, nn.Linear):
+                _add_of_output(gradients, layer, ends, some, temperature)
+            if tied or layer is embedding:
+                _add_of_input(gradients, ends, some)
+            yield name or "", gradients.flatten(1)
 
 
 def _logits(head: nn.Linear, end: Ends, entries: Tensor) -> Tensor:
@@ -129,7 +126,65 @@ def _add_of_input(gradients: Tensor, ends: Sequence[Ends], entries: Tensor) -> N
     for end in ends:
         at = torch.searchsorted(entries, end.ids).clamp(max=len(entries) - 1)  # entries increase
         here = entries[at] == end.ids
-        rows = gradients[start : start + len(end.rows)]
+        rows = gradients[start : (start := start + len(end.rows))]
         # A token that is read more than once gets the sum of its signals.
         rows.index_add_(1, at[here], end.embedded[:, here].to(gradients.dtype))
-        start += len(end.rows)
+
+
+SLICE_BYTES, LOGIT_BYTES = 1 << 28, 16
+"""What a slice of the tokens may occupy, and what a logit does: in float32, and what becomes of it on the way back."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Sampled tokens of a pass, and where the signals of rows of weights begin."""
+
+    logprob: Tensor  # log π(y_k) in nats [K]
+    output: Tensor  # With its graph [K, ...]: the output layer's input, or log π itself
+    slope: Tensor | None  # ∂log π(y_k)/∂output_k [K, ...]; None where it is 1
+
+    def signal(self, row: Tensor) -> Tensor:
+        """Return the gradient of Σ_k row_k log π(y_k) at `output`."""
+        return row if self.slope is None else row.to(self.slope)[:, None] * self.slope
+
+
+def predictions(
+    batch: ScoreBatch, rollouts: tuple[Rollout, ...], layout: Layout, head: nn.Linear
+) -> Predictions | None:
+    """Run some rollouts forward, the output layer in slices; None where the model does more to its logits.
+
+    Raises:
+        NonFiniteError: A logit is NaN or infinite.
+        InputError: A sampled token lies outside the vocabulary.
+        UnfitError: The output layer does not run once on every position.
+    """
+    inputs, outputs = list[Tensor](), list[Tensor]()
+
+    def few(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        inputs.append(hidden := layer_input(args, kwargs))
+        return (layout.pick(hidden)[None, :CHECKED],), {}
+
+    def note(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
+        outputs.append(output)
+
+    with head.register_forward_pre_hook(few, with_kwargs=True), head.register_forward_hook(note):
+        own = model_logits(batch.model, layout)
+    if len(inputs) != 1 or inputs[0].ndim != 3:
+        raise UnfitError("its output layer does not run once on every position")
+    hidden = layout.pick(inputs[0])
+    targets = torch.cat([r.ids[r.targets] for r in rollouts])
+    slope, logprob = torch.empty_like(hidden), list[Tensor]()
+    size = max(1, SLICE_BYTES // (LOGIT_BYTES * len(head.weight)))
+    for start in range(0, len(targets), size):
+        leaf = hidden[start : start + size].detach().requires_grad_()
+        with torch.enable_grad():
+            z = policy_logits(head(leaf), rollouts, batch.temperature, first=start)
+            values = z.log_softmax(-1).gather(-1, targets[start : start + size, None])[:, 0]
+        (slope[start : start + size],) = torch.autograd.grad(values.sum(), leaf)
+        logprob.append(values.detach())
+    found = torch.cat(logprob)
+    # A cap hardly changes small logits, but their slopes: what the layer returned must be what the model returns.
+    untouched = own.data_ptr() == outputs[0].data_ptr() and own.shape == outputs[0].shape
+    if not untouched or not agree(own[0], targets, found, batch.temperature):
+        return None
+    return Predictions(found, hidden, slope)

@@ -4,15 +4,116 @@ Position comes first: then a linear layer is one GEMM over n·C rows, and so is 
 weight gradient, over C·d_out columns. Whatever meets a parameter in scope is handed to a sink.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from otb_analysis.gradients.exact.norm_accumulators import Workspace
-from otb_analysis.gradients.manual.activations import Attention, BlockPass, FeedForward, NormPass, Turns
-from otb_analysis.gradients.manual.llama_layout import Dense, Layer, Norm
-from otb_analysis.gradients.manual.sinks import Above, Below
+from otb_analysis.gradients.exact.gram import Group, NormAccumulator, Workspace
+from otb_analysis.gradients.manual.forward import Activations, Attention, FeedForward, NormPass, Turns
+from otb_analysis.gradients.manual.layout import Dense, Layer, LlamaLayout, Norm
+
+Place = tuple[int, str]
+"""Which input of which layer a weight is applied to."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What is kept of a linear layer's inputs A [T, d]: ‖A_{:b}ᵀδ‖ = ‖M_{:b} δ‖ for every prefix of b positions."""
+
+    matrix: Tensor  # R of Aᵀ = QR where the rollout is short, Aᵀ itself where R would be no smaller for most prefixes
+    triangular: bool  # Whether it is R, of which a prefix needs the first b rows only
+
+
+def factors(layout: LlamaLayout, acts: Activations) -> dict[Place, Factor]:
+    """Factors of all inputs that a weight in scope below the cut reads."""
+    made: dict[Place, Factor] = {}
+    for index, (layer, kept) in enumerate(zip(layout.layers, acts.blocks, strict=True)):
+        attention, feed = kept.attention, kept.feed
+        # Of the last block only key and value lie below the cut: its other signals stay at their own positions.
+        reads: list[tuple[str, Tensor, tuple[Dense, ...]]] = [
+            ("attention", attention.inputs, (layer.query, layer.key, layer.value)),
+            ("output", attention.mixed, (layer.output,)),
+            ("feed", feed.inputs, (layer.gate, layer.up)),
+            ("down", feed.act, (layer.down,)),
+        ]
+        if layer is layout.layers[-1]:
+            reads = [("attention", attention.inputs, (layer.key, layer.value))]
+        for name, inputs, layers in reads:
+            if not any(dense.weight_name for dense in layers):
+                continue
+            # ‖Aᵀδ‖ = ‖Rδ‖ since Q has orthonormal columns; R of a prefix is the leading square of R.
+            triangular = len(inputs) <= 2 * inputs.shape[1]
+            matrix = torch.linalg.qr(inputs.T, mode="r").R if triangular else inputs.T.contiguous()
+            made[index, name] = Factor(matrix, triangular)
+    return made
+
+
+class Above:
+    """Gradients of tokens that signal at one position each, as outer products left [K, a] ⊗ right [K, b]."""
+
+    def __init__(self) -> None:
+        self.outer: list[tuple[str, Tensor, Tensor]] = []
+
+    def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
+        """Note the gradients of linear layers; signal [K, 1, ΣD]."""
+        for dense, part in zip(layers, signal[:, 0].split([len(d.weight) for d in layers], -1), strict=True):
+            # Only the signal at the logits, the largest, does not lie in memory that is used again.
+            own = part if place[1] == "head" else part.clone()
+            if dense.weight_name is not None:
+                self.outer.append((dense.weight_name, own, inputs))
+            if dense.bias_name is not None:
+                self.outer.append((dense.bias_name, torch.ones_like(part[:, :1]), part.clone()))
+
+    def scale(self, norm: Norm, product: Tensor) -> None:
+        """Note the gradients of a norm's weight; product [K, 1, ..., d]."""
+        if norm.name is not None:
+            gradient = product.flatten(1, -2).sum(1)
+            self.outer.append((norm.name, torch.ones_like(gradient[:, :1]), gradient))
+
+
+class Below:
+    """Coordinates of gradients whose signals reach a whole prefix, handed to an accumulator."""
+
+    def __init__(self, known: dict[Place, Factor], accumulator: NormAccumulator) -> None:
+        self._factors, self._accumulator = known, accumulator
+
+    def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
+        """Hand on the coordinates of linear layers; signal [b, C, ΣD]."""
+        b, count, _ = signal.shape
+        for group, part in _together([d.weight_name for d in layers], layers, signal):
+            factor = self._factors[place]
+            matrix = factor.matrix[: b if factor.triangular else None, :b]
+            coordinates = self._accumulator.take(group, len(matrix), count)
+            torch.mm(matrix, part.reshape(b, -1), out=coordinates.flatten(1))
+            self._accumulator.note(group, coordinates)
+        for group, part in _together([d.bias_name for d in layers], layers, signal):
+            self.vector(group, part.sum(0))
+
+    def scale(self, norm: Norm, product: Tensor) -> None:
+        """Hand on the gradients of a norm's weight; product [b, C, ..., d]."""
+        if norm.name is not None:
+            summed = product.sum(0) if product.ndim == 3 else product.sum((0, 2))
+            self.vector(((norm.name, summed.shape[-1]),), summed)
+
+    def vector(self, group: Group, gradient: Tensor) -> None:
+        """A parameter's own gradients [C, d]."""
+        coordinates = self._accumulator.take(group, 1, len(gradient))
+        coordinates[0] = gradient
+        self._accumulator.note(group, coordinates)
+
+
+def _together(names: Sequence[str | None], layers: Sequence[Dense], signal: Tensor) -> Iterator[tuple[Group, Tensor]]:
+    """The slices of a signal whose parameter is in scope, in one piece where every one is."""
+    widths = [len(dense.weight) for dense in layers]
+    if None not in names:
+        yield tuple((str(name), width) for name, width in zip(names, widths, strict=True)), signal
+        return
+    for name, width, part in zip(names, widths, signal.split(widths, -1), strict=True):
+        if name is not None:
+            yield ((name, width),), part
+
 
 SLICE, SCORE_BYTES = 64, 1 << 24
 """Queries below which an attention slice is not worth its calls, and what the scores of one slice may occupy."""
@@ -151,17 +252,6 @@ def through(signal: Tensor, layers: Sequence[Dense], work: Workspace) -> Tensor:
             torch.mm(part, dense.weight, out=out)
         start += len(dense.weight)
     return out.view(n, count, -1)
-
-
-def block_backward(
-    layer: Layer, index: int, kept: BlockPass, turns: Turns, stream: Tensor, tools: tuple[Sink, Workspace]
-) -> None:
-    """Take the signals in the residual stream [b, C, d] through one block, in place."""
-    whole = slice(len(stream))
-    signal = feed_backward(layer, index, kept.feed.at(whole), stream, tools)
-    norm_backward(layer.after, kept.after.at(whole), signal, stream, tools)
-    signal = attention_backward(layer, index, kept.attention, turns, stream, tools)
-    norm_backward(layer.before, kept.before.at(whole), signal, stream, tools)
 
 
 def _grouped(signal: Tensor, groups: int) -> Tensor:

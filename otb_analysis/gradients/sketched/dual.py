@@ -6,40 +6,86 @@ An operation without a rule here raises with its name, so that no tangent is los
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as f
 from torch import Tensor
 
-from otb_analysis.gradients.exact.attention import AttentionCall
+from otb_analysis.gradients.exact.attention import AttentionCall, block_scores, query_blocks
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.sketched.dual_attention import Moving, attention_tangent, attention_weights
+
+
+@dataclass(frozen=True)
+class Moving:
+    """One operand of attention: its activation [1, H, T, d] and its tangents [k, H, T, d], None where it is fixed."""
+
+    primal: Tensor
+    tangent: Tensor | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What attention computes without tangents."""
+
+    blocks: tuple[Tensor, ...]  # P by blocks of queries [1, H, b, keys]
+    slopes: tuple[Tensor, ...]  # scale·P, likewise
+    output: Tensor  # o [1, H, T, d]
+
+
+def attention_weights(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Weights:
+    """O = Pv, P = softmax(scale·qkᵀ + mask), of operands with as many heads each [1, H, T, d]."""
+    blocks, outputs = [], []
+    for rows in query_blocks(query.shape[-2], query.device):
+        scores = block_scores(call, query, key, rows)
+        p = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype)
+        blocks.append(p)
+        outputs.append(p @ value[..., : p.shape[-1], :])
+    return Weights(tuple(blocks), tuple(p * call.factor for p in blocks), torch.cat(outputs, -2))
+
+
+def attention_tangent(query: Moving, key: Moving, value: Moving, weights: Weights) -> Tensor:
+    """Derivative of attention along k directions [k, H, T, d].
+
+    ȯ = (P∘Ṡ)v − rowsum(P∘Ṡ)·o + Pv̇,  Ṡ = scale·(q̇kᵀ + qk̇ᵀ).
+    """
+    k = next(len(x.tangent) for x in (query, key, value) if x.tangent is not None)
+    pairs = [(query.tangent, key.primal.expand(k, -1, -1, -1)), (query.primal.expand(k, -1, -1, -1), key.tangent)]
+    # Side by side, the two terms of Ṡ are one product; a fixed operand leaves one of them.
+    kept = [(left, right) for left, right in pairs if left is not None and right is not None]
+    left, right = (torch.cat(side, -1) for side in zip(*kept, strict=True)) if kept else (None, None)
+    moved, start = weights.output.new_zeros(k, *weights.output.shape[1:]), 0
+    for p, slope in zip(weights.blocks, weights.slopes, strict=True):
+        rows, keys = slice(start, start := start + p.shape[-2]), slice(0, p.shape[-1])
+        if left is not None and right is not None:
+            turned = (left[..., rows, :] @ right[..., keys, :].mT).mul_(slope)
+            through = turned @ value.primal[..., keys, :]
+            moved[..., rows, :] = through.addcmul_(turned.sum(-1, keepdim=True), weights.output[..., rows, :], value=-1)
+        if value.tangent is not None:
+            # One product per head for all directions.
+            columns = value.tangent[..., keys, :].permute(1, 2, 0, 3).flatten(2)
+            moved[..., rows, :] += (p[0] @ columns).unflatten(-1, (k, -1)).permute(2, 0, 1, 3)
+    return moved
 
 
 class Tape:
     """Activations of one text in the order in which they are needed: the first pass makes them, later ones replay."""
 
     def __init__(self) -> None:
-        self._values: list[Any] = []
-        self._next = 0
+        self.values: list[Any] = []
+        self.next = 0
 
     @contextmanager
     def playing(self) -> Iterator[None]:
         """One pass through the model, always over the same text."""
-        self._next, before = 0, Dual.tape
+        self.next, before = 0, Dual.tape
         Dual.tape = self
         try:
             yield
         finally:
             Dual.tape = before
-
-    def once(self, compute: Callable[[], Any]) -> Any:
-        """What the first pass computed at this place."""
-        if self._next == len(self._values):
-            self._values.append(compute())
-        self._next += 1
-        return self._values[self._next - 1]
 
 
 class Dual(torch.Tensor):
@@ -99,7 +145,13 @@ def tangent_of(x: Any) -> Tensor | None:
 
 def once(compute: Callable[[], Any]) -> Any:
     """A value that does not depend on the directions: made in the first pass of a tape, replayed in later ones."""
-    return compute() if Dual.tape is None else Dual.tape.once(compute)
+    tape = Dual.tape
+    if tape is None:
+        return compute()
+    if tape.next == len(tape.values):
+        tape.values.append(compute())
+    tape.next += 1
+    return tape.values[tape.next - 1]
 
 
 def _fixed(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,18 +188,15 @@ def _joined(func: Any, parts: Any, dim: int = 0) -> Dual:
     return dual(once(lambda: func([primal_of(p) for p in parts], dim)), func(filled, dim))
 
 
-def _sum(sign: int) -> Callable[..., Dual]:
-    def rule(_func: Any, x: Any, y: Any) -> Dual:
-        # Never in place, since the activations are kept for the next pass.
-        out = once(lambda: torch.add(primal_of(x), primal_of(y), alpha=sign))
-        a, b = tangent_of(x), tangent_of(y)
-        if a is not None and b is not None:
-            return dual(out, torch.add(a, b, alpha=sign))
-        moved = a if b is None else b if sign > 0 else -b
-        assert moved is not None
-        return dual(out, moved.expand(len(moved), *out.shape[1:]))
-
-    return rule
+def _sum(sign: int, _func: Any, x: Any, y: Any) -> Dual:
+    # Never in place, since the activations are kept for the next pass.
+    out = once(lambda: torch.add(primal_of(x), primal_of(y), alpha=sign))
+    a, b = tangent_of(x), tangent_of(y)
+    if a is not None and b is not None:
+        return dual(out, torch.add(a, b, alpha=sign))
+    moved = a if b is None else b if sign > 0 else -b
+    assert moved is not None
+    return dual(out, moved.expand(len(moved), *out.shape[1:]))
 
 
 def _bilinear(func: Any, x: Any, y: Any) -> Dual:
@@ -223,20 +272,17 @@ def _layer_norm(
 
 
 def _attention(_func: Any, *args: Any, **kwargs: Any) -> Dual:
-    call = AttentionCall(*args, **kwargs)
+    call, operands = AttentionCall(*args, **kwargs), list[Moving]()
     repeats = call.query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
-    q, k, v = _grouped(call.query, 1), _grouped(call.key, repeats), _grouped(call.value, repeats)
+    for x, times in ((call.query, 1), (call.key, repeats), (call.value, repeats)):
+        primal, tangent = primal_of(x), tangent_of(x)
+        if times > 1:  # for the query heads that share them
+            primal = primal.repeat_interleave(times, 1)
+            tangent = None if tangent is None else tangent.repeat_interleave(times, 1)
+        operands.append(Moving(primal, tangent))
+    q, k, v = operands
     weights = once(lambda: attention_weights(call, q.primal, k.primal, v.primal))
     return dual(weights.output, attention_tangent(q, k, v, weights))
-
-
-def _grouped(x: Any, repeats: int) -> Moving:
-    """Keys and values repeated for the query heads that share them."""
-    tangent = tangent_of(x)
-    if repeats == 1:
-        return Moving(primal_of(x), tangent)
-    moved = None if tangent is None else tangent.repeat_interleave(repeats, 1)
-    return Moving(primal_of(x).repeat_interleave(repeats, 1), moved)
 
 
 def _dropout(_func: Any, x: Dual, p: float = 0.5, training: bool = True, inplace: bool = False) -> Dual:
@@ -252,33 +298,30 @@ def _named(*names: str) -> Iterator[Any]:
                 yield getattr(home, name)
 
 
-def _table() -> dict[Any, Callable[..., Any]]:
-    layout = "transpose", "permute", "swapaxes", "contiguous", "unsqueeze", "squeeze", "chunk", "split", "to", "float"
-    rules: dict[Callable[..., Any], Iterator[Any]] = {
-        _linear: _named(*layout, "type", "type_as", "neg", "__neg__", "mean", "sum"),
-        _item: _named("__getitem__"),
-        _fixed: _named("size", "dim", "numel", "is_floating_point", "__len__", "is_contiguous"),
-        _shaped: _named("view", "reshape", "expand"),
-        _joined: _named("cat", "concat"),
-        _sum(1): _named("add", "__add__", "__radd__", "__iadd__", "add_"),
-        _sum(-1): _named("sub", "__sub__", "__isub__"),
-        _product: _named("mul", "__mul__", "__rmul__", "__imul__"),
-        _bilinear: _named("matmul", "__matmul__", "bmm"),
-        _quotient: _named("div", "__truediv__", "__itruediv__"),
-        _elementwise: _named(
-            "pow", "__pow__", "square", "rsqrt", "sqrt", "exp", "tanh", "sigmoid", "silu", "gelu", "relu", "erf",
-            "softplus",
-        ),
-        _matrix: iter([f.linear]),
-        _conv1d: _named("addmm"),
-        _softmax: _named("softmax"),
-        _layer_norm: _named("layer_norm"),
-        _attention: _named("scaled_dot_product_attention"),
-        _dropout: iter([f.dropout]),
-    }  # fmt: skip
-    table = {func: rule for rule, funcs in rules.items() for func in funcs}
-    attributes = "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_nested"
-    return table | {getattr(torch.Tensor, name).__get__: _fixed for name in attributes}
-
-
-Dual.rules.update(_table())
+LAYOUT = "transpose", "permute", "swapaxes", "contiguous", "unsqueeze", "squeeze", "chunk", "split", "to", "float"
+FIXED = "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_nested"
+RULES: dict[Callable[..., Any], Iterator[Any]] = {
+    _linear: _named(*LAYOUT, "type", "type_as", "neg", "__neg__", "mean", "sum"),
+    _item: _named("__getitem__"),
+    _fixed: _named("size", "dim", "numel", "is_floating_point", "__len__", "is_contiguous"),
+    _shaped: _named("view", "reshape", "expand"),
+    _joined: _named("cat", "concat"),
+    partial(_sum, 1): _named("add", "__add__", "__radd__", "__iadd__", "add_"),
+    partial(_sum, -1): _named("sub", "__sub__", "__isub__"),
+    _product: _named("mul", "__mul__", "__rmul__", "__imul__"),
+    _bilinear: _named("matmul", "__matmul__", "bmm"),
+    _quotient: _named("div", "__truediv__", "__itruediv__"),
+    _elementwise: _named(
+        "pow", "__pow__", "square", "rsqrt", "sqrt", "exp", "tanh", "sigmoid", "silu", "gelu", "relu", "erf",
+        "softplus",
+    ),
+    _matrix: iter([f.linear]),
+    _conv1d: _named("addmm"),
+    _softmax: _named("softmax"),
+    _layer_norm: _named("layer_norm"),
+    _attention: _named("scaled_dot_product_attention"),
+    _dropout: iter([f.dropout]),
+}  # fmt: skip
+"""Each rule, and the functions that it differentiates."""
+Dual.rules.update({func: rule for rule, funcs in RULES.items() for func in funcs})
+Dual.rules.update({getattr(torch.Tensor, name).__get__: _fixed for name in FIXED})

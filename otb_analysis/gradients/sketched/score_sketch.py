@@ -10,24 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.gradients.batch.functional import Functional
-from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch
-from otb_analysis.gradients.batch.memory import refuse_more_than_fit
-from otb_analysis.gradients.batch.widening import measured
-from otb_analysis.gradients.directional.directional import jvp
+from otb_analysis.gradients.batch.forward import Functional
+from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch, measured, refuse_more_than_fit
 from otb_analysis.gradients.exact import reference
+from otb_analysis.gradients.exact.attention import forward_slopes
+from otb_analysis.gradients.exact.generic import DecomposedRollout
+from otb_analysis.gradients.exact.gram import outer_norms
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.exact.passes import DecomposedRollout
-from otb_analysis.gradients.sketched.directions import Directions
+from otb_analysis.gradients.sketched.directions import Directions, aligned
 from otb_analysis.gradients.sketched.tangents import (
     DirectionBatch,
     above,
     below,
     checked_plan,
-    exact_above,
     hybrid_moves,
 )
-from otb_analysis.gradients.sketched.tied import aligned
 from otb_analysis.phases import counted
 from otb_analysis.types import Float, ScoreNorms
 
@@ -167,7 +164,9 @@ def _projections(directions: Directions, method: str, engine: str) -> tuple[str,
 
 def _hybrid(directions: Directions) -> Iterator[Projected]:
     for decomposed in _decomposed(directions):
-        single, running = exact_above(decomposed)
+        # Of the layers above the cut, of single tokens and of running sums.
+        pairs = *decomposed.outer.values(), *decomposed.shared.values()
+        single, running = outer_norms(pairs, decomposed.token_signals, True)
         measured = single.cpu().numpy(), running.cpu().numpy()
         kept = max(2, directions.count // TIED_SHARE) if decomposed.shared else 0
         along = aligned(decomposed.shared, single, kept, directions.stream("tied")) if decomposed.shared else None
@@ -192,7 +191,7 @@ def _logprob(decomposed: DecomposedRollout) -> Float:
 
 
 def _slopes(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:
-    return jvp(Functional(batch), batch.rollouts, direction).value
+    return forward_slopes(Functional(batch), batch.rollouts, direction)
 
 
 def _one_by_one(

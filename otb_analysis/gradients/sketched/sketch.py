@@ -3,13 +3,20 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from hashlib import sha256
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+from otb_analysis.devices import working_set
 from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import (
@@ -21,13 +28,191 @@ from otb_analysis.gradients.batch.inputs import (
     check_weights,
     microbatches,
     prepare,
+    refuse_more_than_fit,
+    widened,
 )
-from otb_analysis.gradients.batch.memory import refuse_more_than_fit
 from otb_analysis.gradients.batch.soft import SoftTokens
-from otb_analysis.gradients.batch.widening import widened
+from otb_analysis.gradients.exact.gram import add_products
 from otb_analysis.gradients.exact.verdicts import first_told
-from otb_analysis.gradients.sketched.hashing import Buckets, check_dim
-from otb_analysis.gradients.sketched.shards import Shards, is_sharded
+from otb_analysis.gradients.groups.group_gram import basis_weights, of_all_rows, prompts_of
+from otb_analysis.types import Float
+
+CHUNK = 1 << 15
+"""Entries hashed or summed at a time: a few int64 arrays of this size stay in cache."""
+
+
+def count_sketch(values: Tensor, start: int, dim: int, seed: int = 0) -> Tensor:
+    """Count sketch of a piece of a long vector, such as one shard of a gradient; the pieces' sketches add up.
+
+    Bucket b holds Σ_{j: h(j)=b} σ(j) values[j − start] for the indices j = start, start + 1, … of the whole vector, of
+    which `values` is a piece. The hash is a fixed integer function of (seed, j), so it is the same in every process and
+    on every device. The sketch is [dim], float64, on the device of `values`.
+
+    Raises:
+        InputError: `dim` is not positive.
+    """
+    check_dim(dim)
+    return Buckets(start, values.numel(), dim, seed, values.device).sketch(values)
+
+
+class Buckets:
+    """The hash of one piece of the vector, kept for many sketches: hashing takes three times as long as summing."""
+
+    def __init__(self, start: int, length: int, dim: int, seed: int, device: torch.device) -> None:
+        self.dim = dim
+        self.signed = torch.empty(length, dtype=torch.int32, device=device)
+        self.chunk = working_set(device, CHUNK)
+        for first in range(0, length, self.chunk):
+            part = self.signed[first : first + self.chunk]
+            # h(j) where σ(j) = +1 and dim + h(j) where it is −1: one draw for both.
+            mixed = _shift(_mix(torch.arange(start + first, start + first + len(part), device=device), seed), 1)
+            power = dim & (dim - 1) == 0
+            part.copy_(mixed.bitwise_and_(2 * dim - 1) if power else mixed.remainder_(2 * dim))
+
+    def sketch(self, values: Tensor) -> Tensor:
+        """Return what `count_sketch` returns for the piece."""
+        flat = values.detach().flatten()
+        # Float64: millions of entries fall into few buckets and mostly cancel.
+        signed = torch.zeros(2 * self.dim, dtype=torch.float64, device=flat.device)
+        for piece, into in zip(flat.split(self.chunk), self.signed.split(self.chunk), strict=True):
+            signed.scatter_add_(0, into.long(), piece.double())
+        return signed[: self.dim] - signed[self.dim :]
+
+
+def check_dim(dim: int) -> None:
+    """Raise where the number of buckets is not positive."""
+    if dim < 1:
+        raise InputError(f"dim is {dim}; pass a positive number of buckets, 65536 by default.")
+
+
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def _mix(index: Tensor, seed: int) -> Tensor:
+    """SplitMix64 of (seed, index), written into `index`, in int64 arithmetic that wraps."""
+    stride, first, second = (_signed(c) for c in _MIX)
+    x = index.mul_(stride).add_(_signed(_mix_int(seed)))
+    x.bitwise_xor_(_shift(x, 30)).mul_(first)
+    x.bitwise_xor_(_shift(x, 27)).mul_(second)
+    return x.bitwise_xor_(_shift(x, 31))
+
+
+def _mix_int(seed: int) -> int:
+    """SplitMix64 of a seed, so that neighbouring seeds are unrelated."""
+    word = (1 << 64) - 1
+    x = (seed + 1) * _MIX[0] & word
+    x = (x ^ (x >> 30)) * _MIX[1] & word
+    x = (x ^ (x >> 27)) * _MIX[2] & word
+    return x ^ (x >> 31)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit word."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+class Shards:
+    """What this process holds of the gradients of a model after `fully_shard`; replicated mesh dimensions count once.
+
+    Raises:
+        InputError: A parameter is cut otherwise than along its first dimension, meshes differ, or the scope is
+            "lm_head", which takes the output layer out of its shards.
+    """
+
+    def __init__(self, model: nn.Module, scope: str) -> None:
+        if scope == "lm_head":
+            raise InputError(
+                'scope "lm_head" does not work on sharded parameters; pass a regular expression over parameter names.'
+            )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass without a backward one leaves the root's parameters whole
+        meshes: dict[DeviceMesh, None] = {}
+        for name, p in model.named_parameters():
+            if not isinstance(p, DTensor):
+                continue
+            meshes[p.device_mesh] = None
+            for placement in p.placements:
+                if not (isinstance(placement, Replicate) or (type(placement) is Shard and placement.dim == 0)):
+                    raise InputError(
+                        f"parameter {name!r} is placed as {placement}; gradient_sketch adds up shards along the first "
+                        "dimension, as fully_shard makes them."
+                    )
+        if len(meshes) != 1:
+            raise InputError(
+                f"the model's parameters are spread over {len(meshes)} meshes; gradient_sketch adds up one of them."
+            )
+        self.mesh = next(iter(meshes))
+
+    def spans(self, parameters: Sequence[Tensor], starts: Sequence[int]) -> list[tuple[int, int]]:
+        """First index and length, among all entries, of the part of each parameter that this process counts."""
+        here, spans = self.mesh.get_coordinate() or (), list[tuple[int, int]]()
+        for parameter, start in zip(parameters, starts, strict=True):
+            if not isinstance(parameter, DTensor):
+                spans.append((start, 0 if any(here) else parameter.numel()))
+                continue
+            mesh, placements = parameter.device_mesh, parameter.placements
+            shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+            placed = zip(mesh.get_coordinate() or (), placements, strict=True)
+            copies = any(c for c, p in placed if isinstance(p, Replicate))
+            if copies or not shape:
+                spans.append((start, 0 if copies else 1))
+            else:
+                stride = int(np.prod(shape[1:]))
+                spans.append((start + offset[0] * stride, shape[0] * stride))
+        return spans
+
+    def gradients(
+        self, batch: ScoreBatch, rollouts: tuple[Rollout, ...], weights: NDArray[np.float64]
+    ) -> Iterator[tuple[int, list[Tensor | None]]]:
+        """Local parts of Σ_k weights[m, k] s_k with its m, by one forward and one backward pass per nonzero row.
+
+        The parts come from `.grad`, where the sharding leaves them, averaged over processes that saw the same batch;
+        what lay there before is put back.
+        """
+        every = [p for p in batch.model.parameters() if p.requires_grad]
+        before = [p.grad for p in every]
+        for m in np.flatnonzero(weights.any(-1)):
+            # `.grad` accumulates: what lay there would be taken for part of this row.
+            for p in every:
+                p.grad = None
+            # Anew for every row: the sharding frees its gathered weights after one backward pass.
+            values = sampled_logprobs(batch, rollouts)
+            try:
+                values.backward(torch.from_numpy(weights[m]).to(values))
+                local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in batch.scope.parameters]
+            finally:
+                for p, grad in zip(every, before, strict=True):
+                    p.grad = grad
+            yield int(m), local
+
+    def check_same(self, batch: ScoreBatch, weights: NDArray[np.float64]) -> None:
+        """Raise where batches differ between processes: the sharding averages their gradients."""
+        ids = np.concatenate([r.ids.cpu().numpy() for r in batch.rollouts]) if batch.rollouts else np.zeros(0)
+        digest = sha256(b"".join(x.tobytes() for x in (ids, batch.mask, weights))).digest()
+        # Digests instead of the data: equal minimum and maximum say that all processes have the same.
+        low = torch.tensor(list(digest[:16]), dtype=torch.int32, device=batch.scope.parameters[0].device)
+        high = low.clone()
+        for group in self.mesh.get_all_groups():
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+        if not torch.equal(low, high):
+            raise InputError(
+                "input_ids, mask or weights differ between the processes of a sharded model; "
+                "pass the same batch on every process."
+            )
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Sum over all processes of the mesh."""
+        for group in self.mesh.get_all_groups():
+            dist.all_reduce(sums, group=group)
+        return sums
+
 
 KEPT = 1 << 28
 """Parameters up to which their buckets are kept during a call, at 4 bytes each; beyond, they are hashed every time."""
@@ -78,10 +263,11 @@ def gradient_sketch(
     """
     check_dim(dim)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    shards = Shards(inner, scope) if is_sharded(inner) else None
+    sharded = any(isinstance(module, FSDPModule) for module in inner.modules())
+    shards = Shards(inner, scope) if sharded else None
     with nullcontext() if shards else widened_if_it_fits(inner):
         arguments = Batch(input_ids, mask, attention_mask)
-        batch = prepare(inner, arguments, scope, temperature, sharded=shards is not None, soft=soft)
+        batch = prepare(inner, arguments, scope, temperature, sharded=sharded, soft=soft)
         rows = check_weights(weights, batch.mask)
         member = check_group(cluster, batch.shape[0], "cluster")
         clusters, device = np.unique(member), batch.scope.parameters[0].device
@@ -134,8 +320,14 @@ def _sketcher(
     batch: ScoreBatch, shards: Shards | None, dim: int, seed: int
 ) -> Callable[[Tensor, Sequence[Tensor | None]], None]:
     """A function that adds the sketch of a gradient (of what this process holds of it) to a row of sums."""
-    whole = [(start, p.numel()) for start, p in zip(_starts(batch), batch.scope.parameters, strict=True)]
-    spans = whole if shards is None else shards.spans(batch.scope.parameters, _starts(batch))
+    # Among all of the model's parameters, frozen ones included.
+    every = list(batch.model.parameters())
+    ends = np.cumsum([p.numel() for p in every]).tolist()
+    first = {id(p): end - p.numel() for p, end in zip(every, ends, strict=True)}
+    starts = [first[id(p)] for p in batch.scope.tensors]
+    spans = [(start, p.numel()) for start, p in zip(starts, batch.scope.parameters, strict=True)]
+    if shards is not None:
+        spans = shards.spans(batch.scope.parameters, starts)
     kept: dict[int, Buckets] = {}
     # Hashing takes three times as long as summing, so buckets are kept where there is room.
     keep = sum(length for _, length in spans) <= KEPT
@@ -152,10 +344,44 @@ def _sketcher(
     return add
 
 
-def _starts(batch: ScoreBatch) -> list[int]:
-    """Index of each scope tensor's first entry among all of the model's parameters, frozen ones included."""
-    start, starts = 0, {}
-    for parameter in batch.model.parameters():
-        starts[id(parameter)] = start
-        start += parameter.numel()
-    return [starts[id(p)] for p in batch.scope.tensors]
+@torch.inference_mode(False)
+@torch.enable_grad()
+def sketched_group_gram(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    weights: Weights,
+    group: Tensor | np.ndarray,
+    attention_mask: Tensor | None = None,
+    *,
+    dim: int = 65536,
+    seed: int = 0,
+    scope: str = "all",
+    temperature: float = 1.0,
+) -> Float:
+    """Estimate what `group_gradient_gram` returns [M, M, P, P], from `gradient_sketch` of each prompt's basis rows.
+
+    Every entry is unbiased over seeds, with standard deviation at most √((‖g‖²‖g'‖² + ⟨g,g'⟩²)/dim): .4 % of ‖g‖‖g'‖
+    at 65,536 where p ≠ p'. Batch variances and their ratios are far better, since rows share their sketch
+    (`statistics.sketch_noise`). Equal rows of weights have equal products.
+
+    Costs a forward pass of every rollout and r + 1 passes of a prompt's rollouts, r ≤ M the rank of its rows. It holds
+    one gradient, one micro-batch and 4·r·P·dim bytes, whereas `group_gradient_gram` holds the backward signals of all
+    prompts. The arguments are those of `group_gradient_gram` and `gradient_sketch`.
+
+    Raises:
+        InputError: An argument does not fit, or so many buckets do not fit in memory; the sentence says what to do.
+        NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
+    """
+    options = {"scope": scope, "temperature": temperature}
+    with widened_if_it_fits(model):
+        batch = prepare(model, Batch(input_ids, mask, attention_mask), **options)
+        checked, member = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
+        prompts = prompts_of(batch, checked, member)
+        basis = basis_weights(batch, prompts, checked.shape)
+        sketch = gradient_sketch(model, input_ids, mask, basis, member, attention_mask, dim=dim, seed=seed, **options)
+    rows = [row for prompt, part in zip(prompts, sketch, strict=True) for row in part[: len(prompt.basis.rows)]]
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
+    if rows:
+        add_products(total, [torch.from_numpy(row)[None] for row in rows])
+    return of_all_rows(total.numpy(), prompts)

@@ -17,26 +17,91 @@ from torch import Tensor, nn
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.batch.kernels import plain_kernels
-from otb_analysis.gradients.exact.generic import plan_for
-from otb_analysis.gradients.exact.hooks import ReachedCut, own_rows
-from otb_analysis.gradients.exact.layers import EMBEDDING, SCALES, UnfitError
-from otb_analysis.gradients.exact.norm_accumulators import outer_norms
-from otb_analysis.gradients.exact.passes import DecomposedRollout
-from otb_analysis.gradients.exact.plan import ParameterUse, Plan
+from otb_analysis.gradients.exact.generic import DecomposedRollout, plan_for
+from otb_analysis.gradients.exact.layers import (
+    BIAS,
+    EMBEDDING,
+    HEADED_SCALE,
+    MATRIX,
+    SCALE,
+    SCALES,
+    Rule,
+    UnfitError,
+    row_factors,
+    wide,
+)
+from otb_analysis.gradients.exact.plan import ParameterUse, Plan, ReachedCut, own_rows
 from otb_analysis.gradients.exact.reference import token_alignments
 from otb_analysis.gradients.exact.verdicts import Verdicts, probe
-from otb_analysis.gradients.sketched.directions import Directions
+from otb_analysis.gradients.sketched.directions import Aligned, Directions
 from otb_analysis.gradients.sketched.dual import Tape, dual, primal_of, tangent_of
-from otb_analysis.gradients.sketched.parameter_tangents import (
-    TANGENT_RULES,
-    Norm,
-    Signs,
-    embedding_tangent,
-    norm_of,
-    rms_tangent,
-    sides,
-)
-from otb_analysis.gradients.sketched.tied import Aligned
+
+Signs = dict[str, tuple[Tensor, ...]]
+"""By parameter one vector of signs per axis for k directions, ([k, n_0], [k, n_1], …)."""
+Sides = tuple[Tensor, Tensor]
+"""Signs of k directions on a layer's input side and on its output side, [k, a] and [k, b]."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What a normalisation does to one text."""
+
+    normal: Tensor  # The normalised input x̂ before scale and bias [1, T, ...]
+    # ẏ = gain∘(ẋ − x̂·mean(x̂∘ẋ)) [1, T, ...], for an RMSNorm; None leaves the derivative to the operations
+    gain: Tensor | None
+
+
+def sides(use: ParameterUse, signs: Signs, module: nn.Module) -> Sides:
+    """Signs of a use's parameter in the order of its gradient's outer product."""
+    axes = signs[use.parameter]
+    if len(axes) == 1:
+        return torch.ones_like(axes[0][:, :1]), axes[0]
+    transposed = use.rule is MATRIX and not isinstance(module, nn.Linear)  # Conv1D keeps [in, out]
+    return (axes[0], axes[1]) if transposed else (axes[1], axes[0])
+
+
+@torch.no_grad()
+def norm_of(module: nn.Module, inputs: Tensor) -> Norm:
+    """What a layer with a scale makes of a text's inputs [1, T, ...], in the inputs' own layout.
+
+    With x̂ = x·r and y = w∘x̂ the gain is w∘r, r = x̂·x/x·x; whether the layer is of this kind is tried out.
+    """
+    x, normal = wide(inputs), SCALE.prepare(module, inputs)[None]
+    rate = (normal * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
+    weight = wide(module.get_parameter("weight"))
+    simple = torch.allclose(x * rate, normal, rtol=1e-2, atol=1e-4)
+    plain = torch.allclose(wide(module(inputs)), weight * normal, rtol=1e-2, atol=1e-4)
+    return Norm(normal.to(inputs), (weight * rate).to(inputs) if simple and plain else None)
+
+
+def _matrix(total: Tensor, _module: nn.Module, inputs: Tensor, along: Sides) -> None:
+    inner, outer = along
+    total.addcmul_((inner.to(inputs) @ inputs[0].T)[:, :, None], outer.to(inputs)[:, None, :])
+
+
+def _scale(total: Tensor, _module: nn.Module, normal: Tensor, along: Sides) -> None:
+    total.addcmul_(normal, _last(along[1], total))
+
+
+def _embedding(total: Tensor, module: nn.Module, ids: Tensor, along: Sides) -> None:
+    inner, outer = (side.to(total) for side in along)
+    rows = outer[:, ids[0]] * row_factors(module, ids[0]).to(outer)
+    total.addcmul_(rows[:, :, None], inner[:, None, :])
+
+
+def _last(signs: Tensor, like: Tensor) -> Tensor:
+    return signs.to(like).reshape(len(signs), *[1] * (like.ndim - 2), -1)
+
+
+TANGENT_RULES: dict[Rule, Callable[[Tensor, nn.Module, Tensor, Sides], object]] = {
+    MATRIX: _matrix,
+    BIAS: lambda total, _module, _inputs, along: total.add_(_last(along[1], total)),
+    SCALE: _scale,
+    HEADED_SCALE: _scale,
+    EMBEDDING: _embedding,
+}
+"""By a parameter's rule: (tangents [k, T, ...] to add to, module, input [1, T, ...] or x̂ for a scale, signs)."""
+
 
 ROWS = 2048
 """Positions times directions of one pass: enough for efficient matrix products, few enough for memory."""
@@ -55,12 +120,6 @@ def above(decomposed: DecomposedRollout, directions: Directions) -> Tensor:
         inner, outer = sides(use, directions.signs, modules[use.module])
         total += (left @ inner.to(left).T) * (right @ outer[:, rows].to(right).T)
     return total
-
-
-def exact_above(decomposed: DecomposedRollout) -> tuple[Tensor, Tensor]:
-    """Exact ‖a_t‖² of single tokens [K] and of running sums [K], a_t the gradient of the layers above the cut."""
-    pairs = *decomposed.outer.values(), *decomposed.shared.values()
-    return outer_norms(pairs, decomposed.token_signals, True)
 
 
 Moves = tuple[int, Signs, dict[str, Tensor]]
@@ -122,8 +181,17 @@ def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
     size = -(-moves.count // passes)
     for start in range(0, moves.count, size):
         some = slice(start, min(start + size, moves.count))
-        with tape.playing(), _moving(decomposed, moves.some(some), norms):
-            moved = _at_cut(decomposed)
+        moved = None  # tangents [k, ...] of the cut, None where no direction reaches it
+        try:
+            with torch.no_grad(), tape.playing(), _moving(decomposed, moves.some(some), norms):
+                sampled_logprobs(decomposed.batch, (decomposed.rollout,))
+            raise UnfitError('the model did not call the layer behind its last attention; pass method="gaussian".')
+        except ReachedCut as reached:
+            moved = reached.args[0]
+        except RuntimeError as error:
+            raise UnfitError(
+                f'many directions at once do not pass through the model ({error}); pass method="gaussian".'
+            ) from error
         if moved is not None:
             # What a direction does to the cut meets each token's own signal there: the product is s_t·D_k.
             rows = moved[:, own_rows(moved[:1], decomposed.rollout)]
@@ -134,44 +202,29 @@ def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
 def checked_plan(batch: ScoreBatch) -> Plan:
     """Plan of a model and scope whose tangents agree on a probe with the reference engine; raises if they do not."""
     plan = plan_for(batch)
-    known = dict(batch.model.named_modules())
+    modules = dict(batch.model.named_modules())
     for use in (*plan.above, *plan.below):
-        if use.rule not in TANGENT_RULES or use.module not in known:
+        if use.rule not in TANGENT_RULES or use.module not in modules:
             raise UnfitError(
                 f'parameter {use.parameter} has no rule for many directions at once; pass method="gaussian".'
             )
+
+    def check() -> None:
+        rollout, directions = probe(batch), Directions(batch, 2, 0)
+        decomposed = DecomposedRollout(batch, plan, rollout)
+        got = (above(decomposed, directions) + below(decomposed, DirectionBatch(2, directions.signs, {}))).cpu()
+        one = replace(batch, rollouts=(rollout,), shape=(1, len(rollout.ids)))
+        slopes = [token_alignments(one, directions.rank_one(k))[0, rollout.columns] for k in (0, 1)]
+        expected = torch.from_numpy(np.stack(slopes, 1))
+        if float((got - expected).norm()) > 1e-3 * float(expected.norm()):
+            raise UnfitError(
+                f"scores along a direction are {got[:, 0].tolist()} on a probe where the reference gives "
+                f'{expected[:, 0].tolist()}; pass method="gaussian".'
+            )
+
     if batch.rollouts:
-        _CHECKED.get(batch, lambda: _check(batch, plan))
+        _CHECKED.get(batch, check)
     return plan
-
-
-def _check(batch: ScoreBatch, plan: Plan) -> None:
-    rollout = probe(batch)
-    directions = Directions(batch, 2, 0)
-    decomposed = DecomposedRollout(batch, plan, rollout)
-    got = (above(decomposed, directions) + below(decomposed, DirectionBatch(2, directions.signs, {}))).cpu()
-    one = replace(batch, rollouts=(rollout,), shape=(1, len(rollout.ids)))
-    slopes = [token_alignments(one, directions.rank_one(k))[0, rollout.columns] for k in (0, 1)]
-    expected = torch.from_numpy(np.stack(slopes, 1))
-    if float((got - expected).norm()) > 1e-3 * float(expected.norm()):
-        raise UnfitError(
-            f"scores along a direction are {got[:, 0].tolist()} on a probe where the reference gives "
-            f'{expected[:, 0].tolist()}; pass method="gaussian".'
-        )
-
-
-@torch.no_grad()
-def _at_cut(decomposed: DecomposedRollout) -> Tensor | None:
-    """Tangents [k, ...] of the cut, or None where no direction reaches it."""
-    try:
-        sampled_logprobs(decomposed.batch, (decomposed.rollout,))
-    except ReachedCut as reached:
-        return reached.args[0]
-    except RuntimeError as error:
-        raise UnfitError(
-            f'many directions at once do not pass through the model ({error}); pass method="gaussian".'
-        ) from error
-    raise UnfitError('the model did not call the layer behind its last attention; pass method="gaussian".')
 
 
 @contextmanager
@@ -213,12 +266,15 @@ class _Acting:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         primal, total = primal_of(output), tangent_of(output)
-        if self.norm is not None and self.arriving is not None:
-            total = rms_tangent(self.norm, self.arriving)
+        if self.norm is not None and self.norm.gain is not None and self.arriving is not None:
+            along = (self.arriving * self.norm.normal).mean(-1, keepdim=True)
+            total = torch.addcmul(self.arriving, along, self.norm.normal, value=-1).mul_(self.norm.gain)
         for use in self.uses:
             if use.parameter in self.rows:
                 # Nothing moves below an embedding, so its tangent is set, not added.
-                total = embedding_tangent(module, args[0], self.rows[use.parameter], primal)
+                ids = args[0][0]
+                moved = self.rows[use.parameter][:, ids.unique(return_inverse=True)[1]]
+                total = moved.to(primal) * row_factors(module, ids).to(primal)[:, None]
                 continue
             if total is None:
                 total = primal.new_zeros(self.count, *primal.shape[1:])

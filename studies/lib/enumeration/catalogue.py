@@ -7,22 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.objectives.aggregation import AGGREGATIONS
-from otb_analysis.objectives.filters import FILTERS
+from otb_analysis.objectives.aggregation import AGGREGATIONS, TOKEN_WEIGHTS
 from otb_analysis.objectives.ratios import RATIOS
-from otb_analysis.objectives.shaping import SHAPINGS
-from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
-from otb_analysis.statistics.moments import measures
+from otb_analysis.objectives.shaping import FILTERS, SHAPINGS
+from otb_analysis.statistics import moments as measures
 from otb_analysis.types import Float
 from studies.lib.enumeration.facts import GROUP, GROUP_SIZE, SETTINGS
 from studies.lib.enumeration.groups import group_moments
-from studies.lib.enumeration.moments import GroupMoments
+from studies.lib.enumeration.objectives import PEAKED, WEIGHT_CASES, weighed_moments
 from studies.lib.enumeration.off_policy import CASES, DRIFT, case_moments, drifted, mean_shift, touched
-from studies.lib.enumeration.pages import page, table
-from studies.lib.enumeration.token_weights import PEAKED, WEIGHT_CASES, weighed_moments
-from studies.lib.enumeration.trees import random_tree
+from studies.lib.enumeration.trees import GroupMoments, random_tree
+
+
+def page(template: str, **facts: Any) -> str:
+    """Return a template filled in; an unknown name is an error."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    return environment.get_template(template).render(facts).strip() + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
 
 ROUNDING = 1e-9
 """What holds exactly comes out below this."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from otb_analysis.estimators import estimate
 from otb_analysis.types import EstimatorInputs, Float
-from studies.lib.enumeration.moments import sampled_moments
+from studies.lib.enumeration.trees import sampled_moments
 
 ON, OFF = 0, 1
 SAMPLED = (
@@ -192,12 +192,9 @@ def derailment_samples(process: Derailment, sizes: Sequence[tuple[int, int, int]
                 moments[name].append(sampled_moments(gradients, process.gradient, n))
         for name, parts in moments.items():
             variance = np.array([m.n_variance for m in parts]) / best
-            out[name, n] = np.stack([variance, _sf_pseudo_values(variance, [m.projection for m in parts])], axis=1)
+            c = np.array([m.projection for m in parts])
+            # The ratio of means without each chunk; a mean of ratios would be biased.
+            without = [(x.sum() - x) / (chunks - 1) for x in (variance, c)]
+            pseudo = chunks * variance.mean() / c.mean() ** 2 - (chunks - 1) * without[0] / without[1] ** 2
+            out[name, n] = np.stack([variance, pseudo], axis=1)
     return out
-
-
-def _sf_pseudo_values(variance: Float, projection: list[float]) -> Float:
-    # The ratio of means without each chunk; a mean of ratios would be biased.
-    k, c = len(variance), np.array(projection)
-    without = [(x.sum() - x) / (k - 1) for x in (variance, c)]
-    return k * variance.mean() / c.mean() ** 2 - (k - 1) * without[0] / without[1] ** 2

@@ -13,7 +13,6 @@ from otb_analysis.energies import realized_energy
 from otb_analysis.estimators import TailOptions, estimate
 from otb_analysis.types import Float
 from studies.lib.enumeration.groups import group_gradients, group_moments, multisets
-from studies.lib.enumeration.moments import GroupMoments
 from studies.lib.enumeration.off_policy import CASES, drifted, mean_shift
 from studies.lib.enumeration.population import (
     gap_closed,
@@ -24,7 +23,7 @@ from studies.lib.enumeration.population import (
     regret,
     values,
 )
-from studies.lib.enumeration.trees import Tree, TreeSpec, random_tree
+from studies.lib.enumeration.trees import GroupMoments, Tree, TreeSpec, random_tree
 
 SETTINGS = {
     "tabular, terminal": TreeSpec(),

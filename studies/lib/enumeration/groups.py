@@ -1,9 +1,8 @@
 """Groups of N rollouts: every multiset of completions with its probability, through the public `estimate`."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations_with_replacement, product
-from math import comb, factorial, prod
+from itertools import combinations_with_replacement
+from math import comb, factorial
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,9 @@ from scipy.sparse import csr_array
 
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import entry_of, estimate
-from otb_analysis.types import EstimatorInputs, Float, Int, NormalEquations
-from studies.lib.enumeration.moments import GroupMoments, weighted_moments
+from otb_analysis.types import Float, Int
 from studies.lib.enumeration.population import position_optimum, values
-from studies.lib.enumeration.trees import Tree
+from studies.lib.enumeration.trees import GroupMoments, Tree, weighted_moments
 
 MOST_GROUPS = 200_000
 
@@ -62,37 +60,6 @@ def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: st
     """Return the exact moments of an estimator's group gradient."""
     members, prob = multisets(tree, n)
     return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)
-
-
-def batch_means(
-    name: str, trees: Sequence[Tree], n: int, options: Any = None, state: NormalEquations | None = None
-) -> list[Float]:
-    """Return E ḡ_p [D] of every prompt p in batches of one group of n per tree, with exact energies.
-
-    Every batch is enumerated: what looks across prompts is only then seen whole. Trees have one horizon.
-
-    Raises:
-        InputError: There are too many batches to enumerate.
-    """
-    groups = [multisets(tree, n) for tree in trees]
-    size = prod(len(members) for members, _ in groups)
-    if size > MOST_GROUPS:
-        raise InputError(f"there are {size} batches but at most {MOST_GROUPS} are enumerated; take smaller trees.")
-    label = np.repeat(np.arange(len(trees)), n)
-    means = [np.zeros(tree.score.shape[2]) for tree in trees]
-    for chosen in product(*(range(len(members)) for members, _ in groups)):
-        rows = [members[k] for (members, _), k in zip(groups, chosen, strict=True)]
-        prob = prod(float(p[k]) for (_, p), k in zip(groups, chosen, strict=True))
-        parts = [vars(tree.inputs(one, label[:n])) for tree, one in zip(trees, rows, strict=True)]
-        columns: dict[str, Any] = {
-            key: np.concatenate([part[key] for part in parts]) for key, x in parts[0].items() if x is not None
-        }
-        inputs = EstimatorInputs(**columns | {"group": label, "state": state})
-        advantage = estimate(name, inputs, options).advantage
-        for p, (tree, one) in enumerate(zip(trees, rows, strict=True)):
-            coefficient = advantage[p * n : (p + 1) * n] * tree.ratio[one]
-            means[p] += prob / n * np.einsum("nt,ntd->d", coefficient, tree.score[one])
-    return means
 
 
 def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -> Float:

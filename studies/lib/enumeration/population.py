@@ -9,10 +9,9 @@ import numpy as np
 from otb_analysis.arrays import Groups, masked
 from otb_analysis.energies import decayed_energy
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators.batch import Batch
+from otb_analysis.estimators.spec import Batch
 from otb_analysis.types import Float
-from studies.lib.enumeration.moments import GroupMoments, weighted_moments
-from studies.lib.enumeration.trees import Tree
+from studies.lib.enumeration.trees import GroupMoments, Tree, weighted_moments
 
 POPULATION = (
     "none", "group_mean", "opo", "classic_optimal", "sequence_optimal", "otb", "otb_carry", "token_optimal",

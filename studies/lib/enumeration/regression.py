@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from otb_analysis.estimators.regression import coefficients
+from otb_analysis.estimators.across import coefficients
 from otb_analysis.estimators.spec import FEATURES
 from otb_analysis.types import Float, Int
 from studies.lib.enumeration.groups import multisets

@@ -1,4 +1,4 @@
-"""All completions of a tiny softmax policy: probabilities, rewards and exact scores.
+"""All completions of a tiny softmax policy: probabilities, rewards, exact scores, and moments of gradient estimates.
 
 Letters: M completions, T horizon, V vocabulary, H prefixes, D parameters. The policy is log-linear in its parameters,
 z(h, v) = φ(h, v)·θ: with one parameter per (prefix, token) it is tabular and no two positions share parameters; with
@@ -13,6 +13,7 @@ from scipy.special import log_softmax
 
 from otb_analysis.arrays import masked
 from otb_analysis.errors import InputError
+from otb_analysis.statistics import moments as measures
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
 
@@ -118,7 +119,10 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
         )
     token, prefix, mask = _completions(spec)
     n_prefixes = int(prefix.max()) + 1
-    features = _features(spec, n_prefixes, rng)
+    if spec.shared is None:  # φ [H, V, D]: one-hot in (prefix, token) when tabular, normal when shared
+        features = np.eye(n_prefixes * spec.vocabulary).reshape(n_prefixes, spec.vocabulary, -1)
+    else:
+        features = rng.normal(size=(n_prefixes, spec.vocabulary, spec.shared)) / np.sqrt(spec.shared)
     theta = rng.normal(scale=spec.scale, size=features.shape[2])
     log_pi = log_softmax(features @ theta, axis=1)
     pi = np.exp(log_pi)
@@ -127,12 +131,19 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
     # ‖e_y − π‖² = Σ_v π_v² − 2π_y + 1: the norm of the score in logit space.
     proxy_of = (pi**2).sum(axis=1, keepdims=True) - 2 * pi + 1
     at = (prefix, token)
-    logprob = masked(log_pi[at], mask)
+    logprob, n = masked(log_pi[at], mask), len(mask)
+    if spec.dense:
+        reward = masked(rng.normal(size=(n_prefixes, spec.vocabulary))[at], mask)
+    else:
+        # Between a quarter and three quarters of the completions succeed, so that no policy is hopeless or perfect.
+        success = rng.permutation(np.arange(n) < rng.integers(max(n // 4, 1), max(n - n // 4, 2)))
+        reward = np.zeros(mask.shape)
+        reward[np.arange(n), mask.sum(axis=1) - 1] = success
     return Tree(
         logprob=logprob,
         mask=mask,
         prefix=np.where(mask, prefix, -1),
-        reward=_rewards(spec, mask, at, (n_prefixes, spec.vocabulary), rng),
+        reward=reward,
         score=np.where(mask[:, :, None], score_of[at], 0.0),
         proxy=masked(proxy_of[at], mask),
         behavior_logprob=logprob,
@@ -155,22 +166,57 @@ def _completions(spec: TreeSpec) -> tuple[Int, Int, Bool]:
     return token, np.array([-1 if h is None else number[h] for h in history]).reshape(token.shape), mask
 
 
-def _features(spec: TreeSpec, n_prefixes: int, rng: np.random.Generator) -> Float:
-    """φ [H, V, D]: one-hot in (prefix, token) when tabular, normal when shared."""
-    if spec.shared is None:
-        d = n_prefixes * spec.vocabulary
-        return np.eye(d).reshape(n_prefixes, spec.vocabulary, d)
-    return rng.normal(size=(n_prefixes, spec.vocabulary, spec.shared)) / np.sqrt(spec.shared)
+@dataclass(frozen=True)
+class GroupMoments:
+    """First two moments of one prompt's group gradient ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t}."""
+
+    mean: Float  # m = E ḡ [D]
+    variance: float  # V = tr Cov(ḡ) = E‖ḡ‖² − ‖m‖²
+    gradient: Float  # ∇J [D]
+    n: int
+
+    @property
+    def relative_bias(self) -> float:
+        """‖m − ∇J‖ / ‖∇J‖."""
+        return float(np.linalg.norm(self.mean - self.gradient) / np.linalg.norm(self.gradient))
+
+    @property
+    def projection(self) -> float:
+        """C = ⟨m, ∇J⟩ / ‖∇J‖²: the step taken along the gradient, 1 when unbiased."""
+        return float(self.mean @ self.gradient / (self.gradient @ self.gradient))
+
+    @property
+    def n_variance(self) -> float:
+        """N·V, comparable between group sizes."""
+        return self.n * self.variance
+
+    @property
+    def sf(self) -> float:
+        """SF = V / c²: variance at equal progress."""
+        return self.variance / self.projection**2
+
+    def measured(self, reference: "GroupMoments") -> measures.Moments:
+        """Return what a Gram matrix of infinitely many prompts would give: the ground truth of `statistics`."""
+        mean_sq, truth_sq = self.mean @ self.mean, reference.mean @ reference.mean
+        along, reference_power = self.mean @ reference.mean, truth_sq + reference.variance
+        values = (mean_sq + self.variance, mean_sq, along, truth_sq, reference_power)
+        return measures.Moments(*(np.array(float(x)) for x in values))
+
+    def efficiency(self, prompts: float) -> float:
+        """Return the share of an update of P prompts that points along ∇J.
+
+        ⟨m, ∇J⟩² / (‖∇J‖² (‖m‖² + V/P)) ∈ [0, 1].
+        """
+        along = (self.mean @ self.gradient) ** 2 / (self.gradient @ self.gradient)
+        return float(along / (self.mean @ self.mean + self.variance / prompts))
 
 
-def _rewards(
-    spec: TreeSpec, mask: Bool, at: tuple[Int, Int], shape: tuple[int, int], rng: np.random.Generator
-) -> Float:
-    if spec.dense:
-        return masked(rng.normal(size=shape)[at], mask)
-    n = len(mask)
-    # Between a quarter and three quarters of the completions succeed, so that no policy is hopeless or perfect.
-    success = rng.permutation(np.arange(n) < rng.integers(max(n // 4, 1), max(n - n // 4, 2)))
-    reward = np.zeros(mask.shape)
-    reward[np.arange(n), mask.sum(axis=1) - 1] = success
-    return reward
+def weighted_moments(gradients: Float, prob: Float, gradient: Float, n: int) -> GroupMoments:
+    """Return exact moments from all outcomes and their probabilities."""
+    mean = prob @ gradients
+    return GroupMoments(mean, float(prob @ ((gradients - mean) ** 2).sum(axis=1)), gradient, n)
+
+
+def sampled_moments(gradients: Float, gradient: Float, n: int) -> GroupMoments:
+    """Return moments estimated from independent groups (ddof 1)."""
+    return GroupMoments(gradients.mean(axis=0), float(gradients.var(axis=0, ddof=1).sum()), gradient, n)

@@ -26,7 +26,7 @@ from otb_analysis.gradients import (
     weighted_score_norms,
 )
 from otb_analysis.gradients.batch.inputs import Batch, prepare
-from otb_analysis.gradients.exact import attention, generic, passes
+from otb_analysis.gradients.exact import attention, generic
 from otb_analysis.gradients.exact.layers import rule_for
 
 # Both engines run the same float64 kernels, but Hugging Face casts RMSNorm to float32: the backward pass of a sum of
@@ -75,7 +75,7 @@ def test_weighted_norms_are_the_reference_ones(case, sample):
 def test_blocks_of_any_size_and_gaps_give_the_same_norms(make_model, family, monkeypatch, agree, long_batch):
     model, batch = make_model(family), long_batch(LONG)
     agree(model, batch)
-    monkeypatch.setattr(passes, "SIGNAL_BYTES", 1)  # one signal at a time
+    monkeypatch.setattr(generic, "SIGNAL_BYTES", 1)  # one signal at a time
     few = norms(model, *batch.args, batch.attention_mask)
     monkeypatch.undo()
     np.testing.assert_allclose(few.path_norm_sq, norms(model, *batch.args, batch.attention_mask).path_norm_sq, **CLOSE)

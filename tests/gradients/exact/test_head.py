@@ -7,7 +7,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from otb_analysis import gradients
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients.exact import head
+from otb_analysis.gradients.exact import generic
 
 token_score_norms = partial(gradients.token_score_norms, scope="lm_head", engine="generic")
 weighted_score_norms = partial(gradients.weighted_score_norms, scope="lm_head", engine="generic")
@@ -93,7 +93,7 @@ def test_a_nearly_certain_token_keeps_its_norm_in_float32(make_model, make_sampl
 def test_no_graph_below_the_layer_and_the_model_is_left_as_found(make_model, sample, monkeypatch):
     model, batch = make_model("qwen2"), sample["left"]
     inputs = []
-    monkeypatch.setattr(head, "wide", lambda x, wide=head.wide: inputs.append(x.requires_grad) or wide(x))
+    monkeypatch.setattr(generic, "wide", lambda x, wide=generic.wide: inputs.append(x.requires_grad) or wide(x))
     token_score_norms(model, *batch.args, batch.attention_mask)
     assert inputs and not any(inputs)
     assert torch.is_grad_enabled() and not model.lm_head._forward_hooks

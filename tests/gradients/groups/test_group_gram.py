@@ -20,14 +20,13 @@ from transformers import (
 from otb_analysis import gradients
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients import group_gradient_gram
-from otb_analysis.gradients.batch import packing
+from otb_analysis.gradients.batch import forward
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Batch, prepare
-from otb_analysis.gradients.batch.layout import packed, packing_pays, padded
-from otb_analysis.gradients.batch.tree import prefix_tree, tree_of
+from otb_analysis.gradients.batch.layout import packed, packing_pays, padded, prefix_tree, tree_of
 from otb_analysis.gradients.exact import gram
-from otb_analysis.gradients.groups import blocks, group_gram, predictions, vocabulary
-from otb_analysis.gradients.groups.basis import TOLERANCE, basis_of
+from otb_analysis.gradients.groups import blocks, group_gram, vocabulary
+from otb_analysis.gradients.groups.group_gram import TOLERANCE, basis_of
 
 GROUP = np.array([3, 3, 3, 1, 1, 8])
 SHARED = [5, 2, 9, 4]
@@ -76,12 +75,12 @@ def test_the_output_layer_runs_on_some_tokens_at_a_time_unless_its_bias_is_measu
     model, seen = make_model("qwen3", tied=False), []
     if bias:
         model.lm_head.bias = torch.nn.Parameter(torch.randn(17, dtype=torch.float64))
-    monkeypatch.setattr(predictions, "SLICE_BYTES", 2 * 17 * predictions.LOGIT_BYTES)
+    monkeypatch.setattr(vocabulary, "SLICE_BYTES", 2 * 17 * vocabulary.LOGIT_BYTES)
     found, expected = both(model, batch, weights_of(), temperature=0.7)
     assert distance(found, expected) < 1e-6
     model.lm_head.register_forward_hook(lambda _, args, logits: seen.append(logits.flatten(0, -2).shape[0]))
     group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask, temperature=0.7)
-    assert (max(seen) > predictions.CHECKED) == bias
+    assert (max(seen) > vocabulary.CHECKED) == bias
 
 
 @pytest.mark.parametrize("scope", [r"layers\.1\.", r"layers\.0\.", "embed_tokens", r"model\.norm", "q_proj|up_proj"])
@@ -141,7 +140,7 @@ def test_no_gradient_reaches_the_padding_entry_of_an_embedding(make_model, batch
 def test_slices_and_parts_of_blocks_add_up(make_model, batch, monkeypatch, family, tied):
     model = make_model(family, tied)
     whole, _ = both(model, batch, weights_of())
-    monkeypatch.setattr(vocabulary, "SLICE_BYTES", 1 << 11)
+    monkeypatch.setattr(vocabulary, "ENTRY_BYTES", 1 << 11)
     monkeypatch.setattr("otb_analysis.gradients.exact.gram.GRADIENT_BYTES", 1 << 13)
     assert distance(both(model, batch, weights_of())[0], whole) < 1e-12
 
@@ -188,7 +187,7 @@ def test_long_padded_rows_go_through_tiled_attention(make_model, make_sample, at
     model = make_model("qwen2")
     model.config.max_position_embeddings = 256
     model.set_attn_implementation(attention)
-    monkeypatch.setattr("otb_analysis.gradients.batch.packing.packing_pays", lambda tree: False)
+    monkeypatch.setattr("otb_analysis.gradients.batch.forward.packing_pays", lambda tree: False)
     weights = np.random.default_rng(0).normal(size=(2, 3, 142))
     assert distance(*both(model, sample, weights, np.array([0, 0]))) < 1e-6
 
@@ -223,7 +222,7 @@ def test_windows_and_capped_logits_give_the_same_matrix_another_way(make, batch)
     assert distance(*both(model, batch, weights_of())) < 1e-6
     prepared = prepare(model, Batch(*batch.args, batch.attention_mask), "all", 1.0)
     long = tuple(r for r in prepared.rollouts if GROUP[r.row] == 3)
-    assert "position_ids" not in packing.layout_of(prepared, long).inputs  # a window reaches over less than a rollout
+    assert "position_ids" not in forward.layout_of(prepared, long).inputs  # a window reaches over less than a rollout
 
 
 def cohere():
@@ -444,11 +443,13 @@ def test_rollouts_of_a_prompt_run_in_parts_where_memory_is_short(make_model, bat
     assert distance(found, expected) < 2e-6 and distance(whole, expected) < 2e-6
 
 
-def test_rollouts_are_cut_in_their_order_at_padded_positions(make_model, batch):
+def test_rollouts_are_cut_in_their_order_at_padded_positions(make_model, batch, monkeypatch):
     prepared = prepare(make_model("llama"), Batch(*batch.args, batch.attention_mask), "all", 1.0)
     prompt = group_gram.prompts_of(prepared, weights_of(), np.zeros(6, int))[0]
     assert [r.length for r in prompt.rollouts] == [6, 8, 4, 4, 6, 1]
+    # One packed row holds all where its positions fit, fewer than the 6 · 8 = 48 padded ones.
+    assert prompt.passes(47) == [prompt.rollouts] and len(prompt.passes(10)) > 1
+    monkeypatch.setattr(group_gram, "packing_pays", lambda tree: False)
     # 2 · 8 = 16 positions fit, 3 · 8 do not; 3 · 6 do not, 2 · 6 do
-    assert [[r.row for r in some] for some in prompt.cut(16)] == [[0, 1], [2, 3], [4, 5]]
-    assert [len(some) for some in prompt.cut(3)] == [1] * 6 and len(prompt.cut(48)) == 1
-    assert prompt.packs_into(48) and not prompt.packs_into(10)
+    assert [[r.row for r in some] for some in prompt.passes(16)] == [[0, 1], [2, 3], [4, 5]]
+    assert [len(some) for some in prompt.passes(3)] == [1] * 6 and len(prompt.passes(48)) == 1 < len(prompt.passes(47))

@@ -8,13 +8,12 @@ import torch
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import sketch_score_norms, token_score_norms
-from otb_analysis.gradients.batch import memory
+from otb_analysis.gradients.batch import inputs
 from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.sketched import tangents
-from otb_analysis.gradients.sketched.directions import Directions
+from otb_analysis.gradients.sketched.directions import Directions, aligned
 from otb_analysis.gradients.sketched.dual import Dual, dual
-from otb_analysis.gradients.sketched.tied import aligned
 
 rank_one = partial(sketch_score_norms, method="rank_one", engine="generic", features=True, path=True)
 FAMILIES = ["qwen2", "qwen3", "llama", "gpt2"]
@@ -276,7 +275,7 @@ def test_requests_that_cannot_be_met_are_refused(make_model, sample, options, me
 
 
 def test_more_directions_than_memory_holds_are_refused_with_the_number_that_fits(make_model, sample, monkeypatch):
-    monkeypatch.setattr(memory, "memory_bytes", lambda _device: 1_000_000)
+    monkeypatch.setattr(inputs, "memory_bytes", lambda _device: 1_000_000)
     model, batch = make_model("llama"), sample["left"]
     signs = sum(sum(p.shape) for p in model.parameters())
     fit = 1_000_000 // (4 * signs + 8 * batch.mask.numel())

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients import batch_gradient, count_sketch, gradient_sketch, group_gradient_gram
-from otb_analysis.gradients.batch import memory
-from otb_analysis.gradients.sketched.hashing import CHUNK, Buckets, _mix, _mix_int
+from otb_analysis.gradients.batch import inputs
+from otb_analysis.gradients.sketched.sketch import CHUNK, Buckets, _mix, _mix_int
 
 GROUP = np.array([7, -1, 7, 7, 2])  # sorted: −1, 2, 7
 
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_named(make_model, sample, weights):
 
 def test_more_buckets_than_memory_holds_are_refused_with_the_number_that_fits(make_model, sample, weights, monkeypatch):
     # Per bucket: 3 rows and 3 more of float64, 5 clusters of 3 rows in float32: 8·6 + 4·15 = 108 bytes.
-    monkeypatch.setattr(memory, "memory_bytes", lambda _device: 108 * 90)
+    monkeypatch.setattr(inputs, "memory_bytes", lambda _device: 108 * 90)
     batch, cluster = sample["left"], np.arange(5)
     args = (make_model("qwen2"), *batch.args, weights, cluster, batch.attention_mask)
     with pytest.raises(InputError, match=r"dim is 91 but .* pass at most 90\."):

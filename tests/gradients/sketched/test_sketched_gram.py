@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from otb_analysis.gradients import group_gradient_gram, sketched_group_gram
-from otb_analysis.gradients.sketched import group_gram as sketched
+from otb_analysis.gradients.sketched import sketch as sketched
 
 GROUP = np.array([7, -1, 7, 7, 2])
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.statistics.energies.correlation import correlation, log_correlation
+from otb_analysis.statistics.energies import correlation, log_correlation
 
 
 def test_a_weight_of_three_is_the_same_entry_three_times():

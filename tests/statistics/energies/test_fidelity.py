@@ -4,7 +4,7 @@ from scipy import stats
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import fidelity, fidelity_by_part, position_cells, realized_fidelity
-from otb_analysis.statistics.energies.cells import cell_ranks, deviation
+from otb_analysis.statistics.energies import cell_ranks, deviation
 
 
 def test_pooled_figures_by_hand():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.statistics.inference.intervals import jackknife_interval, ratio_of_differences
+from otb_analysis.statistics.intervals import jackknife_interval, ratio_of_differences
 
 
 def values(x, y):

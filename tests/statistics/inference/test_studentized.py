@@ -3,7 +3,7 @@ import pytest
 from scipy import stats
 
 from otb_analysis.statistics import cluster_jackknife
-from otb_analysis.statistics.inference.studentized import Studentized
+from otb_analysis.statistics.intervals import Studentized
 
 
 def test_symmetric_light_tails_leave_students_quantiles():

@@ -5,9 +5,8 @@ import pytest
 from scipy import stats
 
 from otb_analysis.statistics import Gram, Proved, jackknife_interval, paired_ratios, pooled_statistics
-from otb_analysis.statistics.moments.absolute import MISS, _lower_end, may_be_shown, noise_scale, shown_efficiency
-from otb_analysis.statistics.moments.gram import pair_noise
-from otb_analysis.statistics.moments.measures import Moments
+from otb_analysis.statistics.gradients import MISS, _lower_end, may_be_shown, noise_scale, shown_efficiency
+from otb_analysis.statistics.moments import Moments, pair_noise
 
 RLOO = ("rloo", "none")
 KNOWN = Proved({RLOO: 1.0}, frozenset((RLOO,)))

@@ -6,8 +6,8 @@ import pytest
 from otb_analysis import schema
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import Gram, gradient_statistics, paired_ratios, pooled_statistics
-from otb_analysis.statistics.moments import measures
-from otb_analysis.statistics.moments.gram import deleted_moments
+from otb_analysis.statistics import moments as measures
+from otb_analysis.statistics.moments import deleted_moments
 
 RLOO, OTB, MEAN = ("rloo", "none"), ("otb", "exact"), ("group_mean", "none")
 

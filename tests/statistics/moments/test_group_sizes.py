@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.statistics.moments.group_sizes import pair_law, single_law
+from otb_analysis.statistics.group_sizes import pair_law, single_law
 from studies.lib.enumeration.groups import group_moments
 from studies.lib.enumeration.trees import TreeSpec, random_tree
 

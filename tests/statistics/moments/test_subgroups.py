@@ -5,7 +5,7 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import cut_groups, deleted_moments, efficiency, mean_over_subgroups, smaller_sizes
-from otb_analysis.statistics.moments.pools import Partition, pool_gram
+from otb_analysis.statistics.group_sizes import Partition, pool_gram
 from otb_analysis.types import Gram
 
 RLOO, OTB = ("rloo", "none"), ("otb", "proxy")

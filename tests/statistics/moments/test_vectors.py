@@ -7,7 +7,7 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import deleted_moments
-from otb_analysis.statistics.moments.vectors import vector_moments
+from otb_analysis.statistics.moments import vector_moments
 from otb_analysis.types import Gram
 
 

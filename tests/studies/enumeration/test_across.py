@@ -10,8 +10,8 @@ import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, RegressionOptions, estimate
-from studies.lib.enumeration.groups import batch_means
 from studies.lib.enumeration.trees import TreeSpec, random_tree
+from tests.enumerated_batches import batch_means
 
 SPEC = TreeSpec(vocabulary=2, horizon=2, shared=3, end_token=True)
 ALL = RegressionOptions(T_max=2)
@@ -73,7 +73,7 @@ def test_remembering_the_rollouts_themselves_would_bias_it():
         return estimate(name, replace(inputs, state=state), options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("studies.lib.enumeration.groups.estimate", selfish)
+        patch.setattr("tests.enumerated_batches.estimate", selfish)
         assert largest_bias("energy_regression", trees, 2) > 0.01
 
 

@@ -8,13 +8,20 @@ import numpy as np
 import pytest
 
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.objectives.aggregation import AGGREGATIONS
+from otb_analysis.objectives.aggregation import AGGREGATIONS, TOKEN_WEIGHTS
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
-from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS
-from studies.lib.enumeration.catalogue import bias_table, catalogue, main, number, shift_table, spread, weight_table
+from studies.lib.enumeration.catalogue import (
+    bias_table,
+    catalogue,
+    main,
+    number,
+    shift_table,
+    spread,
+    table,
+    weight_table,
+)
 from studies.lib.enumeration.off_policy import CASES
-from studies.lib.enumeration.pages import table
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "catalogue.md"

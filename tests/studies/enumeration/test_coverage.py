@@ -4,19 +4,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otb_analysis.statistics.moments import measures
+from otb_analysis.statistics import moments as measures
 from studies.lib.enumeration.coverage import (
     BY_SCALE,
+    LAWS,
     NOMINAL_FLOOR,
     PROMPTS,
     QUANTITIES,
     ROWS,
     SCALED,
+    WEAK,
     coverage_page,
     measure,
     row_text,
 )
-from studies.lib.enumeration.coverage_laws import LAWS, WEAK
 
 TABLE = Path(__file__).parents[3] / "docs" / "coverage.md"
 

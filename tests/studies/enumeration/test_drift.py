@@ -6,8 +6,15 @@ from scipy.special import log_softmax
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import Moments
-from studies.lib.enumeration.drift import divergence, effective_share, moved_logprob, sampled_at
-from studies.lib.enumeration.off_policy import CASES, case_moments, mean_gradient
+from studies.lib.enumeration.off_policy import (
+    CASES,
+    case_moments,
+    divergence,
+    effective_share,
+    mean_gradient,
+    moved_logprob,
+    sampled_at,
+)
 from studies.lib.enumeration.trees import TreeSpec, random_tree
 
 SHARED = TreeSpec(shared=6, end_token=True)

@@ -16,8 +16,7 @@ from studies.lib.enumeration.facts import (
     two_prompt_variance,
 )
 from studies.lib.enumeration.groups import group_moments
-from studies.lib.enumeration.moments import GroupMoments
-from studies.lib.enumeration.trees import Tree
+from studies.lib.enumeration.trees import GroupMoments, Tree
 
 PROMPTS = {"horizon": 3, "shared": 5, "end_token": True}
 

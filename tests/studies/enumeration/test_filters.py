@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from otb_analysis.estimators import TailOptions
-from otb_analysis.objectives.filters import RejectionOptions
-from otb_analysis.objectives.shaping import ProfiledOptions
+from otb_analysis.objectives.shaping import ProfiledOptions, RejectionOptions
 from studies.lib.enumeration.facts import GROUP
-from studies.lib.enumeration.filters import batch_cosine, conditional_gradient, filtered, profiled
 from studies.lib.enumeration.groups import group_moments
+from studies.lib.enumeration.objectives import batch_cosine, conditional_gradient, filtered, profiled
 from studies.lib.enumeration.trees import random_tree
 
 LAZY = RejectionOptions(budget=4, low=0.0, high=0.75)

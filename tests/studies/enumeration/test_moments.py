@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from studies.lib.enumeration.moments import GroupMoments, sampled_moments, weighted_moments
+from studies.lib.enumeration.trees import GroupMoments, sampled_moments, weighted_moments
 
 
 def test_measures_of_a_shrunk_estimate():

@@ -7,7 +7,7 @@ from benchmarks.config import RegressionConfig
 from benchmarks.publish import run_bench
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import RegressionOptions, estimate
-from otb_analysis.estimators.regression import coefficients
+from otb_analysis.estimators.across import coefficients
 from otb_analysis.estimators.spec import FEATURES
 from studies.lib.enumeration.groups import group_moments, multisets
 from studies.lib.enumeration.regression import batch_variance, limit_variance, regressed

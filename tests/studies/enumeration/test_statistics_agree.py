@@ -5,8 +5,8 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from otb_analysis.statistics.moments import measures
-from otb_analysis.statistics.moments.gram import deleted_moments
+from otb_analysis.statistics import moments as measures
+from otb_analysis.statistics.moments import deleted_moments
 from otb_analysis.types import Gram
 from studies.lib.enumeration.groups import group_gradients, group_moments
 from studies.lib.enumeration.trees import TreeSpec, random_tree

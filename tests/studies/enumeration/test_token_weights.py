@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.token_weights import TOKEN_WEIGHTS, DelightOptions, StapoOptions
+from otb_analysis.objectives.aggregation import TOKEN_WEIGHTS, DelightOptions, StapoOptions
 from studies.lib.enumeration.groups import group_moments
-from studies.lib.enumeration.token_weights import PEAKED, WEIGHT_CASES, exact_contrast, weighed_moments
+from studies.lib.enumeration.objectives import PEAKED, WEIGHT_CASES, exact_contrast, weighed_moments
 from studies.lib.enumeration.trees import random_tree
 
 TREES = [random_tree(PEAKED, np.random.default_rng(seed)) for seed in range(6)]

@@ -1,0 +1,412 @@
+"""A and B: both curves over steps with their paired difference, and B over A in gradient noise; 95 % intervals."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from otb_analysis.estimators.proved import trained_labels
+from otb_analysis.figures.comparison import RATIOS, Row, compared
+from otb_analysis.figures.curves import QUANTITIES, Quantity, derived, finite, plain_name
+from otb_analysis.figures.numbers import columns_of, ends_of, error_bars, interval_cell, number, shown_name
+from otb_analysis.figures.runs import By, Pairing
+from otb_analysis.figures.styles import BLUE, GREY, ORANGE
+from otb_analysis.figures.theme import RULE, linear_range, log_axis, panels, place
+from otb_analysis.figures.variance import MEASURES
+from otb_analysis.statistics import (
+    MIN_CLUSTERS,
+    NOTHING,
+    REFERENCE,
+    Interval,
+    Update,
+    cluster_jackknife,
+    decide,
+    is_informative,
+    seed_mean,
+    update_ratios,
+)
+from otb_analysis.statistics.gradients import has_signal
+from otb_analysis.statistics.moments import clusters, deleted_moments, truth_of, typical
+from otb_analysis.types import Float, Gram, Int, Label, Proved
+
+COMPARED = ("reward_mean", "heldout_reward", "grad_norm", "entropy_mean", "length_mean")
+"""Quantities that are compared, where both sides recorded them."""
+
+HELD_OUT = Quantity("Held-out reward", "prompts never trained on", "heldout_reward", rare=True)
+
+BLOCKS = MIN_CLUSTERS
+"""Most blocks of steps. Neighbouring steps are alike, so blocks are as long as an interval allows."""
+
+ALIKE = 0.4
+"""Correlation of neighbouring blocks from where they are no independent clusters; few of 16 independent ones reach it.
+`tests/figures/test_pair_curves.py` measures how often, and how often the intervals hold."""
+COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class PairPanel:
+    """One quantity of A and of B, on the steps that all R pairs of runs have."""
+
+    quantity: Quantity
+    step: Int  # Shared steps [S]
+    a: Float  # [R, S]
+    b: Float  # [R, S]
+    at: Float  # Middle step of each block [K]
+    blocks: tuple[Interval | None, ...]  # B − A, or B ÷ A, in each block; without ends where one pair has no interval
+    whole: Interval | None  # Over all shared steps
+    ratio: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """True where the interval over all shared steps leaves out no difference."""
+        return differs(self.whole, self.null)
+
+    @property
+    def null(self) -> float:
+        """No difference."""
+        return 1.0 if self.ratio else 0.0
+
+    @property
+    def drifts(self) -> bool:
+        """True where neighbouring blocks of one pair are alike, so that the interval over blocks is too short."""
+        values = np.array([np.nan if one is None else one.estimate for one in self.blocks])
+        if self.ratio or len(self.a) > 1 or len(values) < MIN_CLUSTERS or np.ptp(values) == 0:
+            return False
+        off = values - values.mean()
+        return bool(off[1:] @ off[:-1] > ALIKE * (off @ off))
+
+
+def drift_note(panels_: Sequence["PairPanel"]) -> str:
+    """Say for which quantities the interval over blocks of steps is too short; empty where for none."""
+    which = ", ".join(panel.quantity.title.lower() for panel in panels_ if panel.drifts)
+    return which and (
+        f"The difference drifts over training in {which}: neighbouring blocks are alike, so these intervals are too "
+        "short. Read the blocks, and compare several seeds."
+    )
+
+
+def differs(interval: Interval | None, null: float) -> bool:
+    """Tell whether an interval leaves out a value; False without an interval."""
+    if interval is None or interval.low is None or interval.high is None:
+        return False
+    return not interval.low <= null <= interval.high
+
+
+def compare_curves(steps: Mapping[str, pd.DataFrame], pairing: Pairing) -> tuple[PairPanel, ...]:
+    """Compare what two sides recorded, quantity by quantity, on shared steps whose numbers are finite.
+
+    The difference is B − A at the same step, averaged over steps. By seed, the interval is Student's over the pairs'
+    averages; within a block likewise. One pair has no second seed: its interval deletes one block of steps at a time.
+    """
+    quantities = {quantity.column: quantity for quantity in (*QUANTITIES, HELD_OUT)}
+    tables = {run: derived(steps[run]) for run in pairing.runs}
+    panels_ = []
+    for name in COMPARED:
+        recorded = {
+            run: table.loc[finite(table, name)].set_index("step").reindex(columns=[name])[name].astype(float)
+            for run, table in tables.items()
+        }
+        shared = reduce(np.intersect1d, (one.index.to_numpy() for one in recorded.values()))
+        if not shared.size:
+            continue
+        a, b = (np.stack([recorded[pair[side]].loc[shared].to_numpy() for pair in pairing.pairs]) for side in (0, 1))
+        parts = np.array_split(np.arange(shared.size), min(BLOCKS, shared.size))
+        words = f"mean over steps of the difference in {name}"
+        blocks = tuple(seed_mean((b - a)[:, part].mean(axis=1), words) for part in parts)
+        at = np.array([shared[part].mean() for part in parts], float)
+        whole = average_difference(b - a, parts, pairing.by, words)
+        panels_.append(PairPanel(quantities[name], shared.astype(np.int64), a, b, at, blocks, whole))
+    return tuple(panels_)
+
+
+def average_difference(difference: Float, parts: Sequence[Int], by: By, words: str) -> Interval | None:
+    """Return the mean difference over pairs and steps, from [R, S], with its interval over seeds or blocks of steps."""
+    if by == "seed":
+        return seed_mean(difference.mean(axis=1), words)
+    sums = np.array([[difference[:, part].sum(), difference[:, part].size] for part in parts])
+    return cluster_jackknife(sums, lambda mean: mean[..., 0] / mean[..., 1], words, "linear")
+
+
+def pair_table(panels_: Sequence[PairPanel]) -> pd.DataFrame:
+    """Return one row per quantity: means of A and B over the shared steps, and the difference or ratio."""
+    rows = [
+        {
+            "quantity": panel.quantity.column, "steps": len(panel.step), "pairs": len(panel.a),
+            "A": float(panel.a.mean()), "B": float(panel.b.mean()), "is": "ratio" if panel.ratio else "difference",
+            **_ends(panel.whole), "differs": panel.differs,
+        }
+        for panel in panels_
+    ]  # fmt: skip
+    columns = ["quantity", "steps", "pairs", "A", "B", "is", "B to A", "low", "high", "differs"]
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("A", "B", "B to A", "low", "high"), float))
+
+
+def pair_display(panels_: Sequence[PairPanel]) -> pd.DataFrame:
+    """Return the same as it is read."""
+    return pd.DataFrame(
+        {
+            "quantity": panel.quantity.title,
+            "A": number(float(panel.a.mean())),
+            "B": number(float(panel.b.mean())),
+            "B ÷ A" if panel.ratio else "B − A": interval_cell(panel.whole),
+            "steps": str(len(panel.step)),
+        }
+        for panel in panels_
+    )
+
+
+def block_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:
+    """Return the difference or ratio of every quantity in each block of steps, with its interval."""
+    rows = [
+        {"quantity": panel.quantity.column, "step": float(at), **_ends(one)}
+        for panel in panels_
+        for at, one in zip(panel.at, panel.blocks, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["quantity", "step", "B to A", "low", "high"])
+
+
+def _ends(one: Interval | None) -> dict[str, float | None]:
+    return dict(zip(("B to A", "low", "high"), columns_of("", one).values(), strict=True))
+
+
+def curves_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:
+    """Return every value behind the curves as one long table."""
+    columns = ["quantity", "pair", "step", "A", "B"]
+    parts = [
+        pd.DataFrame({"quantity": panel.quantity.column, "pair": pair, "step": panel.step, "A": a, "B": b})
+        for panel in panels_
+        for pair, (a, b) in enumerate(zip(panel.a, panel.b, strict=True))
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
+
+
+def plot_pair(info: Sequence[PairPanel], a: str, b: str) -> go.Figure:
+    """Draw A and B, and below each quantity its difference or ratio: by block, and over all steps as a band."""
+    columns = 2 if len(info) in (2, 4) else min(len(info), COLUMNS)
+    titles, places = list[tuple[str, str]](), list[int]()
+    for first in range(0, len(info), columns):
+        row = info[first : first + columns]
+        empty = [("", "")] * (columns - len(row))
+        places += range(len(titles), len(titles) + len(row))
+        titles += [(panel.quantity.title, panel.quantity.line) for panel in row] + empty
+        for panel in row:
+            title = "Ratio B ÷ A" if panel.ratio else "Difference B − A"
+            titles.append((title, "not known" if panel.whole is None else ratio_words(panel.whole, panel.null)))
+        titles += empty
+    figure = panels(titles, columns, height=215)
+    figure.update_xaxes(visible=False).update_yaxes(visible=False)
+    for index, (panel, at) in enumerate(zip(info, places, strict=True)):
+        above, below = place(at, columns), place(at + columns, columns)
+        for values, name, color, dash in ((panel.a, a, BLUE, "solid"), (panel.b, b, ORANGE, "dash")):
+            _side(figure, panel, values, (plain_name(name), color, dash), above, panel is info[0])
+        _difference(figure, panel, below)
+        for where in (above, below):
+            figure.update_xaxes(visible=True, **where).update_yaxes(visible=True, **where)
+        if index + columns >= len(info):  # the lowest of its column
+            figure.update_xaxes(title_text="step", title_standoff=6, **below)
+    return figure
+
+
+def _side(figure: go.Figure, panel: PairPanel, values: Float, look: Any, where: Any, legend: bool) -> None:
+    """Every pair's curve faintly where there are several, their mean as the line."""
+    name, color, dash = look
+    for one in values if len(values) > 1 else ():
+        figure.add_scatter(
+            x=panel.step, y=one, mode="lines", line={"color": color, "width": 1}, opacity=0.3, hoverinfo="skip",
+            showlegend=False, legendgroup=name, **where,
+        )  # fmt: skip
+    figure.add_scatter(
+        x=panel.step, y=values.mean(axis=0), name=name, legendgroup=name, showlegend=legend,
+        mode="lines+markers" if panel.quantity.rare or panel.ratio else "lines",
+        line={"color": color, "width": 1.8, "dash": dash}, marker={"size": 5},
+        hovertemplate="step %{x}: <b>%{y:.4g}</b><extra>" + name + "</extra>", **where,
+    )  # fmt: skip
+    if panel.quantity.share or panel.quantity.from_zero:
+        figure.update_yaxes(rangemode="tozero", **where)
+    elif panel.ratio:
+        figure.update_yaxes(**log_axis(np.stack([panel.a, panel.b]), most=4), **where)
+
+
+def _difference(figure: go.Figure, panel: PairPanel, where: Any) -> None:
+    values, low, high = ends_of(panel.blocks)
+    figure.add_scatter(
+        x=panel.at, y=values, mode="markers", marker={"color": GREY, "size": 5}, showlegend=False,
+        text=[interval_cell(one) for one in panel.blocks], error_y=error_bars(values, low, high),
+        hovertemplate="step %{x:.0f}: %{text}<extra></extra>", **where,
+    )  # fmt: skip
+    if panel.whole is not None and panel.whole.low is not None:
+        figure.add_hrect(
+            y0=panel.whole.low, y1=panel.whole.high, fillcolor=GREY, opacity=0.22, line_width=0, layer="below", **where
+        )
+    figure.add_hline(y=panel.null, line={"width": 1, "dash": "dot", "color": RULE}, **where)
+    ends = np.concatenate([low, high, *ends_of([panel.whole])[1:]])
+    if panel.ratio:
+        figure.update_yaxes(**log_axis(np.append(values, panel.null), ends, most=4), **where)
+    else:
+        figure.update_yaxes(range=linear_range(values, ends, panel.null), **where)
+
+
+NOT_MEASURED = (
+    "No gradient noise is compared: no step was measured in both. Give both the same --measure settings, or "
+    "compare estimators of one run."
+)
+OTHER_PROMPTS = "The runs' own updates are not compared: at shared measured steps they answered other prompts."
+UNLIKE = "No gradient noise is compared: the runs differ in {}, and such gradients do not compare."
+FEWEST = 4
+"""Blocks of measured steps that two estimators are compared in, where so many steps were measured."""
+
+TITLES = {"efficiency": "efficiency", "sf": "variance at equal progress", "variance": "variance"}
+
+
+@dataclass(frozen=True)
+class RunGrams:
+    """What one run measured of gradients: Gram matrices by step, reduced ones suffice."""
+
+    config: Mapping[str, Any]
+    grams: Mapping[int, Gram]
+    scope: str
+
+
+@dataclass(frozen=True)
+class NoiseRow:
+    """One comparison of gradient noise."""
+
+    what: str
+    ratios: tuple[Interval | None, ...]  # In the order of `RATIOS`: B over A; None where undefined
+    n_steps: int
+    n_prompts: int
+
+    decides: str  # Which of them is judged: `sf` where both step lengths are proved, else `efficiency`
+    together: Interval | None = None  # What is judged, where A was compared with more than B: it holds with all others
+    looked_at: int = 1  # How many A was compared with
+
+    @property
+    def judged(self) -> Interval | None:
+        """The ratio that says which of the two is less noisy."""
+        if self.looked_at > 1:
+            return self.together
+        return self.ratios[[name for name, *_ in RATIOS].index(self.decides)]
+
+
+@dataclass(frozen=True)
+class NoiseInfo:
+    """All comparisons of gradient noise of A and B, and why one is missing."""
+
+    rows: tuple[NoiseRow, ...]
+    notes: tuple[str, ...] = ()
+
+
+def compare_noise(pairing: Pairing, runs: Mapping[str, RunGrams], known: Proved) -> NoiseInfo:
+    """Compare what A and B train with, on the measured steps that the runs of a pair share.
+
+    Each run's own update over the other's, on the same prompts; and, where the estimators differ, the one over the
+    other on the same rollouts, those of both. Prompts are the clusters of both intervals.
+    """
+    sides = [[runs[pair[side]] for pair in pairing.pairs] for side in (0, 1)]
+    steps = [sorted(set(one.grams) & set(other.grams)) for one, other in zip(*sides, strict=True)]
+    trained = [{next(iter(trained_labels(r.config, r.grams.values())), None) for r in side} for side in sides]
+    if not any(steps) or any(len(labels) != 1 or None in labels for labels in trained):
+        return NoiseInfo((), (NOT_MEASURED,))
+    every = [one for side in sides for one in side]
+    for name, values in (("task", {str(r.config.get("task")) for r in every}), ("scope", {r.scope for r in every})):
+        if len(values) > 1:
+            return NoiseInfo((), (UNLIKE.format(name),))
+    a, b = (label for labels in trained for label in labels if label is not None)
+    of_a, of_b = ([one.grams[s] for one, shared in zip(side, steps, strict=True) for s in shared] for side in sides)
+    rows = []
+    named = all(gram.prompt is not None for gram in (*of_a, *of_b))
+    if named and clusters(of_a)[1] == clusters(of_b)[1]:
+        above, below = (Update(g, one, typical([x.n_prompts for x in g])) for g, one in ((of_b, b), (of_a, a)))
+        truth = truth_of([*of_a, *of_b], REFERENCE, known)
+        pair = update_ratios(above, below, truth, known)
+        along = all(has_signal(deleted_moments(grams, one, truth)) for grams, one in ((of_a, a), (of_b, b)))
+        may = {"variance": True, "sf": pair.c_known or along, "efficiency": along}
+        ratios = tuple(r if is_informative(r := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
+        what, decides = "updates as trained, each run on its own rollouts", "sf" if pair.c_known else "efficiency"
+        rows.append(NoiseRow(what, ratios, len(of_a), len(clusters(of_a)[1]), decides))
+    notes = () if rows else (OTHER_PROMPTS,)
+    both = [gram for gram in (*of_a, *of_b) if a in gram.labels and b in gram.labels]
+    sizes = {round(gram.n_rollouts / max(gram.n_prompts, 1)) for gram in both}
+    if a != b and len(sizes) == 1:
+        _, row = _two_rows(both, a, b, known)
+        rows.append(_on_same_rollouts(row, a, b, len(both)))
+    return NoiseInfo(tuple(rows), notes)
+
+
+def _on_same_rollouts(row: Row, a: Label, b: Label, n_steps: int) -> NoiseRow:
+    what = f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts"
+    return NoiseRow(what, row.ratios, n_steps, row.n_prompts, row.decides or "sf")  # a multiple is judged by nothing
+
+
+def default_estimators(names: Mapping[str, Label], trained: str) -> tuple[str, str]:
+    """Return the two of at least two estimators, by name, to begin with: rloo, and the one that trained or otb."""
+    base = "rloo" if "rloo" in names else next(iter(names))
+    other = next((n for n, label in names.items() if label[0] in (trained, "otb") and n != base), None)
+    return base, other or next(n for n in names if n != base)
+
+
+def compare_estimators(
+    grams: Mapping[int, Gram], a: Label, b: Label, known: Proved = NOTHING
+) -> tuple[tuple[PairPanel, ...], NoiseInfo]:
+    """Compare two estimators of one run on the same rollouts: over blocks of measured steps, and over all of them.
+
+    A block has at least 16 prompts, and so an interval, where that leaves four blocks; else four blocks are points. A
+    measure has a panel where some block shows both values.
+    """
+    steps = np.array(sorted(step for step, gram in grams.items() if a in gram.labels and b in gram.labels))
+    if not steps.size:
+        return (), NoiseInfo((), (NOT_MEASURED,))
+    prompts = sum(grams[step].n_prompts for step in steps)
+    count = min(BLOCKS, len(steps), max(prompts // MIN_CLUSTERS, FEWEST))
+    parts = np.array_split(steps, count)
+    at = np.array([part.mean() for part in parts])
+    blocks = [_two_rows([grams[step] for step in part], a, b, known) for part in parts]
+    _, whole = _two_rows([grams[step] for step in steps], a, b, known)
+    panels_ = []
+    for index, (name, *_) in enumerate(RATIOS):
+        values = np.array([[row.values[name] for row in two] for two in blocks], float).T  # None becomes NaN
+        shown = np.flatnonzero(~np.isnan(values).any(axis=0))
+        if shown.size:
+            measure = next(measure for measure in MEASURES if measure.column == name)
+            quantity = Quantity(measure.title, measure.line, name, share=not measure.log, rare=True)
+            ratios = tuple(blocks[k][1].ratios[index] for k in shown)
+            of_a, of_b = values[:, None, shown]
+            panel = PairPanel(quantity, at[shown], of_a, of_b, at[shown], ratios, whole.ratios[index], ratio=True)
+            panels_.append(panel)
+    return tuple(panels_), NoiseInfo((_on_same_rollouts(whole, a, b, len(steps)),))
+
+
+def _two_rows(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> list[Row]:
+    return compared(grams, decide(grams, a, known, only=[b]), [a, b], known)
+
+
+def noise_table(info: NoiseInfo) -> pd.DataFrame:
+    """Return every ratio with its ends, as numbers."""
+    rows = []
+    for row in info.rows:
+        rows.append({"what": row.what, "steps": row.n_steps, "prompts": row.n_prompts})
+        for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True):
+            rows[-1] |= columns_of(name, ratio)
+    return pd.DataFrame(rows)
+
+
+def noise_display(info: NoiseInfo) -> pd.DataFrame:
+    """Return every ratio as it is read: `not distinguishable` stands where its interval holds 1."""
+    return pd.DataFrame(
+        {
+            "B ÷ A": row.what,
+            **{TITLES[name]: ratio_words(ratio) for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True)},
+            "measured on": f"{row.n_prompts} prompts, {row.n_steps} steps",
+        }
+        for row in info.rows
+    )
+
+
+def ratio_words(ratio: Interval | None, null: float = 1.0) -> str:
+    """Return a ratio or difference with its interval, and whether it is told from no difference."""
+    alike = ratio is not None and ratio.low is not None and not differs(ratio, null)
+    return interval_cell(ratio) + ", not distinguishable" * alike

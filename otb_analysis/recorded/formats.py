@@ -1,0 +1,231 @@
+"""Who wrote the records: a table of formats, how one is recognised, and the records of its files."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from otb_analysis.custom import import_attribute, is_custom, plugins
+from otb_analysis.errors import InputError, nearest
+from otb_analysis.phases import note
+from otb_analysis.recorded.readers import art, miles_columns, nemo_rl, plain, prime_rl, slime, trl, verl
+from otb_analysis.recorded.records import (
+    SUFFIXES,
+    Fields,
+    Place,
+    RecordedRollout,
+    Row,
+    Tally,
+    checked,
+    rows_of,
+    suffix_of,
+)
+from otb_analysis.recorded.traces import traces_of, verifiers, with_annotations
+
+NOT_AS_WRITTEN = (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError)
+"""What reading a row raises that has another form than its format."""
+OPTIONAL = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion", "grad_norm")
+"""Fields that all records of a source have, or none, beside their columns."""
+Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
+"""Makes a record of a row, or None of a row that is no rollout; gets the reward columns' weights too."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way of writing rollouts down."""
+
+    about: str  # What it is, for a list
+    fields: frozenset[str]  # Every row has these
+    read: Reader
+    runs_of_prompts: bool = False  # True where rows stand in groups, so that a group ends where the prompt changes
+    # What its files are called in a directory; the first pattern that finds any counts.
+    names: tuple[str, ...] = ("*",)
+    not_named: str = ""  # Files with this in their names are others'
+    unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
+    folder: str = ""  # What the folder of its files is called; empty where it may have any name
+    # What other files know of all rows, added; gets the rows, their files and the tally
+    fold: Callable[[Iterable[tuple[Place, Row]], Sequence[Path], Tally], Iterable[tuple[Place, Row]]] = (
+        lambda rows, files, tally: rows
+    )
+
+
+FORMATS: dict[str, Format] = {
+    "trl": Format(
+        "TRL's completions_*.parquet (log_completions)",
+        frozenset({"step", "prompt", "completion", "advantage"}), trl, True, ("completions_*.parquet",),
+    ),
+    "verl": Format(
+        "verl's {step}.jsonl (trainer.rollout_data_dir)",
+        frozenset({"input", "output", "score", "step"}), verl, names=("[0-9]*.jsonl",),
+    ),
+    "art": Format(
+        "ART's trajectories/{split}/{step}.parquet",
+        frozenset({"group_index", "messages", "reward"}), art, names=("*.parquet",),
+    ),
+    "prime_rl": Format(
+        "prime-rl's token_exports/step_N/rank_R.jsonl (before September 2026)",
+        frozenset({"token_ids", "loss_mask", "inference_logprobs", "export_sequence_idx"}), prime_rl,
+        names=("rank_*.jsonl",),
+    ),
+    "prime_rl_traces": Format(
+        "prime-rl's monitors/file/traces/stream/*.jsonl[.zst] with its annotations (since September 2026)",
+        frozenset({"nodes", "rewards"}), verifiers, unfold=traces_of,
+        names=("stream/[0-9]*.jsonl*",), folder="stream", fold=with_annotations,
+    ),
+    "verifiers": Format(
+        "traces.jsonl of verifiers and of prime-rl's rollouts/step_N",
+        frozenset({"nodes", "rewards"}), verifiers, unfold=traces_of,
+        names=("train/effective/traces.jsonl", "traces.jsonl*"),
+    ),
+    "nemo_rl": Format(
+        "NeMo-RL's train_data_stepN.jsonl",
+        frozenset({"token_ids", "token_loss_mask", "rewards"}), nemo_rl, names=("train_data_step*.jsonl",),
+    ),
+    "slime": Format(
+        "slime's and miles's rollout_data/{id}.pt and train_data/{id}.pt",
+        frozenset({"tokens"}), slime, names=("*.pt",), not_named="eval_",
+    ),
+    "miles_columns": Format(
+        "miles's dashboard_columns/rollout_{id}.parquet",
+        frozenset({"sample_index", "response_length", "tokens", "rollout_log_probs"}), miles_columns,
+        names=("rollout_*.parquet",),
+    ),
+    "plain": Format(
+        "JSON lines or Parquet with prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs]",
+        frozenset({"prompt", "completion", "reward"}), plain,
+    ),
+}  # fmt: skip
+"""Formats by name, in the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one format, found at a path."""
+
+    path: Path
+    name: str  # Of the format
+    files: tuple[Path, ...]
+    tally: Tally  # What was seen while reading
+
+    @property
+    def format(self) -> Format:
+        """The format itself."""
+        return format_of(self.name)
+
+    def records(self, weights: Mapping[str, float] | None = None) -> Iterator[RecordedRollout]:
+        """Yield every rollout, file after file; none is kept.
+
+        Raises:
+            InputError: A file cannot be read, a record is not whole, or records differ in what they have.
+        """
+        first: RecordedRollout | None = None
+        for record in self._read(weights or {}):
+            first = first or record
+            had, has = (
+                {name for name in OPTIONAL if getattr(one, name) is not None} | {*one.columns}
+                for one in (first, record)
+            )
+            if had != has:
+                part = sorted(had ^ has)[0]
+                one, other = (first, record) if part in had else (record, first)
+                raise InputError(
+                    f"{one.place} has {part} but {other.place} has not; write the same fields into every record, or "
+                    "pass those that differ as separate runs."
+                )
+            yield checked(record, self.tally)
+        if first is None:
+            raise InputError(f"{self.path} holds no rollouts; pass a file with at least one record.")
+
+    def _read(self, weights: Mapping[str, float]) -> Iterator[RecordedRollout]:
+        kind = self.format
+        place: object = f"the first record of {self.path}"
+        rows = chain.from_iterable(rows_of(file, self.tally) for file in self.files)
+        try:
+            unfolded = ((place, one) for place, row in rows for one in kind.unfold(row))
+            for place, row in kind.fold(unfolded, self.files, self.tally):
+                record = kind.read(Fields(place, row), self.tally, weights)
+                if record is not None:
+                    yield record
+        except InputError:
+            raise
+        except NOT_AS_WRITTEN as error:  # a field that no version of the trainer writes so
+            raise InputError(
+                f"{place}, or the one behind it, is not as {self.name} writes it ({type(error).__name__}: {error}); "
+                f"mend it, or name another --format: {', '.join(FORMATS)}."
+            ) from error
+
+
+def format_of(name: str) -> Format:
+    """Return a format of the catalogue, one that a package registers, or one of your own by module:attribute.
+
+    Raises:
+        InputError: There is none of that name, or what it names is no Format.
+    """
+    own = name not in FORMATS and is_custom("format", name)
+    kind = import_attribute("format", name) if own else FORMATS.get(name)
+    if kind is None:
+        raise InputError(f"--format is {name!r}; {nearest(name, [*FORMATS, *plugins('format')])}")
+    if not isinstance(kind, Format):
+        raise InputError(f"--format is {name!r}, which is a {type(kind).__name__}; name a Format.")
+    return kind
+
+
+def find_source(path: Path, name: str = "auto") -> Source:
+    """Return the files at a path, a file or a directory, with their format.
+
+    Raises:
+        InputError: There is no such path or format, or nothing in it can be read as that format.
+    """
+    if not path.exists():
+        raise InputError(f"{path} does not exist; pass a file of rollouts, or a directory of such files.")
+    # A package's formats come before `plain`, which many files fit.
+    tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
+    for one in tried:
+        try:
+            kind = format_of(one)
+        except InputError as error:
+            if name != "auto":
+                raise
+            note(str(error))
+            continue
+        files = _files(path, kind)
+        if files and (name != "auto" or kind.fields <= _first_fields(files[0], kind)):
+            return Source(path, one, files, Tally())
+    files = _files(path, FORMATS["plain"])
+    if not files:
+        raise InputError(f"{path} has no file that ends in {', '.join(SUFFIXES)}; pass what another trainer wrote.")
+    if name != "auto":
+        called = " or ".join(format_of(name).names)
+        raise InputError(f"{path} has no file of the format {name}, which are called {called}.")
+    fields = ", ".join(sorted(_first_fields(files[0], FORMATS["plain"]))) or "nothing"
+    raise InputError(
+        f"{path} is in no known format: {files[0].name} has {fields}; write prompt, completion, reward (and group) "
+        f"into each record, or name the format by --format: {', '.join(FORMATS)}."
+    )
+
+
+def _files(path: Path, kind: Format) -> tuple[Path, ...]:
+    """Return the files that a format may have at a path, in the order of the numbers in their names."""
+    if path.is_file():
+        return (path,) if kind.folder in ("", path.resolve().parent.name) else ()
+    found: set[Path] = set()
+    for pattern in kind.names:
+        found = found or {
+            file
+            for file in path.rglob(pattern)
+            if file.is_file() and suffix_of(file) and not (kind.not_named and kind.not_named in file.name)
+        }
+    kept = [file for file in found if file.suffix != ".zst" or file.with_suffix("") not in found]  # being compressed
+
+    def natural(file: Path) -> list[tuple[int, str]]:  # step_10 stands behind step_9, and numbers behind letters
+        parts = re.findall(r"\d+|\D", file.relative_to(path).as_posix())
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+    return tuple(sorted(kept, key=natural))
+
+
+def _first_fields(file: Path, kind: Format) -> frozenset[str]:
+    """Return the names of the first row's fields, none where a file has no rows."""
+    first = next(iter(rows_of(file, Tally())), (Place(file, 0), {}))[1]
+    return frozenset(next(kind.unfold(first), {}))

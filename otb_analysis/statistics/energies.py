@@ -1,0 +1,329 @@
+"""Token energies as data: how well one source stands in for another, how they go with rewards, how heavy their tail is.
+
+Baselines normalise their weights within (prompt, position), so a proxy that only misses each cell's scale loses
+nothing: Pearson was .68 pooled and .99 within cells. Pooled figures alone mislead.
+
+An energy-weighted baseline differs from the group mean by Cov(W, R)/mean(W), so corr(W_T, R) within a prompt is the
+statistic to look at first: where it is near 0 there is nothing to gain.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import scipy
+from numpy.typing import ArrayLike, NDArray
+
+from otb_analysis.errors import InputError
+from otb_analysis.statistics.intervals import Interval, cluster_jackknife
+from otb_analysis.types import Float, Int
+
+
+def position_cells(group: ArrayLike, length: int) -> Int:
+    """Number the (prompt, position) cells of [N, T] arrays: the cell of each token [N, T]."""
+    codes = np.unique(np.asarray(group), return_inverse=True)[1].astype(np.int64)
+    return codes[:, None] * length + np.arange(length)
+
+
+def deviation(x: Float, cells: Int) -> Float:
+    """Subtract each cell's mean: x − x̄_c, exactly 0 throughout a cell whose values are all alike."""
+    if x.size == 0:
+        return x
+    scale = np.zeros(cells.max() + 1)
+    np.maximum.at(scale, cells, np.abs(x))
+    centred = x - (np.bincount(cells, x) / np.maximum(np.bincount(cells), 1))[cells]
+    # What rounding leaves of a constant is not a deviation, and would correlate with anything.
+    return np.where(np.abs(centred) > 1e-13 * scale[cells], centred, 0.0)
+
+
+def cell_ranks(x: Float, cells: Int) -> Float:
+    """Rank values within their cells, ties averaged, scaled to (0, 1) so that cells of any size weigh alike."""
+    if x.size == 0:
+        return x
+    # Ranking (cell, value) pairs at once: shifting a whole cell by more than any rank keeps cells apart and ties tied.
+    ranks = scipy.stats.rankdata(scipy.stats.rankdata(x) + cells * (2.0 * x.size))
+    count = np.bincount(cells)
+    return (ranks - (np.cumsum(count) - count)[cells]) / (count + 1)[cells]
+
+
+def log_correlation(
+    x: Float, y: Float, prompt: Int, cell: Int | None = None, weight: Float | None = None
+) -> Interval | None:
+    """Return the correlation of log x and log y, over tokens at which both are positive."""
+    both = (x > 0) & (y > 0)
+    cell, weight = None if cell is None else cell[both], None if weight is None else weight[both]
+    return correlation(np.log(x[both]), np.log(y[both]), prompt[both], cell, weight)
+
+
+def correlation(
+    x: Float, y: Float, prompt: Int, cell: Int | None = None, weight: Float | None = None
+) -> Interval | None:
+    """Return the Pearson correlation of two variables [n] with a jackknife interval over prompts.
+
+    corr(x − x̄_c, y − ȳ_c) with (prompt, position) cells, corr(x, y) without; no cell spans two prompts. The interval is
+    formed on Fisher's scale, atanh r.
+
+    Args:
+        weight: What each entry counts [n], such as 1/π of drawn ones, whose population it then is about; without cells.
+
+    Returns:
+        None where either variable is constant; a point below 16 prompts.
+    """
+    if cell is not None:
+        cell = np.unique(cell, return_inverse=True)[1]
+        x, y = deviation(x, cell), deviation(y, cell)
+    code = np.unique(prompt, return_inverse=True)[1]
+    scale = [np.abs(v).max(initial=0.0) or 1.0 for v in (x, y)]
+    x, y = x / scale[0], y / scale[1]
+    one = np.ones_like(x) if weight is None else weight / weight.max(initial=1.0)
+    sums = np.stack([np.bincount(code, one * v) for v in (np.ones_like(x), x, y, x * x, x * y, y * y)], axis=1)
+    return cluster_jackknife(sums, _pearson, "Pearson correlation", scale="fisher")
+
+
+def _pearson(mean: Float) -> Float:
+    """Return r from means of 1, x, y, x², xy, y²."""
+    n, x, y, xx, xy, yy = np.moveaxis(mean, -1, 0)
+    spread = (xx * n - x * x) * (yy * n - y * y)
+    return np.divide(xy * n - x * y, np.sqrt(np.maximum(spread, 0)), out=np.full_like(spread, np.nan), where=spread > 0)
+
+
+_Kind = TypeVar("_Kind", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Association:
+    """Agreement of two variables; None where it is undefined (fewer than three values, or a constant one)."""
+
+    n: int
+    pearson: float | None
+    log_pearson: float | None  # Linear correlation of the logarithms, where both are positive
+    spearman: float | None
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Agreement of a proxy with exact energies; made by `fidelity`, read by figures and reports."""
+
+    pooled: Association  # Over all values at once
+    # Over deviations from cell means (of values, logarithms, ranks within the cell), in cells of two or more values;
+    # None when no cells were given.
+    within: Association | None
+    n_cells: int  # Cells of two or more values
+
+
+def fidelity(
+    proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike | None = None, cell: ArrayLike | None = None
+) -> Fidelity:
+    """Agreement of proxy energies with exact ones, pooled and within cells.
+
+    Within a cell c: corr(x − x̄_c, y − ȳ_c); the logarithms and the ranks likewise. A positive factor per cell on the
+    proxy's logarithm, or any increasing function per cell for the ranks, changes nothing within. For the ranks, values
+    are rounded to 0.1 % first: rollouts with the same prefix have the same energy, and rounding is not an order.
+
+    Args:
+        mask: True where a value counts; values that are not finite (not measured) never count.
+        cell: Integer cell of each value, as from `position_cells`; any shape that broadcasts.
+
+    Raises:
+        InputError: The shapes differ.
+    """
+    x, y = np.asarray(proxy, dtype=float), np.asarray(exact, dtype=float)
+    if x.shape != y.shape:
+        raise InputError(f"proxy has shape {x.shape} but exact {y.shape}; pass one value of each per token.")
+    chosen = np.isfinite(x) & np.isfinite(y)
+    if mask is not None:
+        chosen &= _as_shape("mask", np.asarray(mask, dtype=bool), x.shape)
+    if cell is None:
+        return Fidelity(_pooled(x[chosen], y[chosen]), None, 0)
+    cells = _as_shape("cell", np.asarray(cell), x.shape)
+    x, y, cells = x[chosen], y[chosen], np.unique(cells[chosen], return_inverse=True)[1]
+    pooled = _pooled(x, y)
+    # A value alone in its cell deviates from nothing.
+    shared = np.bincount(cells)[cells] > 1 if cells.size else np.zeros(0, bool)
+    x, y, cells = x[shared], y[shared], cells[shared]
+    positive = (x > 0) & (y > 0)
+    logs = (deviation(np.log(v[positive]), cells[positive]) for v in (x, y))
+    ranks = []
+    for values in (x, y):
+        # Rounded to a relative 2⁻¹⁰: rollouts that share a prefix share the energy up to rounding, which is no order.
+        mantissa, exponent = np.frexp(values)
+        ranks.append(deviation(cell_ranks(np.ldexp(np.round(mantissa * 1024) / 1024, exponent), cells), cells))
+    plain = _correlation(deviation(x, cells), deviation(y, cells))
+    within = Association(x.size, plain, _correlation(*logs), _correlation(*ranks))
+    return Fidelity(pooled, within, int(np.unique(cells).size))
+
+
+def fidelity_by_part(
+    proxy: ArrayLike, exact: ArrayLike, cell: ArrayLike, part: ArrayLike
+) -> tuple[Fidelity, dict[int, Fidelity]]:
+    """Return `fidelity` of all values [N], and of the values of each part; one without finite values is left out.
+
+    Args:
+        part: Integer part of each value, such as its step; all values of a cell are in one part.
+
+    Raises:
+        InputError: The shapes differ, or values of one cell are in several parts.
+    """
+    x, y = np.asarray(proxy, dtype=float), np.asarray(exact, dtype=float)
+    cells, parts = np.asarray(cell), np.asarray(part)
+    if not (x.ndim == 1 and x.shape == y.shape == cells.shape == parts.shape):
+        raise InputError(
+            f"proxy has shape {x.shape}, exact {y.shape}, cell {cells.shape} and part {parts.shape}; pass four "
+            "arrays of shape [N]."
+        )
+    order = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
+    order = order[np.argsort(parts[order], kind="stable")]
+    names, first = np.unique(parts[order], return_index=True)
+    places = dict(zip(names.tolist(), np.split(order, first[1:]), strict=False))  # of nothing one empty piece
+    if sum(np.unique(cells[at]).size for at in places.values()) > np.unique(cells[order]).size:
+        raise InputError("values of one cell are in several parts; number the cells of each part on their own.")
+    by_part = {name: fidelity(x[at], y[at], cell=cells[at]) for name, at in places.items()}
+    return fidelity(x[order], y[order], cell=cells[order]), by_part
+
+
+def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group: ArrayLike) -> Fidelity:
+    """Agreement of realized energies W_t = Σ_{j≤t} w_j, which are what `otb` weights by.
+
+    Running sums are correlated along a rollout by construction, so these figures are higher than those of w_t; the part
+    within (prompt, position) is the one that reaches the baseline.
+
+    Args:
+        exact: Exact token energies [N, T]; a rollout counts up to its first token that was not measured.
+
+    Raises:
+        InputError: The shapes differ or are not [N, T].
+    """
+    x, y, chosen = np.asarray(proxy, dtype=float), np.asarray(exact, dtype=float), np.asarray(mask, dtype=bool)
+    if not (x.ndim == 2 and x.shape == y.shape == chosen.shape):
+        raise InputError(
+            f"proxy has shape {x.shape}, exact {y.shape} and mask {chosen.shape}; pass three arrays of shape [N, T]."
+        )
+    # NaN is absorbing: after a token that was not measured the running sum is unknown, hence not compared.
+    running = [np.cumsum(np.where(chosen, w, 0.0), axis=1) for w in (x, y)]
+    position = np.cumsum(chosen, axis=1) - 1
+    # By policy position, as the baseline compares: a column counts tool tokens too.
+    cells = position_cells(group, x.shape[1])[:, :1] + position
+    return fidelity(running[0], running[1], chosen, cells)
+
+
+def _pooled(x: Float, y: Float) -> Association:
+    positive = (x > 0) & (y > 0)
+    logs = _correlation(np.log(x[positive]), np.log(y[positive]))
+    return Association(x.size, _correlation(x, y), logs, _correlation(scipy.stats.rankdata(x), scipy.stats.rankdata(y)))
+
+
+def _correlation(x: Float, y: Float) -> float | None:
+    # A spread of no more than what rounding leaves of a constant is none.
+    if x.size < 3 or not all(np.ptp(v) > 1e-12 * np.abs(v).max() for v in (x, y)):
+        return None
+    x, y = x - x.mean(), y - y.mean()
+    # Scaled so that squares of energies of any size neither overflow nor vanish.
+    x, y = x / np.abs(x).max(), y / np.abs(y).max()
+    return float(np.clip((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), -1, 1))
+
+
+def _as_shape(name: str, value: NDArray[_Kind], shape: tuple[int, ...]) -> NDArray[_Kind]:
+    try:
+        return np.broadcast_to(value, shape)
+    except ValueError as error:
+        raise InputError(f"{name} has shape {value.shape} but the energies {shape}; pass one per token.") from error
+
+
+@dataclass(frozen=True)
+class WeightStatistics:
+    """Energies against rewards; made by `weight_statistics`."""
+
+    # corr(W_T, R) over the rollouts of each prompt, prompts in ascending order [P]; NaN where either is constant.
+    total_reward_corr: Float
+    # The same of deviations from the prompts' means, over all prompts at once; None where it is undefined.
+    pooled_total_reward_corr: float | None
+
+
+def weight_statistics(energy: ArrayLike, mask: ArrayLike, reward: ArrayLike, group: ArrayLike) -> WeightStatistics:
+    """Correlate energies with rewards within prompts: corr(W_T, R) over rollouts, W_T = Σ_t w_t.
+
+    Multiplying all energies, or all rewards, of a prompt by a positive constant does not change the prompt's figure.
+
+    Raises:
+        InputError: The shapes do not fit, or an energy inside the mask is negative or not finite.
+    """
+    w, chosen = np.asarray(energy, dtype=float), np.asarray(mask, dtype=bool)
+    r, names = np.asarray(reward, dtype=float), np.asarray(group)
+    if w.ndim != 2 or w.shape != chosen.shape:
+        raise InputError(f"energy has shape {w.shape} but mask {chosen.shape}; pass both as [N, T].")
+    if r.shape != (len(w),) or names.shape != (len(w),):
+        raise InputError(
+            f"reward has shape {r.shape} and group {names.shape} but there are {len(w)} rollouts; pass one of each per "
+            "rollout, shape [N]."
+        )
+    bad = chosen & ~(np.isfinite(w) & (w >= 0))
+    if bad.any():
+        n, t = np.argwhere(bad)[0]
+        raise InputError(f"energy[{n}, {t}] is {w[n, t]}; energies are finite squared norms, at least 0.")
+    unique, codes = np.unique(names, return_inverse=True)
+    n_prompts = unique.size
+    # Deviations from the prompt's mean: between prompts both energy and reward go with difficulty.
+    dw, dr = (deviation(x, codes) for x in (np.where(chosen, w, 0.0).sum(axis=1), r))
+    ww, wr, rr = (np.bincount(codes, x, n_prompts) for x in (dw * dw, dw * dr, dr * dr))
+    # Prompts whose rewards are all equal say nothing about the correlation and would only dilute the pooled one.
+    informative = (ww > 0) & (rr > 0)
+    norm = np.sqrt(ww * rr)
+    each = np.divide(wr, norm, out=np.full(n_prompts, np.nan), where=norm > 0)
+    sum_ww, sum_wr, sum_rr = (x[informative].sum() for x in (ww, wr, rr))
+    # Sums before the quotient: a mean of the prompts' correlations would let prompts of two rollouts, ±1, decide.
+    scale = sum_ww * sum_rr
+    return WeightStatistics(each, float(sum_wr / np.sqrt(scale)) if scale > 0 else None)
+
+
+TAIL, TOP = 0.1, 0.01
+"""Shares of the values that make up the tail of `pareto_k` and the top of `top_share`."""
+
+MIN_EXCEEDANCES = 25
+"""Fewer tail values than this give no index."""
+
+
+def pareto_k(values: ArrayLike) -> float | None:
+    """Shape k of a generalised Pareto law fitted to the upper tenth of `values`.
+
+    P(X − u > x | X > u) ≈ (1 + k·x/σ)^{−1/k}; moments of order 1/k and above are infinite. On token *energies* k ≥ ½
+    makes the standard error of a variance estimate unreliable; an infinite gradient variance needs k ≥ 1. Exponential
+    tails have k = 0, a bounded quantity (the logit proxy is at most 2) has k < 0. Fitted by maximum likelihood; None
+    with fewer than `MIN_EXCEEDANCES` values above the threshold or where they are all alike.
+    """
+    x = np.asarray(values, dtype=float).ravel()
+    x = x[np.isfinite(x)]
+    if x.size == 0:
+        return None
+    threshold = np.quantile(x, 1 - TAIL)  # the law is fitted to what lies above it
+    excess = x[x > threshold] - threshold
+    if excess.size < MIN_EXCEEDANCES or np.ptp(excess) <= 1e-12 * np.abs(x).max():
+        return None
+    # Divided by the mean: the shape has no unit, and the search starts near its answer.
+    excess = excess / excess.mean()
+    top = excess.max()
+
+    def loss(at: Float) -> float:
+        """−log L = n·log σ + (1 + 1/k)·Σ log(1 + k·x/σ); at a sixth of the time of scipy's `genpareto.fit`."""
+        k, scale = at
+        # For k < 0 the law ends at −scale/k; parameters under which the largest value is impossible have no likelihood.
+        if scale <= 0 or 1 + k * top / scale <= 0:
+            return np.inf
+        shape = (1 + 1 / k) * np.log1p(k * excess / scale).sum() if k else excess.sum() / scale
+        return float(excess.size * np.log(scale) + shape)
+
+    k = float(scipy.optimize.fmin(loss, (1.0, 1.0), disp=False)[0])
+    return k if np.isfinite(k) else None
+
+
+def top_share(values: ArrayLike) -> float | None:
+    """Share of the total that the largest 1 % of the values hold: Σ_{top ⌈n/100⌉} |x| / Σ |x|.
+
+    None where there is no value or the total is 0; 1 when one value is everything.
+    """
+    x = np.abs(np.asarray(values, dtype=float).ravel())
+    x = x[np.isfinite(x)]
+    total = x.sum()
+    if total == 0:
+        return None
+    n_top = int(np.ceil(TOP * x.size))
+    return float(np.partition(x, x.size - n_top)[x.size - n_top :].sum() / total)

@@ -1,0 +1,351 @@
+"""What surrounds training: progress, sharded parameters, gathering, checkpoints, trackers."""
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from numbers import Real
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import PreTrainedModel
+
+from otb_analysis.atomic import atomic_file, atomic_folder
+from otb_analysis.config import TrainConfig
+from otb_analysis.errors import InputError, StoreError, nearest
+from otb_analysis.extras import require
+from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.measurement.table import TokenMeasurements
+from otb_analysis.processes import Processes, widened
+from otb_analysis.rollouts.sampling import Rollouts
+from otb_analysis.types import Float, Int, LogitStats
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+
+class Bar(Protocol):
+    """Called with what is done so far; a terminal draws it, a test ignores it."""
+
+    def __call__(self, done: float, total: float, text: str) -> None:
+        """Report `done` of `total` and the numbers people watch."""
+        ...
+
+
+def silent(done: float, total: float, text: str) -> None:
+    """Ignore progress."""
+
+
+def unfailing(bar: Bar) -> Bar:
+    """Return a bar that is silent after its first failure, which is one warning: a bar must not stop a run."""
+    working = [bar]
+
+    def guarded(done: float, total: float, text: str) -> None:
+        try:
+            for each in working:
+                each(done, total, text)
+        except Exception as error:
+            working.clear()
+            warnings.warn(f"progress is no longer shown: {error}", RuntimeWarning, stacklevel=2)
+
+    return guarded
+
+
+def step_line(run: str, step: int, total: int, scalars: Mapping[str, Any]) -> str:
+    """Return one row of `steps` as a line: reward, ‖ḡ‖, entropy, clipping, sampled tokens per second.
+
+    With importance ratios the line shows the share of clipped tokens, otherwise whether ‖ḡ‖ was clipped.
+    """
+    share = scalars.get("ratio_clip_share")
+    clip = f"clip {share:.1%}" if share is not None else f"‖ḡ‖ {'' if scalars['clipped'] else 'not '}clipped"
+    speed = scalars["n_tokens"] / max(scalars["seconds_sample"], 1e-9)
+    return (
+        f"{run}: {step + 1} of {total} steps, reward {scalars['reward_mean']:.2f}, ‖ḡ‖ {scalars['grad_norm']:.1f}, "
+        f"entropy {scalars['entropy_mean'] or 0:.3f}, {clip}, {speed:,.0f} tokens/s"
+    )
+
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE_ONLY = ("objective.staleness", "lora.rank", "measure.budget")
+"""Settings that need whole parameters on each process. Every level of measuring needs them, too."""
+
+
+def asked_for() -> bool:
+    """Return whether `accelerate launch` asks for FSDP2.
+
+    Raises:
+        InputError: It asks for FSDP1 or DeepSpeed.
+    """
+    variable = os.environ.get
+    if variable("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise InputError("accelerate was launched with DeepSpeed; launch it with --use_fsdp --fsdp_version 2 instead.")
+    if variable("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return False
+    if variable("FSDP_VERSION", "1") != "2":
+        raise InputError("accelerate was launched with FSDP version 1; add --fsdp_version 2.")
+    return True
+
+
+def refuse_unsharded_only(config: TrainConfig, exact: bool) -> None:
+    """Refuse what needs whole parameters; `exact`: the training estimator reads exact norms.
+
+    Raises:
+        InputError: The first such setting, with its remedy.
+    """
+    levels = {f"measure.{level}.every": plan.every for level, plan in config.measure.schedules.items()}
+    for name, value in (levels | {name: attrgetter(name)(config) for name in WHOLE_ONLY}).items():
+        if value:
+            raise InputError(
+                f"{name} is {value}, which does not work with FSDP2: each process holds only a part of the parameters; "
+                "set it to 0 or launch without --use_fsdp."
+            )
+    if exact:
+        raise InputError(
+            f"estimator.name is {config.estimator.name!r}, which needs exact norms, and these do not work with FSDP2; "
+            "choose another estimator or energy, or launch without --use_fsdp."
+        )
+
+
+def shard(model: PreTrainedModel, processes: Processes) -> None:
+    """Shard a model's parameters in place: one unit per decoder layer and one for the rest.
+
+    The model must be the same on every process. Gradients are summed over processes, not averaged: each process has its
+    own rollouts' part of Σ c·∇log π.
+    """
+    assert processes.device is not None
+    mesh = init_device_mesh(processes.device.type, (processes.size,))
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in _units(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def gathered(model: PreTrainedModel) -> Iterator[None]:
+    """Hold all parameters on every process inside the block. Every process must enter.
+
+    Inside, processes exchange nothing, so each makes as many forward passes as it needs. Otherwise every generated
+    token would wait for all processes.
+    """
+    units = _units(model)
+    for unit in units:
+        unit.set_reshard_after_forward(False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(True)
+
+
+def _units(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gather_rollouts(
+    processes: Processes, rollouts: Rollouts, stats: LogitStats, reference: Float | None
+) -> tuple[Rollouts, LogitStats, Float | None]:
+    """Put together what all processes know of a step's rollouts, in the order of their ranks.
+
+    Groups are numbered over all processes. `stats` and `reference`, log π_ref in nats or None, are [n, T].
+    """
+    shards = processes.gather((rollouts, stats, reference))
+    if len(shards) == 1:
+        return shards[0]
+    all_rollouts, all_stats, references = zip(*shards, strict=True)
+    rollouts = Rollouts.concatenate(all_rollouts)
+
+    def tokens(arrays: Iterable[Float]) -> Float:
+        return np.concatenate([widened(x, rollouts.width) for x in arrays])
+
+    columns = {field.name: tokens(getattr(s, field.name) for s in all_stats) for field in fields(LogitStats)}
+    return rollouts, LogitStats(**columns), None if reference is None else tokens(references)
+
+
+def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: int) -> dict[str, object]:
+    """Return the rows of this process's rollouts; the column `rollout` numbers all `n_rollouts` of the step."""
+    if processes.size == 1:
+        return dict(columns)
+    keep = np.flatnonzero(np.isin(columns["rollout"], processes.shard(np.arange(n_rollouts))))  # pyright: ignore
+    return {name: x[keep] if isinstance(x, np.ndarray) else [x[i] for i in keep] for name, x in columns.items()}  # pyright: ignore[reportIndexIssue]
+
+
+def shared_norms(
+    measurer: GradientMeasurer, processes: Processes, rollouts: Rollouts, groups: Int
+) -> TokenMeasurements:
+    """Return exact norms of some groups, each measured by one process; `rollouts` are those of all processes."""
+    shard = processes.shard(groups)
+    parts = [part for part in processes.gather(measurer.norms(rollouts, shard) if len(shard) else None) if part]
+    return parts[0] if len(parts) == 1 else TokenMeasurements.joined(parts, rollouts.group)
+
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d+)\.pt")
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """One file; `step` is the number of steps finished and stored, so the next step has this number."""
+
+    step: int
+    path: Path
+
+
+def checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a run, oldest first."""
+    files = [(p, _NAME.fullmatch(p.name)) for p in (run_dir / FOLDER).glob("step-*.pt")]
+    return sorted(Checkpoint(int(m[1]), p) for p, m in files if m)
+
+
+def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], keep: int) -> None:
+    """Write a checkpoint after `step` finished steps, then remove all but the newest `keep`.
+
+    Raises:
+        StoreError: The disk refuses; earlier checkpoints are untouched.
+    """
+    folder = run_dir / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+        with atomic_file(folder / f"step-{step:08d}.pt") as file:
+            torch.save(state, file)
+        for old in checkpoints(run_dir)[:-keep]:
+            old.path.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # torch's own writer reports a full disk as a RuntimeError
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise StoreError(
+            f"cannot write the checkpoint after step {step - 1} to {folder} ({reason}); the one before it can be used; "
+            "free some space and resume."
+        ) from error
+
+
+def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the state a checkpoint holds, its tensors in main memory: random states are set from there.
+
+    Raises:
+        StoreError: The file cannot be read.
+    """
+    try:
+        return torch.load(checkpoint.path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds of errors for a damaged archive
+        raise StoreError(
+            f"checkpoint {checkpoint.path} cannot be read ({str(error).splitlines()[0][:120]}); "
+            "delete it to resume from the one before it."
+        ) from error
+
+
+@contextmanager
+def model_folder(path: Path, failure: str, remedy: str) -> Iterator[Path]:
+    """Yield an empty folder for a model's files, which replaces `path` once the block ends.
+
+    Raises:
+        StoreError: The disk refuses; the sentence is failure, path, reason and remedy.
+    """
+    try:
+        with atomic_folder(path, replace=True) as draft:
+            yield draft
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(f"{failure} {path} ({reason}); {remedy}") from error
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""Names of trackers, which are those of their packages."""
+
+PROJECT = "otb-analysis"
+"""Name of the project, for trackers that have projects."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that do not exist or whose packages are missing.
+
+    Raises:
+        InputError: The first of them, with its remedy.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise InputError(f"trackers holds {name!r}; {nearest(name, TRACKERS)}")
+        for module in ("accelerate", name):
+            require(module, f"the tracker {name!r}")
+
+
+class Trackers:
+    """The trackers of one run; their failures stop here. `running` holds those that started, by name."""
+
+    def __init__(self, names: Sequence[str], run_dir: Path, first: int = 0):
+        """Start trackers, with their files in the run's directory.
+
+        `first` is the first step that will be logged: TensorBoard drops what it holds of this step and later ones.
+        """
+        self.names = tuple(dict.fromkeys(names))
+        self.running: dict[str, GeneralTracker] = {}
+        self._warned: set[str] = set()
+
+        def start(name: str) -> None:
+            from accelerate import tracking  # an extra, and half a second to import
+
+            if name == "tensorboard":
+                purge = {"purge_step": first} if first else {}
+                tracker = tracking.TensorBoardTracker("tensorboard", run_dir, **purge)
+            elif name == "wandb":
+                tracker = tracking.WandBTracker(PROJECT, name=run_dir.name, dir=str(run_dir))
+            else:
+                tracker = tracking.TrackioTracker(PROJECT, name=run_dir.name)
+            tracker.start()
+            self.running[name] = tracker
+
+        for name in self.names:
+            self._attempt(name, "start", partial(start, name))
+
+    def log(self, step: int, scalars: Mapping[str, object]) -> int | None:
+        """Log a step's finite numbers; return how many trackers failed to take them, or None without trackers.
+
+        Booleans count as 0 and 1.
+        """
+        if not self.names:
+            return None
+        numbers = {name: float(value) for name, value in scalars.items() if isinstance(value, Real | np.bool_)}
+        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        done = [
+            self._attempt(name, f"log step {step}", partial(tracker.log, numbers, step=step))
+            for name, tracker in self.running.items()
+        ]
+        return len(self.names) - sum(done)
+
+    def close(self) -> None:
+        """Let every tracker write what it still holds."""
+        for name, tracker in self.running.items():
+            self._attempt(name, "finish", tracker.finish)
+
+    def _attempt(self, name: str, what: str, run: Callable[[], object]) -> bool:
+        """Return whether something worked; any failure of a tracker stops here and becomes one warning."""
+        try:
+            run()
+        except Exception as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                reason = str(error).split("\n")[0] or type(error).__name__
+                warnings.warn(
+                    f"tracker {name} could not {what} ({reason}); the run goes on, and its steps are in the store.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            return False
+        return True
