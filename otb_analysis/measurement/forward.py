@@ -305,6 +305,7 @@ def in_passes(
                 yield rows[some], score(part.take(some), cached)
             except NonFiniteScore as error:
                 raise NonFiniteScore(int(rows[some][error.row]), error.token) from error
+        prompts = cached = None  # not beside those of the next micro-batch
 
 
 def short_passes(length: Int, device: torch.device) -> list[Int]:

@@ -185,6 +185,7 @@ def contrasts(model: PreTrainedModel, rollouts: Rollouts, right: Bool, plan: Con
             with torch.no_grad():
                 logits = [c(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1] for c in copies]
             found = token_contrast(logits[0], logits[1], ids[:, 1:]).cpu().numpy()
+            del logits  # those of the next rollouts would stand beside them
             out[some, 1 : 1 + found.shape[1]] = found
     return by_policy_token(rollouts, out)
 

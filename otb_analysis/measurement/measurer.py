@@ -227,9 +227,12 @@ class GradientMeasurer:
             if gram is not None and self.config.subgroups:
                 cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups, step), cut)
         if (found := gram) is not None:
-            proofs = {"known": proved(found.labels, self.run)}
-            read = partial(gradient_statistics, found.inner, found.labels, found.n_rollouts, **proofs)
-            statistics = attempt("gradient statistics", lambda: tuple(read()), ())
+
+            def read() -> tuple[GradientStatistics, ...]:
+                known = proved(found.labels, self.run)
+                return tuple(gradient_statistics(found.inner, found.labels, found.n_rollouts, known=known))
+
+            statistics = attempt("gradient statistics", read, ())
         return Measurement(tokens, gram, cut, statistics, gaps)
 
 

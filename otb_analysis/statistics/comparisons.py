@@ -266,9 +266,29 @@ class Comparison:
     by: By  # variance: both projections are proved, below 1 is better; efficiency: above 1 is better
     one_look: Interval | None  # 95 % by itself; None where noise hides it
     together: Interval | None  # 95 % for all that were looked at; None without ends
-    better: bool  # True where the interval that holds together with all others is on the better side of 1
-    worse: bool  # True where it is on the worse side
-    ahead: float  # How many times better it came out: 1/ratio of variances, or the ratio of efficiencies; 0 if hidden
+
+    @property
+    def better(self) -> bool:
+        """True where the interval that holds together with all others is on the better side of 1."""
+        return self._beyond(self.by == "efficiency")
+
+    @property
+    def worse(self) -> bool:
+        """True where it is on the worse side."""
+        return self._beyond(self.by == "variance")
+
+    @property
+    def ahead(self) -> float:
+        """How many times better it came out, in its measure: 1/ratio of variances, or the ratio of efficiencies."""
+        if self.one_look is None:
+            return 0.0
+        return self.one_look.estimate if self.by == "efficiency" else 1 / self.one_look.estimate
+
+    def _beyond(self, above: bool) -> bool:
+        one = self.together
+        if one is None or one.low is None or one.high is None:
+            return False
+        return one.low > 1 if above else one.high < 1
 
 
 @dataclass(frozen=True)
@@ -279,19 +299,45 @@ class Decision:
     n_prompts: int  # Independent prompts measured
     update: int  # Prompts of an update, which efficiency depends on
     comparisons: tuple[Comparison, ...]  # As measured; each of a family of multiples once
-    tested: tuple[Comparison, ...]  # Those with an interval that holds together with all others
-    # Those shown to be better, the best first: proved ones before others, of each dear ones (exact norms) last
-    better: tuple[Comparison, ...]
-    worse: tuple[Comparison, ...]  # Those shown to be worse, the worst first
-    nearest: Comparison | None  # Of those that are tested and not shown to be worse the first, in the order of `better`
-    # The one to train with, the best by its own measure among those that need no exact norms, where there are any; None
-    # where none was shown to be better, and for calibrated energies, which no run has
-    best: Comparison | None
     alike: Mapping[Label, Alike]
     looked_at: int  # Those with an interval by themselves: the m that share the risk of an error
     cause: Cause
     signal: bool  # True where ∇J is told from noise: the 95 % interval of ‖∇J‖² leaves out 0
     n_needed: int | None  # About how many prompts would show a difference of 10 %; None where that is not known
+
+    @property
+    def tested(self) -> tuple[Comparison, ...]:
+        """Those with an interval that holds together with all others.
+
+        Proved ones come before others, of each dear ones (exact norms) last, then the best first.
+        """
+        shown = (one for one in self.comparisons if one.together is not None)
+        # A ratio of variances and one of efficiencies have no common order.
+        return tuple(sorted(shown, key=lambda one: (one.by == "efficiency", one.label[1] == "exact", -one.ahead)))
+
+    @property
+    def better(self) -> tuple[Comparison, ...]:
+        """Those shown to be better, in the same order."""
+        return tuple(one for one in self.tested if one.better)
+
+    @property
+    def worse(self) -> tuple[Comparison, ...]:
+        """Those shown to be worse, the worst first."""
+        return tuple(sorted((one for one in self.comparisons if one.worse), key=lambda one: one.ahead))
+
+    @property
+    def nearest(self) -> Comparison | None:
+        """Of those that are tested and not shown to be worse the first; None where all are."""
+        return next((one for one in self.tested if not one.worse), None)
+
+    @property
+    def best(self) -> Comparison | None:
+        """The one to train with; None where none was shown to be better, and for calibrated energies, which no run has.
+
+        It is the best by its own measure among those that need no exact norms, where there are any.
+        """
+        usable = [one for one in self.better if one.label[1] != "calibrated"]
+        return min(usable, key=lambda one: one.label[1] == "exact", default=None)
 
     def comparison_of(self, label: Label) -> Comparison | None:
         """Return the comparison of a label, or of what it is the same update as; None where there is none."""
@@ -335,29 +381,11 @@ def decide(
         by: By = "variance" if sampled and label in c and against in c else "efficiency"
         replicates[label] = by, ratio_replicates(*pair)["sf" if by == "variance" else by]
     comparisons, m = _compared(replicates, against, signal, sampled)
-    tested = tuple(one for one in comparisons if one.together is not None)
-    # A ratio of variances and one of efficiencies have no common order.
-    order = sorted(tested, key=lambda one: (one.by == "efficiency", one.label[1] == "exact", -one.ahead))
-    better = tuple(one for one in order if one.better)
     cause = _cause(both, against, truth, comparisons) if sampled else "another sampler"
-    nearest = next((one for one in order if not one.worse), None)
-    lead = nearest or next(iter(order), None)
-    return Decision(
-        against=against,
-        n_prompts=0 if base is None else base.power.size - 1,
-        update=typical([gram.n_prompts for gram in both]),
-        comparisons=comparisons,
-        tested=tested,
-        better=better,
-        worse=tuple(sorted((one for one in tested if one.worse), key=lambda one: one.ahead)),
-        nearest=nearest,
-        best=min((x for x in better if x.label[1] != "calibrated"), key=lambda x: x.label[1] == "exact", default=None),
-        alike=same,
-        looked_at=m,
-        cause=cause,
-        signal=signal,
-        n_needed=_needed(base, lead.together if lead else None, m),
-    )
+    count, update = 0 if base is None else base.power.size - 1, typical([gram.n_prompts for gram in both])
+    decision = Decision(against, count, update, comparisons, same, m, cause, signal, None)
+    lead = decision.nearest or next(iter(decision.tested), None)
+    return replace(decision, n_needed=_needed(base, lead.together if lead else None, m))
 
 
 def _cause(both: Sequence[Gram], against: Label, truth: Truth, comparisons: Sequence[Comparison]) -> Cause:
@@ -386,17 +414,10 @@ def _compared(
     level = 1 - (1 - LEVEL) / max(m, 1)
     comparisons = []
     for label, (by, values) in replicates.items():
-        one, better, worse, ahead = looks.get(label), False, False, 0.0
         together = _look(label, against, by, values, level) if label in looks else None
         if together is None or together.low is None or together.high is None:
             together = None
-        elif by == "efficiency":
-            better, worse = together.low > 1, together.high < 1
-        else:
-            better, worse = together.high < 1, together.low > 1
-        if one is not None:
-            ahead = one.estimate if by == "efficiency" else 1 / one.estimate
-        comparisons.append(Comparison(label, by, one, together, better, worse, ahead))
+        comparisons.append(Comparison(label, by, looks.get(label), together))
     return tuple(comparisons), m
 
 

@@ -221,6 +221,7 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
                     state = trainer.state()
                     if processes.first:
                         write_checkpoint(writer.path, done, state, settings.keep)
+                    del state  # a whole copy of weights and optimizer where they are sharded
             bar(step + 1, steps, step_line(config.run_name, step, steps, tables.steps))
         with phase("saving the model"):
             trainer.save(writer.path / "model")

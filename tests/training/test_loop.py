@@ -395,14 +395,14 @@ def test_one_update_follows_the_gradient(trainer):
     assert tables.steps["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("broken", ["norms", "gram", "gradient_statistics"])
+@pytest.mark.parametrize("broken", ["norms", "gram", "gradient_statistics", "proved"])
 def test_failing_instrument_is_a_warning_and_a_counted_gap(trainer, monkeypatch, broken):
     from otb_analysis.measurement import measurer as measure
 
     def fail(*args, **named):
         raise RuntimeError("the lens fell off")
 
-    if broken == "gradient_statistics":
+    if broken in ("gradient_statistics", "proved"):
         monkeypatch.setattr(measure, broken, fail)
     else:
         monkeypatch.setattr(trainer.measurer, broken, fail)

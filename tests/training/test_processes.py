@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -148,6 +149,8 @@ def test_a_failure_on_one_process_ends_both_with_its_sentence(folder, fails):
         said = [line for line in error.splitlines() if line.startswith("otb: ")]
         assert len(said) == 1
         assert "the grader is out" in said[0]
+    own = [pq.read_table(path)["rollout"].unique() for path in sorted((folder / f"fails{fails}/tokens").iterdir())]
+    assert [one.to_pylist() for one in own] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]  # each process writes its own rollouts
     info = RunStore(folder / f"fails{fails}").info
     assert info["status"] == "failed"
     assert "the grader is out" in str(info["reason"])

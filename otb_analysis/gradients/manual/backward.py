@@ -59,10 +59,9 @@ class Above:
     def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
         """Note the gradients of linear layers; signal [K, 1, ΣD]."""
         for dense, part in zip(layers, signal[:, 0].split([len(d.weight) for d in layers], -1), strict=True):
-            # Only the signal at the logits, the largest, does not lie in memory that is used again.
-            own = part if place[1] == "head" else part.clone()
             if dense.weight_name is not None:
-                self.outer.append((dense.weight_name, own, inputs))
+                # Only the signal at the logits, the largest, does not lie in memory that is used again.
+                self.outer.append((dense.weight_name, part if place[1] == "head" else part.clone(), inputs))
             if dense.bias_name is not None:
                 self.outer.append((dense.bias_name, torch.ones_like(part[:, :1]), part.clone()))
 

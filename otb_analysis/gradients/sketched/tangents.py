@@ -181,13 +181,15 @@ def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
     size = -(-moves.count // passes)
     for start in range(0, moves.count, size):
         some = slice(start, min(start + size, moves.count))
-        moved = None  # tangents [k, ...] of the cut, None where no direction reaches it
+        drawn, moved = moves.some(some), None  # tangents [k, ...] of the cut, None where no direction reaches it
         try:
-            with torch.no_grad(), tape.playing(), _moving(decomposed, moves.some(some), norms):
+            with torch.no_grad(), tape.playing(), _moving(decomposed, drawn, norms):
                 sampled_logprobs(decomposed.batch, (decomposed.rollout,))
             raise UnfitError('the model did not call the layer behind its last attention; pass method="gaussian".')
         except ReachedCut as reached:
             moved = reached.args[0]
+        except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
+            raise
         except RuntimeError as error:
             raise UnfitError(
                 f'many directions at once do not pass through the model ({error}); pass method="gaussian".'
