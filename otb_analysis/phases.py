@@ -1,7 +1,7 @@
 """The progress of long work, for a progress display.
 
 Work opens phases and counts what is done in them. These are a few assignments, which cannot fail or block. The display
-(`commands.watching`) runs in its own thread, so a slow or broken screen never affects the work.
+(`commands.screen`) runs in its own thread, so a slow or broken screen never affects the work.
 """
 
 from collections import deque

@@ -183,7 +183,7 @@ def attributed_tokens(store: RunStore) -> Tokens | None:
     """
     steps = store.steps_with("tokens", "attribution")
     sums = {name: dict[str, Float]() for name in ("class", "position", "prompt")}
-    sizes: list[Float] = []
+    sizes, attributed = list[Float](), 0
     for some in (steps[first : first + AT_ONCE] for first in range(0, len(steps), AT_ONCE)):
         table = store.tokens_df(some, ["step", "group", "t", "token", *SHARES], "attribution IS NOT NULL")
         values = np.stack([floats(table, name) for name in SHARES])
@@ -201,12 +201,13 @@ def attributed_tokens(store: RunStore) -> Tokens | None:
             for kind, row in zip(kinds.tolist(), of_kinds, strict=True):
                 sums[name][kind] = sums[name].get(kind, 0.0) + row
         sizes.append(rows[-1])
+        attributed += len(set(table["step"]))
     if not sizes:
         return None
     size = np.sort(np.concatenate(sizes))[::-1]
     half = int(np.searchsorted(np.cumsum(size), size.sum() / 2)) + 1 if size.sum() > 0 else 0
     return Tokens(
-        steps=len(steps),
+        steps=attributed,
         n_tokens=len(size),
         half=half,
         by_class=_shares(sums["class"]),

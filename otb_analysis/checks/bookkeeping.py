@@ -1,150 +1,24 @@
 """Does the trainer's bookkeeping agree with ours: advantages, sums of loss weights, gradient norms; in sentences."""
 
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from otb_analysis.arrays import Groups
+from otb_analysis.checks.advantages import AdvantageCheck, advantage_lines, check_advantages
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, available, estimate
 from otb_analysis.objectives.aggregation import AggregationInputs, ConstantOptions, aggregation_weights
 from otb_analysis.store import RunStore
-from otb_analysis.store.token_arrays import TokenArrays
-from otb_analysis.types import EstimatorInputs, Float, Int
+from otb_analysis.types import Float, Int
 
-RELATIVE, ABSOLUTE = 1e-3, 1e-4
-"""A recorded advantage agrees within so much: float32, bfloat16's reciprocal, or four decimals."""
-SCALED = 1e-4
-"""Advantages agree up to a common factor where the factor leaves less than this share of their Σ of squares."""
-CONVENTIONS = {
-    "grpo with ε = 1e-4": (1, 1e-4, False),
-    "grpo with ddof 0": (0, 1e-6, False),
-    "grpo with ddof 0, ε = 1e-4": (0, 1e-4, False),
-    "group mean over the step's standard deviation": (1, 1e-4, True),
-}
-"""Scalings of other trainers that are no estimators of ours: ddof and ε of the standard deviation, and whether it is
-that of the whole step instead of the group's."""
 UNIFORM = ("sequence_sum", "token_mean", "constant")
 """Aggregations that weigh every token alike: their gradient is that of `sequence_sum` times a number."""
 WHOLE = sys.maxsize
 """Rollouts of a micro-batch where the whole batch is aggregated at once."""
 TRL = {"grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "dr_grpo": "constant"}
 """TRL's loss types. `dapo` divides by the tokens of the whole batch, the others aggregate each micro-batch alone."""
-
-
-@dataclass(frozen=True)
-class AdvantageMatch:
-    """Recorded advantages against those of one convention, over all steps."""
-
-    convention: str  # A name in ESTIMATORS, or one in CONVENTIONS
-    n_differ: int  # Rollouts with a token that differs by more than the tolerance
-    largest: float  # Largest difference
-    first: str  # First record that differs, as `file, record n`; empty where none does
-    factor: float  # Least squares: recorded ≈ factor × ours
-    left: float  # Share of Σ recorded² that the factor leaves
-
-
-@dataclass(frozen=True)
-class AdvantageCheck:
-    """Every convention, the best first."""
-
-    n_rollouts: int  # With recorded advantages
-    matches: tuple[AdvantageMatch, ...]
-
-    @property
-    def exact(self) -> tuple[str, ...]:
-        """Conventions that reproduce every rollout."""
-        return tuple(match.convention for match in self.matches if not match.n_differ)
-
-    @property
-    def scaled(self) -> tuple[AdvantageMatch, ...]:
-        """Conventions that reproduce them up to a common factor other than 1."""
-        return tuple(match for match in self.matches if match.n_differ and match.left < SCALED and match.factor > 0)
-
-
-def check_advantages(store: RunStore) -> AdvantageCheck | None:
-    """Compare a run's recorded advantages with those of every estimator whose inputs it has; None where none are.
-
-    One step is in memory at a time. An estimator counts only if every step has its inputs.
-    """
-    config: Any = store.info.get("config") or {}
-    imported = (config.get("source") or {}).get("made_by") == "otb import"
-    column = "advantage" if imported else "recorded_advantage"
-    sums = defaultdict[str, list[tuple[int, float, tuple[int, int] | None, float, float, float]]](list)
-    n = steps = 0
-    for step in store.complete_steps():
-        tokens = store.tokens_df([step])
-        if column not in tokens or tokens[column].isna().to_numpy().all():
-            continue
-        arrays = store.token_arrays(step)
-        recorded = np.full(arrays.mask.shape, np.nan)
-        rows = np.searchsorted(arrays.rollout, tokens["rollout"].to_numpy(np.int64))
-        recorded[rows, tokens["t"].to_numpy(np.int64)] = tokens[column].to_numpy(np.float64, na_value=np.nan)
-        recorded[~arrays.mask] = np.nan
-        present = ~np.isnan(recorded)
-        b = np.where(present, recorded, 0.0)
-        for name, ours in _step_advantages(arrays).items():
-            a = np.where(present, ours, 0.0)
-            apart = np.abs(a - b)
-            wrong = (apart > ABSOLUTE + RELATIVE * np.abs(b)).any(axis=1)
-            first = (step, int(arrays.rollout[wrong.argmax()])) if wrong.any() else None
-            products = float((a * a).sum()), float((a * b).sum()), float((b * b).sum())
-            sums[name].append((int(wrong.sum()), float(apart.max(initial=0.0)), first, *products))
-        n, steps = n + int(present.any(axis=1).sum()), steps + 1
-    matches = []
-    for name, parts in sums.items():
-        if len(parts) < steps:
-            continue
-        differ, largest, first, ours_sq, both, recorded_sq = zip(*parts, strict=True)
-        factor = sum(both) / sum(ours_sq) if sum(ours_sq) else 0.0
-        left = 1 - factor * sum(both) / sum(recorded_sq) if sum(recorded_sq) else 1.0
-        place = next((_place(store, *where) for where in first if where), "")
-        matches.append(AdvantageMatch(name, sum(differ), max(largest), place, factor, max(left, 0.0)))
-    matches.sort(key=lambda match: (match.n_differ, match.left))
-    return AdvantageCheck(n, tuple(matches)) if matches else None
-
-
-def _step_advantages(arrays: TokenArrays) -> dict[str, Float]:
-    """Return the advantages [N, T] of every estimator and convention that a step's columns allow."""
-    mask = arrays.mask
-    measured = {"energy": arrays.energy_proxy, "entropy": arrays.entropy}
-    whole = {name: None if np.isnan(values[mask]).any() else values for name, values in measured.items()}
-    inputs = EstimatorInputs(
-        reward=np.nan_to_num(arrays.reward),
-        mask=mask,
-        group=arrays.group,
-        energy=whole["energy"],
-        turn=arrays.turn,
-        token_id=None if (arrays.token_id[mask] < 0).any() else arrays.token_id,
-        entropy=whole["entropy"],
-    )
-    gaps = bool((mask[:, 1:] & ~mask[:, :-1]).any())
-    names = [name for name in available(inputs) if ESTIMATORS[name].takes_gaps or not gaps]
-    advantages = {name: estimate(name, inputs).advantage for name in names}
-    total, groups = np.where(mask, inputs.reward, 0.0).sum(axis=1), Groups.of(arrays.group)
-    n = groups.sum(np.ones(len(total)))
-    centred = total - groups.spread(groups.sum(total) / n)
-    for name, (ddof, epsilon, of_step) in CONVENTIONS.items():
-        if of_step:
-            std = total.std(ddof=min(ddof, len(total) - 1))
-        else:
-            std = groups.spread(np.sqrt(groups.sum(centred**2) / np.maximum(n - ddof, 1)))
-        advantages[name] = np.where(mask, (centred / (std + epsilon))[:, None], 0.0)
-    return advantages
-
-
-def _place(store: RunStore, step: int, rollout: int) -> str:
-    """Return where a rollout stands in its file, or its number where it came from none."""
-    rows = store.rollouts_df([step])
-    if "source_file" in rows:
-        for n, file, record in zip(rows["rollout"], rows["source_file"], rows["source_record"], strict=True):
-            if n == rollout:
-                return f"{file}, record {record}"
-    return f"step {step}, rollout {rollout}"
 
 
 @dataclass(frozen=True)
@@ -292,11 +166,13 @@ class Bookkeeping:
 def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Bookkeeping:
     """Return every check that a run and what is known of its trainer allow."""
     advantages, missing = check_advantages(store), list[str]()
+    config: Any = store.info.get("config") or {}
     if advantages is None:
-        config: Any = store.info.get("config") or {}
-        own = "this run's own estimator made them, so there is nothing to check them against."
+        missing.append("Advantages: none were recorded, so none can be recomputed.")
+    elif not config.get("source") and not advantages.exact:  # not a trainer that somebody else wrote
+        advantages = None
         missing.append(
-            f"Advantages: {'none were recorded, so none can be recomputed.' if config.get('source') else own}"
+            "Advantages: those of this run's own estimator, whose state or settings are not recomputed here."
         )
     weights, norms = None, tuple[NormCheck, ...]()
     first = store.rollouts_df(store.complete_steps()[:1])
@@ -331,23 +207,7 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
 
 def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
     """Return the checks of a run in sentences."""
-    lines, advantages, norms = list[str](), checked.advantages, checked.norms
-    if advantages is None:
-        pass
-    elif names := advantages.exact:
-        lines.append(
-            f"The recorded advantages of {advantages.n_rollouts:,} rollouts are those of {' or '.join(names)}."
-        )
-    elif scaled := advantages.scaled:
-        named = " or ".join(f"{match.factor:.4g} × {match.convention}" for match in scaled)
-        lines.append(f"The recorded advantages of {advantages.n_rollouts:,} rollouts are {named}.")
-    else:
-        best = advantages.matches[0]
-        lines.append(
-            f"No convention reproduces the recorded advantages. The nearest is {best.convention}: "
-            f"{best.n_differ:,} of {advantages.n_rollouts:,} rollouts differ, by up to {best.largest:.3g}; the first "
-            f"is {best.first}."
-        )
+    lines, norms = [] if checked.advantages is None else advantage_lines(checked.advantages), checked.norms
     if norms:
         factor = np.array([check.factor for check in norms])
         lines.append(

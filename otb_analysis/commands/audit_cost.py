@@ -58,7 +58,7 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
     check(config)
     source = source_of(config.rollouts, config)
     layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
-    steps = steps_of(source.records(config.reward_weights), layout)
+    steps = steps_of(source.records(), layout)
     first = next(steps, None)
     if first is None:
         raise InputError(f"{config.rollouts} holds no rollout; pass a file with at least one.")

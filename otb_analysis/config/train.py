@@ -262,7 +262,9 @@ class RecordedConfig:
     """Rollouts per prompt, where the records name no group: so many rows in a row are one. 0 takes rows with the same
     prompt."""
     reward_weights: dict[str, float] = field(default_factory=dict)
-    """Reward columns of TRL with their weights, as name value pairs; by default every number that TRL did not add."""
+    """Reward columns of TRL with their weights, as name value pairs; by default every number that TRL did not add, or
+    the weights that the recorded advantages ask for."""
+    strict: bool = False  # True stops at the first record with a fault that would else be counted and left out.
 
 
 @dataclass(frozen=True)

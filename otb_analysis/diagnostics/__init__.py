@@ -7,6 +7,7 @@ from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holde
 from otb_analysis.diagnostics.changes import ChangePoint, change_points, fall
 from otb_analysis.diagnostics.detectors import DETECTORS, diagnose
 from otb_analysis.diagnostics.findings import Finding, StepSeries
+from otb_analysis.estimators import trained_label, trained_labels
 
 __all__ = [
     "DETECTORS",
@@ -21,4 +22,6 @@ __all__ = [
     "change_points",
     "diagnose",
     "fall",
+    "trained_label",
+    "trained_labels",
 ]

@@ -70,7 +70,7 @@ def reward_groups(rewards: Any) -> list[tuple[object, list[float]]]:
 
 
 @cache
-def dead_share(counts: tuple[int, ...], size: int) -> float:
+def dead_share_of(counts: tuple[int, ...], size: int) -> float:
     """Return the probability that `size` rollouts of one prompt all have the same reward, from G ≥ size recorded ones.
 
     Σ_v C(k_v, n)/C(G, n) over distinct rewards v, each met k_v times: the hypergeometric estimator, the share of all
@@ -95,7 +95,7 @@ def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadG
         shares: dict[object, list[float]] = {}
         for prompt, counts, recorded in counted:
             if recorded >= size:
-                shares.setdefault(prompt, []).append(dead_share(counts, size))
+                shares.setdefault(prompt, []).append(dead_share_of(counts, size))
         table = np.array([[sum(each), len(each)] for each in shares.values()])
         share = cluster_jackknife(table, lambda mean: mean[..., 0] / mean[..., 1], f"dead groups of {size}", "linear")
         assert share is not None

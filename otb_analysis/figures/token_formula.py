@@ -216,7 +216,11 @@ def _advantage(token: dict[str, Any], policy: Any, t: int, estimator: str | None
     plain = f"G − B = {number(to_go)} − {number(baseline)} = {number(to_go - baseline)}"
     if abs(to_go - baseline - advantage) > 1e-4 * max(1.0, abs(advantage)):
         plain += f", rescaled by the estimator to A = {number(advantage)}"
-    return [*lines, (f"baseline of {estimator}", f"B = {number(baseline)}"), ("advantage", plain)]
+    return [
+        *lines,
+        (f"baseline of {estimator or 'training estimator'}", f"B = {number(baseline)}"),
+        ("advantage", plain),
+    ]
 
 
 def _share(token: dict[str, Any], tokens: Any) -> Lines:

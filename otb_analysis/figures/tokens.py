@@ -203,7 +203,7 @@ def prompt_head(rollouts: pd.DataFrame, tokens: pd.DataFrame, estimator: str = "
     else:
         pairs = zip(values[::-1], counts[::-1], strict=True)
         paid = ", ".join(f"{n} × {number(value)}" if n > 1 else number(value) for value, n in pairs)
-    means: Any = rollouts.filter(regex="^reward_").astype(float).mean().dropna()
+    means: Any = rollouts.filter(regex="^reward_").apply(pd.to_numeric, errors="coerce").mean().dropna()
     if len(means) > 1:
         parts = (f"{name.removeprefix('reward_')} {number(mean)}" for name, mean in means.items())
         paid += f" (means of parts: {', '.join(parts)})"

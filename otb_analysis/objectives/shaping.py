@@ -5,9 +5,9 @@ per rollout. Shaping that looks at a group's outcome, or drops groups by it, cha
 estimators are unbiased for the shaped reward at best.
 
 A filter says with which probability a rollout stays in the batch, once its reward is known. The trainer samples again
-until the batch is full (`training.filling`). So rollouts are no longer i.i.d. from the policy: those that a `rollout`
+until the batch is full. So rollouts are no longer i.i.d. from the policy: those that a `rollout`
 filter keeps are i.i.d. from π(y)·k(y)/E k, and a `group` filter keeps whole groups by their outcome.
-`studies.lib.enumeration.filters` shows what that does to the mean of an update.
+`studies.lib.enumeration.objectives` shows what that does to the mean of an update.
 """
 
 from dataclasses import dataclass

@@ -2,14 +2,33 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
+
+import numpy as np
 
 from otb_analysis.custom import import_attribute, is_custom, plugins
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.phases import note
-from otb_analysis.recorded.readers import art, miles_columns, nemo_rl, plain, prime_rl, slime, trl, verl
+from otb_analysis.recorded.readers import (
+    NEMO_RL_COLUMNS,
+    OPEN_INSTRUCT_COLUMNS,
+    PLAIN_COLUMNS,
+    PRIME_RL_COLUMNS,
+    SLIME_COLUMNS,
+    art,
+    last_outputs,
+    miles_columns,
+    nemo_rl,
+    open_instruct,
+    plain,
+    prime_rl,
+    slime,
+    trl,
+    trl_weights,
+    verl,
+)
 from otb_analysis.recorded.records import (
     SUFFIXES,
     Fields,
@@ -21,12 +40,14 @@ from otb_analysis.recorded.records import (
     rows_of,
     suffix_of,
 )
-from otb_analysis.recorded.traces import traces_of, verifiers, with_annotations
+from otb_analysis.recorded.traces import PER_TOKEN, traces_of, verifiers, with_annotations
 
 NOT_AS_WRITTEN = (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError)
 """What reading a row raises that has another form than its format."""
 OPTIONAL = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion", "grad_norm")
 """Fields that all records of a source have, or none, beside their columns."""
+WEIGHED = 4096
+"""Rows of which the weights of reward columns are found."""
 Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
 """Makes a record of a row, or None of a row that is no rollout; gets the reward columns' weights too."""
 
@@ -42,7 +63,9 @@ class Format:
     # What its files are called in a directory; the first pattern that finds any counts.
     names: tuple[str, ...] = ("*",)
     not_named: str = ""  # Files with this in their names are others'
+    columns: Mapping[str, str] = field(default_factory=dict)  # Our columns → the file's own names, as errors say them
     unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
+    reward: str = ""  # The field with the reward, where a record without a finite one is left out
     folder: str = ""  # What the folder of its files is called; empty where it may have any name
     # What other files know of all rows, added; gets the rows, their files and the tally
     fold: Callable[[Iterable[tuple[Place, Row]], Sequence[Path], Tally], Iterable[tuple[Place, Row]]] = (
@@ -57,34 +80,41 @@ FORMATS: dict[str, Format] = {
     ),
     "verl": Format(
         "verl's {step}.jsonl (trainer.rollout_data_dir)",
-        frozenset({"input", "output", "score", "step"}), verl, names=("[0-9]*.jsonl",),
+        frozenset({"input", "output", "score", "step"}), verl, names=("[0-9]*.jsonl",), fold=last_outputs,
+        reward="score",
     ),
     "art": Format(
         "ART's trajectories/{split}/{step}.parquet",
-        frozenset({"group_index", "messages", "reward"}), art, names=("*.parquet",),
+        frozenset({"group_index", "messages", "reward"}), art, names=("*.parquet",), reward="reward",
     ),
     "prime_rl": Format(
         "prime-rl's token_exports/step_N/rank_R.jsonl (before September 2026)",
         frozenset({"token_ids", "loss_mask", "inference_logprobs", "export_sequence_idx"}), prime_rl,
-        names=("rank_*.jsonl",),
+        names=("rank_*.jsonl",), columns=PRIME_RL_COLUMNS,
     ),
     "prime_rl_traces": Format(
         "prime-rl's monitors/file/traces/stream/*.jsonl[.zst] with its annotations (since September 2026)",
         frozenset({"nodes", "rewards"}), verifiers, unfold=traces_of,
-        names=("stream/[0-9]*.jsonl*",), folder="stream", fold=with_annotations,
+        names=("stream/[0-9]*.jsonl*",), folder="stream", fold=with_annotations, columns=PER_TOKEN,
     ),
     "verifiers": Format(
         "traces.jsonl of verifiers and of prime-rl's rollouts/step_N",
         frozenset({"nodes", "rewards"}), verifiers, unfold=traces_of,
-        names=("train/effective/traces.jsonl", "traces.jsonl*"),
+        names=("train/effective/traces.jsonl", "traces.jsonl*"), columns=PER_TOKEN,
     ),
     "nemo_rl": Format(
         "NeMo-RL's train_data_stepN.jsonl",
         frozenset({"token_ids", "token_loss_mask", "rewards"}), nemo_rl, names=("train_data_step*.jsonl",),
+        columns=NEMO_RL_COLUMNS,
+    ),
+    "open_instruct": Format(
+        "open-instruct's {run}_rollouts_{n}.jsonl (save_traces)",
+        frozenset({"prompt_idx", "prompt_tokens", "response_tokens", "reward", "step"}), open_instruct,
+        names=("*_rollouts_*.jsonl",), columns=OPEN_INSTRUCT_COLUMNS, reward="reward",
     ),
     "slime": Format(
         "slime's and miles's rollout_data/{id}.pt and train_data/{id}.pt",
-        frozenset({"tokens"}), slime, names=("*.pt",), not_named="eval_",
+        frozenset({"tokens"}), slime, names=("*.pt",), not_named="eval_", columns=SLIME_COLUMNS,
     ),
     "miles_columns": Format(
         "miles's dashboard_columns/rollout_{id}.parquet",
@@ -93,7 +123,8 @@ FORMATS: dict[str, Format] = {
     ),
     "plain": Format(
         "JSON lines or Parquet with prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs]",
-        frozenset({"prompt", "completion", "reward"}), plain,
+        frozenset({"prompt", "completion", "reward"}), plain, names=("*.arrow", "*"), columns=PLAIN_COLUMNS,
+        reward="reward",
     ),
 }  # fmt: skip
 """Formats by name, in the order in which they are tried."""
@@ -107,20 +138,31 @@ class Source:
     name: str  # Of the format
     files: tuple[Path, ...]
     tally: Tally  # What was seen while reading
+    weights: Mapping[str, float] = field(default_factory=dict)  # Of reward columns, where a row has several
 
     @property
     def format(self) -> Format:
         """The format itself."""
         return format_of(self.name)
 
-    def records(self, weights: Mapping[str, float] | None = None) -> Iterator[RecordedRollout]:
+    def weighed(self, weights: Mapping[str, float]) -> "Source":
+        """Return the source with weights of its reward columns: as given, or those of the recorded advantages."""
+        if weights or self.format.read is not trl:
+            return replace(self, weights=weights)
+        rows = (row for file in self.files for _, row in rows_of(file, Tally()))
+        weights, said = trl_weights(islice(rows, WEIGHED))
+        if said:
+            note(f"{said}.")
+        return replace(self, weights=weights)
+
+    def records(self) -> Iterator[RecordedRollout]:
         """Yield every rollout, file after file; none is kept.
 
         Raises:
             InputError: A file cannot be read, a record is not whole, or records differ in what they have.
         """
         first: RecordedRollout | None = None
-        for record in self._read(weights or {}):
+        for record in self._read():
             first = first or record
             had, has = (
                 {name for name in OPTIONAL if getattr(one, name) is not None} | {*one.columns}
@@ -133,18 +175,22 @@ class Source:
                     f"{one.place} has {part} but {other.place} has not; write the same fields into every record, or "
                     "pass those that differ as separate runs."
                 )
-            yield checked(record, self.tally)
+            yield checked(record, self.tally, self.format.columns)
         if first is None:
             raise InputError(f"{self.path} holds no rollouts; pass a file with at least one record.")
 
-    def _read(self, weights: Mapping[str, float]) -> Iterator[RecordedRollout]:
+    def _read(self) -> Iterator[RecordedRollout]:
         kind = self.format
         place: object = f"the first record of {self.path}"
         rows = chain.from_iterable(rows_of(file, self.tally) for file in self.files)
         try:
             unfolded = ((place, one) for place, row in rows for one in kind.unfold(row))
             for place, row in kind.fold(unfolded, self.files, self.tally):
-                record = kind.read(Fields(place, row), self.tally, weights)
+                paid = row.get(kind.reward, 0.0)
+                if paid is None or (isinstance(paid, float) and not np.isfinite(paid)):
+                    self.tally.fault(f"record without a finite {kind.reward} was left out", place)
+                    continue
+                record = kind.read(Fields(place, row), self.tally, self.weights)
                 if record is not None:
                     yield record
         except InputError:
@@ -194,7 +240,10 @@ def find_source(path: Path, name: str = "auto") -> Source:
             return Source(path, one, files, Tally())
     files = _files(path, FORMATS["plain"])
     if not files:
-        raise InputError(f"{path} has no file that ends in {', '.join(SUFFIXES)}; pass what another trainer wrote.")
+        raise InputError(
+            f"{path} has no file that ends in {', '.join(SUFFIXES)}; pass what another trainer wrote, or convert it to "
+            "JSON lines or Parquet."
+        )
     if name != "auto":
         called = " or ".join(format_of(name).names)
         raise InputError(f"{path} has no file of the format {name}, which are called {called}.")

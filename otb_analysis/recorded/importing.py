@@ -134,10 +134,14 @@ def _scalars(step: RecordedStep, texts: Sequence[Mapping[str, Any]]) -> dict[str
         if all(name in record.columns for record in records):
             lists = [(record.columns[name], record.policy_tokens) for record in records]
             values = np.concatenate([values if mask is None else values[mask] for values, mask in lists])
+            values = values[~np.isnan(values)]
             inside |= {name: values} if values.size else {}
     scalars |= {f"{name}_mean": float(inside[name].mean()) for name in ("logprob", "entropy") if name in inside}
     if "logprob" in inside and "behavior_logprob" in inside:
-        mismatch = inside["logprob"] - inside["behavior_logprob"]
+        apart = [record.columns["logprob"] - record.columns["behavior_logprob"] for record in records]
+        masks = [record.policy_tokens for record in records]
+        mismatch = np.concatenate([d if mask is None else d[mask] for d, mask in zip(apart, masks, strict=True)])
+        mismatch = mismatch[~np.isnan(mismatch)]
         scalars |= {"mismatch_mean": float(mismatch.mean()), "mismatch_max": float(np.abs(mismatch).max())}
     return scalars | step.logged_norm
 

@@ -4,22 +4,28 @@ Each is one function of a row's fields, a tally and the reward columns' weights;
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import cast, get_args
 
 import numpy as np
 
 from otb_analysis.errors import InputError
-from otb_analysis.recorded.records import Fields, Message, RecordedRollout, Tally, number_in
+from otb_analysis.recorded.records import Fields, Message, Place, RecordedRollout, Row, Tally, number_in
 from otb_analysis.types import Bool, FinishReason, Float
 
 ADDED_BY_TRL = ("step", "advantage", "mode")
 """Numbers in TRL's tables that are no rewards."""
+PARALLEL = 1e-3
+"""Weights give the advantages where they leave less than this share of the rewards' norm: float32, rounding."""
 PADDING = re.compile(r"pad[0-9a-f]{32}")
 """How the uid of a row begins that verl made up to fill a batch."""
 PADDED = "synthetic padding row of verl was left out"
 UNSCORED = "reward function of TRL gave no number (NaN) and counts as 0, as TRL counts it"
+UNSCORABLE = "completion that no reward function could score is left out, as TRL leaves it out of the baseline"
 FAILED = "message without a text (content is null) counts as empty"
+EARLIER = "output before the last of its session was left out: only the last enters verl's baseline"
 UNFINISHED = "sample of slime that was aborted, or wholly masked, was left out"
 EXCLUDED = "sample was left out of the loss by its trainer (sample_loss_mask 0) and is kept here"
 SLIME_ENDS: dict[str, FinishReason] = {"completed": "stop", "truncated": "length"}
@@ -31,6 +37,7 @@ PRIME_RL_COLUMNS = {
     "entropy": "entropy",
     "advantage": "advantages",
 }
+OPEN_INSTRUCT_COLUMNS = {"behavior_logprob": "logprobs"}
 NEMO_RL_COLUMNS = {"behavior_logprob": "generation_logprobs", "logprob": "prev_logprobs"}
 SLIME_COLUMNS = {"behavior_logprob": "rollout_log_probs", "logprob": "log_probs", "advantage": "advantages"}
 
@@ -74,26 +81,29 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         mask=fields.flags("mask") if "mask" in fields else None,
         finish_reason=cast(FinishReason, reason),
         columns=fields.columns(PLAIN_COLUMNS),
+        advantage=fields.real("advantage") if "advantage" in fields else None,
         grad_norm=fields.number("grad_norm") if "grad_norm" in fields else None,
     )
 
 
-def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
+def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout | None:
     """Read a row of TRL: the reward is the weighted sum of its reward columns, by default of every number.
+
+    None for a completion that no reward function could score, which TRL leaves out of the baseline.
 
     Raises:
         InputError: It has no reward column, or lacks one that was asked for.
     """
     row = fields.row
-    numbers = [n for n, x in row.items() if x is None or (isinstance(x, int | float) and not isinstance(x, bool))]
-    used = dict(weights) or {name: 1.0 for name in numbers if name not in ADDED_BY_TRL}
+    used = dict(weights) or dict.fromkeys(reward_columns(row), 1.0)
     if not used:
         raise InputError(f"{fields.place} has no reward column, which is a number; it has {', '.join(row)}.")
     # NaN is the number that differs from itself.
     parts = {name: fields.number(name) for name in used if name in fields and row[name] == row[name]}
-    tally[UNSCORED] += len(used) - len(parts)
     if not parts:
-        raise InputError(f"{fields.place}: no reward function gave a number ({', '.join(used)}); leave the row out.")
+        tally.fault(UNSCORABLE, fields.place)
+        return None
+    tally[UNSCORED] += len(used) - len(parts)
     return RecordedRollout(
         place=fields.place,
         reward=sum(used[name] * value for name, value in parts.items()),
@@ -101,7 +111,95 @@ def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedR
         completion=fields.text("completion"),
         stripped=True,
         step=fields.whole_number("step"),
+        advantage=fields.real("advantage"),
         reward_parts=parts,
+    )
+
+
+def reward_columns(row: Row) -> list[str]:
+    """Return the columns of TRL's table that may be rewards: numbers that TRL did not add."""
+    numbers = [n for n, x in row.items() if x is None or (isinstance(x, int | float) and not isinstance(x, bool))]
+    return [name for name in numbers if name not in ADDED_BY_TRL]
+
+
+def trl_weights(rows: Iterable[Row]) -> tuple[dict[str, float], str]:
+    """Return the weights of TRL's reward columns that the recorded advantages agree with, and what to say of them.
+
+    TRL writes rewards without their weights (`reward_weights`), and numbers that a reward function logged beside them.
+    An advantage is the centred reward of its group, over a standard deviation or not. So the weights w are those with
+    which X_g w, the centred columns of group g, is parallel to its advantages: the smallest eigenvector of
+    Σ_g X_gᵀ(I − â_g â_gᵀ)X_g. Where plain least squares of A on X fits, it gives their scale too; else the first
+    column weighs 1. They are looked for where the plain sum of all columns does not agree.
+    """
+    parts: list[list[tuple[float, list[float]]]] = []
+    names, before = list[str](), None
+    for row in rows:
+        names = names or reward_columns(row)
+        values = [float("nan") if row.get(name) is None else float(row[name]) for name in names]
+        if (key := (row["step"], row["prompt"])) != before:
+            parts.append([])
+        before = key
+        if not np.isnan(values).all() and row.get("advantage") is not None:
+            parts[-1].append((float(row["advantage"]), values))
+    groups = [(np.array([a for a, _ in g]), np.nan_to_num(np.array([x for _, x in g]))) for g in parts if len(g) > 1]
+    groups = [(a, x - x.mean(axis=0)) for a, x in groups if np.isfinite(a).all() and np.isfinite(x).all()]
+    everything = dict.fromkeys(names, 1.0)
+    if not groups or not any(a.any() for a, _ in groups):
+        return everything, ""
+    a, x = (np.concatenate(both) for both in zip(*groups, strict=True))
+    unit = [a / (np.linalg.norm(a) or 1.0) for a, _ in groups]
+    across = np.concatenate([x - np.outer(u, u @ x) for u, (_, x) in zip(unit, groups, strict=True)])
+
+    def agrees(w: Float) -> bool:
+        """Whether the centred rewards are parallel to the advantages of every group, and of their sign."""
+        size, along = np.linalg.norm(x @ w), float(a @ (x @ w))
+        return along > 0 and float(np.linalg.norm(across @ w)) < PARALLEL * float(size)
+
+    plain = np.ones(len(names))
+    said = " + ".join(names)
+    if agrees(plain):
+        return everything, f"reward = {said}; the recorded advantages agree"
+    scale = np.linalg.norm(x, axis=0)
+    varies = scale > 1e-9 * scale.max(initial=1e-300)
+    inverse = np.where(varies, 1 / np.where(varies, scale, 1.0), 0.0)
+    w, *_ = np.linalg.lstsq(x * inverse, a, rcond=None)
+    exact = np.linalg.norm(a - (x * inverse) @ w) < PARALLEL * np.linalg.norm(a)
+    if not exact:
+        _, _, right = np.linalg.svd((across * inverse)[:, varies], full_matrices=False)
+        w = np.zeros(len(names))
+        w[varies] = right[-1] * np.sign(a @ ((x * inverse)[:, varies] @ right[-1]))
+    w = np.where(np.abs(w) > PARALLEL * np.abs(w).max(), w, 0.0) * inverse
+    w = w if exact else w / np.abs(w[np.flatnonzero(w)[0]])
+    short = np.array([float(f"{one:.3g}") for one in w])
+    w = short if agrees(short) else w
+    if not agrees(w):
+        return everything, (
+            f"reward = {said}, but no weights of these columns give the recorded advantages; pass --reward-weights "
+            "with those that trained"
+        )
+    parts_of = (f"{'−' if one < 0 else '+'} {abs(one):g} × {name}" for name, one in zip(names, w, strict=True) if one)
+    weighed = " ".join(parts_of).removeprefix("+ ").replace(" 1 × ", " ").removeprefix("1 × ")
+    return {name: float(one) for name, one in zip(names, w, strict=True) if one}, (
+        f"reward = {weighed}: the weights that give the recorded advantages, which the plain sum {said} does not; "
+        "--reward-weights sets others"
+    )
+
+
+def open_instruct(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
+    """Read a rollout of open-instruct: token ids, one advantage, and the number of its prompt within the step."""
+    ids, prompt = fields.ids("response_tokens"), fields.whole_number("prompt_idx")
+    end = str(fields.row.get("finish_reason"))
+    return RecordedRollout(
+        place=fields.place,
+        reward=fields.number("reward"),
+        group=prompt,
+        step=fields.whole_number("step"),
+        prompt_ids=fields.ids("prompt_tokens"),
+        ids=ids,
+        mask=fields.flags("response_mask") if "response_mask" in fields else None,
+        finish_reason=cast(FinishReason, end) if end in get_args(FinishReason) else "unknown",
+        columns=fields.columns(OPEN_INSTRUCT_COLUMNS),
+        advantage=fields.real("advantage") if "advantage" in fields else None,
     )
 
 
@@ -128,6 +226,26 @@ def verl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorded
         group=None if uid is None else uid.rsplit("_", 2)[0],
         step=fields.whole_number("step"),
     )
+
+
+def last_outputs(rows: Iterable[tuple[Place, Row]], files: Sequence[Path], tally: Tally) -> Iterator[tuple[Place, Row]]:
+    """Yield of every session the last output, with the prompt of its first one; V1 gives the rest its advantage.
+
+    A session's outputs are in one file, one step.
+    """
+    for _, part in groupby(rows, key=lambda one: one[0].file):
+        sessions: dict[str, list[tuple[int, Place, Row]]] = {}
+        for place, row in part:
+            session, _, output = str(row.get("uid") or "").rpartition("_")
+            if session.count("_") and output.isdecimal() and not PADDING.match(session):
+                sessions.setdefault(session, []).append((int(output), place, row))
+            else:
+                yield place, row
+        for outputs in sessions.values():
+            outputs.sort(key=lambda one: one[0])
+            for _, place, _ in outputs[:-1]:
+                tally.note(EARLIER, place)
+            yield outputs[-1][1], {**outputs[-1][2], "input": outputs[0][2].get("input")}
 
 
 def art(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
@@ -242,8 +360,9 @@ def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         InputError: The reward is a dict or only normalised, or the response is longer than all tokens.
     """
     place, row = fields.place, fields.row
-    mask = next((fields.flags(name) for name in ("loss_mask", "loss_masks") if name in fields), None)
-    if row.get("status") in ("aborted", "pending") or (mask is not None and not mask.any()):
+    idle = row.get("status") in ("aborted", "pending")
+    mask = None if idle else next((fields.flags(n) for n in ("loss_mask", "loss_masks") if n in fields), None)
+    if idle or (mask is not None and not mask.any()):
         tally[UNFINISHED] += 1
         return None
     tokens = fields.ids("tokens")

@@ -1,6 +1,6 @@
 """Rows of files, one after the other, and one recorded rollout, whoever wrote it: what must hold of it.
 
-Files are JSON lines, Parquet, and PyTorch files without code in them.
+Files are JSON lines, JSON arrays, tables of trackers, Parquet, Arrow, and PyTorch files without code in them.
 """
 
 import io
@@ -10,7 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +24,13 @@ from otb_analysis.extras import require
 from otb_analysis.types import Bool, FinishReason, Float
 
 Row = Mapping[str, Any]
-SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json", ".parquet", ".pt")
+_JSON = (".jsonl", ".ndjson", ".json")
+SUFFIXES = (*_JSON, *(f"{one}.{packed}" for one in _JSON for packed in ("zst", "gz")), ".parquet", ".arrow", ".pt")
 COMPRESSED = {".zst": "zstd", ".gz": "gzip"}
 BATCH = 64
 """Rows of a Parquet file that are in memory at once."""
-Tally = Counter[str]
-"""What was seen on the way and is no error, by sentence; counted, and told at the end."""
+NAMED = 3
+"""Places that are told with each sentence."""
 CUT = "record at the end of a file was cut off and left out; all before it were kept"
 UNREAD = "placeholder outside the mask was not read"
 LOGPROBS = ("behavior_logprob", "logprob")
@@ -37,6 +38,42 @@ COLUMNS = (*LOGPROBS, "entropy", "advantage")
 """Per-token columns: the sampler's and the trainer's log-probabilities in nats, entropy in nats, advantages."""
 ABOVE_ZERO = 1e-3
 """A log-probability may exceed 0 by this much: rounding."""
+
+
+class Tally(Counter[str]):
+    """What was seen on the way and is no error, by sentence; counted, and told at the end with the first places."""
+
+    strict = False
+    """True where a fault ends the reading."""
+
+    def __init__(self, seen: Mapping[str, int] | None = None) -> None:
+        super().__init__(seen or {})
+        self.places: dict[str, list[str]] = {}
+
+    def note(self, sentence: str, where: object) -> None:
+        """Count what one record shows."""
+        self[sentence] += 1
+        first = self.places.setdefault(sentence, [])
+        if len(first) < NAMED:
+            first.append(where.short if isinstance(where, Place) else str(where))
+
+    def fault(self, sentence: str, where: object) -> None:
+        """Count what is wrong with one record, the rest of which can be used.
+
+        Raises:
+            InputError: Reading is strict.
+        """
+        if self.strict:
+            raise InputError(f"{where}: {sentence}; mend it, or read without --strict.")
+        self.note(sentence, where)
+
+    def lines(self) -> list[str]:
+        """Return what was seen in sentences."""
+        lines = []
+        for sentence, times in (+self).items():
+            places = "; ".join([*self.places.get(sentence, ()), *(["…"] if times > NAMED else [])])
+            lines.append(f"{times:,} × {sentence}{f' ({places})' if sentence in self.places else ''}.")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -50,15 +87,20 @@ class Place:
         """Return it as errors say it."""
         return f"{self.file}, record {self.number}"
 
+    @property
+    def short(self) -> str:
+        """The place without the folder."""
+        return f"{self.file.name}, record {self.number}"
+
 
 def suffix_of(path: Path) -> str:
     """Return the ending that says how a file is read, empty where it cannot be read."""
-    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), "")
+    return next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), "")
 
 
 def number_in(path: Path) -> int | None:
     """Return the last whole number of a file's name, which is its step; None where it has none."""
-    numbers = re.findall(r"\d+", path.name.removesuffix(suffix_of(path)))
+    numbers = re.findall(r"\d+", path.name[: len(path.name) - len(suffix_of(path))])
     return int(numbers[-1]) if numbers else None
 
 
@@ -70,7 +112,10 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
     """
     suffix = suffix_of(path)
     if not path.is_file() or not suffix:
-        raise InputError(f"{path} is no file that can be read; pass one that ends in {', '.join(SUFFIXES)}.")
+        raise InputError(
+            f"{path} is no file that can be read; convert it to JSON lines or Parquet, or pass one that ends in "
+            f"{', '.join(SUFFIXES)}."
+        )
     try:
         if suffix == ".pt":
             yield from ((Place(path, number), row) for number, row in enumerate(_pickled(path), start=1))
@@ -78,19 +123,37 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             with pq.ParquetFile(path) as file:
                 rows = (row for batch in file.iter_batches(batch_size=BATCH) for row in batch.to_pylist())
                 yield from ((Place(path, number), row) for number, row in enumerate(rows, start=1))
+        elif suffix == ".arrow":
+            with pa.memory_map(str(path)) as mapped:
+                try:
+                    batches = iter(pa.ipc.open_stream(mapped))  # as Hugging Face's datasets write it
+                except pa.ArrowInvalid:
+                    opened = pa.ipc.open_file(mapped)
+                    batches = (opened.get_batch(n) for n in range(opened.num_record_batches))
+                rows = (row for batch in batches for row in batch.to_pylist())
+                yield from ((Place(path, number), row) for number, row in enumerate(rows, start=1))
         else:
-            yield from _json_lines(path, tally)
+            yield from _json_rows(path, tally)
     except (OSError, pa.ArrowException) as error:
         whole = "a Parquet file is read from its end, so one that was cut off is lost; " if suffix == ".parquet" else ""
         raise InputError(f"{path} cannot be read ({_first_line(error)}); {whole}write it again.") from error
 
 
-def _json_lines(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
-    if compression := COMPRESSED.get(path.suffix):
+def _json_rows(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
+    """Yield the rows of JSON lines, of one array of objects, or of one table as W&B and trackio write it."""
+    if compression := COMPRESSED.get(path.suffix.lower()):
         opened = io.BufferedReader(cast(io.RawIOBase, pa.input_stream(str(path), compression=compression)))
     else:
         opened = path.open("rb")
     with opened as file:
+        first = file.peek(1)[:1]
+        while first.isspace():
+            file.read(1)
+            first = file.peek(1)[:1]
+        if first == b"[":
+            for number, row in enumerate(_parsed(file.read(), Place(path, 1), "an array of objects"), start=1):
+                yield Place(path, number), _object(row, Place(path, number))
+            return
         for number in count(1):
             try:
                 line = file.readline()
@@ -104,16 +167,43 @@ def _json_lines(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             if not line.strip():
                 continue
             place = Place(path, number)
+            if number == 1 and line.strip() == b"{":  # one object over many lines
+                line += file.read()
             try:
-                row = json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    tally[CUT] += 1
-                    return
-                raise InputError(f"{place} is no JSON ({_first_line(error)}); write one object per line.") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{place} is a {type(row).__name__}; write one JSON object per line.")
+                row = _object(_parsed(line, place, "one object per line"), place)
+            except InputError:
+                if line.endswith(b"\n"):
+                    raise
+                tally[CUT] += 1
+                return
+            if isinstance(names := row.get("columns"), list) and isinstance(row.get("data"), list) and number == 1:
+                for n, values in enumerate(row["data"], start=1):
+                    yield Place(path, n), dict(zip(names, values, strict=True))
+                return
             yield place, row
+
+
+def _parsed(text: bytes, place: Place, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place} is no JSON ({_first_line(error)}); write {expected}.") from error
+
+
+def _object(row: object, place: Place) -> Row:
+    if not isinstance(row, dict):
+        raise InputError(f"{place} is a {type(row).__name__}; write one JSON object per record.")
+    return row
+
+
+def _numpy_parts() -> list[Any]:
+    """Return what rebuilds NumPy's numbers and arrays, all that is unpickled beside PyTorch's own; it runs no code."""
+    types = {type(np.dtype(name)) for name in ("bool", *np.typecodes["AllInteger"], *np.typecodes["Float"])}
+    array: Any = np.array(0).__reduce__()[0]
+    scalar: Any = np.float64(0).__reduce__()[0]
+    # What another version of NumPy calls them.
+    old = [(one, f"numpy.core.multiarray.{one.__name__}") for one in (array, scalar)]
+    return [array, scalar, np.ndarray, np.dtype, *types, *old]
 
 
 def _pickled(path: Path) -> list[Row]:
@@ -125,7 +215,8 @@ def _pickled(path: Path) -> list[Row]:
     import torch
 
     try:
-        pack = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_numpy_parts()):
+            pack = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise InputError(
             f"{path} holds more than tensors, numbers, texts, lists and dicts, or is broken; loading the rest could "
@@ -182,6 +273,7 @@ class RecordedRollout:
     mask: Bool | None = None  # True where the policy sampled the token [T]; None means everywhere
     finish_reason: FinishReason = "unknown"
     columns: Mapping[str, Float] = field(default_factory=dict)  # Of COLUMNS, one number per completion token [T]
+    advantage: float | None = None  # The trainer's for the whole rollout, where it has one for all tokens
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     grad_norm: float | None = None  # ‖ḡ‖ of its step's update, before clipping
 
@@ -210,8 +302,10 @@ class RecordedRollout:
         return np.ones(len(self.ids), bool) if self.mask is None else self.mask
 
 
-def checked(record: RecordedRollout, tally: Tally) -> RecordedRollout:
+def checked(record: RecordedRollout, tally: Tally, names: Mapping[str, str]) -> RecordedRollout:
     """Return a record that is whole; placeholders outside its mask are counted, and not looked at.
+
+    Numbers that are not finite count as not recorded (NaN). `names` are the file's own names of `COLUMNS`.
 
     Raises:
         InputError: A list has the wrong length, or holds numbers that cannot be; the sentence names the record.
@@ -225,24 +319,28 @@ def checked(record: RecordedRollout, tally: Tally) -> RecordedRollout:
         if len(values) != tokens:
             shift = " (a list that is off by one belongs to other tokens)" if abs(len(values) - tokens) == 1 else ""
             raise InputError(
-                f"{place}: {name} has {len(values)} entries but there are {tokens} completion tokens{shift}; "
-                "write one per token."
+                f"{place}: {names.get(name, name)} has {len(values)} entries but there are {tokens} completion "
+                f"tokens{shift}; write one per token."
             )
     for name, values in record.columns.items():
-        inside = np.arange(len(values)) if sampled is None else np.flatnonzero(sampled)
+        theirs, inside = names.get(name, name), np.arange(len(values)) if sampled is None else np.flatnonzero(sampled)
         if len(odd := inside[~np.isfinite(values[inside])]):
-            t = odd[0]
-            raise InputError(f"{place}: {name} of completion token {t} is {values[t]}; write a finite number.")
+            tally.fault(f"{theirs} not a finite number, and so not recorded", f"{place.short}, token {odd[0]}")
+            record = replace(record, columns={**record.columns, name: np.where(np.isfinite(values), values, np.nan)})
         if name in LOGPROBS and len(above := inside[values[inside] > ABOVE_ZERO]):
             t = above[0]
             raise InputError(
-                f"{place}: {name} of completion token {t} is {values[t]:.4g}, and no log-probability is above 0; "
+                f"{place}: {theirs} of completion token {t} is {values[t]:.4g}, and no log-probability is above 0; "
                 "write natural logarithms of probabilities."
             )
         if name in LOGPROBS and len(inside) > 1 and not values[inside].any():
             raise InputError(
-                f"{place}: {name} is 0 at all {len(inside)} policy tokens, which is a placeholder; leave the list out."
+                f"{place}: {theirs} is 0 at all {len(inside)} policy tokens, which is a placeholder; leave the list "
+                "out."
             )
+    if record.advantage is not None and not np.isfinite(record.advantage):
+        tally.fault(f"{names.get('advantage', 'advantage')} not a finite number, and so not recorded", place)
+        record = replace(record, advantage=np.nan)
     if record.columns and sampled is not None and not sampled.all():
         tally[UNREAD] += int((~sampled).sum())
     return record
@@ -275,6 +373,11 @@ class Fields:
         if not np.isfinite(value):
             raise InputError(f"{self.place}: {name} is {value}; write a finite number, or leave the rollout out.")
         return float(value)
+
+    def real(self, name: str) -> float:
+        """Return a number, which may be infinite or NaN; NaN also where it is null or missing."""
+        value: Any = self.row.get(name)
+        return self.number(name) if value is not None and np.all(np.isfinite(value)) else float("nan")
 
     def whole_number(self, name: str) -> int:
         """Return a whole number from 0 that a table can hold, also where it was written as a text."""

@@ -1,10 +1,10 @@
 """Recorded rollouts as a run: records cut into steps of whole groups, and the run begun, gone on with and ended."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ PLACE = ("run", "root", "if_exists", "source", "device")
 """Parts of a stored configuration that may differ when a run goes on: they change where it is, not what it holds."""
 GIVEN = {"energy", "turn", "token_id", "entropy"}
 """What an estimator may need here; a critic's values, ratios and exact norms at every step are not there."""
+ALONE = (
+    "step whose rollouts are each a group of one, though prompts repeat: here they are groups by prompt, but the "
+    "trainer's baseline saw one rollout"
+)
 REPEATED = "step has the rollouts of the step before it (TRL writes a batch again at every pass over it)"
 
 
@@ -54,11 +58,16 @@ class RecordedStep:
 
     @property
     def provenance(self) -> dict[str, object]:
-        """Columns of `rollouts` that say where each record stood."""
-        return {
+        """Columns of `rollouts` that say where each record stood, and the trainer's advantage of the whole rollout."""
+        columns: dict[str, object] = {
             "source_file": [record.place.file.name for record in self.records],
             "source_record": [record.place.number for record in self.records],
         }
+        given = [record.advantage for record in self.records]
+        if any(advantage is not None for advantage in given):
+            values = np.array(given, np.float64)
+            columns["recorded_advantage"] = np.ma.masked_array(values, mask=np.isnan(values))
+        return columns
 
     @property
     def logged_norm(self) -> dict[str, object]:
@@ -77,34 +86,58 @@ class RecordedStep:
         return {} if first.grad_norm is None else {"grad_norm": first.grad_norm}
 
 
-def steps_of(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
+def steps_of(records: Iterable[RecordedRollout], layout: Layout, tally: Tally | None = None) -> Iterator[RecordedStep]:
     """Yield steps in their order, one in memory; where records name none, so many groups in a row are one, from 0.
 
+    A step that comes again behind later ones is that of a run that was resumed: it and those behind it replace what was
+    yielded before. `tally` counts what is odd about groups.
+
     Raises:
-        InputError: Steps do not ascend, a group is not in one piece or has two prompts, or a prompt is in two groups.
+        InputError: Steps jump back and forth, a group is not in one piece or has two prompts.
     """
+    tally = Tally() if tally is None else tally
     stream = iter(records)
     first = next(stream, None)
     if first is None:
         return
     if first.step is None:
-        yield from _counted_steps(chain([first], stream), layout)
+        yield from _counted_steps(chain([first], stream), layout, tally)
         return
     part, before = [first], first.step
+    sizes: dict[int, int] = {}  # Step → rollouts of the attempt that counts
     for record in stream:
-        if record.step is None or record.step < before:
-            raise InputError(
-                f"{record.place} is of step {record.step} but comes behind step {before}; sort the records by step, or "
-                "pass each run's files alone."
-            )
+        if record.step is None:
+            raise InputError(f"{record.place} has no step but those before it have; write it into every record.")
         if record.step != before:
-            yield grouped(before, part, layout)
+            yield from _finished(part, sizes, layout, tally)
+            if record.step < before and record.step not in sizes:
+                raise InputError(
+                    f"{record.place} is of step {record.step} but comes behind step {before}; sort the records by "
+                    "step, or pass each run's files alone."
+                )
             part, before = [], record.step
         part.append(record)
-    yield grouped(before, part, layout)
+    yield from _finished(part, sizes, layout, tally)
 
 
-def _counted_steps(records: Iterable[RecordedRollout], layout: Layout) -> Iterator[RecordedStep]:
+def _finished(
+    part: list[RecordedRollout], sizes: dict[int, int], layout: Layout, tally: Tally
+) -> Iterator[RecordedStep]:
+    """Yield a step; one that was there before must be a whole second attempt, and takes the later ones away."""
+    step, place = int(part[0].step or 0), part[0].place
+    if step in sizes and sizes[step] != len(part):
+        raise InputError(
+            f"{place} goes on with step {step}, of which there were {sizes[step]} records before and are {len(part)} "
+            "here; sort the records by step, or pass each attempt of a resumed run alone."
+        )
+    for later in [one for one in sizes if one >= step]:
+        tally.note("step was replaced by a later attempt (the run was resumed)", f"step {later}, {place.short}")
+        del sizes[later]
+    sizes[step] = len(part)
+    yield grouped(step, part, layout, tally)
+
+
+def _counted_steps(records: Iterable[RecordedRollout], layout: Layout, tally: Tally) -> Iterator[RecordedStep]:
     """Yield a step for so many groups in a row; a group that comes back after it ended is refused."""
     part: list[RecordedRollout] = []
     keys: list[Hashable] = []  # Of the groups in `part`
@@ -126,33 +159,33 @@ def _counted_steps(records: Iterable[RecordedRollout], layout: Layout) -> Iterat
                 )
             ended[name] = record.place.number
             if len(keys) == layout.prompts:
-                yield grouped(step, part, layout)
+                yield grouped(step, part, layout, tally)
                 step, part, keys = step + 1, [], []
             keys.append(key)
         part.append(record)
     if part:
-        yield grouped(step, part, layout)
+        yield grouped(step, part, layout, tally)
 
 
-def grouped(step: int, records: Iterable[RecordedRollout], layout: Layout) -> RecordedStep:
+def grouped(step: int, records: Iterable[RecordedRollout], layout: Layout, tally: Tally | None = None) -> RecordedStep:
     """Return the records of one step with the index of each one's group, groups in the order of their first record.
 
     Raises:
-        InputError: A group has two prompts, or a prompt is in two groups.
+        InputError: A group has two prompts.
     """
-    part = tuple(records)
+    part, tally = tuple(records), Tally() if tally is None else tally
+    prompts = [record.prompt_key for record in part]
     keys: list[Hashable] = [record.group for record in part]
     if part[0].group is None and layout.group_size:
         keys = [i // layout.group_size for i in range(len(part))]
-    elif part[0].group is None and layout.runs_of_prompts:
-        changes = [a.prompt_key != b.prompt_key for a, b in pairwise(part)]
-        keys = np.cumsum([0, *changes]).tolist()
     elif part[0].group is None:
-        keys = [record.prompt_key for record in part]
+        keys = _groups_by_prompt(part, layout.runs_of_prompts, tally)
+    elif len(set(keys)) == len(keys) > len(set(prompts)):
+        tally.note(ALONE, part[0].place)
+        keys = prompts
     index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     group = np.array([index[key] for key in keys], np.int64)
     prompt_of: dict[int, RecordedRollout] = {}
-    group_of: dict[Hashable, int] = {}
     for g, record in zip(group.tolist(), part, strict=True):
         first = prompt_of.setdefault(g, record)
         if first.prompt_key != record.prompt_key:
@@ -160,13 +193,33 @@ def grouped(step: int, records: Iterable[RecordedRollout], layout: Layout) -> Re
                 f"{record.place} is in the group of record {first.place.number} but has another prompt; a group is the "
                 "rollouts of one prompt, so mend group, or --group-size."
             )
-        if (other := group_of.setdefault(record.prompt_key, g)) != g:
-            raise InputError(
-                f"{record.place} has the prompt of record {prompt_of[other].place.number} but is in another group of "
-                f"step {step}; give rollouts of one prompt one group, or put the groups into different steps."
-            )
     order = np.argsort(group, kind="stable")
     return RecordedStep(step, tuple(part[i] for i in order), group[order])
+
+
+def _groups_by_prompt(part: Sequence[RecordedRollout], runs_of_prompts: bool, tally: Tally) -> list[Hashable]:
+    """Return a group of each record where only its prompt tells, which may stand twice in a batch.
+
+    The order tells where all stretches of one prompt have the same length; else the size of most groups does.
+    """
+    prompts = {key: i for i, key in enumerate(dict.fromkeys(record.prompt_key for record in part))}
+    prompt = np.array([prompts[record.prompt_key] for record in part])
+    stretch = np.cumsum(np.concatenate([[0], prompt[1:] != prompt[:-1]]))
+    length = np.bincount(stretch)
+    alike = length[0] > 1 and bool((length == length[0]).all())
+    group = stretch if runs_of_prompts or alike else prompt
+    count = np.bincount(group)
+    sizes, times = np.unique(count, return_counts=True)
+    usual = int(sizes[times.argmax()])
+    number = [0] * len(count)
+    keys: list[Hashable] = []
+    for g in group.tolist():
+        parts = usual if usual > 1 and count[g] % usual == 0 else int(count[g])
+        keys.append((g, number[g] // parts))
+        number[g] += 1
+    if len(set(keys)) > len(prompts):
+        tally.note("question stands twice in a step, as several groups (--group-size says otherwise)", part[0].place)
+    return keys
 
 
 def source_of(path: Path, config: RecordedConfig) -> Source:
@@ -185,7 +238,8 @@ def source_of(path: Path, config: RecordedConfig) -> Source:
         source = find_source(path, config.format)
     if config.reward_weights and source.name != "trl":
         raise InputError(f"--reward-weights are for TRL's tables, but {path} is {source.name}; leave them out.")
-    return source
+    source.tally.strict = config.strict
+    return source.weighed(config.reward_weights)
 
 
 def run_path(path: Path, config: RecordedConfig, ending: str) -> Path:
@@ -243,27 +297,10 @@ def record_run(
         StoreError: The store cannot be read or written.
     """
     run = _Run(path, config, stored, processes, machine)
-    layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
-    due = before = 0
     try:
         with phase(f"reading {source.path.name}"):
             count_to(0, "step")
-            for step in steps_of(source.records(config.reward_weights), layout):
-                here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
-                source.tally[REPEATED] += here == before
-                n, n_stored = len(step.records), run.done.get(step.step, 0)
-                if n_stored > n:
-                    raise InputError(
-                        f"step {step.step} has {n} rollouts in {step.records[0].place.file} but {n_stored} in the run; "
-                        "the file has changed, so begin anew with --if-exists replace."
-                    )
-                if n_stored < n:
-                    if due % processes.size == processes.rank:
-                        tables = make(replace(step, repeated=here == before))
-                        run.writer().write_step(step.step, tables)
-                    due += 1
-                before = here
-                advance()
+            run.write(source, make)
     except BaseException as error:
         kept = run.failed(error)
         if isinstance(error, KeyboardInterrupt):
@@ -281,8 +318,19 @@ def record_run(
 
 def note_tally(tally: Tally) -> None:
     """Note what was seen on the way, with how often."""
-    for sentence, count in (+tally).items():
-        note(f"{count:,} × {sentence}.")
+    for line in tally.lines():
+        note(line)
+
+
+def note_sizes(step: RecordedStep, usual: int, tally: Tally) -> None:
+    """Note groups that lack members, or hold several times as many, against the usual size of the first step."""
+    count = np.bincount(step.group)
+    for g in np.flatnonzero(count != usual):
+        first = step.records[int(np.argmax(step.group == g))].place
+        if count[g] < usual:
+            tally.note(f"group has fewer rollouts than the usual {usual}", first)
+        elif count[g] % usual == 0 and usual > 1:
+            tally.note(f"group is a multiple of the usual {usual} rollouts: two attempts of a step, or ranks?", first)
 
 
 class _Run:
@@ -300,6 +348,38 @@ class _Run:
         self._writer: RunWriter | None = None
         # Steps that were stored before → their rollouts, looked up once, before any process writes
         self.done: dict[int, int] = processes.broadcast_from_main(self._stored_steps)
+
+    def write(self, source: Source, make: Callable[[RecordedStep], StepTables]) -> None:
+        """Write the steps that are not there yet, every one in one of the processes."""
+        layout = Layout(source.format.runs_of_prompts, self.config.group_size, self.config.prompts)
+        due = before = usual = 0
+        last = -1
+        for step in steps_of(source.records(), layout, source.tally):
+            here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
+            source.tally[REPEATED] += here == before
+            usual = usual or int(np.median(np.bincount(step.group)))
+            note_sizes(step, usual, source.tally)
+            if step.step <= last:
+                self.go_back(step.step)
+            n, n_stored, last = len(step.records), self.done.get(step.step, 0), step.step
+            if n_stored > n:
+                raise InputError(
+                    f"step {step.step} has {n} rollouts in {step.records[0].place.file} but {n_stored} in the run; the "
+                    "file has changed, so begin anew with --if-exists replace."
+                )
+            if n_stored < n:
+                if due % self.processes.size == self.processes.rank:
+                    self.writer().write_step(step.step, make(replace(step, repeated=here == before)))
+                due += 1
+            before = here
+            advance()
+
+    def go_back(self, step: int) -> None:
+        """Remove the steps from this one on: those of an attempt that another one replaced."""
+        self.writer()
+        self.done = {stored: n for stored, n in self.done.items() if stored < step}
+        self.processes.barrier()
+        self._writer = self.processes.broadcast_from_main(lambda: RunWriter.resume(self.path, step, self.machine))
 
     def _stored_steps(self) -> dict[int, int]:
         """Return the steps of a run that goes on; refuse other settings than those it was made with."""

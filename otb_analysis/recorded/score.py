@@ -1,5 +1,6 @@
 """`otb score`: recorded rollouts under a model, at any level of measuring, as a run of the store."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -81,7 +82,7 @@ def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
         machine = machine_facts(model.device, scorer.precision)
         note(first_line(machine, scorer.why))
         record_run(path, config, stored, source, scorer.tables, processes, machine)
-        note_tally(sum(processes.gather(encoded), Tally()))
+        note_tally(Tally(sum(processes.gather(encoded), Counter())))
     processes.end()
     return path
 

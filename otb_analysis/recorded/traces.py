@@ -127,8 +127,8 @@ def with_annotations(
             if ship is not None:
                 step_of[trace] = int(ship["step"])
             for branch in update.get("branches") or []:
-                given = {name: np.array(branch[name], np.float32) for name in STREAMS if branch.get(name)}
-                streams[trace] |= given if branch.get("index") == 0 else {}
+                if branch.get("index") == 0:
+                    streams[trace] |= {n: np.array(branch[n], np.float32) for n in STREAMS if branch.get(n)}
     if not step_of:
         yield from rows
         return

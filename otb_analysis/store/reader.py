@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property, partialmethod, wraps
+from functools import cached_property, wraps
 from itertools import groupby
 from pathlib import Path
 from sqlite3 import Connection
@@ -202,16 +202,33 @@ class RunStore:
         condition = "" if where is None else f" WHERE ({where}\n)"
         with self._cursor() as cursor:
             self._make_views(cursor, {table: columns}, steps, conditional=where is not None)
-            return _selected(cursor, f"SELECT {chosen} FROM {table}{condition}", params).df()
+            query = f"SELECT {chosen} FROM {table}{condition}"
+            _check_select(cursor, query)
+            return cursor.execute(query, params).df()
 
-    tokens_df = partialmethod(frame, "tokens")
-    """Return one row per completion token; see `frame`."""
-    rollouts_df = partialmethod(frame, "rollouts")
-    """Return one row per rollout; see `frame`."""
-    steps_df = partialmethod(frame, "steps")
-    """Return one row per step; see `frame`."""
-    gradients_df = partialmethod(frame, "gradients")
-    """Return one row per measured step and estimator; see `frame`."""
+    def tokens_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per completion token; see `frame`."""
+        return self.frame("tokens", steps, columns, where, params)
+
+    def rollouts_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per rollout; see `frame`."""
+        return self.frame("rollouts", steps, columns, where, params)
+
+    def steps_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per step; see `frame`."""
+        return self.frame("steps", steps, columns, where, params)
+
+    def gradients_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per measured step and estimator; see `frame`."""
+        return self.frame("gradients", steps, columns, where, params)
 
     @again_if_changed
     def sql(
@@ -239,8 +256,9 @@ class RunStore:
         """
         named = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
         with self._cursor(seconds) as cursor:
+            _check_select(cursor, query)  # before what it names is read
             self._make_views(cursor, dict.fromkeys(named), steps)
-            answer = _selected(cursor, query, params)
+            answer = cursor.execute(query, params)
             if rows is None and megabytes is None:
                 return answer.df()
             most, left = math.inf if rows is None else rows, math.inf if megabytes is None else 1e6 * megabytes
@@ -408,13 +426,12 @@ class RunStore:
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
 
 
-def _selected(cursor: duckdb.DuckDBPyConnection, query: str, params: Parameters) -> duckdb.DuckDBPyConnection:
-    """Run a query that is one SELECT; what is more than that is refused."""
+def _check_select(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
+    """Refuse a query that is more than one SELECT."""
     statements = cursor.extract_statements(query)
     if [s.type for s in statements] != [duckdb.StatementType.SELECT]:
         kinds = ", ".join(s.type.name for s in statements) or "nothing"
         raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
-    return cursor.execute(query, params)
 
 
 def _size(values: Any) -> int:

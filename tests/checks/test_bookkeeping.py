@@ -85,8 +85,9 @@ def test_the_first_record_that_differs_is_named(tmp_path, jsonl):
     best = check.matches[0]
     assert (best.convention, best.n_differ) == ("group_mean", 2)
     assert best.first == "rollouts.jsonl, record 7" and best.largest > 0.2
-    (line,) = lines_of(check, [])
-    assert "2 of 24 rollouts differ" in line and "the first is rollouts.jsonl, record 7" in line
+    text = " ".join(lines_of(check, []))
+    assert "24 rollouts in 6 groups are those of group_mean, but for 2; the first is rollouts.jsonl, record 7" in text
+    assert "0.3 recorded against" in text
 
 
 def test_advantages_of_a_scored_run_are_those_recorded_and_not_ours(tmp_path, jsonl, checkpoint):
@@ -161,7 +162,7 @@ def test_all_checks_together_name_the_sum_of_weights_and_what_was_left_out(otb_r
     assert checked.norms and checked.weights is not None
     assert checked.weights.factor == pytest.approx(1) and checked.weights.highest > 1
     lines = bookkeeping_lines(checked)
-    assert "(token_mean, micro-batches of 3) add up to 1 times the nominal sum; single tokens weigh" in lines[1]
+    assert "(token_mean, micro-batches of 3) add up to 1 times the nominal sum; single tokens weigh" in lines[2]
     refused = check_bookkeeping(store, "otb", TrainerLoss("sequence_mean", 3))
     assert not refused.norms and refused.weights is not None
     assert "weighs rollouts by their lengths" in bookkeeping_lines(refused)[-1]
@@ -169,13 +170,13 @@ def test_all_checks_together_name_the_sum_of_weights_and_what_was_left_out(otb_r
 
 def test_weights_are_checked_without_a_micro_batch_too(otb_run):
     store = RunStore(otb_run)
-    (line, *_) = bookkeeping_lines(check_bookkeeping(store, "otb", TrainerLoss("token_mean")))
-    assert line.startswith("Logged over rebuilt")
+    (own, line, *_) = bookkeeping_lines(check_bookkeeping(store, "otb", TrainerLoss("token_mean")))
+    assert "are those of otb" in own and line.startswith("Logged over rebuilt")
     open_size = check_bookkeeping(store, "otb", TrainerLoss("token_mean"))
     assert open_size.weights == check_bookkeeping(store, "otb", TrainerLoss("token_mean", 1)).weights
-    assert "in micro-batches of one rollout would add up to" in bookkeeping_lines(open_size)[1]
+    assert "in micro-batches of one rollout would add up to" in bookkeeping_lines(open_size)[2]
     whole = bookkeeping_lines(check_bookkeeping(store, "otb", trainer_loss(store.info["config"])))
-    assert "(sequence_sum, the whole batch at once) add up to the nominal sum, and so does every token's." in whole[1]
+    assert "(sequence_sum, the whole batch at once) add up to the nominal sum, and so does every token's." in whole[2]
 
 
 def test_what_is_known_of_a_loss_is_told_or_in_the_run():

@@ -6,7 +6,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from otb_analysis.diagnostics.planner import dead_groups, dead_share, plan, rates_line
+from otb_analysis.diagnostics.planner import dead_groups, dead_share_of, plan, rates_line
 from otb_analysis.statistics import NOTHING, is_informative, mean_over_subgroups, pooled_statistics
 from otb_analysis.types import Gram, Proved
 
@@ -15,16 +15,16 @@ LABELS = (("none", "none"), ("rloo", "none"), ("grpo", "none"))
 
 def test_the_dead_share_counts_subsets():
     # Of the 6 pairs of [1, 0, 0, 1] two are equal.
-    assert dead_share((2, 2), 2) == pytest.approx(1 / 3)
+    assert dead_share_of((2, 2), 2) == pytest.approx(1 / 3)
     # Of the 4 triples of [2, 2, 2, 1] one is equal.
-    assert dead_share((1, 3), 3) == pytest.approx(1 / 4)
+    assert dead_share_of((1, 3), 3) == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_the_dead_share_is_unbiased(p, size):
     chance = [comb(6, k) * p**k * (1 - p) ** (6 - k) for k in range(7)]
-    mean = sum(c * dead_share((k, 6 - k), size) for k, c in enumerate(chance))
+    mean = sum(c * dead_share_of((k, 6 - k), size) for k, c in enumerate(chance))
     assert mean == pytest.approx(p**size + (1 - p) ** size)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.formats import FORMATS, find_source
-from otb_analysis.recorded.readers import PADDED, UNFINISHED, UNSCORED
+from otb_analysis.recorded.readers import PADDED, UNFINISHED, UNSCORABLE, UNSCORED
 from otb_analysis.recorded.records import UNREAD
 from otb_analysis.recorded.traces import MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
 
@@ -21,7 +21,7 @@ def parquet(path, rows):
 
 
 def read(path, name="auto", weights=None):
-    return list(find_source(path, name).records(weights))
+    return list(find_source(path, name).weighed(weights or {}).records())
 
 
 def trl_rows(step, rewards=(1.0, 0.0, 0.5)):
@@ -70,6 +70,11 @@ TRACE = {
     ],
     "calls": [{"finish_reason": "stop"}, {"finish_reason": "length"}],
 }  # fmt: skip
+OPEN_INSTRUCT = {
+    "step": 1, "sample_idx": 0, "prompt_idx": 0, "prompt_tokens": [7, 1], "response_tokens": [26, 7], "reward": 0.0,
+    "advantage": -1.0, "finish_reason": "length", "dataset": "sums", "ground_truth": [1], "request_info": None,
+    "logprobs": [-0.5, -0.25],
+}  # fmt: skip
 EPISODE = {"group": {"id": "g"}, "run": {"type": "train", "work": {"type": "train", "step": 6}}, "traces": [TRACE]}
 
 
@@ -92,6 +97,8 @@ def test_every_format_is_recognised_in_its_directory_and_named(tmp_path, jsonl):
         jsonl([EPISODE, EPISODE], f"verifiers/rollouts/step_{step}/train/all/traces.jsonl")
         jsonl([EPISODE], f"prime_rl_traces/monitors/file/traces/stream/{step:05d}.jsonl")
         jsonl([NEMO], f"nemo_rl/train_data_step{step}.jsonl")
+        jsonl([OPEN_INSTRUCT], f"open_instruct/run_rollouts_{step:06d}.jsonl")
+        jsonl([{"run_name": "run"}], "open_instruct/run_metadata.jsonl")
         (tmp_path / "slime").mkdir(exist_ok=True)
         torch.save({"rollout_id": step, "samples": [SLIME]}, tmp_path / "slime" / f"{step}.pt")
         jsonl([{"prompt": "p", "completion": "c", "reward": 1, "step": step}], f"plain/part-{step}.jsonl")
@@ -136,9 +143,9 @@ def test_rewards_of_trl_are_the_weighted_sum_of_its_reward_columns(tmp_path):
     assert [record.reward for record in records] == [1.5, 0.5, 0.75]
     assert source.tally == {UNSCORED: 1}
     assert records[0].reward_parts == {"correct": 1.0, "form": 0.5} and records[0].stripped
-    # 2·1 and 2·0.25; a row without any number has no reward.
-    with pytest.raises(InputError, match="record 2: no reward function gave a number"):
-        read(tmp_path, weights={"correct": 2.0})
+    # 2·1 and 2·0.25; TRL leaves a completion without any number out of the baseline.
+    source = find_source(tmp_path).weighed({"correct": 2.0})
+    assert [record.reward for record in source.records()] == [2.0, 0.5] and +source.tally == {UNSCORABLE: 1}
     parquet(tmp_path / "completions_00001.parquet", trl_rows(1, (1.0, 0.25, 0.5)))
     assert [record.reward for record in read(tmp_path, weights={"correct": 2.0})] == [2.0, 0.5, 1.0]
 
@@ -157,7 +164,6 @@ ODD = {
     "a step that no table holds": {"step": 2**63},
     "a step below 0": {"step": -1},
     "a reward that no float holds": {"reward": 10**400},
-    "a reward that is no number": {"reward": float("nan")},
 }
 
 
@@ -176,7 +182,7 @@ def test_a_row_that_is_not_as_its_format_writes_it_is_refused_and_not_a_tracebac
 
 
 def test_verl_names_groups_by_uid_and_its_padding_rows_are_left_out_and_counted(jsonl):
-    uids = ["abc_0_0", "abc_0_1", f"pad{'0f' * 16}_0_0"]
+    uids = ["abc_0_0", "abc_1_0", f"pad{'0f' * 16}_0_0"]
     rows = [{**verl_rows(1)[0], "uid": uid} for uid in uids]
     source = find_source(jsonl(rows, "1.jsonl"))
     assert [record.group for record in source.records()] == ["abc", "abc"]
@@ -311,8 +317,7 @@ def test_art_messages_say_what_the_policy_wrote(tmp_path):
 PLAIN = {"prompt": "p", "completion": "c", "reward": 1.0}
 TOKENS = {**PLAIN, "ids": [1, 2, 3], "logprobs": [-1.0, -1.0, -1.0]}
 REFUSED = {
-    "no reward": ([PLAIN, {**PLAIN, "reward": None}], r"record 2: reward is null"),
-    "reward not finite": ([PLAIN, {**PLAIN, "reward": NAN}], r"record 2: reward is nan; write a finite number"),
+    "no reward": ([PLAIN, {"prompt": "p", "completion": "c"}], r"record 2: reward is missing"),
     "reward a text": ([{**PLAIN, "reward": "good"}], r"record 1: reward is 'good'; it must be a number"),
     "no completion": ([{"prompt": "p", "reward": 1.0, "completion": None}], "record 1: completion is null"),
     "mixed": ([PLAIN, {**PLAIN, "group": 1}], "record 2 has group but .*record 1 has not"),
@@ -324,8 +329,6 @@ REFUSED = {
     "mask without ids": ([{**PLAIN, "mask": [1]}], "a mask but no ids"),
     "probabilities": ([{**TOKENS, "logprobs": [0.5, 0.9, 0.1]}], "no log-probability is above 0"),
     "placeholders": ([{**TOKENS, "logprobs": [0, 0, 0]}], "0 at all 3 policy tokens, which is a placeholder"),
-    "infinite": ([{**TOKENS, "logprobs": [-1.0, -float("inf"), -1.0]}], "completion token 1 is -inf"),
-    "null inside the mask": ([{**TOKENS, "logprobs": [-1.0, None, -1.0]}], "completion token 1 is nan"),
     "an unknown ending": ([{**PLAIN, "finish_reason": "eos"}], "finish_reason is 'eos'; write stop, length, turns"),
     "negative ids": ([{**TOKENS, "ids": [1, -2, 3]}], "it must be a list of token ids"),
 }  # fmt: skip
@@ -338,6 +341,34 @@ def test_a_bad_record_is_refused_with_file_number_and_remedy(jsonl, what):
         read(jsonl(rows))
     assert "rollouts.jsonl, record" in str(caught.value)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+FAULTS = {
+    "reward null": ({**PLAIN, "reward": None}, "record without a finite reward was left out"),
+    "reward not finite": ({**PLAIN, "reward": NAN}, "record without a finite reward was left out"),
+    "infinite": ({**TOKENS, "logprobs": [-1.0, -float("inf"), -1.0]}, "logprobs not a finite number, and so not rec"),
+    "null inside the mask": ({**TOKENS, "logprobs": [-1.0, None, -1.0]}, "logprobs not a finite number, and so not"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_what_is_wrong_with_one_record_is_counted_with_its_place_and_strict_reading_stops(jsonl, what):
+    row, sentence = FAULTS[what]
+    good = {name: [-1.0] * 3 if name == "logprobs" else value for name, value in row.items()} | {"reward": 1.0}
+    source = find_source(jsonl([good, *[row] * 4, good]))
+    records = list(source.records())
+    (line,) = source.tally.lines()
+    assert line.startswith("4 × " + sentence) and "rollouts.jsonl, record 2" in line and line.endswith("…).")
+    assert "record 5" not in line  # the first three are named
+    if "logprobs" in row:
+        assert [np.isnan(one.columns["behavior_logprob"]).tolist() for one in records[1:3]] == [
+            [False, True, False]
+        ] * 2
+    assert len(records) == (6 if "logprobs" in row else 2)
+    source = find_source(jsonl([good, row]))
+    source.tally.strict = True
+    with pytest.raises(InputError, match=r"record 2.*--strict"):
+        list(source.records())
 
 
 def test_placeholders_outside_the_mask_are_not_read_and_counted(jsonl):

@@ -58,7 +58,7 @@ def test_a_broken_line_in_the_middle_is_refused_by_its_number(tmp_path):
     with pytest.raises(InputError, match=r"a\.jsonl, record 2 is no JSON"):
         read(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_bytes(b"[1]\n")
-    with pytest.raises(InputError, match=r"record 1 is a list; write one JSON object per line"):
+    with pytest.raises(InputError, match=r"record 1 is a int; write one JSON object per record"):
         read(tmp_path / "b.jsonl")
 
 
@@ -94,7 +94,7 @@ def test_columns_of_a_pytorch_file_become_rows(tmp_path):
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("a\n")
     for name in ("a.csv", "none.jsonl"):
-        with pytest.raises(InputError, match=r"no file that can be read; pass one that ends in \.jsonl"):
+        with pytest.raises(InputError, match=r"no file that can be read; convert it .* ends in \.jsonl"):
             read(tmp_path / name)
 
 

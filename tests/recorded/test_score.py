@@ -236,8 +236,8 @@ def test_stopped_by_hand_a_run_keeps_its_steps_and_goes_on(config, monkeypatch):
 
 
 def test_a_refusal_in_the_first_step_writes_nothing(config, jsonl, sampled):
-    path = jsonl(changed(sampled, 2, reward=None))
-    with pytest.raises(InputError, match=r"record 3: reward is null.*\)\.$"):
+    path = jsonl(changed(sampled, 2, reward="good"))
+    with pytest.raises(InputError, match=r"record 3: reward is 'good'.*number\.$"):
         score(replace(config, rollouts=path))
     assert not config.root.exists()
 

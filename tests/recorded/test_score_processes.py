@@ -74,10 +74,10 @@ def test_two_processes_make_the_run_of_one_and_resume_each_others(tmp_path, chec
 
 def test_a_record_that_one_process_refuses_ends_both(tmp_path, checkpoint, jsonl, simple):
     rows = [{**row, "step": step} for step in range(4) for row in simple(prompts=3)]
-    rows[30]["reward"] = None
+    rows[30]["reward"] = "good"
     path = jsonl(rows)
     told = launched("--rollouts", path, "--model", checkpoint, "--root", tmp_path, "--run", "bad")
-    assert told.returncode != 0 and "record 31: reward is null" in told.stderr
+    assert told.returncode != 0 and "record 31: reward is 'good'" in told.stderr
     if (tmp_path / "bad").exists():
         info = RunStore(tmp_path / "bad").info
-        assert info["status"] == "failed" and "record 31: reward is null" in info["reason"]
+        assert info["status"] == "failed" and "record 31: reward is 'good'" in info["reason"]

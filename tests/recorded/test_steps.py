@@ -58,11 +58,14 @@ A, B = ("a", None, 0), ("b", None, 0)
 REFUSED = {
     "a group in two pieces": ([("a", 1, None), ("b", 2, None), ("a", 1, None)], {}, "record 3 .*group 1 of record 1"),
     "a prompt in two pieces": ([(p, None, None) for p in "aba"], {}, "record 3 .*prompt of record 1"),
-    "a prompt in two groups": ([("a", 1, 0), ("a", 2, 0)], {}, "record 2 has the prompt of record 1 but is in another"),
     "a group of two prompts": ([("a", 1, 0), ("b", 1, 0)], {}, "record 2 is in the group of record 1 but has another"),
     "a wrong group size": ([A, B], {"group_size": 2}, "--group-size"),
     "steps that go back": ([("a", 1, 4), ("b", 1, 2)], {}, "record 2 is of step 2 but comes behind step 4"),
-    "a prompt again, in rows of prompts": ([A, B, A], {"runs_of_prompts": True}, "record 3 has the prompt of record 1"),
+    "a part of a step again": (
+        [("a", 1, 4), ("a", 1, 4), ("b", 1, 5), ("a", 1, 4)],
+        {},
+        "goes on with step 4, of which",
+    ),
 }
 
 

@@ -1,0 +1,339 @@
+"""Whose advantages are these: a run's recorded ones against every estimator and the conventions of other trainers."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.arrays import Groups
+from otb_analysis.custom import import_attribute, plugins
+from otb_analysis.estimators import ESTIMATORS, available, estimate
+from otb_analysis.store import RunStore
+from otb_analysis.types import Bool, EstimatorInputs, Float, Int
+
+RELATIVE, ABSOLUTE = 1e-3, 1e-4
+"""A recorded advantage agrees within so much: float32, bfloat16's reciprocal, or four decimals."""
+SCALED = 1e-4
+"""Advantages agree up to a common factor where the factor leaves less than this share of their Σ of squares."""
+FEW = 0.2
+"""Up to this share of rollouts that differ is an exception to a convention; more is another one."""
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """A step's total rewards, of which a convention makes one advantage per rollout."""
+
+    total: Float  # Reward of each rollout [N]
+    groups: Groups  # Its prompt's group
+
+    @property
+    def size(self) -> Float:
+        """Rollouts in each rollout's group [N]."""
+        return self.groups.spread(self.groups.count.astype(np.float64))
+
+    @property
+    def centred(self) -> Float:
+        """Reward minus the mean of its group [N]."""
+        return self.total - self.groups.spread(self.groups.sum(self.total)) / self.size
+
+    def std(self, ddof: int) -> Float:
+        """Standard deviation of each rollout's group [N]; 0 in a group of one."""
+        return np.sqrt(self.groups.spread(self.groups.sum(self.centred**2)) / np.maximum(self.size - ddof, 1))
+
+    def others(self) -> tuple[Float, Float]:
+        """Mean of the others of each rollout's group, and their standard deviation with ddof 1 [N]; NaN without any."""
+        n = np.where(self.size > 1, self.size - 1, np.nan)
+        away = self.centred * self.size / n  # reward minus the mean of the others
+        # Their squares about their own mean: Σ_j c_j² − c_i²·n/(n − 1), n the size of the group.
+        squares = self.groups.spread(self.groups.sum(self.centred**2)) - self.centred**2 * self.size / n
+        return self.total - away, np.sqrt(np.maximum(squares, 0.0) / np.maximum(n - 1, 1))
+
+
+Convention = Callable[[StepRewards], Float]
+"""Makes advantages [N] of a step's rewards; packages register their own as entry points `otb_analysis.conventions`."""
+
+
+def _over_group(ddof: int, epsilon: float) -> Convention:
+    return lambda step: step.centred / (step.std(ddof) + epsilon)
+
+
+def _leave_one_out(step: StepRewards) -> Float:
+    mean, std = step.others()
+    # NeMo-RL divides where there is something to divide by.
+    return np.nan_to_num((step.total - mean) / np.where(std > 0, std + 1e-6, 1.0))
+
+
+RAW = "rloo with the raw reward in groups of one"
+CONVENTIONS: dict[str, Convention] = {
+    "grpo with ε = 1e-4": _over_group(1, 1e-4),
+    "grpo with ddof 0": _over_group(0, 1e-6),
+    "grpo with ddof 0, ε = 1e-4": _over_group(0, 1e-4),
+    "group mean over the step's standard deviation": lambda step: (
+        step.centred / (step.total.std(ddof=min(1, len(step.total) - 1)) + 1e-4)
+    ),
+    "leave-one-out mean over leave-one-out standard deviation": _leave_one_out,
+    RAW: lambda step: np.where(step.size > 1, step.centred * step.size / np.maximum(step.size - 1, 1), step.total),
+}
+"""Scalings of other trainers that are no estimators of ours; the fifth is NeMo-RL's, the last verl's `rloo`."""
+PLAIN = ("none", "group_mean", "rloo", "grpo", "batch_mean")
+"""Estimators that are looked for changed, too."""
+GLOSS = {"none": "the raw rewards, as from groups of one"}
+"""What a name means, where a reader of his trainer's numbers may not know it."""
+
+
+@dataclass(frozen=True)
+class AdvantageMatch:
+    """Recorded advantages against those of one convention, over all steps."""
+
+    convention: str  # A name in ESTIMATORS or CONVENTIONS, with what was done to it: clipped, over the length
+    n_differ: int  # Rollouts with a token that differs by more than the tolerance
+    largest: float  # Largest difference
+    first: str  # First record that differs, as `file, record n`; empty where none does
+    factor: float  # Least squares: recorded ≈ factor × ours
+    left: float  # Share of Σ recorded² that the factor leaves
+
+
+@dataclass(frozen=True)
+class AdvantageCheck:
+    """Every convention, the best first."""
+
+    n_rollouts: int  # With recorded advantages
+    matches: tuple[AdvantageMatch, ...]
+    n_groups: int = 0  # Their groups
+    odd: str = ""  # The largest difference from the best convention, with its record; empty where none differs
+    trait: str = ""  # What the groups that differ from the best convention have in common; empty where nothing
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Conventions that reproduce every rollout."""
+        return tuple(match.convention for match in self.matches if not match.n_differ)
+
+    @property
+    def scaled(self) -> tuple[AdvantageMatch, ...]:
+        """Conventions that reproduce them up to a common factor other than 1."""
+        return tuple(match for match in self.matches if match.n_differ and match.left < SCALED and match.factor > 0)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A step's rollouts with what its trainer gave them; made by `_steps`."""
+
+    step: int
+    rollout: Int  # [N]
+    inputs: EstimatorInputs
+    mask: Bool  # [N, T]
+    advantage: Float  # Recorded [N, T], NaN where there is none
+
+    @property
+    def present(self) -> Bool:
+        """True where an advantage was recorded [N, T]."""
+        return ~np.isnan(self.advantage)
+
+    @property
+    def rewards(self) -> StepRewards:
+        """Total rewards and their groups."""
+        return StepRewards(
+            np.where(self.mask, self.inputs.reward, 0.0).sum(axis=1), Groups.of(np.asarray(self.inputs.group))
+        )
+
+    def advantages(self, ends: tuple[float, float] | None = None) -> Iterator[tuple[str, Float]]:
+        """Yield names and advantages [N, T] of what a step's columns allow.
+
+        With the `ends` of all recorded advantages, the changed ones: clipped to them, over the length, shifted.
+        """
+        rewards = self.rewards
+        conventions = CONVENTIONS | {name: import_attribute("convention", name) for name in plugins("convention")}
+        ours = {name: np.where(self.mask, make(rewards)[:, None], 0.0) for name, make in conventions.items()}
+        gaps = bool((self.mask[:, 1:] & ~self.mask[:, :-1]).any())
+        names = [name for name in available(self.inputs) if ESTIMATORS[name].takes_gaps or not gaps]
+        if ends is None:
+            yield from ((name, estimate(name, self.inputs).advantage) for name in names)
+            yield from ours.items()
+            return
+        ours |= {name: estimate(name, self.inputs).advantage for name in PLAIN if name in names}
+        (low, high), length = ends, np.maximum(self.mask.sum(axis=1), 1)[:, None]
+        for name, values in ours.items():
+            yield f"{name}, over the rollout's length", values / length
+            yield f"{name}, clipped below at {low:.4g}", np.maximum(values, low)
+            yield f"{name}, clipped above at {high:.4g}", np.minimum(values, high)
+            yield f"{name}, clipped to {low:.4g} … {high:.4g}", np.clip(values, low, high)
+            yield f"{name}, shifted by one group", _of_group_before(values[:, 0], self.rewards.groups, self.mask)
+
+
+def _of_group_before(values: Float, groups: Groups, mask: Bool) -> Float:
+    """Return each rollout's number from the group before, the first's from the last [N, T]; NaN where sizes differ."""
+    count = groups.count
+    if (count != count[0]).any():
+        return np.full(mask.shape, np.nan)
+    moved = np.empty(len(values))
+    moved[groups.order] = np.roll(values[groups.order], count[0])
+    return np.where(mask, moved[:, None], 0.0)
+
+
+def _steps(store: RunStore) -> Iterator[_Recorded]:
+    """Yield the steps with recorded advantages: of tokens, or one for each rollout."""
+    config: Any = store.info.get("config") or {}
+    made_by = (config.get("source") or {}).get("made_by")
+    column = "recorded_advantage" if made_by in ("otb score", "otb audit") else "advantage"
+    for step in store.complete_steps():
+        rollouts = store.rollouts_df([step]).sort_values("rollout")
+        tokens = store.tokens_df([step])
+        scalar = np.full(len(rollouts), np.nan)
+        if "recorded_advantage" in rollouts:
+            scalar = rollouts["recorded_advantage"].to_numpy(np.float64, na_value=np.nan)
+        if not len(tokens):
+            # Without tokens a rollout is one token: conventions that look at positions need more.
+            mask, rollout = np.ones((len(rollouts), 1), bool), rollouts["rollout"].to_numpy(np.int64)
+            inputs = EstimatorInputs(
+                rollouts["reward"].to_numpy(np.float64)[:, None], mask, rollouts["group"].to_numpy(np.int64)
+            )
+            advantage = scalar[:, None]
+        else:
+            arrays = store.token_arrays(step)
+            mask, rollout = arrays.mask, arrays.rollout
+            energy, entropy = (
+                None if np.isnan(values[mask]).any() else values for values in (arrays.energy_proxy, arrays.entropy)
+            )
+            inputs = EstimatorInputs(
+                np.nan_to_num(arrays.reward),
+                mask,
+                arrays.group,
+                energy=energy,
+                turn=arrays.turn,
+                token_id=None if (arrays.token_id[mask] < 0).any() else arrays.token_id,
+                entropy=entropy,
+            )
+            advantage = np.where(mask, scalar[:, None], np.nan)
+            if column in tokens and not tokens[column].isna().to_numpy().all():
+                rows = np.searchsorted(rollout, tokens["rollout"].to_numpy(np.int64))
+                advantage[rows, tokens["t"].to_numpy(np.int64)] = tokens[column].to_numpy(np.float64, na_value=np.nan)
+                advantage[~mask] = np.nan
+        if not np.isnan(advantage).all():
+            yield _Recorded(step, rollout, inputs, mask, advantage)
+
+
+def check_advantages(store: RunStore) -> AdvantageCheck | None:
+    """Compare a run's recorded advantages with those of every estimator whose inputs it has; None where none are.
+
+    One step is in memory at a time. An estimator counts only if every step has its inputs. Advantages clipped, over the
+    length or of another group are looked for where nothing else agrees. Of the best convention, what differs is looked
+    at more closely.
+    """
+    matches, n, n_groups = _compared(store)
+    if not matches:
+        return None
+    check = AdvantageCheck(n, tuple(matches), n_groups)
+    if check.exact or check.scaled:
+        return check
+    ranges = [(np.nanmin(one.advantage), np.nanmax(one.advantage)) for one in _steps(store)]
+    ends = float(min(low for low, _ in ranges)), float(max(high for _, high in ranges))
+    changed = {match.convention.partition(",")[0]: match for match in _compared(store, ends)[0][::-1]}
+    if found := [match for match in changed.values() if not match.n_differ]:
+        return replace(check, matches=(*found, *matches))
+    odd, trait = _exceptions(store, matches[0].convention)
+    return replace(check, odd=odd, trait=trait)
+
+
+def _compared(store: RunStore, ends: tuple[float, float] | None = None) -> tuple[list[AdvantageMatch], int, int]:
+    """Return the conventions that every step allows, the best first, and how many rollouts and groups were compared."""
+    sums = defaultdict[str, list[tuple[int, float, tuple[int, int] | None, float, float, float]]](list)
+    n = n_groups = steps = 0
+    for one in _steps(store):
+        present = one.present
+        b = np.where(present, one.advantage, 0.0)
+        for name, ours in one.advantages(ends):
+            a = np.where(present, ours, 0.0)
+            apart = np.abs(a - b)
+            wrong = ~(apart <= ABSOLUTE + RELATIVE * np.abs(b)).all(axis=1)
+            first = (one.step, int(one.rollout[wrong.argmax()])) if wrong.any() else None
+            products = float((a * a).sum()), float((a * b).sum()), float((b * b).sum())
+            sums[name].append((int(wrong.sum()), float(apart.max(initial=0.0)), first, *products))
+        has = present.any(axis=1)
+        n, steps = n + int(has.sum()), steps + 1
+        n_groups += len(np.unique(np.asarray(one.inputs.group)[has]))
+    matches = []
+    for name, parts in sums.items():
+        if len(parts) < steps:
+            continue
+        differ, largest, first, ours_sq, both, recorded_sq = zip(*parts, strict=True)
+        factor = sum(both) / sum(ours_sq) if sum(ours_sq) else 0.0
+        left = 1 - factor * sum(both) / sum(recorded_sq) if sum(recorded_sq) else 1.0
+        place = next((_place(store, *where) for where in first if where), "")
+        matches.append(AdvantageMatch(name, sum(differ), max(largest), place, factor, max(left, 0.0)))
+    matches.sort(key=lambda match: (match.n_differ, match.left))
+    usual = next((match.left for match in matches if match.convention == "rloo"), None)
+    same = usual is not None and any(
+        match.convention == RAW and np.isclose(match.left, usual, atol=1e-9) for match in matches
+    )
+    return [match for match in matches if not (same and match.convention == RAW)], n, n_groups
+
+
+def _exceptions(store: RunStore, convention: str) -> tuple[str, str]:
+    """Return the largest difference from a convention with its record, and what the groups that differ share."""
+    worst, where, largest = 0.0, "", ""
+    steps, offsets, residues, sizes, rewards = set[int](), list[float](), list[bool](), set[int](), list[float]()
+    for one in _steps(store):
+        ours = dict(one.advantages())[convention]
+        apart = np.where(one.present, one.advantage - ours, 0.0)
+        wrong = ~(np.abs(apart) <= ABSOLUTE + RELATIVE * np.abs(np.where(one.present, one.advantage, 0.0)))
+        row = int(np.abs(apart).max(axis=1, initial=0.0).argmax())
+        if (size := float(np.abs(apart[row]).max(initial=0.0))) > worst:
+            t = int(np.abs(apart[row]).argmax())
+            where, worst = _place(store, one.step, int(one.rollout[row])), size
+            largest = f"{one.advantage[row, t]:.6g} recorded against {ours[row, t]:.6g} at {where}"
+        step = one.rewards
+        first = np.where(one.present.any(axis=1), apart[np.arange(len(apart)), one.present.argmax(axis=1)], np.nan)
+        for g in np.unique(step.groups.index[wrong.any(axis=1)]):
+            rows = step.groups.index == g
+            steps.add(one.step)
+            sizes.add(int(rows.sum()))
+            off = first[rows & ~np.isnan(first)]
+            offsets.append(float(off.mean()) if np.ptp(off) <= ABSOLUTE else np.nan)
+            alone = wrong.any(axis=1) & rows & (step.others()[1] == 0)
+            residues.append(bool((alone == (wrong.any(axis=1) & rows)).all()))
+            # One more reward x moves the mean by −offset: x = mean − offset·(n + 1).
+            rewards.append(float(step.total[rows].mean() - offsets[-1] * (rows.sum() + 1)))
+    known = set(np.round(np.concatenate([one.rewards.total for one in _steps(store)]), 4).tolist())
+    n = f"{len(offsets):,} group{'s' if len(offsets) > 1 else ''} that differ{'' if len(offsets) > 1 else 's'}"
+    if sizes == {1}:
+        return largest, f"the {n} have one rollout, where trainers take the raw reward or 0"
+    if all(residues):
+        return largest, f"in the {n} the other rewards are equal: a standard deviation of 0 was divided by"
+    if not np.isnan(offsets).any():
+        missing = all(round(one, 4) in known for one in rewards)
+        why = "as if a rollout that is not in the file were in the mean" if missing else "a constant was added"
+        return largest, f"in the {n} every rollout is off by one number ({offsets[0]:.4g} in the first): {why}"
+    if len(steps) == 1:
+        return largest, f"the {n} are all of step {steps.pop()}"
+    return largest, ""
+
+
+def advantage_lines(check: AdvantageCheck) -> list[str]:
+    """Return what a run's recorded advantages are, in sentences."""
+    count = f"The recorded advantages of {check.n_rollouts:,} rollouts in {check.n_groups:,} groups"
+    if names := check.exact:
+        return [f"{count} are those of {' or '.join(f'{x} ({GLOSS[x]})' if x in GLOSS else x for x in names)}."]
+    if scaled := check.scaled:
+        return [f"{count} are {' or '.join(f'{match.factor:.4g} × {match.convention}' for match in scaled)}."]
+    best = check.matches[0]
+    if best.n_differ <= FEW * check.n_rollouts:
+        lines = [f"{count} are those of {best.convention}, but for {best.n_differ:,}; the first is {best.first}."]
+    else:
+        lines = [
+            f"No convention reproduces the recorded advantages. The nearest is {best.convention}: {best.n_differ:,} of "
+            f"{check.n_rollouts:,} rollouts differ, by up to {best.largest:.3g}; the first is {best.first}."
+        ]
+    lines += [f"Largest difference: {check.odd}."] if check.odd else []
+    return [*lines, *([f"{check.trait[0].upper()}{check.trait[1:]}."] if check.trait else [])]
+
+
+def _place(store: RunStore, step: int, rollout: int) -> str:
+    """Return where a rollout stands in its file, or its number where it came from none."""
+    rows = store.rollouts_df([step])
+    if "source_file" in rows:
+        for n, file, record in zip(rows["rollout"], rows["source_file"], rows["source_record"], strict=True):
+            if n == rollout:
+                return f"{file}, record {record}"
+    return f"step {step}, rollout {rollout}"
