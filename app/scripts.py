@@ -1,12 +1,12 @@
 """The Python that draws each figure, for a notebook: shown below it, and run by the tests."""
 
-TIMELINE = """from otb_analysis.diagnostics import change_points, diagnose
+TIMELINE = """from otb_analysis.diagnostics import change_points, diagnose, single_step_outliers
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
 from otb_analysis.store import RunStore, step_series
 
 steps = RunStore({path!r}).steps_df()
 series = step_series(steps)
-info = timeline_info(steps, diagnose(series), change_points(series), more={more})
+info = timeline_info(steps, diagnose(series), change_points(series), {more}, single_step_outliers(series))
 plot_timeline(info, {step}, log_y={log_y}).write_html("timeline.html")"""
 
 ATTRIBUTION = """from otb_analysis.figures.attribution import attribution_info, plot_attribution

@@ -108,9 +108,12 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     step = int(bar.select_slider("Step", known, first, key="step", bind="query-params"))
     every = more.toggle("All panels", key="all", bind="query-params")
     log_y = log.toggle("Log axes", key="log", bind="query-params")
-    info = timeline_info(steps, findings, data.answers(run).changes, more=every)
+    info = timeline_info(steps, findings, data.answers(run).changes, every, data.answers(run).outliers)
     python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y)
     chart(plot_timeline(info, step, log_y=log_y), "timeline", steps, python, clicked=clicked)
+
+    seen = data.answers(run).outlier_line, data.answers(run).mismatch_line
+    st.caption("  \n".join(plain(line) for line in seen if line))
 
     fired, rest = fired_first(findings)
     st.subheader("Alarms", anchor=False)

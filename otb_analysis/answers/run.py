@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from otb_analysis.answers.holders import Attributed, NotAttributed, Tokens, attributed_tokens, attribution_of
@@ -14,8 +15,17 @@ from otb_analysis.answers.proxy import Proxy, fidelity_of, proxy_line, proxy_of
 from otb_analysis.answers.sentences import NOT_MEASURED, size_line
 from otb_analysis.answers.triage import Triage, triage, triage_row, worst_first
 from otb_analysis.checks.sampling_report import SamplingReport, sampling_lines, sampling_report
-from otb_analysis.diagnostics import ChangePoint, Finding, StepSeries, change_points, diagnose
+from otb_analysis.diagnostics import (
+    ChangePoint,
+    Finding,
+    Outlier,
+    StepSeries,
+    change_points,
+    diagnose,
+    single_step_outliers,
+)
 from otb_analysis.diagnostics.detectors import sampling_certificate
+from otb_analysis.diagnostics.outliers import LEAST, OUTLIERS
 from otb_analysis.diagnostics.planner import Planner, plan, reward_groups
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved, proved_in_all, standing_for_truth, unproved_because
@@ -32,6 +42,10 @@ PLAIN = (
 )
 
 
+LISTED = 2
+"""Outliers that the sentence names; all of them are marked in the figure."""
+HOLDS = {"advantage_max": ("tokens", "abs(advantage)"), "length_max": ("rollouts", "length")}
+"""Table and number that say which rollout a step's largest value is of."""
 WHOLE = "all"
 """The scope of a run that measured the gradient of all parameters; those of unlike scopes do not compare."""
 
@@ -90,6 +104,53 @@ class RunAnswers:
             return "Change points: none of gradient norm, entropy, length and tail changed its level for good."
         listed = [f"{p.column} at step {p.step} ({number(p.before)} → {number(p.after)})" for p in self.changes]
         return f"Change points: {', '.join(listed)}."
+
+    @cached_property
+    def outliers(self) -> list[Outlier]:
+        """Single steps far above the steps around them, the largest multiple first."""
+        return single_step_outliers(self.series)
+
+    @cached_property
+    def outlier_line(self) -> str:
+        """The largest of them in one sentence, with the record that a length or an advantage is of."""
+        if not self.outliers:
+            looked = [name for name in OUTLIERS if len(self.series.recorded(name)[0]) > LEAST]
+            return f"Single-step outliers: none of {', '.join(looked)}." if looked else ""
+        listed = []
+        for one in self.outliers[:LISTED]:
+            whose = self._record(one)
+            usual = f"{number(one.multiple)} × the usual {number(one.usual)}{', ' * bool(whose)}{whose}"
+            listed.append(f"{one.column} {number(one.value)} at step {one.step} ({usual})")
+        more = f", {len(self.outliers) - LISTED} more" if len(self.outliers) > LISTED else ""
+        return f"Single-step outliers: {'; '.join(listed)}{more}."
+
+    def _record(self, outlier: Outlier) -> str:
+        """Return the rollout that an outlier's value is of, with its place in the file it came from; empty without."""
+        if outlier.column not in HOLDS:
+            return ""
+        table, size = HOLDS[outlier.column]
+        query = f"SELECT rollout FROM {table} WHERE {size} IS NOT NULL ORDER BY {size} DESC, rollout LIMIT 1"
+        largest = self.store.sql(query, steps=[outlier.step])
+        if largest.empty:
+            return ""
+        n = int(largest["rollout"].iloc[0])
+        row = self.store.rollouts_df([outlier.step], where="rollout = ?", params=[n]).iloc[0]
+        if pd.isna(row.get("source_record")):
+            return f"rollout {n}"
+        return f"rollout {n}: {row['source_file']} record {row['source_record']}"
+
+    @property
+    def mismatch_line(self) -> str:
+        """How far sampler and trainer are apart, in one sentence; empty where their log-probabilities are unknown."""
+        step, (rms, k3, share) = self.series.recorded("mismatch_rms", "mismatch_k3", "mismatch_ratio_share")
+        if not step.size:
+            return ""
+        worst = int(rms.argmax())
+        return (
+            f"Sampler against trainer: {number(float(np.median(rms)))} nats (root mean square), k3 "
+            f"{number(float(np.median(k3)))} nats, {np.median(share):.2%} of ratios beyond 2 (medians over steps); at "
+            f"worst {number(float(rms[worst]))}, {number(float(k3[worst]))}, {share[worst]:.2%} at step {step[worst]}."
+        )
 
     @cached_property
     def triage(self) -> Triage:

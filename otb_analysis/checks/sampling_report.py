@@ -40,6 +40,8 @@ CAUSES = {
 """What the tests can name: in words, and its setting."""
 SHARE = 0.01
 """A share of tokens beyond bfloat16's rounding that is told even without an alarm."""
+NEAR_ONE = 0.02
+"""Logarithm of a temperature within which it is 1: settings between those tried are interpolated."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,13 @@ class RecordedMismatch:
     alike: float | None  # Intraclass correlation of δ at equal prefixes; None without repeats
     left: Mapping[str, tuple[float, float]]  # Cause → setting that fits best, share of Σδ² that it leaves
     by_position: tuple[tuple[int, float, float], ...]  # First position of the bin, mean of δ, √mean δ²
+
+    @property
+    def explained_by(self) -> tuple[str, ...]:
+        """Causes whose setting leaves least of Σδ², several where they cannot be told apart; empty where none does."""
+        least = min((share for _, share in self.left.values()), default=1.0)
+        alike = tuple(cause for cause, (_, share) in self.left.items() if share <= 2 * least + 0.02)
+        return alike if least < EXPLAINED else ()
 
 
 @dataclass(frozen=True)
@@ -312,16 +321,18 @@ def _causes(families: Mapping[str, FamilyResult], recorded: RecordedMismatch | N
     best = max(gains.values())
     if recorded is None or families["recorded"].gain < max(best - TIE, TIE):
         return tuple(cause for cause in CAUSES if gains[cause] > max(best - TIE, 0.0)), False
-    least = min((share for _, share in recorded.left.values()), default=1.0)
-    if least < EXPLAINED:
-        return tuple(cause for cause, (_, share) in recorded.left.items() if share <= 2 * least + 0.02), True
+    if recorded.explained_by:
+        return recorded.explained_by, True
     if recorded.alike is None:
         return ("noise", "other_weights"), True
     return ("other_weights" if recorded.alike > ALIKE else "noise",), True
 
 
-def sampling_lines(report: SamplingReport) -> list[str]:
-    """Return the check in sentences, the verdict first."""
+def sampling_lines(report: SamplingReport, stated: float | None = None) -> list[str]:
+    """Return the check in sentences, the verdict first, then what the recorded log-probabilities are those of.
+
+    `stated` is the temperature at which the tokens were scored: with it, log-probabilities of temperature 1 are named.
+    """
     n = f"{report.n_tokens:,} tokens"
     if report.alarm:
         named = []
@@ -337,6 +348,19 @@ def sampling_lines(report: SamplingReport) -> list[str]:
         lines = [f"{n} were not drawn by the stated sampler (z = {report.z:.1f}). Likely cause: {causes}{tie}."]
     else:
         lines = [f"{n} fit the model at the stated temperature (no family has p < 0.01 after correction)."]
+    recorded = report.recorded
+    if recorded is not None and recorded.over_float32 > SHARE and (causes := recorded.explained_by):
+        named = []
+        for cause in causes:
+            (words, with_setting), (setting, _) = CAUSES[cause], recorded.left[cause]
+            raw = cause == "temperature" and stated is not None and bool(abs(np.log(stated * setting)) < NEAR_ONE)
+            before = " (temperature 1, as before the logits are divided by the stated one)"
+            named.append(words + with_setting.format(setting) + before * raw)
+        explained = 1 - min(recorded.left[cause][1] for cause in causes)
+        lines.append(
+            f"The recorded log-probabilities are those of {' or '.join(named)}, which explains {explained:.1%} of "
+            "their squared difference from the model's."
+        )
     temperature = report.families["temperature"]
     if temperature.setting is not None:
         fit = f"{temperature.setting:.3f}"
@@ -345,7 +369,7 @@ def sampling_lines(report: SamplingReport) -> list[str]:
         else:  # the last one tried
             fit += " or " + ("less" if temperature.setting < 1 else "more")
         lines.append(f"Temperature that fits best, if nothing else is wrong: {fit} times the stated one.")
-    if (recorded := report.recorded) is None:
+    if recorded is None:
         return lines
     lines.append(
         f"Recorded log-probabilities differ from the model's by {recorded.deviation:.2g} nats (root mean square); "

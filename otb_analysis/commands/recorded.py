@@ -47,7 +47,7 @@ def score_command(words: Sequence[str]) -> None:
         from otb_analysis.checks.sampling_report import sampling_lines, sampling_report
         from otb_analysis.store import RunStore
 
-        for line in sampling_lines(sampling_report(RunStore(path).frame("sampling"))):
+        for line in sampling_lines(sampling_report(RunStore(path).frame("sampling")), config.temperature):
             Console().print(line, soft_wrap=True, highlight=False)
 
 

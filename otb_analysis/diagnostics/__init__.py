@@ -1,4 +1,4 @@
-"""Diagnosis of a run: detectors of collapse, change points, attribution of a step's gradient, group sizes.
+"""Diagnosis of a run: detectors of collapse, change points, outliers, attribution of a step, group sizes.
 
 NumPy in, frozen records out; a quantity that was not measured is a finding that says what measures it.
 """
@@ -7,6 +7,7 @@ from otb_analysis.diagnostics.attribution import LEVELS, AttributedTokens, Holde
 from otb_analysis.diagnostics.changes import ChangePoint, change_points, fall
 from otb_analysis.diagnostics.detectors import DETECTORS, diagnose
 from otb_analysis.diagnostics.findings import Finding, StepSeries
+from otb_analysis.diagnostics.outliers import Outlier, single_step_outliers
 from otb_analysis.estimators import trained_label, trained_labels
 
 __all__ = [
@@ -16,12 +17,14 @@ __all__ = [
     "ChangePoint",
     "Finding",
     "Holders",
+    "Outlier",
     "StepAttribution",
     "StepSeries",
     "attribute_step",
     "change_points",
     "diagnose",
     "fall",
+    "single_step_outliers",
     "trained_label",
     "trained_labels",
 ]

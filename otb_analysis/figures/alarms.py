@@ -43,6 +43,7 @@ MARKS = {
     "watch": ("first watch", "star", AMBER),
     "alarm": ("first alarm", "x", RED),
     "change": ("change point", "triangle-down", GREY),
+    "outlier": ("single-step outlier", "diamond", RED),
 }
 """Kind of an event → its name, marker and colour."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.diagnostics import ChangePoint, Finding, fall
+from otb_analysis.diagnostics import ChangePoint, Finding, Outlier, fall
 from otb_analysis.figures.alarms import MARKS, PANELS, TITLES
 from otb_analysis.figures.curves import QUANTITIES, Quantity, derived, finite
 from otb_analysis.figures.numbers import number
@@ -16,10 +16,13 @@ from otb_analysis.figures.styles import BLUE, GREY
 from otb_analysis.figures.theme import RULE, TEMPLATE, log_axis
 from otb_analysis.types import Float, Int
 
-FIRST = ("reward_mean", "grad_norm", "entropy_mean", "length_mean", "zero_variance_share", "mismatch_max")
+FIRST = (
+    *("reward_mean", "grad_norm", "entropy_mean", "length_mean", "zero_variance_share"),
+    *("mismatch_max", "mismatch_rms"),
+)
 """Panels that are shown at once; the others wait behind "more"."""
 
-UNBOUNDED = ("grad_norm", "entropy_mean", "length_mean", "mismatch_max")
+UNBOUNDED = ("grad_norm", "entropy_mean", "length_mean", "mismatch_max", "mismatch_rms", "mismatch_k3")
 """Positive and without an upper end, so that a logarithmic axis may help."""
 
 CENTRED = 9
@@ -40,7 +43,7 @@ class Event:
     """Something that happened at a step."""
 
     step: int
-    kind: str  # `watch`, `alarm` or `change`
+    kind: str  # `watch`, `alarm`, `change` or `outlier`
     column: str  # Column of the panel it belongs to, if that is drawn
     text: str
 
@@ -64,11 +67,15 @@ class TimelineInfo:
 
 
 def timeline_info(
-    steps: pd.DataFrame, findings: Sequence[Finding], points: Sequence[ChangePoint], more: bool = False
+    steps: pd.DataFrame,
+    findings: Sequence[Finding],
+    points: Sequence[ChangePoint],
+    more: bool = False,
+    outliers: Sequence[Outlier] = (),
 ) -> TimelineInfo:
     """Collect the panels and events of one run; `more` adds every other quantity that was recorded.
 
-    Events are the first firing of each detector at each level, and change points.
+    Events are the first firing of each detector at each level, change points, and single-step outliers.
     """
     table: Any = derived(steps)
     ordered = sorted(QUANTITIES, key=lambda q: FIRST.index(q.column) if q.column in FIRST else len(FIRST))
@@ -85,6 +92,10 @@ def timeline_info(
                 column = finding.evidence[0].column
                 events.append(Event(step, kind, PANELS.get(column, column), TITLES[finding.detector]))
     events += [Event(p.step, "change", p.column, f"{p.column}: {number(p.before)} → {number(p.after)}") for p in points]
+    events += [
+        Event(one.step, "outlier", one.column, f"{one.column} {number(one.value)}, {number(one.multiple)} × the usual")
+        for one in outliers
+    ]
     return TimelineInfo(tuple(panels), tuple(sorted(events, key=lambda event: event.step)))
 
 
@@ -122,6 +133,13 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
     for index, series in enumerate(info.series):
         end = 1 - (LANE + index * (PANEL + GAP) + GAP) / height
         _panel(figure, series, index + 2, (max(0.0, end - PANEL / height), end), log_y)
+        single = [e.step for e in info.events if (e.kind, e.column) == ("outlier", series.quantity.column)]
+        if single:
+            _, symbol, color = MARKS["outlier"]
+            figure.add_scatter(
+                x=single, y=series.value[np.searchsorted(series.step, single)], yaxis=f"y{index + 2}", mode="markers",
+                marker={"symbol": symbol, "size": 9, "color": color}, hoverinfo="skip",
+            )  # fmt: skip
     last = f"y{len(info.series) + 1}" if info.series else "y"
     known = [s.step for s in info.series]
     ends = (min(int(s[0]) for s in known), max(int(s[-1]) for s in known)) if known else (0, 1)
@@ -138,7 +156,7 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
 
 
 def _lane(figure: go.Figure, info: TimelineInfo, bottom: float) -> None:
-    """One row of marks: watches, alarms and change points, in the order in which they could be seen."""
+    """One row of marks: watches, alarms, change points and outliers, in the order in which they could be seen."""
     for kind, (name, symbol, color) in MARKS.items():
         marked = [event for event in info.events if event.kind == kind]
         figure.add_scatter(
@@ -153,7 +171,7 @@ def _lane(figure: go.Figure, info: TimelineInfo, bottom: float) -> None:
             text="nothing fired, nothing changed its level", showarrow=False, font={"size": 12, "color": GREY},
             xref="paper", x=0.5, yref="y", y=0.5,
         )  # fmt: skip
-    _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼", 1.0)
+    _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼, single step ◆", 1.0)
 
 
 def _panel(figure: go.Figure, series: Series, number_: int, domain: tuple[float, float], log_y: bool) -> None:

@@ -23,6 +23,7 @@ from otb_analysis.gradients.batch.inputs import widened
 from otb_analysis.measurement.gram_method import gram_method
 from otb_analysis.measurement.level import MeasuredPolicy, MeasuredStep, by_policy_token, level_of
 from otb_analysis.measurement.table import TokenMeasurements, TokenTable
+from otb_analysis.objectives.ratios import mismatch_scalars
 from otb_analysis.phases import phase
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import (
@@ -244,16 +245,15 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
     inside, stats, reward = table.mask, table.stats, table.total_reward
     drawn = table.drawn  # soft tokens have densities, and none of the statistics of a drawn one
     length = inside.sum(axis=1)
-    mismatch = (stats.logprob - table.behavior_logprob)[inside]
-    mismatch = mismatch[~np.isnan(mismatch)]  # rollouts from elsewhere may lack the sampler's log-probabilities
     energy, exact = stats.energy[drawn], measurement.tokens.whole_norm_sq[inside]
     return {
         "reward_mean": reward.mean(),
         "reward_std": reward.std(),
         "entropy_mean": _mean(stats.entropy[drawn]),
         "logprob_mean": _mean(stats.logprob[drawn]),
-        "mismatch_mean": _mean(mismatch),
-        "mismatch_max": float(np.abs(mismatch).max(initial=0.0)) if mismatch.size or not inside.any() else None,
+        # Rollouts from elsewhere may lack the sampler's log-probabilities.
+        **mismatch_scalars((stats.logprob - table.behavior_logprob)[inside]),
+        "advantage_max": float(np.abs(estimate.advantage[inside]).max()) if inside.any() else None,
         "length_mean": length.mean(),
         "characters_mean": float(np.mean([sum(len(turn.text) for turn in turns) for turns in rollouts.turns])),
         "length_max": int(length.max()),

@@ -19,7 +19,32 @@ from otb_analysis.errors import InputError
 from otb_analysis.objectives.registry import Formula, NoOptions, boolean_mask, checked_options, lookup, policy_values
 from otb_analysis.types import Bool, Float
 
+LOG_2 = np.log(2.0)  # Beyond it a raw ratio counts as far from 1
 LOG_LIMIT = 700.0  # A sum of log ratios is held in ±700, so that no weight is infinite (e^709 is the largest float64)
+
+
+def mismatch_scalars(log_ratio: ArrayLike) -> dict[str, float | None]:
+    """Return the columns `mismatch_…` of `steps`: how far the trainer's π is from the sampler's μ, raw, without a clip.
+
+    With d = log π(y) − log μ(y) and r = e^d of the policy tokens y, which μ drew: mean d, max |d|, rms = √mean d²,
+    k3 = mean(r − 1 − log r) ≥ 0, whose expectation under μ is KL(μ‖π), from sampler to trainer, where μ > 0 wherever
+    π is; ratio_share, the share with r > 2 or r < ½. All are 0 where π = μ. k3 as in Schulman (2020).
+
+    Args:
+        log_ratio: d [K] in nats; NaN, where either log-probability is missing, is left out.
+
+    Returns:
+        Nats, the last one a share; None without a token. An r beyond float64 makes k3 infinite, which the store writes
+        as null and names in `not_finite`.
+    """
+    d = np.asarray(log_ratio, np.float64)
+    d = d[~np.isnan(d)]
+    names = ("mean", "max", "rms", "k3", "ratio_share")
+    if not d.size:
+        return {f"mismatch_{name}": None for name in names}
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = d.mean(), np.abs(d).max(), np.sqrt((d**2).mean()), (np.expm1(d) - d).mean(), (np.abs(d) > LOG_2).mean()
+    return {f"mismatch_{name}": float(value) for name, value in zip(names, values, strict=True)}
 
 
 @dataclass(frozen=True)

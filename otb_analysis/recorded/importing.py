@@ -10,8 +10,9 @@ from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.config.train import ImportConfig
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require_models
+from otb_analysis.objectives.ratios import mismatch_scalars
 from otb_analysis.phases import note, phase
-from otb_analysis.recorded.records import RecordedRollout
+from otb_analysis.recorded.records import COLUMNS, RecordedRollout
 from otb_analysis.recorded.runs import (
     RecordedStep,
     record_run,
@@ -129,20 +130,19 @@ def _scalars(step: RecordedStep, texts: Sequence[Mapping[str, Any]]) -> dict[str
         scalars |= {"length_mean": float(np.mean(lengths)), "length_max": max(lengths), "n_tokens": sum(lengths)}
     if all(record.prompt_ids is not None for record in records):
         scalars["prompt_length_max"] = max(len(record.prompt_ids or ()) for record in records)
-    inside: dict[str, Float] = {}
-    for name in ("logprob", "behavior_logprob", "entropy"):
+    inside, none = dict[str, Float](), np.empty(0)
+    for name in COLUMNS:
         if all(name in record.columns for record in records):
             lists = [(record.columns[name], record.policy_tokens) for record in records]
             values = np.concatenate([values if mask is None else values[mask] for values, mask in lists])
-            values = values[~np.isnan(values)]
             inside |= {name: values} if values.size else {}
-    scalars |= {f"{name}_mean": float(inside[name].mean()) for name in ("logprob", "entropy") if name in inside}
+    known = {name: values[~np.isnan(values)] for name, values in inside.items()}
+    scalars |= {f"{name}_mean": float(x.mean()) for name in ("logprob", "entropy") if (x := known.get(name, none)).size}
+    whole = np.array([record.advantage for record in records], np.float64)
+    if (advantage := np.concatenate([known.get("advantage", none), whole[~np.isnan(whole)]])).size:
+        scalars["advantage_max"] = float(np.abs(advantage).max())
     if "logprob" in inside and "behavior_logprob" in inside:
-        apart = [record.columns["logprob"] - record.columns["behavior_logprob"] for record in records]
-        masks = [record.policy_tokens for record in records]
-        mismatch = np.concatenate([d if mask is None else d[mask] for d, mask in zip(apart, masks, strict=True)])
-        mismatch = mismatch[~np.isnan(mismatch)]
-        scalars |= {"mismatch_mean": float(mismatch.mean()), "mismatch_max": float(np.abs(mismatch).max())}
+        scalars |= mismatch_scalars(inside["logprob"] - inside["behavior_logprob"])
     return scalars | step.logged_norm
 
 

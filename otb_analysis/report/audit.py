@@ -79,7 +79,8 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
     if (sampling := report.sampling) is not None:
         by, title = {"step": sampling.by_step, "position": sampling.by_position}, "Sampling check: both z-scores by"
         grids = [Grid(Z_SCORES, _z_scores(name, rows), f"{title} {name}") for name, rows in by.items()]
-        sections.append(Section("Sampling check", (*sampling_lines(sampling), *grids)))
+        stated = (run.config.get("sample") or {}).get("temperature")
+        sections.append(Section("Sampling check", (*sampling_lines(sampling, stated), *grids)))
     sections.append(Section("Bookkeeping", tuple(bookkeeping_lines(report.bookkeeping))))
     return [*sections, Section("What is missing", report.missing)] if report.missing else sections
 

@@ -15,7 +15,7 @@ from otb_analysis.store import largest_attributed_step
 
 
 def diagnosis_parts(run: RunAnswers) -> list[Part]:
-    """Return what `otb diagnose` prints about one run: its sampler's alarm, findings, change points, its lines."""
+    """Return what `otb diagnose` prints about one run: alarm of its sampler, findings, changes, outliers, lines."""
     series = run.series
     rows = pd.DataFrame(
         {
@@ -30,7 +30,8 @@ def diagnosis_parts(run: RunAnswers) -> list[Part]:
     title = f"{run.name}, steps {series.step[0]} to {series.step[-1]}"
     grid = Grid("", rows, title, texts=("detector",), folds=("why",))
     alarm, lines = ([run.lines[0]], run.lines[1:]) if run.alarm else ([], run.lines)
-    return [*alarm, grid, run.change_line, "\n".join(lines)]
+    seen = [run.change_line, *filter(None, [run.outlier_line, run.mismatch_line])]
+    return [*alarm, grid, "\n".join(seen), "\n".join(lines)]
 
 
 def attribution_parts(run: RunAnswers, step: int | None, top: int) -> list[Part]:

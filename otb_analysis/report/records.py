@@ -140,7 +140,7 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
     """
     row, steps = run.triage, [int(s) for s in run.series.step]
     fired, others = fired_first(run.findings)
-    info = timeline_info(run.steps, run.findings, run.changes, more=True)
+    info = timeline_info(run.steps, run.findings, run.changes, more=True, outliers=run.outliers)
     record: dict[str, Any] = {
         "run": row.run, "estimator": row.estimator, "status": row.status, "state": row.state,
         "what_happened": row.sentence, "first_warning": row.first_warning,
@@ -151,6 +151,7 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
             for f in [*fired, *others]
         ],
         "events": info.events, "change_points": run.changes,
+        "outliers": run.outliers, "outlier_words": run.outlier_line, "mismatch_words": run.mismatch_line,
         "degenerate": degenerate_table({row.run: run.steps}).drop(columns="run").iloc[0].to_dict(),
         "alarm": run.alarm, "conclusion": run.lines,
     }  # fmt: skip

@@ -109,11 +109,11 @@ def overview(runs: Runs) -> Section:
 def collapse(runs: Runs) -> Section:
     """Return alarms, health over steps and change points."""
     findings = {name: run.findings for name, run in runs.items()}
-    fired = "An alarm uses only steps up to its own; change points are dated in hindsight."
+    fired = "An alarm uses only steps up to its own; change points and outliers are dated in hindsight."
     pictures = [
         Picture(
             f"health-{name}", f"{name} over its steps, with the events that were seen.",
-            plot_timeline(timeline_info(run.steps, run.findings, run.changes, more=True)),
+            plot_timeline(timeline_info(run.steps, run.findings, run.changes, more=True, outliers=run.outliers)),
             curves_info({name: derived(run.steps)}, QUANTITIES, {name: run.estimator}, WINDOW),
         )
         for name, run in runs.items()
@@ -122,7 +122,7 @@ def collapse(runs: Runs) -> Section:
         "Alarms and health over steps",
         (
             Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings)),
-            *(f"{run}. {of.change_line}" for run, of in runs.items()),
+            *(f"{run}. {of.change_line} {of.outlier_line}".rstrip() for run, of in runs.items()),
             *pictures,
             Grid(DEGENERATE, degenerate_table({name: run.steps for name, run in runs.items()})),
             Formulas(ALARM_FORMULAS),

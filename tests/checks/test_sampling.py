@@ -215,6 +215,33 @@ def test_tokens_of_the_model_raise_no_alarm_and_have_no_mismatch(policy):
     assert "fit the model at the stated temperature" in sampling_lines(report)[0]
 
 
+@torch.no_grad()
+def raw_logprobs(model, rollouts):
+    """Rollouts whose sampler recorded log-probabilities of temperature 1, whatever it drew at."""
+    ids = torch.as_tensor(rollouts.input_ids)
+    logprob = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    recorded = np.where(rollouts.mask[:, 1:], logprob.double().numpy(), np.nan)
+    return replace(rollouts, behavior_logprob=np.pad(recorded, ((0, 0), (1, 0)), constant_values=np.nan))
+
+
+def test_clean_tokens_with_log_probabilities_of_before_the_temperature_have_those_named(policy):
+    rollouts = draw(policy, temperature(0.6), size=48, tokens=24)
+    processed = sampling_report(sums_of(policy[0], rollouts, tau=0.6))
+    assert not processed.alarm and not any("are those of" in line for line in sampling_lines(processed, 0.6))
+    report = sampling_report(sums_of(policy[0], raw_logprobs(policy[0], rollouts), tau=0.6))
+    assert not report.alarm and report.recorded is not None and report.recorded.explained_by == ("temperature",)
+    assert report.recorded.left["temperature"][0] == pytest.approx(1 / 0.6, rel=0.01)
+    line = sampling_lines(report, 0.6)[1]
+    assert "are those of temperature 1.6" in line and "(temperature 1, as before" in line
+    assert "temperature 1, as" not in sampling_lines(report, 0.9)[1]
+
+
+def test_log_probabilities_of_after_top_p_are_named_beside_its_alarm(policy):
+    report = sampling_report(sums_of(policy[0], draw(policy, top_p(0.8), size=48, tokens=24)))
+    assert "Likely cause: top-p of about 0.8" in sampling_lines(report)[0]
+    assert "are those of top-p of about 0.8, which explains" in sampling_lines(report)[1]
+
+
 @pytest.mark.slow
 def test_clean_audits_seldom_raise_an_alarm(policy):
     alarms = 0

@@ -1,7 +1,7 @@
 import numpy as np
 import pandas as pd
 
-from otb_analysis.diagnostics import change_points, diagnose
+from otb_analysis.diagnostics import change_points, diagnose, single_step_outliers
 from otb_analysis.figures.timeline import centred_mean, plot_timeline, timeline_info
 from otb_analysis.store import step_series
 
@@ -19,7 +19,7 @@ STEPS = pd.DataFrame(
 
 def info(steps, more=False):
     series = step_series(steps)
-    return timeline_info(steps, diagnose(series), change_points(series), more)
+    return timeline_info(steps, diagnose(series), change_points(series), more, single_step_outliers(series))
 
 
 def notes(figure):
@@ -33,7 +33,7 @@ def test_a_centred_mean_is_of_fewer_values_at_the_ends():
 def test_only_panels_with_values_are_drawn_in_their_order():
     found = info(STEPS)
     assert [series.quantity.column for series in found.series] == ["reward_mean", "grad_norm", "entropy_mean"]
-    assert len(plot_timeline(found).data) == 3 + 2 * 3  # the lane's three kinds, then mean and values of each panel
+    assert len(plot_timeline(found).data) == 4 + 2 * 3  # the lane's four kinds, then mean and values of each panel
 
 
 def test_events_stand_in_the_order_of_steps():
@@ -71,8 +71,15 @@ def test_a_number_that_is_never_finite_has_no_panel_and_one_that_is_once_infinit
     infinite = [np.inf] * N
     found = info(STEPS.assign(grad_norm=infinite))
     assert [series.quantity.column for series in found.series] == ["reward_mean", "entropy_mean"]
-    assert len(plot_timeline(found, log_y=True).data) == 3 + 2 * 2
+    assert len(plot_timeline(found, log_y=True).data) == 4 + 2 * 2
     nothing = info(STEPS.assign(grad_norm=infinite, reward_mean=np.nan, entropy_mean=infinite))
-    assert nothing.series == () and len(plot_timeline(nothing).data) == 3
+    assert nothing.series == () and len(plot_timeline(nothing).data) == 4
     once = info(STEPS.assign(grad_norm=[np.inf] + [1.0] * (N - 1))).series[1]
     assert once.step.tolist() == list(range(1, N)) and once.mean.tolist() == [1.0] * (N - 1)
+
+
+def test_a_single_step_outlier_is_marked_in_the_lane_and_on_its_curve():
+    found = info(STEPS.assign(grad_norm=[1.0] * 20 + [30.0] + [1.0] * 9, reward_mean=0.5))
+    assert [(e.kind, e.step, e.column) for e in found.events] == [("outlier", 20, "grad_norm")]
+    marks = [t for t in plot_timeline(found).data if t.marker.symbol == "diamond" and len(t.x)]
+    assert [(list(t.x), list(t.y)) for t in marks] == [([20], [0.5]), ([20], [30.0])]

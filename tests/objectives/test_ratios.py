@@ -16,6 +16,7 @@ from otb_analysis.objectives.ratios import (
     TruncationOptions,
     importance_ratio,
     learning_rate_factor,
+    mismatch_scalars,
 )
 from otb_analysis.objectives.registry import options_from_table
 
@@ -261,3 +262,27 @@ def test_options_from_text_are_numbers():
         0.2, 0.28, 3.0
     )
     assert options_from_table("gspo", RATIOS["gspo"].options, {}) == GspoOptions(3e-4, 4e-4)
+
+
+def test_mismatch_does_not_cancel_and_counts_raw_ratios_beyond_two():
+    found = mismatch_scalars([1.0, -1.0, 0.5, -0.5, np.nan])
+    assert found["mismatch_mean"] == 0.0 and found["mismatch_max"] == 1.0
+    assert found["mismatch_rms"] == pytest.approx((2.5 / 4) ** 0.5)
+    # r − 1 − log r: e − 2, 1/e, e^½ − 1.5, e^−½ − .5; ratios 2.7 and .37 lie beyond 2, 1.6 and .61 do not
+    assert found["mismatch_k3"] == pytest.approx((np.e - 2 + 1 / np.e + np.e**0.5 - 1.5 + np.e**-0.5 - 0.5) / 4)
+    assert found["mismatch_ratio_share"] == 0.5
+
+
+def test_k3_estimates_the_divergence_from_sampler_to_trainer():
+    sampler, trainer = np.array([0.7, 0.2, 0.1]), np.array([0.2, 0.3, 0.5])
+    token = np.random.default_rng(0).choice(3, size=200_000, p=sampler)
+    log_ratio = np.log(trainer / sampler)
+    forward = float(-(sampler * log_ratio).sum())  # KL(μ‖π) = .635, KL(π‖μ) = .676
+    terms = np.exp(log_ratio[token]) - 1 - log_ratio[token]
+    found = mismatch_scalars(log_ratio[token])["mismatch_k3"]
+    assert found == pytest.approx(forward, abs=4 * terms.std() / len(token) ** 0.5)  # ± .006
+
+
+def test_a_ratio_beyond_float64_is_infinite_without_a_warning_and_no_token_is_unknown():
+    assert mismatch_scalars([0.0, 800.0])["mismatch_k3"] == np.inf
+    assert set(mismatch_scalars([np.nan]).values()) == {None}

@@ -86,6 +86,10 @@ def test_recorded_numbers_of_every_token_are_kept_and_others_are_null(config, js
     assert (step["step"], step["n_tokens"], step["length_mean"]) == (5, 6, 3.0)
     # Mismatch −0.5, 0, −0.5; entropy .5, .7, .6: the placeholder 9 at the masked token is not read.
     np.testing.assert_allclose([step["mismatch_mean"], step["mismatch_max"], step["entropy_mean"]], [-1 / 3, 0.5, 0.6])
+    # √(.5²·2/3); (2(e^−½ − 1 + ½) + 0)/3; e^−½ = .61 is above ½.
+    found = [step[f"mismatch_{name}"] for name in ("rms", "k3", "ratio_share")]
+    np.testing.assert_allclose(found, [0.5 * (2 / 3) ** 0.5, 2 / 3 * (np.exp(-0.5) - 0.5), 0.0])
+    assert step["advantage_max"] == 0.25
     assert RunStore(path).rollouts_df()["completion"].tolist() == ["12=3", "12=3"]
 
 
@@ -129,3 +133,27 @@ def test_the_commands_print_the_run_and_refuse_in_one_sentence(tmp_path, jsonl, 
     assert "already exists" in capsys.readouterr().err
     assert main(["import"]) == 2
     assert "otb: there are no rollouts to read; pass a file" in capsys.readouterr().err
+
+
+def test_a_single_step_outlier_is_named_with_the_record_that_it_is_of(config, jsonl):
+    def rollout(step, k):
+        far = (step, k) == (8, 1)
+        return {
+            "prompt": "1+1=", "completion": "2", "reward": float(k), "step": step,
+            "ids": [1] * (100 if far else 4), "advantages": [-50.0 if far else 1.0] * (100 if far else 4),
+        }  # fmt: skip
+
+    rows = [rollout(step, k) for step in range(20) for k in range(2)]
+    for row in rows:
+        row["grad_norm"] = 37.5 if row["step"] == 8 else 0.3
+    run = RunAnswers(RunStore(import_rollouts(jsonl(rows), config)))
+    assert [(one.column, one.step) for one in run.outliers] == [
+        ("grad_norm", 8),
+        ("advantage_max", 8),
+        ("length_max", 8),
+    ]
+    line = run.outlier_line
+    assert "grad_norm 37.5 at step 8 (125 × the usual 0.300)" in line and line.endswith("1 more.")
+    assert "advantage_max 50.0 at step 8 (50.0 × the usual 1.00, rollout 1: rollouts.jsonl record 18)" in line
+    assert len(line.split()) <= 40 and line in "".join(map(str, diagnosis_parts(run)))
+    assert run.mismatch_line == ""
