@@ -8,6 +8,7 @@ import numpy as np
 from otb_analysis.answers.holders import Tokens
 from otb_analysis.answers.proxy import Proxy
 from otb_analysis.answers.run import RunAnswers
+from otb_analysis.answers.traits import Traits
 from otb_analysis.checks.bookkeeping import Bookkeeping, check_bookkeeping, trainer_loss
 from otb_analysis.checks.sampling_report import SamplingReport
 from otb_analysis.diagnostics.planner import Planner
@@ -48,7 +49,9 @@ class AuditReport:
     n_steps: int
     n_prompts: int
     n_rollouts: int
+    alarms: tuple[str, ...]  # Another sampler, and the cause of recorded log-probabilities; usually empty
     verdict: tuple[str, ...]  # An alarm first, then the baseline, the group size, the proxy
+    traits: Traits  # What needs no model
     decision: Decision | None  # Every estimator against the trainer's
     estimators: ComparisonInfo | None  # Every estimator over rloo
     between: float | None  # Part of prompts × variance that comes from prompts, of every unbiased estimator
@@ -92,6 +95,10 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
     source, trained = config.get("source"), run.trained[0][0] if run.trained else run.estimator
     status, reason = run.store.standing
     missing = [] if status == "complete" else [f"Run: {status} after {plural(len(steps), 'complete step')}: {reason}"]
+    if config.get("first") == len(steps):
+        missing.append(
+            "Steps: no more were asked for (--first); without it the same command adds more, with --if-exists resume."
+        )
     if run.tokens is None:
         missing.append(f"Tokens: no step was attributed; {SCORE} does it.")
     if run.proxy is None:
@@ -107,6 +114,8 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
         n_steps=len(steps),
         n_prompts=len(set(run.rewards["prompt_id"].dropna())) or len(run.rewards.drop_duplicates(["step", "group"])),
         n_rollouts=len(run.rewards),
+        alarms=run.alarms,
+        traits=run.traits,
         verdict=(*run.lines, *filter(None, [run.proxy_line])),
         decision=None if measured is None else measured.decision,
         estimators=None if measured is None or measured.over_rloo.cause == "no reference" else measured.comparison(),

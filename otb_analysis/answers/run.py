@@ -13,8 +13,9 @@ from otb_analysis.answers.holders import Attributed, NotAttributed, Tokens, attr
 from otb_analysis.answers.measured import MeasuredSteps
 from otb_analysis.answers.proxy import Proxy, fidelity_of, proxy_line, proxy_of
 from otb_analysis.answers.sentences import NOT_MEASURED, size_line
+from otb_analysis.answers.traits import Traits, traits_of
 from otb_analysis.answers.triage import Triage, triage, triage_row, worst_first
-from otb_analysis.checks.sampling_report import SamplingReport, sampling_lines, sampling_report
+from otb_analysis.checks.sampling_report import SamplingReport, recorded_line, sampling_lines, sampling_report
 from otb_analysis.diagnostics import (
     ChangePoint,
     Finding,
@@ -175,6 +176,12 @@ class RunAnswers:
             return ""
         return f"Tokens were not drawn by the policy that is scored: {certificate.reason}"
 
+    @cached_property
+    def alarms(self) -> tuple[str, ...]:
+        """What stands before everything else: another sampler, and what recorded log-probabilities are instead."""
+        cause = "" if self.sampling is None else recorded_line(self.sampling)
+        return tuple(filter(None, [self.alarm, cause]))
+
     @property
     def believed(self) -> Mapping[str, Any]:
         """The configuration, as far as it may be believed: nothing of it where another sampler drew the tokens."""
@@ -238,6 +245,11 @@ class RunAnswers:
     def rewards(self) -> pd.DataFrame:
         """Step, group, reward and prompt of every rollout."""
         return self.store.rollouts_df(columns=["step", "group", "reward", "prompt_id"])
+
+    @cached_property
+    def traits(self) -> Traits:
+        """What the rollouts show without a model."""
+        return traits_of(self.store, self.config, self.steps, self.rewards)
 
     @cached_property
     def planner(self) -> Planner:

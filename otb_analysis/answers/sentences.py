@@ -9,6 +9,7 @@ from typing import Any
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.estimators import registered
 from otb_analysis.figures.numbers import shown_name
+from otb_analysis.phases import plural
 from otb_analysis.statistics import DIFFERENCE, MIN_CLUSTERS, REFERENCE, Comparison, Decision, Interval, is_informative
 from otb_analysis.types import Label
 
@@ -263,4 +264,5 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     if dead.share.low is not None and dead.share.high is not None and dead.share.high - dead.share.low > UNSAID:
         return ""
     ends = "" if dead.share.low is None else f" ({dead.share.low:.0%}–{dead.share.high:.0%})"
-    return f"In groups of {dead.size}, {dead.share.estimate:.0%}{ends} teach nothing: all their rewards are equal."
+    share = f"{dead.share.estimate:.0%}{ends} of {plural(dead.n_groups, 'group')}"
+    return f"In groups of {dead.size}, {share} teach nothing: all their rewards are equal."

@@ -90,7 +90,7 @@ class AdvantageMatch:
     convention: str  # A name in ESTIMATORS or CONVENTIONS, with what was done to it: clipped, over the length
     n_differ: int  # Rollouts with a token that differs by more than the tolerance
     largest: float  # Largest difference
-    first: str  # First record that differs, as `file, record n`; empty where none does
+    first: str  # First record that differs, as `file, record n`; of the nearest one only
     factor: float  # Least squares: recorded ≈ factor × ours
     left: float  # Share of Σ recorded² that the factor leaves
 
@@ -253,21 +253,24 @@ def _compared(store: RunStore, ends: tuple[float, float] | None = None) -> tuple
         has = present.any(axis=1)
         n, steps = n + int(has.sum()), steps + 1
         n_groups += len(np.unique(np.asarray(one.inputs.group)[has]))
-    matches = []
+    matches, places = [], dict[str, tuple[int, int] | None]()
     for name, parts in sums.items():
         if len(parts) < steps:
             continue
         differ, largest, first, ours_sq, both, recorded_sq = zip(*parts, strict=True)
         factor = sum(both) / sum(ours_sq) if sum(ours_sq) else 0.0
         left = 1 - factor * sum(both) / sum(recorded_sq) if sum(recorded_sq) else 1.0
-        place = next((_place(store, *where) for where in first if where), "")
-        matches.append(AdvantageMatch(name, sum(differ), max(largest), place, factor, max(left, 0.0)))
+        places |= dict.fromkeys([name], next((where for where in first if where), None))
+        matches.append(AdvantageMatch(name, sum(differ), max(largest), "", factor, max(left, 0.0)))
     matches.sort(key=lambda match: (match.n_differ, match.left))
     usual = next((match.left for match in matches if match.convention == "rloo"), None)
     same = usual is not None and any(
         match.convention == RAW and np.isclose(match.left, usual, atol=1e-9) for match in matches
     )
-    return [match for match in matches if not (same and match.convention == RAW)], n, n_groups
+    matches = [match for match in matches if not (same and match.convention == RAW)]
+    if matches and (where := places.get(matches[0].convention)):
+        matches[0] = replace(matches[0], first=_place(store, *where))
+    return matches, n, n_groups
 
 
 def _exceptions(store: RunStore, convention: str) -> tuple[str, str]:

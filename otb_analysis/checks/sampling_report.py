@@ -38,6 +38,13 @@ CAUSES = {
     "other_weights": ("other weights (stale checkpoint, quantisation)", ""),
 }
 """What the tests can name: in words, and its setting."""
+MENDED = {
+    "temperature": "record them after the logits are divided by the temperature",
+    "top_p": "record them before top-p is applied",
+    "top_k": "record them before top-k is applied",
+    "repetition": "record them with the penalties of the model that is scored",
+}
+"""What to do where recorded log-probabilities are those of another setting."""
 SHARE = 0.01
 """A share of tokens beyond bfloat16's rounding that is told even without an alarm."""
 NEAR_ONE = 0.02
@@ -328,11 +335,30 @@ def _causes(families: Mapping[str, FamilyResult], recorded: RecordedMismatch | N
     return ("other_weights" if recorded.alike > ALIKE else "noise",), True
 
 
-def sampling_lines(report: SamplingReport, stated: float | None = None) -> list[str]:
-    """Return the check in sentences, the verdict first, then what the recorded log-probabilities are those of.
+def recorded_line(report: SamplingReport, stated: float | None = None) -> str:
+    """Return which setting recorded log-probabilities belong to instead of the stated one; empty where none fits.
 
+    It is said where they differ beyond rounding and the setting leaves less than `EXPLAINED` of Σδ², alarm or not.
     `stated` is the temperature at which the tokens were scored: with it, log-probabilities of temperature 1 are named.
     """
+    recorded = report.recorded
+    if recorded is None or recorded.over_float32 <= SHARE or not (causes := recorded.explained_by):
+        return ""
+    named = []
+    for cause in causes:
+        (words, with_setting), (setting, _) = CAUSES[cause], recorded.left[cause]
+        raw = cause == "temperature" and stated is not None and bool(abs(np.log(stated * setting)) < NEAR_ONE)
+        named.append(words + with_setting.format(setting) + " (temperature 1)" * raw)
+    explained = 1 - min(recorded.left[cause][1] for cause in causes)
+    remedy = "" if report.alarm else f"; the tokens fit the stated sampler, so {MENDED[causes[0]]}"
+    return (
+        f"The recorded log-probabilities are those of {' or '.join(named)}, which explains {explained:.1%} of their "
+        f"squared difference from the model's{remedy}."
+    )
+
+
+def sampling_lines(report: SamplingReport, stated: float | None = None) -> list[str]:
+    """Return the check in sentences, the verdict first, then `recorded_line`."""
     n = f"{report.n_tokens:,} tokens"
     if report.alarm:
         named = []
@@ -349,18 +375,8 @@ def sampling_lines(report: SamplingReport, stated: float | None = None) -> list[
     else:
         lines = [f"{n} fit the model at the stated temperature (no family has p < 0.01 after correction)."]
     recorded = report.recorded
-    if recorded is not None and recorded.over_float32 > SHARE and (causes := recorded.explained_by):
-        named = []
-        for cause in causes:
-            (words, with_setting), (setting, _) = CAUSES[cause], recorded.left[cause]
-            raw = cause == "temperature" and stated is not None and bool(abs(np.log(stated * setting)) < NEAR_ONE)
-            before = " (temperature 1, as before the logits are divided by the stated one)"
-            named.append(words + with_setting.format(setting) + before * raw)
-        explained = 1 - min(recorded.left[cause][1] for cause in causes)
-        lines.append(
-            f"The recorded log-probabilities are those of {' or '.join(named)}, which explains {explained:.1%} of "
-            "their squared difference from the model's."
-        )
+    if line := recorded_line(report, stated):
+        lines.append(line)
     temperature = report.families["temperature"]
     if temperature.setting is not None:
         fit = f"{temperature.setting:.3f}"

@@ -1,6 +1,7 @@
 """What an audit will cost: rollouts counted, one micro-batch timed, memory from the model's size."""
 
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -15,11 +16,14 @@ from otb_analysis.recorded.score import Scorer, check
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.budget import levels, rough_duration, seconds_per_position
 from otb_analysis.training.policy import Policy
+from otb_analysis.types import Float
 
 DEARER = 2.0
 """Norms of all tokens may cost so many times every estimator's gradient."""
 FORWARD = 0.5
 """Cost of scoring all rollouts, in forward and backward passes."""
+LONG = 300.0
+"""Seconds from which on a cheaper command is named; one that measures fewer steps takes about so long."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class AuditCost:
     weights_bytes: int
     gram: GramMethod | None  # None where no step has a Gram matrix
     measure: MeasureConfig  # What the audit measures of answers so long
+    cheaper: str  # Options that measure less; empty where the audit is short, or there are none
+    cheaper_seconds: float  # What they take
 
     @property
     def sentence(self) -> str:
@@ -48,6 +54,11 @@ class AuditCost:
             f"about {memory:.1f} GB for weights, one gradient and the Gram matrix, beside one micro-batch."
         )
 
+    @property
+    def shorter(self) -> str:
+        """The same of the cheaper options; empty where there are none."""
+        return f"In about {rough_duration(self.cheaper_seconds)}" if self.cheaper else ""
+
 
 def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
     """Read all records once, time a pass over rollouts of the first step, and write nothing.
@@ -58,7 +69,7 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
     check(config)
     source = source_of(config.rollouts, config)
     layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
-    steps = steps_of(source.records(), layout)
+    steps = islice(steps_of(source.records(), layout), config.first or None)
     first = next(steps, None)
     if first is None:
         raise InputError(f"{config.rollouts} holds no rollout; pass a file with at least one.")
@@ -75,21 +86,33 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
         plan = measure.exact if measure.exact.every else measure.gradients
         measured = first_groups(rollouts.group, every, plan.prompts)
         gram = gram_method(model, rollouts, measured, config.measure.gram, config.measure.scope)
-    planned = levels(trained, rollouts, gram=gram)
     sizes = {first.step: whole} | {step.step: len(step.records) for step in steps}
-    passed = 0.0  # Positions that are passed forward and backward
-    for step, count in sizes.items():
-        due = sum(level.multiple * positions(rollouts, level.rows) for level in planned if level.due(step))
-        passed += (FORWARD * positions(rollouts, every) + due) * count / whole
+
+    def seconds(measured: MeasureConfig) -> Float:
+        """Return what the steps take, one after the other and added up [S]."""
+        planned, passed = levels(replace(trained, measure=measured), rollouts, gram=gram), list[float]()
+        for step, count in sizes.items():
+            due = sum(level.multiple * positions(rollouts, level.rows) for level in planned if level.due(step))
+            passed.append((FORWARD * positions(rollouts, every) + due) * count / whole)
+        return each * np.cumsum(passed)
+
+    taken, cheaper = seconds(measure), ("", 0.0)
+    if taken[-1] > LONG and len(sizes) > 1:
+        n = max(int(np.searchsorted(taken, LONG, side="right")), 1)
+        cheaper = (f"--first {n}", float(taken[n - 1]))
+    elif taken[-1] > LONG and (least := seconds(with_norms(replace(config, norms="none"), rollouts))[-1]) < taken[-1]:
+        cheaper = ("--norms none", float(least))
     return AuditCost(
         n_steps=len(sizes),
         n_rollouts=sum(sizes.values()),
         n_tokens=round(float(rollouts.mask.sum()) * sum(sizes.values()) / whole),
-        levels=("forward", *dict.fromkeys(level.name for level in planned)),
-        seconds=each * passed,
+        levels=("forward", *dict.fromkeys(level.name for level in levels(trained, rollouts, gram=gram))),
+        seconds=float(taken[-1]),
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         gram=gram,
         measure=measure,
+        cheaper=cheaper[0],
+        cheaper_seconds=cheaper[1],
     )
 
 

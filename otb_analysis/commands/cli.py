@@ -39,7 +39,7 @@ otb measures how noisy the gradient is in LLM reinforcement learning, and which 
   otb train        train one run and measure it         (--config FILE.toml, every field on the command line too)
   otb score        measure rollouts that another trainer recorded    (otb score --model DIR --rollouts FILE)
   otb import       read recorded rollouts without a model: rewards, dead groups, lengths, alarms
-  otb audit        which baseline and group size suit recorded rollouts   (otb audit --model DIR --rollouts FILE)
+  otb audit        what recorded rollouts show; with a model, which baseline suits them   (otb audit FOLDER --model DIR)
   otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
   otb compare      which baseline is less noisy, what was learned, whether the proxy will do
   otb diagnose     whether a run is in trouble: alarms with reasons, change points, advice   (otb diagnose RUN…)

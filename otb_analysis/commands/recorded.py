@@ -1,21 +1,27 @@
 """`otb score`, `otb import` and `otb audit`: somebody else's rollouts become a run, and what they say."""
 
+import gc
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import Annotated, TypeVar
 
 import tyro
 from rich.console import Console
 
 from otb_analysis.commands.inspect import parsed, print_all
 from otb_analysis.commands.screen import models_loading, shown
-from otb_analysis.config import AuditConfig, ImportConfig, ScoreConfig
-from otb_analysis.errors import InputError
+from otb_analysis.config import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig
+from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.phases import note, phase
+
+Config = TypeVar("Config", bound=RecordedConfig)
+SELDOM = 200_000
+"""Objects between two looks for cycles while rollouts are read: many lists, no cycles; a tenth of the time."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +87,26 @@ def tell(path: Path) -> None:
     Console().print(f"{path} is complete; {look}", soft_wrap=True)
 
 
-def audit_command(words: Sequence[str]) -> None:
-    """Say which baseline and group size suit recorded rollouts best, and which tokens make up the gradient.
+@dataclass(frozen=True)
+class AuditCommand(AuditConfig):
+    """What `otb audit` takes."""
 
-    With --model and --rollouts it prints what the audit costs and stops; --go measures. With --run alone it audits a
-    run that is there, at no cost. docs/audit.md explains every number.
+    folder: Annotated[Path, tyro.conf.Positional] = Path()
+    """File or directory with the rollouts; the same as --rollouts."""
+
+
+def audit_command(words: Sequence[str]) -> None:
+    """Say what recorded rollouts show, which baseline and group size suit them, and which tokens make up the gradient.
+
+    A file or directory alone gives what needs no model, in seconds. With --model it also says what measuring costs, and
+    --go measures. With --run alone it audits a run that is there, at no cost. docs/audit.md explains every number.
     """
-    config = parsed(AuditConfig, "audit", words, AuditConfig(), audit_command.__doc__)
-    command = shlex.join(["otb", "audit", *words])
+    asked = parsed(AuditCommand, "audit", words, AuditCommand(), audit_command.__doc__)
+    config, command = _as(AuditConfig, asked), shlex.join(["otb", "audit", *words])
+    if asked.folder != Path():
+        if config.rollouts not in (Path(), asked.folder):
+            raise InputError(f"rollouts are {asked.folder} and --rollouts {config.rollouts}; pass one of the two.")
+        config = replace(config, rollouts=asked.folder)
     if config.run and not config.model and config.rollouts == Path():
         if config.estimator != AuditConfig().estimator:
             raise InputError(
@@ -96,6 +114,13 @@ def audit_command(words: Sequence[str]) -> None:
                 "leave it out."
             )
         _finish(config.root / config.run, config, command)
+        return
+    if config.go and not config.model:
+        raise InputError("--go measures with the model that sampled the rollouts; pass --model DIR, or leave --go out.")
+    if not config.model:
+        price = _free(config)
+        more = "Baselines, what each token adds to the gradient, and whether the model wrote these tokens"
+        print_all([f"{more}: {command} --model DIR --go", price])
         return
     with shown(), phase("otb audit"):
         with models_loading("otb audit of rollouts"):
@@ -106,17 +131,61 @@ def audit_command(words: Sequence[str]) -> None:
         config = replace(config, run=config.run or run_path(config.rollouts, config, "audited").name)
         check(config)
         refuse_existing(config.root / config.run, config)
+    if not config.go:
+        _free(config)
+    with shown(), phase("otb audit"):
         policy = load(config)
         if not config.go:  # else the run says it
             note(f"Device: {words_of(policy[0].device)}.")
         cost = audit_cost(config, policy)
     print_all([cost.sentence])
     if not config.go:
-        print_all([f"Nothing was written. To measure: {command} --go"])
+        shorter = [f"{cost.shorter}: {command} {cost.cheaper} --go"] if cost.cheaper else []
+        print_all([f"Nothing was written. To measure: {command} --go", *shorter])
         return
-    with shown(), phase("otb audit"):
-        path = score(replace(config, measure=cost.measure), policy)
+    try:
+        with shown(), phase("otb audit"):
+            path = score(replace(config, measure=cost.measure), policy)
+    except Interrupted as stop:
+        if not (config.root / config.run).exists():
+            raise
+        audit = shlex.join(["otb", "audit", "--run", config.run, "--root", str(config.root)])
+        raise Interrupted(f"{str(stop).rstrip('.')}. What they say: {audit}") from None
     _finish(path, config, command)
+
+
+def _as(kind: type[Config], config: RecordedConfig) -> Config:
+    """Return the fields of a configuration that another kind has, too."""
+    return kind(**{one.name: getattr(config, one.name) for one in fields(kind) if hasattr(config, one.name)})
+
+
+@contextmanager
+def _seldom() -> Iterator[None]:
+    """Look for cycles of objects seldom while rollouts are read."""
+    before = gc.get_threshold()
+    gc.set_threshold(SELDOM)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _free(config: AuditConfig) -> str:
+    """Print what the rollouts say without a model, and return what one would cost; nothing stays on disk."""
+    with shown(), phase("reading without a model"), _seldom(), TemporaryDirectory(prefix="otb-audit-") as folder:
+        from otb_analysis.answers import RunAnswers
+        from otb_analysis.answers.audit import audit_run
+        from otb_analysis.recorded.importing import import_rollouts
+        from otb_analysis.report.audit import free_sections
+        from otb_analysis.report.document import printed
+        from otb_analysis.store import RunStore
+
+        plain = replace(_as(ImportConfig, config), root=Path(folder), run="", if_exists="error")
+        run = RunAnswers(RunStore(import_rollouts(config.rollouts, plain, lasting=False)))
+        run.name = config.rollouts.resolve().name
+        report = audit_run(run, config.aggregation, config.accumulate)
+    print_all(printed(free_sections(report)))
+    return report.traits.price
 
 
 def _finish(path: Path, config: AuditConfig, command: str) -> None:

@@ -258,6 +258,7 @@ class RecordedConfig:
     """Who wrote the records: plain, trl, verl, art, prime_rl, prime_rl_traces, verifiers, nemo_rl or slime; auto
     recognises it."""
     prompts: int = 16  # Prompts (groups) per step, where the records name no step.
+    first: int = 0  # Steps that are read, from the first on; 0 reads all.
     group_size: int = 0
     """Rollouts per prompt, where the records name no group: so many rows in a row are one. 0 takes rows with the same
     prompt."""
@@ -317,4 +318,4 @@ class AuditConfig(ScoreConfig):
     accumulate: int = 0
     """Rollouts of one of the trainer's micro-batches, whose losses it averages. 0 takes what the run says, or shows
     what micro-batches of one rollout would do."""
-    go: bool = False  # True measures; without it the cost is printed and nothing is written.
+    go: bool = False  # True measures; without it answers that need no model are printed, and nothing is written.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def import_rollouts(rollouts: Path, config: ImportConfig) -> Path:
-    """Make a run of recorded rollouts and return its directory.
+def import_rollouts(rollouts: Path, config: ImportConfig, lasting: bool = True) -> Path:
+    """Make a run of recorded rollouts and return its directory; one that is not `lasting` is only read and removed.
 
     Raises:
         InputError: The rollouts or a setting cannot work, or a record is refused; the steps before it stay.
@@ -47,7 +47,9 @@ def import_rollouts(rollouts: Path, config: ImportConfig) -> Path:
             tokenizer = load_tokenizer(config.tokenizer)
     path = run_path(rollouts, config, "imported")
     stored = stored_config(config, source, "otb import", {})
-    record_run(path, config, stored, source, lambda step: recorded_tables(step, tokenizer))
+    record_run(path, config, stored, source, lambda step: recorded_tables(step, tokenizer), lasting=lasting)
+    if not lasting:
+        return path
     names = {"length_mean": "lengths in tokens", "logprob_mean": "log-probabilities", "entropy_mean": "entropies"}
     steps = RunStore(path).steps_df(columns=[*names, "n_singleton_groups", "n_prompts"])
     lacking = [words for name, words in names.items() if steps[name].isna().to_numpy().all()]

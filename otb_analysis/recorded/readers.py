@@ -30,7 +30,7 @@ UNFINISHED = "sample of slime that was aborted, or wholly masked, was left out"
 EXCLUDED = "sample was left out of the loss by its trainer (sample_loss_mask 0) and is kept here"
 SLIME_ENDS: dict[str, FinishReason] = {"completed": "stop", "truncated": "length"}
 # Our columns → fields
-PLAIN_COLUMNS = {"behavior_logprob": "logprobs", "advantage": "advantages"}
+PLAIN_COLUMNS = {"behavior_logprob": "logprobs", "logprob": "trainer_logprobs", "advantage": "advantages"}
 PRIME_RL_COLUMNS = {
     "behavior_logprob": "inference_logprobs",
     "logprob": "trainer_logprobs",
@@ -164,12 +164,12 @@ def trl_weights(rows: Iterable[Row]) -> tuple[dict[str, float], str]:
     inverse = np.where(varies, 1 / np.where(varies, scale, 1.0), 0.0)
     w, *_ = np.linalg.lstsq(x * inverse, a, rcond=None)
     exact = np.linalg.norm(a - (x * inverse) @ w) < PARALLEL * np.linalg.norm(a)
-    if not exact:
+    if not exact and varies.any():
         _, _, right = np.linalg.svd((across * inverse)[:, varies], full_matrices=False)
         w = np.zeros(len(names))
         w[varies] = right[-1] * np.sign(a @ ((x * inverse)[:, varies] @ right[-1]))
     w = np.where(np.abs(w) > PARALLEL * np.abs(w).max(), w, 0.0) * inverse
-    w = w if exact else w / np.abs(w[np.flatnonzero(w)[0]])
+    w = w if exact or not w.any() else w / np.abs(w[np.flatnonzero(w)[0]])
     short = np.array([float(f"{one:.3g}") for one in w])
     w = short if agrees(short) else w
     if not agrees(w):

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.types import Int
 
-PLACE = ("run", "root", "if_exists", "source", "device")
-"""Parts of a stored configuration that may differ when a run goes on: they change where it is, not what it holds."""
+PLACE = ("run", "root", "if_exists", "source", "device", "first")
+"""Parts of a stored configuration that may differ when a run goes on: they change where it is or how far it goes, not
+what a step holds."""
 GIVEN = {"energy", "turn", "token_id", "entropy"}
 """What an estimator may need here; a critic's values, ratios and exact norms at every step are not there."""
 ALONE = (
@@ -234,6 +235,8 @@ def source_of(path: Path, config: RecordedConfig) -> Source:
         raise InputError(
             f"--prompts is {config.prompts} and --group-size {config.group_size}; pass at least 1, and 0 or more."
         )
+    if config.first < 0:
+        raise InputError(f"--first is {config.first}; pass a number of steps, or 0 for all of them.")
     with phase(f"recognising {path}"):
         source = find_source(path, config.format)
     if config.reward_weights and source.name != "trl":
@@ -283,13 +286,15 @@ def record_run(
     make: Callable[[RecordedStep], StepTables],
     processes: Processes = SINGLE_PROCESS,
     machine: Mapping[str, object] | None = None,
+    lasting: bool = True,
 ) -> Path:
     """Write every step of a source that the run does not have yet, and return the run's directory.
 
     Each process reads all records and makes every `processes.size`-th of those steps, whole: the parts are those of a
     single process. The first one alone writes run.json. A step that is stored with as many rollouts as the source has
     is not made again; one with fewer is, since its file has grown. Stopped, the run keeps its complete steps. Nothing
-    is written before the first step is made. `machine`: where its model runs, for run.json.
+    is written before the first step is made. `config.first` steps are read, all where it is 0. `machine`: where its
+    model runs, for run.json. A run that is not `lasting` is removed soon: its files stay apart, no error names them.
 
     Raises:
         InputError: The run exists and must not be touched, was made otherwise, or a record is refused; the steps before
@@ -302,7 +307,7 @@ def record_run(
             count_to(0, "step")
             run.write(source, make)
     except BaseException as error:
-        kept = run.failed(error)
+        kept = run.failed(error) if lasting else ""
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(f"stopped; {kept or 'nothing was written'}.") from None
         if isinstance(error, InputError) and kept:
@@ -312,7 +317,7 @@ def record_run(
     writer = run.writer()
     processes.barrier()
     if processes.first:
-        writer.finish("complete")
+        writer.finish("complete", merged=lasting)
     return path
 
 
@@ -354,7 +359,7 @@ class _Run:
         layout = Layout(source.format.runs_of_prompts, self.config.group_size, self.config.prompts)
         due = before = usual = 0
         last = -1
-        for step in steps_of(source.records(), layout, source.tally):
+        for step in islice(steps_of(source.records(), layout, source.tally), self.config.first or None):
             here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
             source.tally[REPEATED] += here == before
             usual = usual or int(np.median(np.bincount(step.group)))

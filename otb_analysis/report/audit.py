@@ -45,10 +45,21 @@ AUDIT_FORMULAS = (
 Z_SCORES = "Standard normal if the model drew the tokens: of Σ(log π_y + H), and of Σ(π_y − Σπ²)."
 
 
+def free_sections(report: AuditReport) -> list[Section]:
+    """Return what needs no model, in order."""
+    lines = (*report.traits.lines, *bookkeeping_lines(report.bookkeeping))
+    planner = (*dead_parts(report.planner), *filter(None, [report.planner.note]))
+    rollouts = Section("Rollouts", (report.headline, *(f"• {sentence}" for sentence in lines)))
+    return [rollouts, Section("Budget planner", planner)]
+
+
 def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None) -> list[Section]:
     """Return what an audit says, in order; for the terminal the rows that matter, with `top` 0 all of them."""
-    verdict = report.verdict or ("Nothing can be said yet; see below what is missing.",)
-    sections = [Section("Verdict", (report.headline, *(f"• {sentence}" for sentence in verdict)))]
+    verdict = [sentence for sentence in report.verdict if sentence not in report.alarms]
+    verdict = verdict or ["Nothing can be said yet; see below what is missing."]
+    sections = [Section("Alarms", tuple(f"Alarm: {sentence}" for sentence in report.alarms))] if report.alarms else []
+    sections.append(Section("Verdict", (report.headline, *(f"• {sentence}" for sentence in verdict))))
+    sections.append(Section("Rollouts", tuple(f"• {sentence}" for sentence in report.traits.lines)))
     if report.estimators is not None and run.measured is not None:
         between = () if report.between is None else (f"Variance between prompts, times prompts: {report.between:.3g}.",)
         sketched = () if report.sketches is None else (report.sketches.words,)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy import optimize, special
+from scipy import special
 
 from otb_analysis import schema
 from otb_analysis.statistics.intervals import (
@@ -156,7 +157,7 @@ def _lower_end(r: float, threshold: float, stderr: float, least: float) -> float
 
     if least == 0 or surplus(0.0) >= 0:
         return 0.0
-    return float(optimize.root_scalar(surplus, bracket=(0.0, r), xtol=1e-15 * r).root)
+    return float(scipy.optimize.root_scalar(surplus, bracket=(0.0, r), xtol=1e-15 * r).root)
 
 
 OF_TRUTH = ("relative_bias", "projection", "sf", "rollout_equivalents")

@@ -201,8 +201,10 @@ class RunWriter:
         self._steps.add(step)
         self._last_step = step
 
-    def finish(self, status: Literal["complete", "failed"] = "complete", reason: str = "") -> None:
-        """Record in run.json how the run ended; a complete one becomes one Parquet file per table.
+    def finish(
+        self, status: Literal["complete", "failed"] = "complete", reason: str = "", *, merged: bool = True
+    ) -> None:
+        """Record in run.json how the run ended; a complete one becomes one Parquet file per table if `merged`.
 
         Ranks other than 0 have nothing to record.
 
@@ -223,7 +225,7 @@ class RunWriter:
                 f"cannot record in {self.path} that the run is {status} ({_why(error)}); its steps are readable, "
                 "free some space, set the status in run.json and delete its checksum."
             ) from error
-        if status == "complete":
+        if status == "complete" and merged:
             try:
                 with phase("one file for each table"):
                     merge(self.path)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import _between, audit_run
 from otb_analysis.answers.holders import position_class, token_class
+from otb_analysis.checks.sampling_report import RecordedMismatch
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.recorded import score as scoring
 from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.recorded.score import score
-from otb_analysis.report.audit import audit_document, write_audit
+from otb_analysis.report.audit import audit_document, audit_sections, write_audit
 from otb_analysis.report.records import written
 from otb_analysis.statistics import mean_over_subgroups
 from otb_analysis.store import RunStore
@@ -106,8 +108,8 @@ def test_the_files_hold_the_report_and_load_nothing(audited):
     assert all(sentence.split(" ")[0] in text for sentence in report.verdict)
     assert '<script src="' not in text and "<link " not in text
     titles = [section.title for section in audit_document(run, report, "x").sections]
-    assert titles[:3] == ["Verdict", "Estimators", "Budget planner"]
-    assert {"Tokens", "Proxy", "Sampling check", "Bookkeeping", "Formulas"} == set(titles[3:])
+    assert titles[:5] == ["Alarms", "Verdict", "Rollouts", "Estimators", "Budget planner"]
+    assert {"Tokens", "Proxy", "Sampling check", "Bookkeeping", "Formulas"} == set(titles[5:])
 
 
 def test_an_alarm_stands_first_and_takes_the_group_size_and_the_proxy_away(audited):
@@ -116,6 +118,18 @@ def test_an_alarm_stands_first_and_takes_the_group_size_and_the_proxy_away(audit
     assert "nothing is proved" in report.verdict[1] and run.known.projection == {}
     assert "roxy" not in " ".join(report.verdict) and "groups of" not in " ".join(report.verdict)
     assert written(report)["sampling"]["alarm"] is True
+    first, second = audit_sections(run, report)[:2]
+    assert first.parts == (f"Alarm: {report.alarms[0]}",) and report.alarms[0] == report.verdict[0]
+    assert report.alarms[0] not in " ".join(map(str, second.parts))
+
+
+def test_the_cause_of_recorded_log_probabilities_is_an_alarm_of_its_own(audited):
+    run = RunAnswers(audited[0].store)
+    cause = RecordedMismatch(9, 0.1, 0.2, 0.1, 0.9, 0.5, None, {"temperature": (1.66, 0.004)}, ((0, 0.1, 0.2),))
+    run.__dict__["sampling"] = replace(run.sampling, recorded=cause, alarm=False)
+    (said,) = run.alarms
+    assert audit_sections(run, audit_run(run))[0].parts == (f"Alarm: {said}",)
+    assert "temperature 1.660 times the stated one" in said and "the tokens fit" in said
 
 
 def test_what_is_stated_of_the_sampling_counts_until_the_check_raises_an_alarm(audited, tmp_path):

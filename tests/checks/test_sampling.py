@@ -232,8 +232,8 @@ def test_clean_tokens_with_log_probabilities_of_before_the_temperature_have_thos
     assert not report.alarm and report.recorded is not None and report.recorded.explained_by == ("temperature",)
     assert report.recorded.left["temperature"][0] == pytest.approx(1 / 0.6, rel=0.01)
     line = sampling_lines(report, 0.6)[1]
-    assert "are those of temperature 1.6" in line and "(temperature 1, as before" in line
-    assert "temperature 1, as" not in sampling_lines(report, 0.9)[1]
+    assert "are those of temperature 1.6" in line and "(temperature 1)" in line
+    assert "(temperature 1)" not in sampling_lines(report, 0.9)[1]
 
 
 def test_log_probabilities_of_after_top_p_are_named_beside_its_alarm(policy):
