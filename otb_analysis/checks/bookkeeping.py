@@ -161,12 +161,14 @@ class Bookkeeping:
     weights: WeightCheck | None  # Of the first step, in micro-batches of one rollout where their size is not known
     norms: tuple[NormCheck, ...]
     missing: tuple[str, ...]  # Checks that were left out, why, and what adds them
+    reward: str = ""  # How rewards were made of their columns, where a record has several
 
 
 def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Bookkeeping:
     """Return every check that a run and what is known of its trainer allow."""
     advantages, missing = check_advantages(store), list[str]()
     config: Any = store.info.get("config") or {}
+    reward = str((config.get("source") or {}).get("reward") or "")
     if advantages is None:
         missing.append("Advantages: none were recorded, so none can be recomputed.")
     elif not config.get("source") and not advantages.exact:  # not a trainer that somebody else wrote
@@ -181,7 +183,7 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
     logged = store.steps_df(columns=["grad_norm"])["grad_norm"].notna().to_numpy().any()
     if not loss.aggregation:
         missing.append("Loss weights and gradient norm: pass --aggregation, how the trainer's loss weighs tokens.")
-        return Bookkeeping(advantages, loss, None, (), tuple(missing))
+        return Bookkeeping(advantages, loss, None, (), tuple(missing), reward)
     if first["length"].isna().to_numpy().any():
         missing.append("Loss weights: the run has no token counts; record token ids, or audit with --model.")
     else:
@@ -192,7 +194,7 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
             missing.append(f"Loss weights: {error}")
     if not logged:
         missing.append("Gradient norm: the trainer's was not recorded (grad_norm of plain records).")
-        return Bookkeeping(advantages, loss, weights, (), tuple(missing))
+        return Bookkeeping(advantages, loss, weights, (), tuple(missing), reward)
     try:
         norms = tuple(check_norms(store, estimator, loss.aggregation, loss.constant))
         if not norms:
@@ -202,12 +204,13 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
             )
     except InputError as error:
         missing.append(f"Gradient norm: {error}")
-    return Bookkeeping(advantages, loss, weights, norms, tuple(missing))
+    return Bookkeeping(advantages, loss, weights, norms, tuple(missing), reward)
 
 
 def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
     """Return the checks of a run in sentences."""
-    lines, norms = [] if checked.advantages is None else advantage_lines(checked.advantages), checked.norms
+    lines, norms = [f"{checked.reward[0].upper()}{checked.reward[1:]}."] if checked.reward else [], checked.norms
+    lines += [] if checked.advantages is None else advantage_lines(checked.advantages)
     if norms:
         factor = np.array([check.factor for check in norms])
         lines.append(

@@ -139,6 +139,7 @@ class Source:
     files: tuple[Path, ...]
     tally: Tally  # What was seen while reading
     weights: Mapping[str, float] = field(default_factory=dict)  # Of reward columns, where a row has several
+    reward: str = ""  # How a reward was made of its columns, where a row has several
 
     @property
     def format(self) -> Format:
@@ -151,9 +152,7 @@ class Source:
             return replace(self, weights=weights)
         rows = (row for file in self.files for _, row in rows_of(file, Tally()))
         weights, said = trl_weights(islice(rows, WEIGHED))
-        if said:
-            note(f"{said}.")
-        return replace(self, weights=weights)
+        return replace(self, weights=weights, reward=said)
 
     def records(self) -> Iterator[RecordedRollout]:
         """Yield every rollout, file after file; none is kept.

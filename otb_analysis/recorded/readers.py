@@ -145,7 +145,7 @@ def trl_weights(rows: Iterable[Row]) -> tuple[dict[str, float], str]:
     groups = [(a, x - x.mean(axis=0)) for a, x in groups if np.isfinite(a).all() and np.isfinite(x).all()]
     everything = dict.fromkeys(names, 1.0)
     if not groups or not any(a.any() for a, _ in groups):
-        return everything, ""
+        return everything, f"reward = {' + '.join(names)}, with no recorded advantages to check the weights by"
     a, x = (np.concatenate(both) for both in zip(*groups, strict=True))
     unit = [a / (np.linalg.norm(a) or 1.0) for a, _ in groups]
     across = np.concatenate([x - np.outer(u, u @ x) for u, (_, x) in zip(unit, groups, strict=True)])

@@ -256,6 +256,7 @@ def run_path(path: Path, config: RecordedConfig, ending: str) -> Path:
 def stored_config(config: RecordedConfig, source: Source, made_by: str, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return what run.json keeps: the settings, and that the rollouts came from a file and not from training here."""
     origin = {"made_by": made_by, "path": str(source.path), "format": source.name, "about": source.format.about}
+    origin |= {"reward": source.reward} if source.reward else {}
     place = source.path.resolve()
     return plain_config(config) | {"rollouts": str(place), "task": place.name, "source": origin} | dict(more)
 
@@ -302,6 +303,8 @@ def record_run(
         StoreError: The store cannot be read or written.
     """
     run = _Run(path, config, stored, processes, machine)
+    if source.reward and lasting:
+        note(f"{source.reward[0].upper()}{source.reward[1:]}.")
     try:
         with phase(f"reading {source.path.name}"):
             count_to(0, "step")

@@ -64,14 +64,14 @@ def test_a_leave_one_out_deviation_of_rounding_is_named_with_its_record(read):
 
 def test_weights_of_trl_are_those_of_its_advantages(read):
     store, notes = read("06-trl-reward-weights")
-    assert "reward = correct − 0.001 × length" in notes
+    assert "Reward = correct − 0.001 × length" in notes
     np.testing.assert_allclose(groups(store)[2], [0.399, 0.494, 0.393, 0.162], atol=6e-4)
     assert "those of grpo" in said(store) and check_advantages(store).n_rollouts == 64
 
 
 def test_numbers_that_a_reward_function_logged_are_no_rewards(read):
     store, notes = read("07-trl-log-extra")
-    assert "reward = correct: the weights that give the recorded advantages" in notes
+    assert "Reward = correct: the weights that give the recorded advantages" in notes
     sizes, dead, mean = groups(store)
     assert sizes == {4} and dead == (5, 16)
     np.testing.assert_allclose(mean, [0.625, 0.8125, 0.5625, 0.6875])
@@ -87,7 +87,7 @@ def test_weights_that_give_the_advantages_of_no_sum_are_said_to_be_missing(read,
         frame["advantage"] = frame["advantage"].to_numpy()[::-1]
         frame.to_parquet(path)
     store, notes = read(folder)
-    assert "reward = correct + length, but no weights of these columns give the recorded advantages" in notes
+    assert "Reward = correct + length, but no weights of these columns give the recorded advantages" in notes
     assert said(store).startswith("No convention reproduces")
 
 
