@@ -1,7 +1,8 @@
 """A user's own code: imported by `module:attribute`, or by the name under which an installed package registers it.
 
-Every failure is one sentence with its name. A package registers estimators, tasks, formats of recorded rollouts and
-levels of measuring as entry points of the groups `otb_analysis.estimators`, `.tasks`, `.formats` and `.levels`.
+Every failure is one sentence with its name. A package registers estimators, tasks, formats of recorded rollouts, levels
+of measuring and conventions of advantages as entry points of the groups `otb_analysis.estimators`, `.tasks`,
+`.formats`, `.levels` and `.conventions`.
 """
 
 import sys
