@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from otb_analysis.checks import advantages
+from otb_analysis.checks.advantages import advantage_lines, check_advantages
 from otb_analysis.checks.bookkeeping import (
     WHOLE,
     Bookkeeping,
     TrainerLoss,
     bookkeeping_lines,
-    check_advantages,
     check_bookkeeping,
     check_norms,
     check_weights,
@@ -210,3 +211,35 @@ def test_without_token_counts_weights_are_missing(tmp_path, jsonl, simple):
     store = RunStore(import_rollouts(jsonl(simple()), ImportConfig(root=tmp_path / "runs")))
     lines = bookkeeping_lines(check_bookkeeping(store, "grpo", TrainerLoss("token_mean", 2)))
     assert lines[1].startswith("Loss weights: the run has no token counts") and "was not recorded" in lines[2]
+
+
+def test_a_packages_convention_is_recognised(tmp_path, jsonl, monkeypatch):
+    monkeypatch.setattr(advantages, "plugins", lambda kind: {"halved": None} if kind == "convention" else {})
+    monkeypatch.setattr(advantages, "import_attribute", lambda kind, name: lambda step: step.centred / 2 + step.size)
+    check = check_advantages(imported(tmp_path, jsonl, rows(CENTRED / 2 + 4)))
+    assert check is not None and check.exact == ("halved",)
+
+
+def group_shifted(offset):
+    """Centred rewards of which the last group of three is off by one number."""
+    return CENTRED + np.array([[0.0], [0.0], [offset]])
+
+
+TRAITS = {
+    # The mean of the last group is 1; with one more reward of 0 it would be .8.
+    "a rollout that is not in the file": (group_shifted(0.2), "a rollout that is not in the file were in the mean"),
+    "a constant": (group_shifted(0.07), "off by one number (0.07 in the first): a constant was added"),
+    "one step": (None, "are all of step 1"),
+}
+
+
+@pytest.mark.parametrize("what", TRAITS)
+def test_what_groups_that_differ_share_is_the_sentence(tmp_path, jsonl, what):
+    given, sentence = TRAITS[what]
+    records = rows(CENTRED if given is None else given)
+    if given is None:
+        for n in (12, 20):  # a rollout of two groups of the second step
+            records[n]["advantages"] = [0.3 + n] * len(records[n]["ids"])
+    check = check_advantages(imported(tmp_path, jsonl, records))
+    assert check is not None and not check.exact and check.matches[0].convention == "group_mean"
+    assert sentence in " ".join(advantage_lines(check))
