@@ -126,63 +126,89 @@ def trl_weights(rows: Iterable[Row]) -> tuple[dict[str, float], str]:
     """Return the weights of TRL's reward columns that the recorded advantages agree with, and what to say of them.
 
     TRL writes rewards without their weights (`reward_weights`), and numbers that a reward function logged beside them.
-    An advantage is the centred reward of its group, over a standard deviation or not. So the weights w are those with
-    which X_g w, the centred columns of group g, is parallel to its advantages: the smallest eigenvector of
-    Σ_g X_gᵀ(I − â_g â_gᵀ)X_g. Where plain least squares of A on X fits, it gives their scale too; else the first
-    column weighs 1. They are looked for where the plain sum of all columns does not agree.
+    So weights are looked for where the plain sum of all columns does not give the recorded advantages.
     """
-    parts: list[list[tuple[float, list[float]]]] = []
-    names, before = list[str](), None
-    for row in rows:
-        names = names or reward_columns(row)
-        values = [float("nan") if row.get(name) is None else float(row[name]) for name in names]
-        if (key := (row["step"], row["prompt"])) != before:
-            parts.append([])
-        before = key
-        if not np.isnan(values).all() and row.get("advantage") is not None:
-            parts[-1].append((float(row["advantage"]), values))
-    groups = [(np.array([a for a, _ in g]), np.nan_to_num(np.array([x for _, x in g]))) for g in parts if len(g) > 1]
-    groups = [(a, x - x.mean(axis=0)) for a, x in groups if np.isfinite(a).all() and np.isfinite(x).all()]
-    everything = dict.fromkeys(names, 1.0)
-    if not groups or not any(a.any() for a, _ in groups):
-        return everything, f"reward = {' + '.join(names)}, with no recorded advantages to check the weights by"
-    a, x = (np.concatenate(both) for both in zip(*groups, strict=True))
-    unit = [a / (np.linalg.norm(a) or 1.0) for a, _ in groups]
-    across = np.concatenate([x - np.outer(u, u @ x) for u, (_, x) in zip(unit, groups, strict=True)])
-
-    def agrees(w: Float) -> bool:
-        """Whether the centred rewards are parallel to the advantages of every group, and of their sign."""
-        size, along = np.linalg.norm(x @ w), float(a @ (x @ w))
-        return along > 0 and float(np.linalg.norm(across @ w)) < PARALLEL * float(size)
-
-    plain = np.ones(len(names))
-    said = " + ".join(names)
-    if agrees(plain):
-        return everything, f"reward = {said}; the recorded advantages agree"
-    scale = np.linalg.norm(x, axis=0)
-    varies = scale > 1e-9 * scale.max(initial=1e-300)
-    inverse = np.where(varies, 1 / np.where(varies, scale, 1.0), 0.0)
-    w, *_ = np.linalg.lstsq(x * inverse, a, rcond=None)
-    exact = np.linalg.norm(a - (x * inverse) @ w) < PARALLEL * np.linalg.norm(a)
-    if not exact and varies.any():
-        _, _, right = np.linalg.svd((across * inverse)[:, varies], full_matrices=False)
-        w = np.zeros(len(names))
-        w[varies] = right[-1] * np.sign(a @ ((x * inverse)[:, varies] @ right[-1]))
-    w = np.where(np.abs(w) > PARALLEL * np.abs(w).max(), w, 0.0) * inverse
-    w = w if exact or not w.any() else w / np.abs(w[np.flatnonzero(w)[0]])
-    short = np.array([float(f"{one:.3g}") for one in w])
-    w = short if agrees(short) else w
-    if not agrees(w):
+    names, groups = _centred_groups(rows)
+    everything, said = dict.fromkeys(names, 1.0), f"reward = {' + '.join(names)}"
+    if not any(a.any() for a, _ in groups):
+        return everything, f"{said}, with no recorded advantages to check the weights by"
+    if _agrees(np.ones(len(names)), groups):
+        return everything, f"{said}; the recorded advantages agree"
+    w = fitted_weights(groups)
+    if not _agrees(w, groups):
         return everything, (
-            f"reward = {said}, but no weights of these columns give the recorded advantages; pass --reward-weights "
-            "with those that trained"
+            f"{said}, but no weights of these columns give the recorded advantages; pass --reward-weights with those "
+            "that trained"
         )
-    parts_of = (f"{'−' if one < 0 else '+'} {abs(one):g} × {name}" for name, one in zip(names, w, strict=True) if one)
-    weighed = " ".join(parts_of).removeprefix("+ ").replace(" 1 × ", " ").removeprefix("1 × ")
-    return {name: float(one) for name, one in zip(names, w, strict=True) if one}, (
-        f"reward = {weighed}: the weights that give the recorded advantages, which the plain sum {said} does not; "
-        "--reward-weights sets others"
+    found = {name: float(one) for name, one in zip(names, w, strict=True) if one}
+    terms = " ".join(f"{'−' if one < 0 else '+'} {abs(one):g} × {name}" for name, one in found.items())
+    return found, (
+        f"reward = {terms.removeprefix('+ ').replace(' 1 × ', ' ').removeprefix('1 × ')}: the weights that give the "
+        f"recorded advantages, which the plain sum {' + '.join(names)} does not; --reward-weights sets others"
     )
+
+
+def _centred_groups(rows: Iterable[Row]) -> tuple[list[str], list[tuple[Float, Float]]]:
+    """Return the reward columns, and of every group its advantages [n] and centred columns [n, K].
+
+    A completion that no function scored is in none; a single missing number counts as 0, as TRL counts it.
+    """
+    names, groups = list[str](), list[tuple[Float, Float]]()
+    for _, part in groupby(rows, key=lambda row: (row["step"], row["prompt"])):
+        members = list(part)
+        names = names or reward_columns(members[0])
+        x = np.array([[np.nan if row.get(name) is None else row[name] for name in names] for row in members], float)
+        a = np.array([np.nan if row.get("advantage") is None else row["advantage"] for row in members], float)
+        scored = ~np.isnan(x).all(axis=1)
+        a, x = a[scored], np.nan_to_num(x[scored])
+        if len(a) > 1 and np.isfinite(a).all() and np.isfinite(x).all():
+            groups.append((a, x - x.mean(axis=0)))
+    return names, groups
+
+
+def _agrees(w: Float, groups: Sequence[tuple[Float, Float]]) -> bool:
+    """Return whether centred rewards x @ w are parallel to the advantages of every group, and of their sign."""
+    along = across = size = 0.0
+    for a, x in groups:
+        reward, unit = x @ w, a / (np.linalg.norm(a) or 1.0)
+        along += float(unit @ reward)
+        across += float(np.square(reward - unit * (unit @ reward)).sum())
+        size += float(np.square(reward).sum())
+    return along > 0 and across < PARALLEL**2 * size
+
+
+def fitted_weights(groups: Sequence[tuple[Float, Float]]) -> Float:
+    """Return weights [K] of centred reward columns with which they are parallel to every group's advantages.
+
+    An advantage is a centred reward, over a standard deviation or not. Where plain least squares of advantages [n] on
+    columns [n, K] fits round numbers, it gives the scale too. Else w is the smallest right singular vector of all
+    x − â âᵀx, and the first column weighs ±1. Columns without variance within groups, and those whose part is lost in rounding, get 0.
+    """
+    a, x = (np.concatenate(both) for both in zip(*groups, strict=True))
+    scale = np.linalg.norm(x, axis=0)
+    varies = scale > 1e-9 * scale.max(initial=0.0)
+    w = np.zeros(len(scale))
+    if not varies.any():
+        return w
+    scaled = x[:, varies] / scale[varies]
+    w[varies], *_ = np.linalg.lstsq(scaled, a, rcond=None)
+    exact = np.linalg.norm(a - scaled @ w[varies]) < PARALLEL * np.linalg.norm(a)
+    if not exact:
+        units = ((u / (np.linalg.norm(u) or 1.0), part[:, varies] / scale[varies]) for u, part in groups)
+        _, _, right = np.linalg.svd(np.concatenate([part - np.outer(u, u @ part) for u, part in units]), False)
+        w[varies] = right[-1] * np.sign(a @ (scaled @ right[-1]))
+    w[np.abs(w) <= PARALLEL * np.abs(w).max()] = 0.0
+    w[varies] /= scale[varies]
+    short = _three_digits(w)
+    # Weights that somebody chose are round numbers; others were divided by the standard deviation of a whole step.
+    if exact and np.allclose(w, short, rtol=1e-5):
+        return short
+    w = w / np.abs(w[w != 0][0]) if w.any() else w
+    return short if _agrees(short := _three_digits(w), groups) else w
+
+
+def _three_digits(w: Float) -> Float:
+    return np.array([float(f"{one:.3g}") for one in w])
 
 
 def open_instruct(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:

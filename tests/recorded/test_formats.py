@@ -8,7 +8,7 @@ import torch
 
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.formats import FORMATS, find_source
-from otb_analysis.recorded.readers import PADDED, UNFINISHED, UNSCORABLE, UNSCORED
+from otb_analysis.recorded.readers import PADDED, UNFINISHED, UNSCORABLE, UNSCORED, fitted_weights, trl_weights
 from otb_analysis.recorded.records import UNREAD
 from otb_analysis.recorded.traces import MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
 
@@ -473,3 +473,30 @@ def test_miles_columns_have_no_rewards_and_are_refused(tmp_path):
     parquet(tmp_path / "dashboard_columns" / "rollout_3.parquet", [{**row, "rollout_log_probs": [-0.5, -0.25]}])
     with pytest.raises(InputError, match=r"record 1: miles's dashboard_columns .* no rewards; pass the folder rollout"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("divide", ["none", "group", "batch"])
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_are_found_from_advantages_however_they_were_scaled(divide, seed):
+    random = np.random.default_rng(seed)
+    w = np.array([1.0, -0.002, 0.0, 0.5])  # the third is a number that was logged
+    x = random.random((24, 4, 4)) * [1.0, 300.0, 50.0, 1.0]
+    reward = x @ w
+    a = reward - reward.mean(axis=1, keepdims=True)
+    if divide == "group":
+        a /= reward.std(axis=1, ddof=1, keepdims=True) + 1e-4
+    elif divide == "batch":
+        a /= reward.std(ddof=1) + 1e-4
+    groups = [(one, part - part.mean(axis=0)) for one, part in zip(a, x, strict=True)]
+    np.testing.assert_allclose(fitted_weights(groups), w, rtol=1e-9, atol=1e-12)
+    if divide == "none":  # then the scale is known, too
+        doubled = [(2 * one, part) for one, part in groups]
+        np.testing.assert_allclose(fitted_weights(doubled), 2 * w, rtol=1e-9, atol=1e-12)
+    other = random.permutation(a.ravel()).reshape(a.shape)
+    rows = [
+        {"step": 1, "prompt": str(g), "completion": "", "advantage": other[g, k]}
+        | dict(zip("abcd", x[g, k].tolist(), strict=True))
+        for g in range(24) for k in range(4)
+    ]  # fmt: skip
+    weights, said = trl_weights(rows)
+    assert weights == dict.fromkeys("abcd", 1.0) and "no weights of these columns" in said
