@@ -182,7 +182,8 @@ def fitted_weights(groups: Sequence[tuple[Float, Float]]) -> Float:
 
     An advantage is a centred reward, over a standard deviation or not. Where plain least squares of advantages [n] on
     columns [n, K] fits round numbers, it gives the scale too. Else w is the smallest right singular vector of all
-    x − â âᵀx, and the first column weighs ±1. Columns without variance within groups, and those whose part is lost in rounding, get 0.
+    x − â âᵀx, and the first column weighs ±1. Columns without variance within groups, and those whose part is lost in
+    rounding, get 0.
     """
     a, x = (np.concatenate(both) for both in zip(*groups, strict=True))
     scale = np.linalg.norm(x, axis=0)
