@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from otb_analysis.diagnostics import Finding, fall
+from otb_analysis.diagnostics import Finding, fall, single_step_outliers
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.alarms import TITLES
 from otb_analysis.figures.numbers import number
+from otb_analysis.store import step_series
 from otb_analysis.types import Float32
 
 STATES = ("collapsed", "failed", "alarm", "watch", "calm", "too short", "not judged", "broken")
@@ -66,11 +67,13 @@ def triage(
     heldout = table.reindex(columns=["heldout_reward"])["heldout_reward"].dropna()
     tenth = max(1, len(reward) // 10)
     state = "broken" if status == "broken" else state_of(findings, status)
+    said = reason if state == "broken" else sentence(findings, state, reason if status == "failed" else "")
+    if len(table) and (single := single_step_outliers(step_series(table))):
+        one, more = single[0], f" ({len(single)} such steps)" if len(single) > 1 else ""
+        said += f"; {one.column} {number(one.multiple)} × the usual at step {one.step} alone{more}"
     first = min((f.watch_step for f in findings if f.watch_step is not None), default=None)
     return Triage(
-        run, estimator, status, state,
-        reason if state == "broken" else sentence(findings, state, reason if status == "failed" else ""),
-        first, len(table), thinned(reward, POINTS),
+        run, estimator, status, state, said, first, len(table), thinned(reward, POINTS),
         float(reward[:tenth].mean()) if reward.size else None, float(reward[-tenth:].mean()) if reward.size else None,
         float(heldout.iloc[-1]) if len(heldout) else None, age,
     )  # fmt: skip

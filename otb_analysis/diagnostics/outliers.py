@@ -56,10 +56,16 @@ def single_step_outliers(series: StepSeries, columns: tuple[str, ...] = OUTLIERS
         if value.size <= LEAST:
             continue
         log, usual = np.log(value), np.full(value.size, np.nan)  # The median, at outliers alone
-        for t in np.flatnonzero(log - log.min() >= np.log(FACTOR)):  # no other step can be one
-            middle, high = np.quantile([*log[max(t - AROUND, 0) : t], *log[t + 1 : t + 1 + AROUND]], [0.5, 0.9])
-            if log[t] - middle >= max(np.log(FACTOR), BEYOND * (high - middle)):
-                usual[t] = np.exp(middle)
+        some = np.flatnonzero(log - log.min() >= np.log(FACTOR))  # no other step can be one
+        around = some[:, None] + np.delete(np.arange(-AROUND, AROUND + 1), AROUND)
+        whole = (around >= 0).all(axis=1) & (around < log.size).all(axis=1)
+        quantiles = np.empty((2, some.size))
+        quantiles[:, whole] = np.quantile(log[around[whole]], [0.5, 0.9], axis=1)
+        for row in np.flatnonzero(~whole):
+            quantiles[:, row] = np.quantile(log[around[row][(around[row] >= 0) & (around[row] < log.size)]], [0.5, 0.9])
+        middle, high = quantiles
+        found_here = log[some] - middle >= np.maximum(np.log(FACTOR), BEYOND * (high - middle))
+        usual[some[found_here]] = np.exp(middle[found_here])
         near = np.convolve(np.isfinite(usual), np.ones(5), "same")
         alone = np.flatnonzero(np.isfinite(usual) & (near <= 2))
         found += [Outlier(name, int(step[t]), float(value[t]), float(usual[t])) for t in alone]
