@@ -223,6 +223,18 @@ class AuditBenchConfig(ModelBenchConfig):
 
 
 @dataclass(frozen=True)
+class RecordedBenchConfig(BenchConfig):
+    """Processor time and memory of reading recorded rollouts without a model, beside another clone's code."""
+
+    audited: int = 1_000  # Rollouts of `otb audit`.
+    audited_tokens: int = 200  # Tokens of each, in the mean.
+    imported: int = 20_000  # Rollouts of `otb import`.
+    tokens: int = 500  # Tokens of each, in the mean.
+    repeats: int = 3  # Repetitions, taking turns; the least processor time counts.
+    clone: Path | None = None  # Another clone of this repository, such as one before a change.
+
+
+@dataclass(frozen=True)
 class TrainBenchConfig(ModelBenchConfig):
     """Time sampling and update of a training step beside TRL's GRPOTrainer, and what every measurement adds to it."""
 
@@ -253,6 +265,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "sampling-check": SamplingCheckConfig,
     "sampling-cost": SamplingCostConfig,
     "audit": AuditBenchConfig,
+    "recorded": RecordedBenchConfig,
     "train": TrainBenchConfig,
     "store": StoreConfig,
     "dashboard": DashboardBenchConfig,

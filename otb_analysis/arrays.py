@@ -49,7 +49,10 @@ class Groups:
 
     def sum(self, x: ArrayLike) -> Float:
         """Return Σ over the rollouts of each group, [N, ...] → [P, ...]."""
-        return self.membership @ np.asarray(x, np.float64)
+        values = np.asarray(x, np.float64)
+        if values.ndim == 1:  # the same additions in the same order, without a matrix
+            return np.bincount(self.index, values, minlength=len(self.labels))
+        return self.membership @ values
 
     def spread(self, per_group: NDArray[Scalar]) -> NDArray[Scalar]:
         """Return each rollout's copy of its group's row, [P, ...] → [N, ...]."""

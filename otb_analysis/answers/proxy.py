@@ -35,6 +35,8 @@ def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | N
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
+    if not store.steps_with("tokens", "grad_norm_sq"):
+        return None
     tokens, drawn = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS), MIN_CLUSTERS)
     table = energies(tokens, "token")
     if table.empty:

@@ -249,7 +249,7 @@ class RunAnswers:
     @cached_property
     def traits(self) -> Traits:
         """What the rollouts show without a model."""
-        return traits_of(self.store, self.config, self.steps, self.rewards)
+        return traits_of(self.store, self.config, self.steps, self.rewards, self.planner.filtered)
 
     @cached_property
     def planner(self) -> Planner:

@@ -261,8 +261,13 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     dead = planner.dead[-1] if planner.dead else None
     if dead is None or dead.share.estimate == 1:
         return planner.note if dead is not None else ""
+    if planner.filtered is not None:
+        return planner.filtered.line
     if dead.share.low is not None and dead.share.high is not None and dead.share.high - dead.share.low > UNSAID:
         return ""
-    ends = "" if dead.share.low is None else f" ({dead.share.low:.0%}–{dead.share.high:.0%})"
-    share = f"{dead.share.estimate:.0%}{ends} of {plural(dead.n_groups, 'group')}"
-    return f"In groups of {dead.size}, {share} teach nothing: all their rewards are equal."
+    ends = "" if dead.share.low is None else f", {dead.share.low:.0%}–{dead.share.high:.0%}"
+    # Groups of the largest size have no larger ones that they are cut from, so the share is a count.
+    count = f"{round(dead.share.estimate * dead.n_groups):,} of {plural(dead.n_groups, 'group')}"
+    return (
+        f"In groups of {dead.size}, {count} ({dead.share.estimate:.0%}{ends}) teach nothing: their rewards are equal."
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from otb_analysis.diagnostics.filtered import Filtered
 from otb_analysis.figures.runs import headline_info
 from otb_analysis.phases import plural
 from otb_analysis.store import RunStore
@@ -38,6 +39,7 @@ class Traits:
     n_groups: int
     n_dead: int  # Groups of two or more with equal rewards
     sizes: tuple[tuple[int, int], ...]  # Group size and how many groups have it, the most frequent first
+    filtered: Filtered | None  # Where no group is dead, and the success rates make that improbable
     n_lacking: int  # Rollouts that groups lack to the most frequent size
     first_lacking: str  # The first rollout of the first such group, as `file, record n`; empty where none lacks any
     policy_tokens: int | None  # In the mask; None without token ids
@@ -50,6 +52,8 @@ class Traits:
     n_truncated: int  # Of these, cut at the length limit
     n_empty: int | None  # Answers without a text
     n_steps: int
+    n_short: int  # Steps with fewer rollouts than most steps have, but for the last one; 0 where sizes differ
+    first_short: str  # The first of them with its rollouts and the usual number; empty where there is none
     reward_first: float | None  # Mean of the first tenth of the steps
     reward_last: float | None  # Mean of the last tenth
     mismatch: Mismatch | None  # None where not both log-probabilities were recorded
@@ -64,6 +68,9 @@ class Traits:
             f"Dead groups, whose rewards are all equal: {self.n_dead:,} of {plural(self.n_groups, 'group')} {groups}, "
             f"{self.n_dead / self.n_groups:.0%}."
         ]
+        lines += [self.filtered.line] if self.filtered is not None else []
+        if self.n_short:
+            lines.append(f"Steps: {self.n_short:,} of {self.n_steps:,} fall short; the first is {self.first_short}.")
         if self.n_lacking:
             lines.append(
                 f"Groups lack {plural(self.n_lacking, 'rollout')} to the usual {usual}; the first that does begins at "
@@ -110,11 +117,18 @@ class Traits:
         )
 
 
-def traits_of(store: RunStore, config: Mapping[str, Any], steps: pd.DataFrame, rewards: pd.DataFrame) -> Traits:
+def traits_of(
+    store: RunStore,
+    config: Mapping[str, Any],
+    steps: pd.DataFrame,
+    rewards: pd.DataFrame,
+    filtered: Filtered | None,
+) -> Traits:
     """Return what a run's rollouts show; of texts and tokens a few steps are in memory at a time.
 
     Args:
         steps: The table `steps`; `rewards`: step, group and reward of every rollout.
+        filtered: What the planner says of groups that are not there.
 
     Raises:
         StoreError: The run cannot be read.
@@ -131,11 +145,13 @@ def traits_of(store: RunStore, config: Mapping[str, Any], steps: pd.DataFrame, r
     scalars: Any = steps.reindex(columns=["n_rollouts", "n_truncated", "n_empty_completions"])
     ended = scalars["n_truncated"].notna().to_numpy()
     headline = headline_info(store.path.name, "", steps)
+    n_short, first_short = _short_steps(rewards)
     return Traits(
         n_rollouts=len(rewards),
         n_groups=len(groups),
         n_dead=int(((groups["size"] > 1) & (groups["nunique"] <= 1)).sum()),
         sizes=sizes,
+        filtered=filtered,
         n_lacking=int((usual - lacking["size"]).sum()),
         first_lacking=_place(store, *map(int, lacking.index[0])) if len(lacking) else "",
         policy_tokens=tokens and tokens[0],
@@ -148,10 +164,22 @@ def traits_of(store: RunStore, config: Mapping[str, Any], steps: pd.DataFrame, r
         n_truncated=int(scalars["n_truncated"].sum()),
         n_empty=None if scalars["n_empty_completions"].isna().all() else int(scalars["n_empty_completions"].sum()),
         n_steps=len(steps),
+        n_short=n_short,
+        first_short=first_short,
         reward_first=None if headline.reward is None else headline.reward - (headline.reward_gain or 0.0),
         reward_last=headline.reward,
         mismatch=tokens and tokens[2],
     )
+
+
+def _short_steps(rewards: pd.DataFrame) -> tuple[int, str]:
+    """Return how many steps have fewer rollouts than most, and the first; the last one may end with the file."""
+    counts: Any = rewards.groupby("step", sort=True).size()
+    usual, times = Counter(counts.tolist()).most_common(1)[0]
+    short = counts.iloc[:-1][counts.iloc[:-1] < usual]
+    if not len(short) or 2 * times < len(counts):
+        return 0, ""
+    return len(short), f"step {short.index[0]} with {plural(int(short.iloc[0]), 'rollout')} of the usual {usual:,}"
 
 
 def _token_counts(store: RunStore, config: Mapping[str, Any]) -> tuple[int, int, Mismatch | None] | None:

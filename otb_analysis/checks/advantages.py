@@ -11,6 +11,7 @@ from otb_analysis.arrays import Groups
 from otb_analysis.custom import import_attribute, plugins
 from otb_analysis.estimators import ESTIMATORS, available, estimate
 from otb_analysis.store import RunStore
+from otb_analysis.store.token_arrays import TOKEN_COLUMNS, rebuild_token_arrays
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-4
@@ -173,25 +174,26 @@ def _of_group_before(values: Float, groups: Groups, mask: Bool) -> Float:
 
 
 def _steps(store: RunStore) -> Iterator[_Recorded]:
-    """Yield the steps with recorded advantages: of tokens, or one for each rollout."""
+    """Yield the steps with recorded advantages: of tokens, or one for each rollout; a step's tokens are read once."""
     config: Any = store.info.get("config") or {}
     made_by = (config.get("source") or {}).get("made_by")
     column = "recorded_advantage" if made_by in ("otb score", "otb audit") else "advantage"
-    for step in store.complete_steps():
-        rollouts = store.rollouts_df([step]).sort_values("rollout")
-        tokens = store.tokens_df([step])
-        scalar = np.full(len(rollouts), np.nan)
-        if "recorded_advantage" in rollouts:
-            scalar = rollouts["recorded_advantage"].to_numpy(np.float64, na_value=np.nan)
-        if not len(tokens):
+    table: Any = store.rollouts_df()
+    whole = table.reindex(columns=["step", "rollout", "group", "reward", "recorded_advantage"])
+    of_tokens, with_ids = set(store.steps_with("tokens", column)), set(store.steps_with("tokens", "mask"))
+    for step, rows in whole.sort_values(["step", "rollout"]).groupby("step"):
+        scalar = rows["recorded_advantage"].to_numpy(np.float64, na_value=np.nan)
+        if step not in of_tokens and np.isnan(scalar).all():
+            continue
+        if step not in with_ids:
             # Without tokens a rollout is one token: conventions that look at positions need more.
-            mask, rollout = np.ones((len(rollouts), 1), bool), rollouts["rollout"].to_numpy(np.int64)
-            inputs = EstimatorInputs(
-                rollouts["reward"].to_numpy(np.float64)[:, None], mask, rollouts["group"].to_numpy(np.int64)
-            )
+            mask, rollout = np.ones((len(rows), 1), bool), rows["rollout"].to_numpy(np.int64)
+            inputs = EstimatorInputs(rows["reward"].to_numpy(np.float64)[:, None], mask, rows["group"].to_numpy())
             advantage = scalar[:, None]
         else:
-            arrays = store.token_arrays(step)
+            names = [*TOKEN_COLUMNS, *([column] if step in of_tokens else [])]
+            tokens = store.tokens_df([step], names)
+            arrays = rebuild_token_arrays(f"step {step}", tokens, rows.assign(score_norm_sq=np.nan))
             mask, rollout = arrays.mask, arrays.rollout
             energy, entropy = (
                 None if np.isnan(values[mask]).any() else values for values in (arrays.energy_proxy, arrays.entropy)
@@ -206,12 +208,12 @@ def _steps(store: RunStore) -> Iterator[_Recorded]:
                 entropy=entropy,
             )
             advantage = np.where(mask, scalar[:, None], np.nan)
-            if column in tokens and not tokens[column].isna().to_numpy().all():
-                rows = np.searchsorted(rollout, tokens["rollout"].to_numpy(np.int64))
-                advantage[rows, tokens["t"].to_numpy(np.int64)] = tokens[column].to_numpy(np.float64, na_value=np.nan)
+            if step in of_tokens:
+                row = np.searchsorted(rollout, tokens["rollout"].to_numpy(np.int64))
+                advantage[row, tokens["t"].to_numpy(np.int64)] = tokens[column].to_numpy(np.float64, na_value=np.nan)
                 advantage[~mask] = np.nan
         if not np.isnan(advantage).all():
-            yield _Recorded(step, rollout, inputs, mask, advantage)
+            yield _Recorded(int(step), rollout, inputs, mask, advantage)
 
 
 def check_advantages(store: RunStore) -> AdvantageCheck | None:

@@ -60,7 +60,7 @@ def score_command(words: Sequence[str]) -> None:
 def import_command(words: Sequence[str]) -> None:
     """Import rollouts."""
     command = parsed(ImportCommand, "import", words, ImportCommand())
-    with shown(), phase("otb import"):
+    with shown(), phase("otb import"), _seldom():
         from otb_analysis.recorded.importing import import_rollouts
 
         path = import_rollouts(command.rollouts, command)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from otb_analysis.diagnostics.filtered import Filtered, filtered_groups
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
@@ -167,6 +168,7 @@ class Planner:
     dead: tuple[DeadGroups, ...]
     note: str  # What follows by formula, what success rates say, and what cannot be known
     best_size: Interval | None = None  # Size at which rloo has the least variance at the same rollouts, by formula
+    filtered: Filtered | None = None  # Where no group is dead, and the success rates make that improbable
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,9 @@ def plan(
         notes.append(NOT_HALVED)
     if not cells and dead:
         notes.append(rates_line(dead) + ("" if grams else BY_GRADIENTS))
-    return Planner(rollouts, size, tuple(cells), dead, " ".join(notes), best_size)
+    filtered = filtered_groups([rewards for _, rewards in groups])
+    notes += [] if filtered is None else [filtered.note]
+    return Planner(rollouts, size, tuple(cells), dead, " ".join(notes), best_size, filtered)
 
 
 def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved) -> dict[Label, _Curve]:

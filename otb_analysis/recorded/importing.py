@@ -1,6 +1,7 @@
 """`otb import`: recorded rollouts as a run, without a model; what was not recorded is null."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +98,9 @@ def _texts(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None")
     elif completion is None:
         completion = decoded(record.ids)
     if (mask := record.policy_tokens) is not None:
-        length = int(mask.sum())
-        turns = turns if record.messages else int(_turn_starts(mask).sum())
+        length = int(np.count_nonzero(mask))
+        if not record.messages:
+            turns = int(length > 0) if record.mask is None else int(_turn_starts(mask).sum())
     elif tokenizer is not None:
         texts = sampled or [record.completion or ""]
         length = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
@@ -114,9 +116,11 @@ def _turn_starts(sampled: Bool) -> Bool:
 def _scalars(step: RecordedStep, texts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return the step's row of `steps`; what some record lacks is left out. Means of numbers are over policy tokens."""
     records, reward = step.records, np.array([record.reward for record in step.records])
+    with np.errstate(over="ignore"):  # the square of 1e300
+        spread = reward.std()
     scalars: dict[str, object] = {
         "reward_mean": reward.mean(),
-        "reward_std": reward.std(),
+        "reward_std": spread,
         "n_prompts": len(step.prompt_ids),
         "n_rollouts": len(records),
         "n_zero_variance_groups": int(zero_variance_groups(reward, step.group).sum()),
@@ -135,7 +139,7 @@ def _scalars(step: RecordedStep, texts: Sequence[Mapping[str, Any]]) -> dict[str
     inside, none = dict[str, Float](), np.empty(0)
     for name in COLUMNS:
         if all(name in record.columns for record in records):
-            lists = [(record.columns[name], record.policy_tokens) for record in records]
+            lists = [(record.columns[name], record.mask) for record in records]
             values = np.concatenate([values if mask is None else values[mask] for values, mask in lists])
             inside |= {name: values} if values.size else {}
     known = {name: values[~np.isnan(values)] for name, values in inside.items()}
@@ -150,21 +154,28 @@ def _scalars(step: RecordedStep, texts: Sequence[Mapping[str, Any]]) -> dict[str
 
 def _token_rows(step: RecordedStep, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, object]:
     """Return a row per completion token; the reward is paid at the last one that the policy sampled."""
-    ids = np.concatenate([np.array(record.ids, np.int64) for record in step.records])
     lengths = np.array([len(record.ids or ()) for record in step.records])
-    masks = [mask for record in step.records if (mask := record.policy_tokens) is not None]
-    mask = np.concatenate(masks)
-    rollout, start = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
-    reward = np.zeros(len(ids))
-    for n, (one, record) in enumerate(zip(masks, step.records, strict=True)):
-        if one.any():
-            reward[start[n] + np.flatnonzero(one)[-1]] = record.reward
-    turn = [np.maximum(np.cumsum(_turn_starts(one)) - 1, 0) for one in masks]
+    n, start = int(lengths.sum()), np.cumsum(lengths) - lengths
+    ids = np.fromiter(chain.from_iterable(record.ids or () for record in step.records), np.int64, n)
+    masks = [record.mask for record in step.records]
+    if all(one is None for one in masks):
+        mask = np.ones(n, bool)
+    else:
+        mask = np.concatenate([np.zeros(0, bool), *(r.policy_tokens for r in step.records if r.ids is not None)])
+    rollout = np.repeat(np.arange(len(lengths)), lengths)
+    t = np.arange(n) - start[rollout]
+    sampled = np.flatnonzero(mask)
+    paid, last = np.unique(rollout[sampled][::-1], return_index=True)
+    reward = np.zeros(n)
+    reward[sampled[::-1][last]] = np.array([record.reward for record in step.records])[paid]
+    # A turn begins at a sampled token behind one that was not.
+    begins = np.cumsum(mask & ~(np.concatenate([[False], mask[:-1]]) & (t > 0)))
+    before = np.concatenate([[0], begins])[start[rollout]]
     columns: dict[str, object] = {
         "group": step.group[rollout],
         "rollout": rollout,
-        "turn": np.concatenate(turn),
-        "t": np.arange(len(ids)) - start[rollout],
+        "turn": np.maximum(begins - before - 1, 0),
+        "t": t,
         "token_id": ids,
         "mask": mask,
         "reward": np.ma.masked_array(reward, mask=~mask),

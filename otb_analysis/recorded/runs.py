@@ -330,6 +330,13 @@ def note_tally(tally: Tally) -> None:
         note(line)
 
 
+def usual_size(step: RecordedStep) -> int:
+    """Return the size of group that most rollouts of a step are in, the larger one of two."""
+    times = np.bincount(np.bincount(step.group))
+    rollouts = times * np.arange(len(times))
+    return int(len(times) - 1 - rollouts[::-1].argmax())
+
+
 def note_sizes(step: RecordedStep, usual: int, tally: Tally) -> None:
     """Note groups that lack members, or hold several times as many, against the usual size of the first step."""
     count = np.bincount(step.group)
@@ -365,7 +372,7 @@ class _Run:
         for step in islice(steps_of(source.records(), layout, source.tally), self.config.first or None):
             here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
             source.tally[REPEATED] += here == before
-            usual = usual or int(np.median(np.bincount(step.group)))
+            usual = usual or usual_size(step)
             note_sizes(step, usual, source.tally)
             if step.step <= last:
                 self.go_back(step.step)

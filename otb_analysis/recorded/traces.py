@@ -94,12 +94,14 @@ def verifiers(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Rec
     first = int(np.argmax(mask))
     if not first:
         raise InputError(f"{fields.place}: no token was sampled behind a prompt; leave the trace out.")
-    scores = {name: Fields(fields.place, reward).number("score") for name, reward in paid.items()}
+    named = {name: Fields(fields.place, reward) for name, reward in paid.items()}
+    scores = {name: reward.number("score") for name, reward in named.items()}
+    weigh = {name: reward.number("weight") if "weight" in reward else 1.0 for name, reward in named.items()}
     return RecordedRollout(
         place=fields.place,
-        reward=sum(score * float(paid[name].get("weight", 1.0)) for name, score in scores.items()),
-        group=row.get("group"),
-        step=row.get("step"),
+        reward=sum(score * weigh[name] for name, score in scores.items()),
+        group=fields.key("group"),
+        step=fields.whole_number("step") if "step" in fields else None,
         prompt_ids=tuple(ids[:first]),
         ids=tuple(ids[first:]),
         mask=mask[first:],

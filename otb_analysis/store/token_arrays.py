@@ -113,7 +113,9 @@ def rebuild_token_arrays(where: str, tokens: pd.DataFrame, rollouts: pd.DataFram
     group[of_listed] = rollouts["group"].to_numpy(np.int64)
     rollout_norm_sq[of_listed] = floats(rollouts, "score_norm_sq")
     t = tokens["t"].to_numpy(np.int64)
-    exact = (tokens["measured_by"].fillna("exact") == "exact") & tokens["grad_norm_sq"].notna()
+    exact = tokens["grad_norm_sq"].notna()
+    if exact.any():  # comparing texts takes long
+        exact &= tokens["measured_by"].fillna("exact") == "exact"
     columns = {
         "mask": (tokens["mask"].to_numpy(np.bool_), False),
         "reward": (floats(tokens, "reward"), 0.0),

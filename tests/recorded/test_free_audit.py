@@ -136,6 +136,22 @@ def test_traits_worked_by_hand(tmp_path):
     assert all(len(line.split()) <= 40 for line in (*traits.lines, traits.price))
 
 
+def test_a_filtered_file_and_short_steps_are_said(tmp_path):
+    # Groups of 4 with 1, 2 or 3 successes; steps of 10 groups, but for step 3 with 9 and the last one with 1.
+    paid = [[1.0] * k + [0.0] * (4 - k) for k in (1, 2, 3)]
+    sizes = [10, 10, 10, 9, *[10] * 6, 1]
+    of_step = np.repeat(np.arange(len(sizes)), sizes)
+    rows = [
+        {"prompt": str(g), "completion": "x", "reward": reward, "group": g, "step": int(step)}
+        for g, step in enumerate(of_step)
+        for reward in paid[g % 3]
+    ]
+    traits = traits_of_rows(tmp_path, rows)
+    assert traits.filtered is not None and traits.filtered.n_groups == 100
+    assert traits.lines[0].endswith("0 of 100 groups of 4, 0%.") and traits.lines[1] == traits.filtered.line
+    assert traits.lines[2] == "Steps: 1 of 11 fall short; the first is step 3 with 36 rollouts of the usual 40."
+
+
 def test_equal_lists_of_log_probabilities_are_said(tmp_path):
     lists = {"ids": [1, 2], "prompt_ids": [3], "logprobs": [-1.0, -2.0], "trainer_logprobs": [-1.0, -2.0]}
     rows = [{"prompt": "a", "completion": "b", "reward": float(k), "step": 0, **lists} for k in range(2)]
