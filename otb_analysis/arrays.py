@@ -51,7 +51,7 @@ class Groups:
         """Return Σ over the rollouts of each group, [N, ...] → [P, ...]."""
         values = np.asarray(x, np.float64)
         if values.ndim == 1:  # the same additions in the same order, without a matrix
-            return np.bincount(self.index, values, minlength=len(self.labels))
+            return np.bincount(self.index, values, minlength=len(self.labels)).astype(np.float64, copy=False)
         return self.membership @ values
 
     def spread(self, per_group: NDArray[Scalar]) -> NDArray[Scalar]:
@@ -76,6 +76,19 @@ def rank_within(index: Int, order: Int) -> Int:
 def masked(x: ArrayLike, mask: Bool) -> Float:
     """Return x inside the mask and 0 outside, whatever stands there (NaN included)."""
     return np.where(mask, np.asarray(x, np.float64), 0.0)  # x·mask would keep a NaN outside the mask
+
+
+def at_policy_tokens(reward: Float, mask: Bool) -> Float:
+    """Move rewards paid at tool tokens to the policy token before them, or else the first: totals stay [N, T].
+
+    Trainers pay at the last response token. In a rollout that was cut off behind a tool's answer this is no policy
+    token. Without policy tokens a rollout's reward comes to stand in the first column, outside the mask.
+    """
+    n, t = np.nonzero(reward)
+    before = np.maximum.accumulate(np.where(mask, np.arange(mask.shape[1]), -1), axis=1)[n, t]
+    out = np.zeros_like(reward)
+    np.add.at(out, (n, np.where(before < 0, mask.argmax(axis=1)[n], before)), reward[n, t])
+    return out
 
 
 def returns_to_go(reward: ArrayLike, mask: Bool) -> Float:

@@ -198,20 +198,23 @@ def _steps(store: RunStore) -> Iterator[_Recorded]:
             energy, entropy = (
                 None if np.isnan(values[mask]).any() else values for values in (arrays.energy_proxy, arrays.entropy)
             )
-            inputs = EstimatorInputs(
-                np.nan_to_num(arrays.reward),
-                mask,
-                arrays.group,
-                energy=energy,
-                turn=arrays.turn,
-                token_id=None if (arrays.token_id[mask] < 0).any() else arrays.token_id,
-                entropy=entropy,
-            )
+            token_id = None if (arrays.token_id[mask] < 0).any() else arrays.token_id
             advantage = np.where(mask, scalar[:, None], np.nan)
             if step in of_tokens:
                 row = np.searchsorted(rollout, tokens["rollout"].to_numpy(np.int64))
                 advantage[row, tokens["t"].to_numpy(np.int64)] = tokens[column].to_numpy(np.float64, na_value=np.nan)
                 advantage[~mask] = np.nan
+            # Trainers count a rollout without policy tokens in its group's mean: here it has one, without energy.
+            idle = ~mask.any(axis=1)
+            counted, reward = mask.copy(), np.nan_to_num(arrays.reward)
+            counted[idle, 0] = True
+            reward[idle, 0] = rows["reward"].to_numpy(np.float64)[idle]
+            if idle.any():
+                energy, entropy = (None if x is None else np.where(mask, x, 0.0) for x in (energy, entropy))
+            mask = counted
+            inputs = EstimatorInputs(
+                reward, mask, arrays.group, energy=energy, turn=arrays.turn, token_id=token_id, entropy=entropy
+            )
         if not np.isnan(advantage).all():
             yield _Recorded(int(step), rollout, inputs, mask, advantage)
 

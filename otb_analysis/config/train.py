@@ -255,8 +255,8 @@ class RecordedConfig:
     if_exists: Literal["error", "replace", "resume"] = "error"
     """What to do when the run's directory already exists: refuse, begin anew, or add the steps it does not have."""
     format: str = "auto"
-    """Who wrote the records: plain, trl, verl, art, prime_rl, prime_rl_traces, verifiers, nemo_rl or slime; auto
-    recognises it."""
+    """Who wrote the records: plain, trl, verl, art, prime_rl, prime_rl_traces, verifiers, verifiers_results, nemo_rl,
+    open_instruct, slime, lm_eval or inspect; auto recognises it."""
     prompts: int = 16  # Prompts (groups) per step, where the records name no step.
     first: int = 0  # Steps that are read, from the first on; 0 reads all.
     group_size: int = 0
@@ -265,6 +265,9 @@ class RecordedConfig:
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Reward columns of TRL with their weights, as name value pairs; by default every number that TRL did not add, or
     the weights that the recorded advantages ask for."""
+    fields: tuple[str, ...] = ()
+    """What your file calls the fields of the format plain, as `prompt=question completion=generations reward=correct
+    group=id`; lists of completions and rewards in one row are rollouts of one group."""
     strict: bool = False  # True stops at the first record with a fault that would else be counted and left out.
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.arrays import Groups, has_gaps, masked, returns_to_go
+from otb_analysis.arrays import Groups, at_policy_tokens, has_gaps, masked, returns_to_go
 from otb_analysis.custom import import_attribute, is_custom, one_line, plugins
 from otb_analysis.errors import STOPS, InputError, nearest
 from otb_analysis.estimators.registry import ESTIMATORS, is_portfolio, portfolio
@@ -225,7 +225,8 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     """Return baseline and advantage of every token in float64, zero outside the mask.
 
     A_{i,t} = G_{i,t} − B_{i,t} (GRPO then divides); the formula of B is `ESTIMATORS[name].formula`. Entries outside
-    the mask are never read. A rollout without policy tokens has no return and takes no part in any mean.
+    the mask are never read, but for rewards: one paid there counts at the policy token before it, or else the first. A
+    rollout without policy tokens has no return and takes no part in any mean.
 
     Raises:
         InputError: Unknown name, missing input, wrong shape, a value that cannot be, wrong options, or a mask with
@@ -238,6 +239,7 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     used = (use for use in entry.uses if use != "state" and getattr(inputs, use) is not None)
     names = (*entry.needed(options), *used)
     check_shapes(inputs, names)
+    inputs = _with_rewards_inside(inputs)
     if name not in ESTIMATORS and not is_portfolio(name):
         return custom_estimate(name, entry, inputs, names, options)
     mask = np.asarray(inputs.mask)
@@ -265,6 +267,16 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
                 placed[moved] = piece[batch.mask]
                 whole[selector(rows)] = placed
     return replace(out, state=state)
+
+
+def _with_rewards_inside(inputs: EstimatorInputs) -> EstimatorInputs:
+    """Return inputs in which no finite reward stands outside the mask; NaN there is padding."""
+    mask, reward = np.asarray(inputs.mask), np.asarray(inputs.reward)
+    outside = reward[~mask]
+    if not outside.any() or not (np.isfinite(outside) & (outside != 0)).any():
+        return inputs
+    kept = np.where(mask | np.isfinite(reward), reward, 0.0).astype(np.float64)
+    return replace(inputs, reward=at_policy_tokens(kept, mask))
 
 
 def counting_tokens(name: str) -> str:

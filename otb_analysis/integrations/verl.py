@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from verl.trainer.ppo.core_algos import register_adv_est  # pyright: ignore[reportMissingImports]
 
-from otb_analysis.arrays import returns_to_go
+from otb_analysis.arrays import at_policy_tokens, returns_to_go
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, estimate, options_from_dict
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int
@@ -79,18 +79,6 @@ def advantages(
     returns = returns_to_go(reward, mask)
     advantage, returns = (torch.from_numpy(x).to(token_level_rewards) for x in (result.advantage, returns))
     return advantage, returns
-
-
-def at_policy_tokens(reward: Float, mask: Bool) -> Float:
-    """Move rewards paid at tool tokens to the policy token before them, or else the first: totals stay [N, T].
-
-    verl pays at the last response token. In a rollout that was cut off behind a tool's answer this is no policy token.
-    """
-    n, t = np.nonzero(reward)
-    before = np.maximum.accumulate(np.where(mask, np.arange(mask.shape[1]), -1), axis=1)[n, t]
-    out = np.zeros_like(reward)
-    np.add.at(out, (n, np.where(before < 0, mask.argmax(axis=1)[n], before)), reward[n, t])
-    return out
 
 
 def turns(mask: Bool) -> Int:

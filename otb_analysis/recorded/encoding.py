@@ -18,6 +18,7 @@ from otb_analysis.tasks import Prompt
 
 NOT_ENDED = "completion without its end token, because the record does not say that it ended (--ended all scores one)"
 RESTORED = "prompt was put back into the chat template, because its text had lost its special tokens"
+IDLE = "rollout without policy tokens keeps its reward in its group, but no baseline of ours counts it"
 MARKS = ("\ue000", "\ue001")
 """Characters for private use, which no prompt holds: they stand for the contents of messages."""
 Tokens = tuple[int, ...]
@@ -50,6 +51,9 @@ class Encoder:
         reward = np.zeros(rollouts.mask.shape)
         for n, record in enumerate(step.records):
             sampled = np.flatnonzero(rollouts.mask[n])
+            if record.mask is not None and not record.mask.any():
+                self.tally.note(IDLE, record.place)
+                continue
             if not len(sampled):
                 raise InputError(
                     f"{record.place} has no token that the policy sampled, so its reward has no place; leave it out, "
@@ -204,6 +208,12 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], p
     Raises:
         InputError: The tokenizer has no template, or the template refuses the messages.
     """
+    for number, message in enumerate(messages):
+        if message.lacks:
+            raise InputError(
+                f"{place}: message {number} of the {message.role} has {message.lacks}, whose text as the model had it "
+                "is not recorded; leave the rollout out, record token ids, or use otb import, which needs none."
+            )
     if not tokenizer.chat_template:
         raise InputError(
             f"{place} is a chat, but the model's tokenizer has no chat template; pass the model that sampled it, or "

@@ -15,18 +15,22 @@ from otb_analysis.recorded.readers import (
     NEMO_RL_COLUMNS,
     OPEN_INSTRUCT_COLUMNS,
     PLAIN_COLUMNS,
+    PLAIN_FIELDS,
     PRIME_RL_COLUMNS,
-    SLIME_COLUMNS,
     art,
+    first_filter,
+    inspect,
+    inspect_samples,
     last_outputs,
-    miles_columns,
+    lm_eval,
     nemo_rl,
     open_instruct,
     plain,
     prime_rl,
-    slime,
+    results,
     trl,
     trl_weights,
+    unfolded,
     verl,
 )
 from otb_analysis.recorded.records import (
@@ -40,9 +44,10 @@ from otb_analysis.recorded.records import (
     rows_of,
     suffix_of,
 )
+from otb_analysis.recorded.slime import SLIME_COLUMNS, joined, miles_columns, slime
 from otb_analysis.recorded.traces import PER_TOKEN, traces_of, verifiers, with_annotations
 
-NOT_AS_WRITTEN = (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError)
+NOT_AS_WRITTEN = (TypeError, LookupError, AttributeError, ValueError, OverflowError, RecursionError)
 """What reading a row raises that has another form than its format."""
 OPTIONAL = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion", "grad_norm")
 """Fields that all records of a source have, or none, beside their columns."""
@@ -66,6 +71,7 @@ class Format:
     columns: Mapping[str, str] = field(default_factory=dict)  # Our columns → the file's own names, as errors say them
     unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
     reward: str = ""  # The field with the reward, where a record without a finite one is left out
+    instead: Mapping[str, str] = field(default_factory=dict)  # Fields → others that do in their place
     folder: str = ""  # What the folder of its files is called; empty where it may have any name
     # What other files know of all rows, added; gets the rows, their files and the tally
     fold: Callable[[Iterable[tuple[Place, Row]], Sequence[Path], Tally], Iterable[tuple[Place, Row]]] = (
@@ -113,18 +119,32 @@ FORMATS: dict[str, Format] = {
         names=("*_rollouts_*.jsonl",), columns=OPEN_INSTRUCT_COLUMNS, reward="reward",
     ),
     "slime": Format(
-        "slime's and miles's rollout_data/{id}.pt and train_data/{id}.pt",
-        frozenset({"tokens"}), slime, names=("*.pt",), not_named="eval_", columns=SLIME_COLUMNS,
+        "slime's and miles's rollout_data/{id}.pt, train_data/{id}.pt or {id}_{rank}.pt, or both (dump_details)",
+        frozenset({"tokens"}), slime, names=("*.pt",), not_named="eval_", columns=SLIME_COLUMNS, fold=joined,
     ),
     "miles_columns": Format(
         "miles's dashboard_columns/rollout_{id}.parquet",
         frozenset({"sample_index", "response_length", "tokens", "rollout_log_probs"}), miles_columns,
         names=("rollout_*.parquet",),
     ),
+    "verifiers_results": Format(
+        "verifiers's results.jsonl (evaluations before its traces)",
+        frozenset({"example_id", "prompt", "completion", "reward"}), results, names=("results.jsonl*",),
+        reward="reward",
+    ),
+    "lm_eval": Format(
+        "lm-evaluation-harness's samples_{task}_{date}.jsonl (--log_samples), of tasks that generate",
+        frozenset({"doc_id", "arguments", "resps", "filtered_resps"}), lm_eval, names=("samples_*.jsonl",),
+        fold=first_filter,
+    ),
+    "inspect": Format(
+        "Inspect's logs: .json, or .eval where inspect_ai is installed; epochs of a sample are a group",
+        frozenset({"id", "epoch", "input", "scores"}), inspect, names=("*.eval", "*.json"), unfold=inspect_samples,
+    ),
     "plain": Format(
         "JSON lines or Parquet with prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs]",
         frozenset({"prompt", "completion", "reward"}), plain, names=("*.arrow", "*"), columns=PLAIN_COLUMNS,
-        reward="reward",
+        reward="reward", unfold=unfolded, instead={"prompt": "prompt_ids", "completion": "ids"},
     ),
 }  # fmt: skip
 """Formats by name, in the order in which they are tried."""
@@ -140,6 +160,7 @@ class Source:
     tally: Tally  # What was seen while reading
     weights: Mapping[str, float] = field(default_factory=dict)  # Of reward columns, where a row has several
     reward: str = ""  # How a reward was made of its columns, where a row has several
+    renamed: Mapping[str, str] = field(default_factory=dict)  # Fields of the format → what the files call them
 
     @property
     def format(self) -> Format:
@@ -183,13 +204,14 @@ class Source:
         place: object = f"the first record of {self.path}"
         rows = chain.from_iterable(rows_of(file, self.tally) for file in self.files)
         try:
-            unfolded = ((place, one) for place, row in rows for one in kind.unfold(row))
+            unfolded = ((place, one) for place, row in rows for one in kind.unfold(under(self.renamed, row)))
             for place, row in kind.fold(unfolded, self.files, self.tally):
                 paid = row.get(kind.reward, 0.0)
                 if paid is None or (isinstance(paid, float) and not np.isfinite(paid)):
-                    self.tally.fault(f"record without a finite {kind.reward} was left out", place)
+                    called = self.renamed.get(kind.reward, kind.reward)
+                    self.tally.fault(f"record without a finite {called} was left out", place)
                     continue
-                record = kind.read(Fields(place, row), self.tally, self.weights)
+                record = kind.read(Fields(place, row, self.renamed), self.tally, self.weights)
                 if record is not None:
                     yield record
         except InputError:
@@ -216,14 +238,47 @@ def format_of(name: str) -> Format:
     return kind
 
 
-def find_source(path: Path, name: str = "auto") -> Source:
-    """Return the files at a path, a file or a directory, with their format.
+def renamed_fields(pairs: Sequence[str]) -> dict[str, str]:
+    """Return fields of `plain` → a file's names for them, of pairs as `prompt=question`.
+
+    Raises:
+        InputError: A pair is none, or there is no such field.
+    """
+    names = dict[str, str]()
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not equals or not theirs:
+            raise InputError(f"--fields has {pair!r}; write pairs, as prompt=question reward=correct.")
+        if ours not in PLAIN_FIELDS:
+            raise InputError(f"--fields has {pair!r}; {nearest(ours, PLAIN_FIELDS)}")
+        names[ours] = theirs
+    return names
+
+
+def under(names: Mapping[str, str], row: Row) -> Row:
+    """Return a row in which fields have our names; a name that the file has for something else is gone."""
+    if not names:
+        return row
+    rest = {name: value for name, value in row.items() if name not in names and name not in names.values()}
+    return rest | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+
+
+def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | None = None) -> Source:
+    """Return the files at a path, a file or a directory, with their format; fields are `renamed` in `plain` alone.
 
     Raises:
         InputError: There is no such path or format, or nothing in it can be read as that format.
     """
     if not path.exists():
         raise InputError(f"{path} does not exist; pass a file of rollouts, or a directory of such files.")
+    if renamed:
+        if name not in ("auto", "plain"):
+            raise InputError(f"--fields renames the fields of plain, but --format is {name!r}; leave one of them out.")
+        files = _files(path, FORMATS["plain"])
+        has = frozenset(next((row for file in files for _, row in rows_of(file, Tally())), {}))
+        if lacking := [theirs for theirs in renamed.values() if theirs not in has]:
+            raise InputError(f"--fields names {lacking[0]!r}, but the first record of {path} has {', '.join(has)}.")
+        return Source(path, "plain", files, Tally(), renamed=renamed)
     # A package's formats come before `plain`, which many files fit.
     tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
     for one in tried:
@@ -235,7 +290,7 @@ def find_source(path: Path, name: str = "auto") -> Source:
             note(str(error))
             continue
         files = _files(path, kind)
-        if files and (name != "auto" or kind.fields <= _first_fields(files[0], kind)):
+        if files and (name != "auto" or _fits(kind, _first_fields(files[0], kind))):
             return Source(path, one, files, Tally())
     files = _files(path, FORMATS["plain"])
     if not files:
@@ -271,6 +326,10 @@ def _files(path: Path, kind: Format) -> tuple[Path, ...]:
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
     return tuple(sorted(kept, key=natural))
+
+
+def _fits(kind: Format, has: frozenset[str]) -> bool:
+    return all(name in has or kind.instead.get(name) in has for name in kind.fields)
 
 
 def _first_fields(file: Path, kind: Format) -> frozenset[str]:

@@ -1,10 +1,12 @@
-"""Formats of one row per rollout: texts (plain, TRL, verl), chats (ART), token ids (prime-rl, NeMo-RL, slime, miles).
+"""Formats of one row per rollout: texts (plain, TRL, verl), chats (ART), token ids (prime-rl, NeMo-RL).
 
-Each is one function of a row's fields, a tally and the reward columns' weights; traces have a file of their own.
+Each is one function of a row's fields, a tally and the reward columns' weights; traces, and slime's files by rank, have
+files of their own.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import cast, get_args
@@ -12,23 +14,41 @@ from typing import cast, get_args
 import numpy as np
 
 from otb_analysis.errors import InputError
-from otb_analysis.recorded.records import Fields, Message, Place, RecordedRollout, Row, Tally, number_in
+from otb_analysis.recorded.records import (
+    Fields,
+    Message,
+    Place,
+    RecordedRollout,
+    Row,
+    Tally,
+    messages_of,
+    number_in,
+)
+from otb_analysis.recorded.traces import MASKED
 from otb_analysis.types import Bool, FinishReason, Float
 
 ADDED_BY_TRL = ("step", "advantage", "mode")
 """Numbers in TRL's tables that are no rewards."""
 PARALLEL = 1e-3
 """Weights give the advantages where they leave less than this share of the rewards' norm: float32, rounding."""
+UNFOLDED = ("completion", "reward", "ids", "mask", "logprobs", "trainer_logprobs", "advantages", "finish_reason")
+"""Fields of `plain` of which a row of several rollouts has a list."""
 PADDING = re.compile(r"pad[0-9a-f]{32}")
 """How the uid of a row begins that verl made up to fill a batch."""
 PADDED = "synthetic padding row of verl was left out"
 UNSCORED = "reward function of TRL gave no number (NaN) and counts as 0, as TRL counts it"
 UNSCORABLE = "completion that no reward function could score is left out, as TRL leaves it out of the baseline"
 FAILED = "message without a text (content is null) counts as empty"
+UNSCORED_SAMPLE = "sample of Inspect without a score was left out"
+LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
+ONE_SCORED = "sample has several replies, of which lm-eval scored one: the first is read"
+ERRED = "rollout ended with an error and counts with the reward that it was given"
 EARLIER = "output before the last of its session was left out: only the last enters verl's baseline"
-UNFINISHED = "sample of slime that was aborted, or wholly masked, was left out"
 EXCLUDED = "sample was left out of the loss by its trainer (sample_loss_mask 0) and is kept here"
-SLIME_ENDS: dict[str, FinishReason] = {"completed": "stop", "truncated": "length"}
+PLAIN_FIELDS = (
+    "prompt", "completion", "reward", "answer", "group", "step", "prompt_ids", "ids", "mask", "logprobs",
+    "trainer_logprobs", "advantages", "advantage", "finish_reason", "turns", "grad_norm",
+)  # fmt: skip
 # Our columns → fields
 PLAIN_COLUMNS = {"behavior_logprob": "logprobs", "logprob": "trainer_logprobs", "advantage": "advantages"}
 PRIME_RL_COLUMNS = {
@@ -39,13 +59,13 @@ PRIME_RL_COLUMNS = {
 }
 OPEN_INSTRUCT_COLUMNS = {"behavior_logprob": "logprobs"}
 NEMO_RL_COLUMNS = {"behavior_logprob": "generation_logprobs", "logprob": "prev_logprobs"}
-SLIME_COLUMNS = {"behavior_logprob": "rollout_log_probs", "logprob": "log_probs", "advantage": "advantages"}
 
 
 def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
     """Read {prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs, advantages, …]}.
 
-    `prompt` is a text, or a list of messages with role and content.
+    Prompt and completion are texts, lists of messages with role and content, or token ids alone. The reward is a
+    number, an object of named parts, or a list by token or turn; the last two are summed.
 
     Raises:
         InputError: A field is missing or of another type, or there are several turns and no mask.
@@ -60,30 +80,163 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         raise InputError(f"{place} has advantages but no ids; add the ids of the tokens they are of.")
     if "finish_reason" in fields and (reason := fields.text("finish_reason")) not in get_args(FinishReason):
         raise InputError(f"{place}: finish_reason is {reason!r}; write {', '.join(get_args(FinishReason))}.")
-    completion, messages = fields.text("completion"), list[Message]()
-    if isinstance(prompt, list):
-        for message in prompt:
-            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-                raise InputError(f"{place}: prompt is a list, so each entry must have a role and a content (a text).")
-            messages.append(Message(str(message.get("role", "user")), message["content"], False))
-        messages.append(Message("assistant", completion, True))
+    completion, messages = fields.row.get("completion"), list[Message]()
+    if isinstance(prompt, list) or isinstance(completion, list):
+        messages = chat_of(fields, tally)
+    prompted, given = ("prompt" in fields or "prompt_ids" not in fields), "completion" in fields or "ids" not in fields
+    parts, paid = fields.parts("reward"), fields.row["reward"]
+    ids, mask = (fields.ids("ids") if "ids" in fields else None), (fields.flags("mask") if "mask" in fields else None)
+    turns = 1 if mask is None else int((np.diff(mask, prepend=False) & mask).sum())
+    if isinstance(paid, list) and ids is not None and len(paid) not in (1, len(ids), turns):
+        raise InputError(
+            f"{place}: {fields.named('reward')} has {len(paid)} entries, but there are {len(ids)} completion tokens in "
+            f"{turns} turns; write one per token, one per turn, or their sum."
+        )
     return RecordedRollout(
         place=place,
-        reward=fields.number("reward"),
-        prompt=None if messages else fields.text("prompt"),
+        reward=sum(parts.values()),
+        reward_parts=parts if isinstance(paid, dict) else {},
+        prompt=None if messages or not prompted else fields.text("prompt"),
         answer=fields.text("answer") if "answer" in fields else None,
-        completion=None if messages else completion,
+        completion=None if messages or not given else fields.text("completion"),
         messages=tuple(messages),
         group=fields.key("group"),
         step=fields.whole_number("step") if "step" in fields else None,
         prompt_ids=fields.ids("prompt_ids") if "prompt_ids" in fields else None,
-        ids=fields.ids("ids") if "ids" in fields else None,
-        mask=fields.flags("mask") if "mask" in fields else None,
+        ids=ids,
+        mask=mask,
         finish_reason=cast(FinishReason, reason),
         columns=fields.columns(PLAIN_COLUMNS),
         advantage=fields.real("advantage") if "advantage" in fields else None,
         grad_norm=fields.number("grad_norm") if "grad_norm" in fields else None,
     )
+
+
+def chat_of(fields: Fields, tally: Tally) -> list[Message]:
+    """Return the messages of prompt and completion, in which the assistant's are the policy's; at least one is.
+
+    Raises:
+        InputError: A message is none, or there is no prompt.
+    """
+    prompt = messages_of(fields.row.get("prompt"), fields.named("prompt"), fields.place)
+    said = messages_of(fields.row.get("completion") or "", fields.named("completion"), fields.place, sampled=True)
+    if not prompt:
+        raise InputError(f"{fields.place}: {fields.named('prompt')} is empty; give every rollout a prompt.")
+    if isinstance(fields.row.get("completion"), list):
+        tally[FAILED] += sum(m.sampled and not m.content and not m.lacks for m in said[: len(fields.row["completion"])])
+    return [*prompt, *said] if any(message.sampled for message in said) else [*prompt, Message("assistant", "", True)]
+
+
+def unfolded(row: Row) -> Iterator[Row]:
+    """Yield the rollouts of a row that has a list of completions, or of their ids, and a list of their rewards."""
+    made, paid = row.get("completion", row.get("ids")), row.get("reward")
+    if not (isinstance(made, list) and isinstance(paid, list) and made and len(made) == len(paid)):
+        yield row
+    elif all(isinstance(one, list) or (isinstance(one, str) and "completion" in row) for one in made):
+        lists = [name for name in UNFOLDED if isinstance(row.get(name), list) and len(row[name]) == len(made)]
+        for n in range(len(made)):
+            yield {**row, **{name: row[name][n] for name in lists}}
+    else:
+        yield row
+
+
+def results(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
+    """Read a line of an evaluation that verifiers wrote before it wrote traces: messages, and a reward by example."""
+    metrics = fields.row.get("metrics") or {}
+    tally[ERRED] += bool(fields.row.get("error"))
+    return RecordedRollout(
+        place=fields.place,
+        reward=fields.number("reward"),
+        reward_parts={n: float(x) for n, x in metrics.items() if isinstance(x, int | float) and np.isfinite(x)},
+        answer=str(fields.row["answer"]) if "answer" in fields else None,
+        messages=tuple(chat_of(fields, tally)),
+        group=fields.key("example_id"),
+        step=0,
+        finish_reason="length" if fields.row.get("is_truncated") else "unknown",
+    )
+
+
+def lm_eval(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
+    """Read a sample of lm-evaluation-harness: the request's text, its first reply, and its first metric as reward.
+
+    Groups are the replies to one request, in one step: those of several files, each of a run of its own.
+
+    Raises:
+        InputError: The sample has no generated text, as those of multiple choice, or no metric.
+    """
+    row, asked = fields.row, fields.row.get("arguments")
+    first = next(iter(asked.values() if isinstance(asked, dict) else asked or [None]))
+    prompt = first.get("arg_0") if isinstance(first, dict) else first[0] if isinstance(first, list) and first else first
+    replies = (row.get("resps") or [None])[0]
+    texts = [one for one in (replies if isinstance(replies, list) else [replies]) if isinstance(one, str)]
+    if not texts or not isinstance(prompt, str) or len(row["resps"]) > 1:
+        raise InputError(
+            f"{fields.place}: resps has no single generated text for its arguments, as with multiple choice; pass "
+            "samples of tasks that generate (generate_until)."
+        )
+    if len(texts) > 1:
+        tally.note(ONE_SCORED, fields.place)
+    numbers = [n for n, x in row.items() if isinstance(x, int | float) and n != "doc_id"]
+    paid = {n: float(row[n]) for n in row.get("metrics") or numbers if n in numbers and np.isfinite(row[n])}
+    if not paid:
+        raise InputError(f"{fields.place} has no metric that is a number; it has {', '.join(row)}.")
+    target = row.get("target")
+    return RecordedRollout(
+        place=fields.place,
+        reward=next(iter(paid.values())),
+        reward_parts=paid,
+        prompt=prompt,
+        completion=texts[0],
+        answer=None if target is None else str(target),
+        step=0,
+    )
+
+
+def inspect_samples(row: Row) -> Iterator[Row]:
+    """Yield the samples of an Inspect log."""
+    samples = row.get("samples")
+    yield from samples if isinstance(samples, list) else [row]
+
+
+def inspect(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout | None:
+    """Read a sample of an Inspect log: its messages, and its first score; epochs of one sample are a group.
+
+    Letters count as Inspect's `value_to_float` has them: C 1, P ½, I and N 0. None for a sample without a score.
+
+    Raises:
+        InputError: The score is neither a number nor one of those letters.
+    """
+    scores = fields.row.get("scores") or {}
+    values = {name: score.get("value") for name, score in scores.items()}
+    if not values:
+        tally.note(UNSCORED_SAMPLE, fields.place)
+        return None
+    paid = {name: LETTERS.get(x, x) if isinstance(x, str) else x for name, x in values.items()}
+    target, limit = fields.row.get("target"), fields.row.get("limit")
+    history = messages_of(fields.row.get("messages") or [], "messages", fields.place, sampled=True)
+    if not history or history[0].sampled or not any(message.sampled for message in history):
+        said = (fields.row.get("output") or {}).get("completion") or ""
+        history = [*messages_of(fields.row.get("input"), "input", fields.place), Message("assistant", str(said), True)]
+    return RecordedRollout(
+        place=fields.place,
+        reward=Fields(fields.place, {"scores": next(iter(paid.values()))}).parts("scores")["scores"],
+        reward_parts={name: float(x) for name, x in paid.items() if isinstance(x, int | float) and np.isfinite(x)},
+        messages=tuple(history),
+        answer=target if isinstance(target, str) else None,
+        group=fields.key("id"),
+        step=0,
+        finish_reason="length" if limit else "unknown",
+    )
+
+
+def first_filter(rows: Iterable[tuple[Place, Row]], files: Sequence[Path], tally: Tally) -> Iterator[tuple[Place, Row]]:
+    """Yield lm-eval's samples under the first filter of each file; the same replies come again under every filter."""
+    filters = dict[Path, object]()
+    for place, row in rows:
+        if filters.setdefault(place.file, row.get("filter")) == row.get("filter"):
+            yield place, row
+        else:
+            tally.note(f"sample under another filter than {filters[place.file]} was left out", place)
 
 
 def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout | None:
@@ -281,20 +434,13 @@ def art(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedR
     The step is the number in the file's name.
 
     Raises:
-        InputError: No message is the policy's, the first one is, or one of the policy's calls tools: then the text that
-            was sampled is not recorded.
+        InputError: No message is the policy's, or the first one is.
     """
     messages = []
-    for n, row in enumerate(fields.row.get("messages") or []):
-        sampled = bool(row.get("trainable"))
-        if sampled and row.get("tool_calls"):
-            raise InputError(
-                f"{fields.place}: message {n} of the policy calls tools, and the text that it sampled is not recorded; "
-                "leave the trajectory out, or record token ids."
-            )
-        if row.get("content") is None:
-            tally[FAILED] += 1
-        messages.append(Message(str(row.get("role")), row.get("content") or "", sampled))
+    for row in fields.row.get("messages") or []:
+        tally[FAILED] += row.get("content") is None and not row.get("tool_calls")
+        (message,) = messages_of([row], "messages", fields.place)
+        messages.append(replace(message, sampled=bool(row.get("trainable"))))
     if not any(message.sampled for message in messages) or messages[0].sampled:
         raise InputError(
             f"{fields.place} has no message of the policy behind a prompt (trainable, not the first); leave it out."
@@ -318,6 +464,8 @@ def prime_rl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Reco
     if "rewards" not in fields:
         raise InputError(f"{fields.place} has no rewards, only advantages; export rewards too, a run needs them.")
     columns = fields.columns(PRIME_RL_COLUMNS) | {"reward": fields.numbers("rewards")}
+    if "is_masked" in fields:
+        tally[MASKED] += int(fields.flags("is_masked").sum())
     step = fields.whole_number("export_step" if "export_step" in fields else "step")
     return _split(fields, ids, mask, columns, step)
 
@@ -375,60 +523,4 @@ def _split(
         ids=ids[first:],
         mask=mask[first:],
         columns={name: values[first:] for name, values in columns.items()},
-    )
-
-
-def slime(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout | None:
-    """Read a sample of slime or miles: all tokens, and lists over the response; None for one that does not train.
-
-    The reward is the raw one: `rewards` of training data are normalised within the group.
-
-    Raises:
-        InputError: The reward is a dict or only normalised, or the response is longer than all tokens.
-    """
-    place, row = fields.place, fields.row
-    idle = row.get("status") in ("aborted", "pending")
-    mask = None if idle else next((fields.flags(n) for n in ("loss_mask", "loss_masks") if n in fields), None)
-    if idle or (mask is not None and not mask.any()):
-        tally[UNFINISHED] += 1
-        return None
-    tokens = fields.ids("tokens")
-    length = fields.whole_number("response_length" if "response_length" in fields else "response_lengths")
-    if length > len(tokens):
-        raise InputError(f"{place}: the response has {length} tokens of {len(tokens)}; write its true length.")
-    if "rewards" in fields and "raw_reward" not in fields:
-        raise InputError(
-            f"{place} has rewards that slime normalised, and no raw_reward; pass rollout_data instead of train_data."
-        )
-    reward = "raw_reward" if "raw_reward" in fields else "reward"
-    if isinstance(row.get(reward), dict):
-        raise InputError(
-            f"{place}: {reward} is a dict ({', '.join(map(str, row[reward]))}); save the one that trained (slime's "
-            "--reward-key)."
-        )
-    cut, prompt, response = len(tokens) - length, row.get("prompt"), row.get("response")
-    return RecordedRollout(
-        place=place,
-        reward=fields.number(reward),
-        prompt=prompt if isinstance(prompt, str) else None,
-        completion=response if isinstance(response, str) else None,
-        group=row.get("group_index"),
-        step=fields.whole_number("file_step") if "file_step" in fields else number_in(place.file),
-        prompt_ids=tokens[:cut],
-        ids=tokens[cut:],
-        mask=mask,
-        finish_reason="length" if row.get("truncated") else SLIME_ENDS.get(str(row.get("status")), "unknown"),
-        columns=fields.columns(SLIME_COLUMNS),
-    )
-
-
-def miles_columns(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout | None:
-    """Refuse miles's mirror of token columns, which has neither rewards nor groups.
-
-    Raises:
-        InputError: Always; miles writes both into the rollout_data beside it.
-    """
-    raise InputError(
-        f"{fields.place}: miles's dashboard_columns have tokens and log-probabilities but no rewards; pass the folder "
-        "rollout_data of the same dump, which has both."
     )

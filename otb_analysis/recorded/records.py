@@ -3,6 +3,9 @@
 Files are JSON lines, JSON arrays, tables of trackers, Parquet, Arrow, and PyTorch files without code in them.
 """
 
+import hashlib
+import importlib
+import importlib.util
 import io
 import json
 import pickle
@@ -25,7 +28,14 @@ from otb_analysis.types import Bool, FinishReason, Float
 
 Row = Mapping[str, Any]
 _JSON = (".jsonl", ".ndjson", ".json")
-SUFFIXES = (*_JSON, *(f"{one}.{packed}" for one in _JSON for packed in ("zst", "gz")), ".parquet", ".arrow", ".pt")
+SUFFIXES = (
+    *_JSON,
+    *(f"{one}.{packed}" for one in _JSON for packed in ("zst", "gz")),
+    ".parquet",
+    ".arrow",
+    ".pt",
+    ".eval",
+)
 COMPRESSED = {".zst": "zstd", ".gz": "gzip"}
 BATCH = 64
 """Rows of a Parquet file that are in memory at once."""
@@ -119,6 +129,8 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
     try:
         if suffix == ".pt":
             yield from ((Place(path, number), row) for number, row in enumerate(_pickled(path), start=1))
+        elif suffix == ".eval":
+            yield Place(path, 1), _inspected(path)
         elif suffix == ".parquet":
             with pq.ParquetFile(path) as file:
                 rows = (row for batch in file.iter_batches(batch_size=BATCH) for row in batch.to_pylist())
@@ -137,6 +149,17 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
     except (OSError, pa.ArrowException) as error:
         whole = "a Parquet file is read from its end, so one that was cut off is lost; " if suffix == ".parquet" else ""
         raise InputError(f"{path} cannot be read ({_first_line(error)}); {whole}write it again.") from error
+
+
+def _inspected(path: Path) -> Row:
+    """Return an Inspect log, which its own library alone reads."""
+    if importlib.util.find_spec("inspect_ai") is None:
+        raise InputError(
+            f"{path} is a log of Inspect, which inspect_ai reads and is not installed here; convert it where it is by "
+            f"inspect log convert --to json --output-dir DIR {path.name}, and pass DIR."
+        )
+    log = importlib.import_module("inspect_ai.log")
+    return log.read_eval_log(str(path), resolve_attachments=True).model_dump(mode="json")
 
 
 def _json_rows(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
@@ -230,15 +253,17 @@ def _pickled(path: Path) -> list[Row]:
         places = [sample.get("rollout_position") for sample in samples]
     elif isinstance(columns, dict) and "tokens" in columns:
         length, rewards = len(columns["tokens"]), columns.get("raw_reward")
-        listed = {k: v for k, v in columns.items() if isinstance(v, list | tuple | torch.Tensor) and len(v) == length}
+        kinds = list | tuple | torch.Tensor | np.ndarray
+        listed = {k: v for k, v in columns.items() if isinstance(v, kinds) and len(v) == length and k != "raw_reward"}
         rows = [{name: values[i] for name, values in listed.items()} for i in range(length)]
-        places = list(columns.get("partition") or range(length))
+        places = list(columns.get("partition") or [None] * length)
     else:
         raise InputError(f"{path} holds neither samples nor rollout_data with tokens; pass what slime or miles wrote.")
     if rewards is not None and not any(place is None for place in places):
         rows = [{**row, "raw_reward": rewards[place]} for row, place in zip(rows, places, strict=True)]
     # A sample's own rollout_id is another thing than the file's.
-    return [{**row, "file_step": pack.get("rollout_id")} for row in rows]
+    whole = {name: pack.get(name) for name in ("cp_rank", "cp_size", "qkv_format") if name in pack}
+    return [{**row, **whole, "file_step": pack.get("rollout_id"), "batch_raw_reward": rewards} for row in rows]
 
 
 def _first_line(error: Exception) -> str:
@@ -253,6 +278,36 @@ class Message:
     role: str
     content: str
     sampled: bool  # True where the policy wrote it
+    lacks: str = ""  # What of it is not in the text, so that its tokens are not known: tool calls, images
+
+
+def messages_of(values: object, name: str, place: Place, sampled: bool = False) -> list[Message]:
+    """Return the messages of a field, a text or a list of them; those of the assistant count as sampled, if any do.
+
+    A null content is an empty text; parts of a content that are no texts, and tool calls, are named in `lacks`.
+
+    Raises:
+        InputError: It is neither, or a message is no object, or its content neither text nor list.
+    """
+    if isinstance(values, str):
+        return [Message("assistant" if sampled else "user", values, sampled)]
+    messages = list[Message]()
+    for row in values if isinstance(values, list) else [values]:
+        content = row.get("content") if isinstance(row, dict) else 0
+        parts = [content or ""] if content is None or isinstance(content, str) else content
+        if not isinstance(row, dict) or not isinstance(parts, list):
+            raise InputError(f"{place}: {name} must be a text, or a list of messages with role and content.")
+        texts, lacks = list[str](), "tool calls" if row.get("tool_calls") else ""
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) else part
+            if not isinstance(text, str):
+                kind = str(part.get("type", "part")) if isinstance(part, dict) else "part"
+                # Prompts that differ in an image alone are two prompts.
+                text, lacks = f"<{kind} {hashlib.blake2b(repr(part).encode(), digest_size=4).hexdigest()}>", kind
+            texts.append(text)
+        role = str(row.get("role", "user"))
+        messages.append(Message(role, "".join(texts), sampled and role == "assistant", lacks))
+    return messages
 
 
 @dataclass(frozen=True)
@@ -269,6 +324,7 @@ class RecordedRollout:
     group: Hashable = None  # Names its group within the step; None where the prompt does
     step: int | None = None
     prompt_ids: tuple[int, ...] | None = None
+    opening: tuple[int, ...] | None = None  # Prompt of its group, where its own tokens begin with another one
     ids: tuple[int, ...] | None = None  # Completion tokens, those of tools included
     mask: Bool | None = None  # True where the policy sampled the token [T]; None means everywhere
     finish_reason: FinishReason = "unknown"
@@ -287,7 +343,7 @@ class RecordedRollout:
         """What tells this prompt from others: its tokens, or its text where they were not recorded."""
         if self.messages:
             return tuple((message.role, message.content) for message in self.prompt_messages)
-        return self.prompt if self.prompt_ids is None else self.prompt_ids
+        return self.opening or (self.prompt if self.prompt_ids is None else self.prompt_ids)
 
     @property
     def shown_prompt(self) -> str:
@@ -352,6 +408,11 @@ class Fields:
 
     place: Place
     row: Row
+    names: Mapping[str, str] = field(default_factory=dict)  # Ours → the file's own, where it has others
+
+    def named(self, name: str) -> str:
+        """Return what the file calls a field."""
+        return self.names.get(name, name)
 
     def __contains__(self, name: str) -> bool:
         """Return whether a field is there and not null."""
@@ -364,15 +425,32 @@ class Fields:
     def number(self, name: str) -> float:
         """Return a finite number, or a tensor or list that holds one."""
         value = self._value(name)
-        if not isinstance(value, str | bytes | int | float) and np.size(value) == 1:
-            value = np.asarray(value).reshape(-1)[0].item()
+        while isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._unfit(name, value, "a number")
         if abs(value) > sys.float_info.max:
             value = np.inf
         if not np.isfinite(value):
-            raise InputError(f"{self.place}: {name} is {value}; write a finite number, or leave the rollout out.")
+            raise InputError(
+                f"{self.place}: {self.named(name)} is {value}; write a finite number, or leave the rollout out."
+            )
         return float(value)
+
+    def parts(self, name: str) -> dict[str, float]:
+        """Return a number, those of an object by their names, or those of a list by their places: they are a sum."""
+        value = self._value(name)
+        if isinstance(value, bool):
+            return {name: float(value)}
+        if isinstance(value, list):
+            value = {str(n): x for n, x in enumerate(value)}
+        if not isinstance(value, dict):
+            return {name: self.number(name)}
+        if not value:
+            raise self._unfit(name, value, "a number, an object of numbers or a list of them")
+        inner = Fields(self.place, {f"{self.named(name)}[{part}]": x for part, x in value.items()})
+        whole = [float(x) if isinstance(x, bool) else inner.number(full) for full, x in inner.row.items()]
+        return dict(zip(map(str, value), whole, strict=True))
 
     def real(self, name: str) -> float:
         """Return a number, which may be infinite or NaN; NaN also where it is null or missing."""
@@ -426,7 +504,8 @@ class Fields:
         """Return a value of some kinds; arrays and tensors are lists or numbers."""
         if name not in self:
             what = "is null" if name in self.row else "is missing"
-            raise InputError(f"{self.place}: {name} {what}; write it into every record (it has {', '.join(self.row)}).")
+            has = ", ".join(map(self.named, self.row))
+            raise InputError(f"{self.place}: {self.named(name)} {what}; write it into every record (it has {has}).")
         value = self.row[name]
         value = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(value, kinds):
@@ -434,4 +513,5 @@ class Fields:
         return value
 
     def _unfit(self, name: str, value: object, expected: str) -> InputError:
-        return InputError(f"{self.place}: {name} is {' '.join(repr(value).split())[:60]}; it must be {expected}.")
+        shown = " ".join(repr(value).split())[:60]
+        return InputError(f"{self.place}: {self.named(name)} is {shown}; it must be {expected}.")

@@ -15,7 +15,7 @@ from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, count_to, note, phase, plural
 from otb_analysis.processes import SINGLE_PROCESS, Processes
-from otb_analysis.recorded.formats import Source, find_source
+from otb_analysis.recorded.formats import Source, find_source, renamed_fields
 from otb_analysis.recorded.records import RecordedRollout, Tally, suffix_of
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.store.layout import check_run_name
@@ -238,7 +238,7 @@ def source_of(path: Path, config: RecordedConfig) -> Source:
     if config.first < 0:
         raise InputError(f"--first is {config.first}; pass a number of steps, or 0 for all of them.")
     with phase(f"recognising {path}"):
-        source = find_source(path, config.format)
+        source = find_source(path, config.format, renamed_fields(config.fields))
     if config.reward_weights and source.name != "trl":
         raise InputError(f"--reward-weights are for TRL's tables, but {path} is {source.name}; leave them out.")
     source.tally.strict = config.strict

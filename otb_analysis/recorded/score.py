@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -176,7 +177,9 @@ class Scorer:
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {step.step}: {error}") from error
         seconds["seconds_forward"] = perf_counter() - start
-        table = token_table(rollouts, forward, None)
+        # A rollout without policy tokens has no token at which its reward could stand.
+        paid = np.array([record.reward for record in step.records])
+        table = replace(token_table(rollouts, forward, None), total_reward=paid)
         refuse_wrong_logprobs(step, table)
         trained, start = estimate(name, table.inputs(table.stats.energy), self.options), perf_counter()
         with products(self.precision):

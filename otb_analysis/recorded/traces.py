@@ -16,7 +16,10 @@ from otb_analysis.types import Bool, FinishReason, Float
 
 NOT_TRAINED = "trace of an agent that is not trained was left out"
 UNPAID = "trace without a reward was left out (its rollout failed, or nothing scored it)"
-BRANCHED = "trace with several branches was left out, because they share tokens and one reward"
+BRANCHED = (
+    "branch of a trace was left out: the one with most tokens that train is its rollout, in the group of the first"
+)
+MASKED = "token was masked in prime-rl's loss (is_masked): it is kept here"
 NO_TOKENS = "trace without token ids was left out (its client recorded texts only)"
 NOT_SHIPPED = "trace that prime-rl did not train on was left out (evaluation, filtered, or not yet shipped)"
 UNCOVERED = "trace whose annotations do not cover its tokens was left out, since others have theirs"
@@ -62,17 +65,19 @@ def verifiers(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Rec
     """
     row, nodes, calls = fields.row, fields.row.get("nodes") or [], fields.row.get("calls") or []
     paid = {name: reward for name, reward in (row.get("rewards") or {}).items() if reward is not None}
-    parents = {node.get("parent") for node in nodes}
     left_out = {
         NOT_TRAINED: not (row.get("agent") or {}).get("trainable", True),
         UNPAID: not paid,
         NO_TOKENS: not any(node.get("token_ids") for node in nodes),
-        BRANCHED: sum(number not in parents for number in range(len(nodes))) > 1,
     }
     if reason := next((sentence for sentence, holds in left_out.items() if holds), None):
         tally[reason] += 1
         return None
     columns = {ours: list[Float]() for ours, theirs in PER_TOKEN.items() if any(node.get(theirs) for node in nodes)}
+    branches = branches_of(nodes)
+    for _ in branches[1:]:
+        tally.note(BRANCHED, fields.place)
+    nodes = max(branches, key=_trained)
     ids, masks = list[int](), list[Bool]()
     for number, node in enumerate(nodes):
         own, where = Fields(fields.place, node), f"{fields.place}, message {number}"
@@ -103,12 +108,48 @@ def verifiers(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Rec
         group=fields.key("group"),
         step=fields.whole_number("step") if "step" in fields else None,
         prompt_ids=tuple(ids[:first]),
+        opening=_opening(branches[0]) if len(branches) > 1 else None,
         ids=tuple(ids[first:]),
         mask=mask[first:],
         finish_reason=ENDS.get(str(calls[-1].get("finish_reason")), "unknown") if calls else "unknown",
         columns={ours: np.concatenate(parts)[first:] for ours, parts in columns.items()},
         reward_parts=scores,
     )
+
+
+def branches_of(nodes: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the messages from the root to each leaf that train, in the order of the leaves; all where none does.
+
+    A sampled message that branches share trains in the first of them and is context in the others, as prime-rl has it.
+    One branch that trains is a chain, whatever else hangs on it.
+
+    Raises:
+        ValueError: A message's parents end in no root.
+    """
+    parents = {node.get("parent") for node in nodes}
+    taken, branches = set[int](), list[list[Mapping[str, Any]]]()
+    for leaf in (number for number in range(len(nodes)) if number not in parents):
+        path, at = list[int](), leaf
+        while at is not None:
+            if at in path:
+                raise ValueError(f"message {at} is its own parent")
+            path.append(at)
+            at = nodes[at].get("parent")
+        context = dict.fromkeys(("mask", *PER_TOKEN.values()))
+        branches.append([{**nodes[n], **context} if n in taken else nodes[n] for n in reversed(path)])
+        taken |= set(path)
+    return [branch for branch in branches if _trained(branch)] or [list(nodes)]
+
+
+def _trained(nodes: Sequence[Mapping[str, Any]]) -> int:
+    return sum(sum(map(bool, node.get("mask") or ())) for node in nodes)
+
+
+def _opening(nodes: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return a branch's tokens before the first that was sampled."""
+    ids = [token for node in nodes for token in node.get("token_ids") or ()]
+    mask = [bool(m) for node in nodes for m in node.get("mask") or [False] * len(node.get("token_ids") or ())]
+    return tuple(ids[: mask.index(True)])
 
 
 def with_annotations(
@@ -122,6 +163,7 @@ def with_annotations(
     """
     step_of: dict[str, int] = {}  # Trace → the step that trained on it, the newest one where there are several
     streams = defaultdict[str, dict[str, Any]](dict)  # Trace → name → by token, NaN where not known
+    masked = Counter[str]()  # Trace → tokens that the loss left out
     for producer in sorted((files[0].parent.parent / "annotations").glob("*/")):
         found = {path.name.removesuffix(".zst"): path for path in sorted(producer.glob("[0-9]*.jsonl*"))[::-1]}
         for _, update in (row for _, path in sorted(found.items()) for row in rows_of(path, tally)):
@@ -131,6 +173,7 @@ def with_annotations(
             for branch in update.get("branches") or []:
                 if branch.get("index") == 0:
                     streams[trace] |= {n: np.array(branch[n], np.float32) for n in STREAMS if branch.get(n)}
+                    masked[trace] = sum(map(bool, branch.get("is_masked") or ())) or masked[trace]
     if not step_of:
         yield from rows
         return
@@ -144,6 +187,7 @@ def with_annotations(
             tally[NOT_SHIPPED] += 1
             continue
         seen[step] += 1
+        tally[MASKED] += masked[trace]
         nodes = _annotated(row.get("nodes") or [], names, streams.pop(trace, {}))
         if nodes is None:
             tally[UNCOVERED] += 1
@@ -163,11 +207,11 @@ def _annotated(
 ) -> list[dict[str, Any]] | None:
     """Return messages with their numbers per sampled token; None where the numbers do not cover the tokens.
 
-    Numbers belong to the tokens of a branch; a trace with several is left alone, and left out by its reader.
+    Numbers belong to the tokens of a branch, so they do not cover a trace with several.
     """
     annotated: list[dict[str, Any]] = [dict(node) for node in nodes]
     if any(node.get("parent") not in (None, number - 1) for number, node in enumerate(nodes)):
-        return annotated
+        return None if set(names) else annotated
     masks = [np.array(node.get("mask") or [False] * len(node.get("token_ids") or ()), bool) for node in nodes]
     mask = np.concatenate([np.zeros(0, bool), *masks])
     for name in names:

@@ -113,15 +113,15 @@ def rebuild_token_arrays(where: str, tokens: pd.DataFrame, rollouts: pd.DataFram
     group[of_listed] = rollouts["group"].to_numpy(np.int64)
     rollout_norm_sq[of_listed] = floats(rollouts, "score_norm_sq")
     t = tokens["t"].to_numpy(np.int64)
-    exact = tokens["grad_norm_sq"].notna()
+    exact = tokens["grad_norm_sq"].notna().to_numpy(np.bool_)
     if exact.any():  # comparing texts takes long
-        exact &= tokens["measured_by"].fillna("exact") == "exact"
+        exact = exact & (tokens["measured_by"].fillna("exact") == "exact").to_numpy(np.bool_)
     columns = {
         "mask": (tokens["mask"].to_numpy(np.bool_), False),
         "reward": (floats(tokens, "reward"), 0.0),
         "turn": (tokens["turn"].to_numpy(np.int64), PADDING),
         "token_id": (tokens["token_id"].fillna(PADDING).to_numpy(np.int64), PADDING),
-        "exact": (exact.to_numpy(np.bool_), False),
+        "exact": (exact, False),
         **{name: (floats(tokens, name), np.nan) for name in FLOAT_COLUMNS},
     }
     arrays = dict[str, Any]()

@@ -55,10 +55,23 @@ def test_permuting_rollouts_permutes_the_answer(name, make_inputs):
 def test_padding_is_never_read(name, make_inputs):
     inputs = make_inputs(2)
     clean = {
-        k: np.where(np.isnan(v), 0.5, v) if v is not None and v.dtype == np.float64 else v
+        k: np.where(np.isnan(v), 0.0 if k == "reward" else 0.5, v) if v is not None and v.dtype == np.float64 else v
         for k, v in vars(inputs).items()
     }
     same(estimate(name, inputs), estimate(name, EstimatorInputs(**clean)), atol=0)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_reward_paid_outside_the_mask_counts_at_the_policy_token_before_it(name, make_inputs):
+    inputs = make_inputs(2)
+    mask = np.asarray(inputs.mask)
+    inside, outside = np.where(mask, inputs.reward, 0.0), np.where(mask, inputs.reward, 0.0)
+    for n in np.flatnonzero(mask.any(axis=1) & ~mask[:, -1]):
+        last = np.flatnonzero(mask[n])[-1]
+        inside[n, last] += 0.75
+        outside[n, -1] += 0.75
+    assert (outside[~mask] != 0).any()
+    same(estimate(name, replace(inputs, reward=outside)), estimate(name, replace(inputs, reward=inside)), atol=0)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -55,6 +55,8 @@ def test_panels_fill_rows(panels, columns, size):
     assert (width, height) == pytest.approx((size[0] * WIDTH, size[1] * HEIGHT + LEGEND))
 
 
+# matplotlib beside NumPy before 2.4, which warns where later ones refuse.
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 def test_constant_data_still_have_an_axis():
     low, high = figure([Panel("T", "n", "x", [Curve([3], [2.0], width=0)])]).axes[0].get_ylim()
     assert low < 2 < high

@@ -16,9 +16,10 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
+from otb_analysis.arrays import at_policy_tokens
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
-from otb_analysis.integrations.verl import REGISTERED, at_policy_tokens, delivered_energy, proxy_energy, turns
+from otb_analysis.integrations.verl import REGISTERED, delivered_energy, proxy_energy, turns
 from otb_analysis.types import EstimatorInputs
 
 N, T, V = 14, 9, 7

@@ -8,9 +8,18 @@ import torch
 
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.formats import FORMATS, find_source
-from otb_analysis.recorded.readers import PADDED, UNFINISHED, UNSCORABLE, UNSCORED, fitted_weights, trl_weights
+from otb_analysis.recorded.readers import (
+    ONE_SCORED,
+    PADDED,
+    UNSCORABLE,
+    UNSCORED,
+    UNSCORED_SAMPLE,
+    fitted_weights,
+    trl_weights,
+)
 from otb_analysis.recorded.records import UNREAD
-from otb_analysis.recorded.traces import MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
+from otb_analysis.recorded.slime import UNFINISHED, UNTRAINED
+from otb_analysis.recorded.traces import BRANCHED, MASKED, MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
 
 NAN = float("nan")
 
@@ -78,6 +87,22 @@ OPEN_INSTRUCT = {
 EPISODE = {"group": {"id": "g"}, "run": {"type": "train", "work": {"type": "train", "step": 6}}, "traces": [TRACE]}
 
 
+LM_EVAL = {
+    "doc_id": 4, "doc": {"question": "1+1?"}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "Q: 1+1?\nA:"}},
+    "resps": [["is 2"]], "filtered_resps": ["2"], "filter": "strict", "metrics": ["exact_match"], "exact_match": 1.0,
+}  # fmt: skip
+
+
+INSPECT = {
+    "id": "s1", "epoch": 1, "input": "1+1?", "target": "2", "limit": None,
+    "messages": [
+        {"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": [{"type": "reasoning", "reasoning": "r"}, {"type": "text", "text": "2"}]},
+    ],
+    "output": {"completion": "2"}, "scores": {"match": {"value": "C", "answer": "2"}},
+}  # fmt: skip
+
+
 def art_rows():
     messages = [
         {"role": "system", "content": "s", "tool_calls": None, "tool_call_id": None, "trainable": False},
@@ -102,6 +127,9 @@ def test_every_format_is_recognised_in_its_directory_and_named(tmp_path, jsonl):
         (tmp_path / "slime").mkdir(exist_ok=True)
         torch.save({"rollout_id": step, "samples": [SLIME]}, tmp_path / "slime" / f"{step}.pt")
         jsonl([{"prompt": "p", "completion": "c", "reward": 1, "step": step}], f"plain/part-{step}.jsonl")
+        jsonl([LM_EVAL], f"lm_eval/samples_sums_{step}.jsonl")
+        jsonl([{"version": 2, "samples": [INSPECT]}], f"inspect/{step}_sums.json")
+        jsonl([{**PLAIN, "example_id": 3}], f"verifiers_results/{step}/results.jsonl")
     for name in set(FORMATS) - {"miles_columns"}:  # which is refused
         source = find_source(tmp_path / name)
         assert source.name == name
@@ -158,12 +186,16 @@ def test_a_reward_of_trl_that_is_null_counts_as_zero_and_is_counted(tmp_path):
     assert source.tally[UNSCORED] == len(rows) and len(paid) == len(rows)
 
 
+NESTED = []
+for _ in range(600):
+    NESTED = [NESTED]
 ODD = {
     "a list as its group": {"group": [1]},
     "an object as its group": {"group": {"a": 1}},
     "a step that no table holds": {"step": 2**63},
     "a step below 0": {"step": -1},
     "a reward that no float holds": {"reward": 10**400},
+    "a reward nested deeper than Python goes": {"reward": NESTED},
 }
 
 
@@ -220,18 +252,78 @@ def test_traces_are_the_tokens_of_their_messages_in_a_row(jsonl):
 
 
 def test_traces_that_are_no_rollouts_to_train_on_are_left_out_and_counted(jsonl):
-    branched = [*TRACE["nodes"], node(0, [7], [-1.0])]
     rows = [
-        TRACE, {**TRACE, "agent": {"trainable": False}}, {**TRACE, "rewards": {}}, {**TRACE, "nodes": branched},
+        TRACE, {**TRACE, "agent": {"trainable": False}}, {**TRACE, "rewards": {}},
         {**TRACE, "nodes": [{"parent": None, "token_ids": [], "mask": []}]},
     ]  # fmt: skip
     source = find_source(jsonl(rows, "traces.jsonl"))
     assert len(list(source.records())) == 1
     assert source.tally.pop(UNREAD) == 2
-    assert list(source.tally.values()) == [1, 1, 1, 1]
+    assert list(source.tally.values()) == [1, 1, 1]
     short = [TRACE["nodes"][0], {**TRACE["nodes"][1], "logprobs": [-0.5]}]
     with pytest.raises(InputError, match="record 1, message 1 has 1 logprobs for 2 sampled tokens"):
         read(jsonl([{**TRACE, "nodes": short}], "short.jsonl"))
+
+
+def test_of_a_traces_branches_the_one_with_most_tokens_that_train_stays_in_the_group_of_the_first(jsonl):
+    # A fork behind the first answer: its tokens train in the first branch, and are context in the second.
+    fork = [*TRACE["nodes"], node(1, [4]), node(4, [3, 2, 1, 6, 5], [-0.5] * 4)]
+    source = find_source(jsonl([TRACE, {**TRACE, "nodes": fork}], "traces.jsonl"))
+    plain, forked = source.records()
+    assert (forked.prompt_ids, forked.ids) == ((5, 6, 7, 8, 9, 4, 3), (2, 1, 6, 5)) and forked.mask.all()
+    assert forked.opening == plain.prompt_ids == (5, 6, 7) and forked.prompt_key == plain.prompt_key
+    assert source.tally[BRANCHED] == 1 and forked.reward == plain.reward
+    # A branch in which nothing was sampled is no other rollout.
+    idle = [*TRACE["nodes"], node(0, [7])]
+    source = find_source(jsonl([{**TRACE, "nodes": idle}], "idle.jsonl"))
+    (record,) = source.records()
+    assert record.ids == plain.ids and record.opening is None and BRANCHED not in source.tally
+
+
+def test_tokens_that_prime_rls_loss_masked_are_counted(jsonl):
+    source = find_source(jsonl([{**PRIME, "is_masked": [False, False, True, False, False]}]))
+    assert len(list(source.records())) == 1 and source.tally[MASKED] == 1
+
+
+def test_lm_evals_samples_are_one_rollout_for_each_reply_under_the_first_filter(jsonl):
+    loose = {**LM_EVAL, "filter": "flexible", "exact_match": 0.0}
+    rows = [
+        LM_EVAL,
+        {**loose},
+        {**LM_EVAL, "doc_id": 5, "arguments": [["Q: 2?", {"until": ["Q"]}]], "resps": [["a", "b"]]},
+    ]
+    source = find_source(jsonl(rows, "samples_sums.jsonl"))
+    records = list(source.records())
+    assert [(r.prompt, r.completion, r.reward, r.answer, r.step) for r in records] == [
+        ("Q: 1+1?\nA:", "is 2", 1.0, "2", 0), ("Q: 2?", "a", 1.0, "2", 0)
+    ]  # fmt: skip
+    assert sum(source.tally.values()) == 2 and source.tally[ONE_SCORED] == 1
+    choice = {**LM_EVAL, "resps": [[[-1.5, False]], [[-2.0, True]]]}
+    with pytest.raises(InputError, match=r"record 1: resps has no single generated text .* as with multiple choice"):
+        read(jsonl([choice], "samples_choice.jsonl"))
+
+
+def test_epochs_of_inspects_samples_are_groups_and_its_own_archive_names_the_command(jsonl, tmp_path, monkeypatch):
+    samples = [
+        INSPECT, {**INSPECT, "epoch": 2, "messages": [], "scores": {"match": {"value": "I"}}},
+        {**INSPECT, "id": "s2", "scores": None}, {**INSPECT, "id": "s2", "scores": {"f1": {"value": 0.25}}},
+    ]  # fmt: skip
+    log = {"version": 2, "status": "success", "samples": samples}
+    source = find_source(jsonl([log], "log.json"))
+    records = list(source.records())
+    assert [(r.group, r.reward, r.step, r.answer) for r in records] == [
+        ("s1", 1.0, 0, "2"), ("s1", 0.0, 0, "2"), ("s2", 0.25, 0, "2")
+    ]  # fmt: skip
+    assert records[0].messages[-1].content.endswith("2") and records[1].messages[-1].content == "2"
+    assert source.tally == {UNSCORED_SAMPLE: 1}
+    with pytest.raises(InputError, match=r"record 1: scores is 'good'; it must be a number"):
+        read(jsonl([{**log, "samples": [{**INSPECT, "scores": {"x": {"value": "good"}}}]}], "odd.json"))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "sums.eval").write_bytes(b"PK")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for path in (tmp_path / "logs", tmp_path / "logs" / "sums.eval"):
+        with pytest.raises(InputError, match=r"inspect log convert --to json --output-dir DIR sums\.eval"):
+            find_source(path)
 
 
 def test_nemo_rl_padding_is_cut_off(jsonl):
@@ -264,23 +356,28 @@ def test_slime_training_data_have_raw_rewards_by_their_place_in_the_batch(tmp_pa
     pack = {"format_version": 2, "rollout_id": 8, "samples": samples, "raw_reward": [1.0, 0.5, 0.25]}
     torch.save(pack, tmp_path / "8.pt")
     assert [(r.reward, r.step, r.finish_reason) for r in read(tmp_path / "8.pt")] == [
-        (0.25, 8, "length"),
         (1.0, 8, "length"),
+        (0.25, 8, "length"),
     ]
     columns = {"tokens": [[5, 6], [5, 7]], "response_lengths": [1, 1], "rewards": [0.0, 0.0], "partition": [1, 0]}
     torch.save({"rollout_id": 9, "rollout_data": {**columns, "raw_reward": [1.0, 0.5, 0.25]}}, tmp_path / "9.pt")
-    assert [r.reward for r in read(tmp_path / "9.pt")] == [0.5, 1.0]
+    assert [r.reward for r in read(tmp_path / "9.pt")] == [1.0, 0.5]
     torch.save({"rollout_id": 9, "rollout_data": columns}, tmp_path / "9.pt")
     with pytest.raises(InputError, match="rewards that slime normalised, and no raw_reward"):
         read(tmp_path / "9.pt")
 
 
-def test_slime_samples_that_do_not_train_are_left_out_and_evaluations_are_not_read(tmp_path):
-    samples = [SLIME, {**SLIME, "status": "aborted", "reward": None}, {**SLIME, "loss_mask": [0, 0]}]
+def test_slime_samples_that_do_not_train_stay_in_their_group_and_evaluations_are_not_read(tmp_path):
+    samples = [
+        SLIME, {**SLIME, "status": "aborted", "rollout_id": 78, "reward": None},
+        {**SLIME, "rollout_id": 79, "loss_mask": [0, 0]},
+        {**SLIME, "rollout_id": 80, "loss_mask": None, "remove_sample": True},
+    ]  # fmt: skip
     torch.save({"rollout_id": 4, "samples": samples}, tmp_path / "4.pt")
     torch.save({"rollout_id": 4, "samples": [SLIME]}, tmp_path / "eval_4.pt")
     source = find_source(tmp_path)
-    assert len(list(source.records())) == 1 and source.tally == {UNFINISHED: 2}
+    assert [record.policy_tokens.sum() for record in source.records()] == [2, 0, 0]
+    assert source.tally.pop(UNREAD) == 4 and source.tally == {UNFINISHED: 1, UNTRAINED: 2}
 
 
 def test_slime_samples_and_training_columns(tmp_path):
@@ -310,8 +407,7 @@ def test_art_messages_say_what_the_policy_wrote(tmp_path):
     rows = art_rows()
     rows[0]["messages"][-1] = {**rows[0]["messages"][-1], "tool_calls": "[{}]"}
     parquet(tmp_path / "0003.parquet", rows)
-    with pytest.raises(InputError, match="message 2 of the policy calls tools"):
-        read(tmp_path)
+    assert [message.lacks for message in read(tmp_path)[0].messages] == ["", "", "tool calls"]
 
 
 PLAIN = {"prompt": "p", "completion": "c", "reward": 1.0}

@@ -1,0 +1,123 @@
+"""Ways into `plain` and what else has no token ids: messages, named rewards, lists of rollouts, other names."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from otb_analysis.config import ImportConfig
+from otb_analysis.errors import InputError
+from otb_analysis.recorded.encoding import chat_text
+from otb_analysis.recorded.formats import find_source, renamed_fields
+from otb_analysis.recorded.importing import import_rollouts
+from otb_analysis.recorded.readers import ERRED, FAILED
+from otb_analysis.store import RunStore
+
+HF = {"id": "a", "question": "1+1?", "generations": ["2", "3", "two"], "correctness": [True, False, True], "prompt": 7}
+FIELDS = ("prompt=question", "completion=generations", "reward=correctness", "group=id")
+
+# As verifiers's evaluations write it: messages without what is not there, metrics beside their sum again at the top.
+RESULT = {
+    "example_id": 3, "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+    "completion": [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "name": "add", "arguments": "{}"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"}, {"role": "assistant", "content": "four"},
+    ],
+    "answer": "4", "info": {"level": 1}, "reward": 1.25, "metrics": {"right": 1.0, "form": 0.5}, "right": 1.0,
+    "form": 0.5, "error": None, "is_truncated": False,
+}  # fmt: skip
+
+
+def read(path, fields=()):
+    source = find_source(path, "auto", renamed_fields(fields))
+    return list(source.records()), source.tally
+
+
+def test_token_ids_without_texts_are_rollouts(jsonl, tmp_path):
+    rows = [{"prompt_ids": [1, 2], "ids": [3, 4 + n], "reward": float(n), "logprobs": [-0.5, -1.0]} for n in range(2)]
+    records, _ = read(jsonl(rows))
+    assert [(r.prompt, r.completion, r.prompt_key, r.ids) for r in records][1] == (None, None, (1, 2), (3, 5))
+    store = RunStore(import_rollouts(jsonl(rows), ImportConfig(root=tmp_path / "runs")))
+    assert store.tokens_df()["token_id"].tolist() == [3, 4, 3, 5] and store.steps_df()["n_prompts"].tolist() == [1]
+    with pytest.raises(InputError, match="record 1: completion is null"):
+        read(jsonl([{"prompt": "p", "prompt_ids": [1], "reward": 1.0, "completion": None, "ids": None}], "none.jsonl"))
+
+
+def test_named_parts_of_a_reward_are_its_sum_and_kept(jsonl, tmp_path):
+    rows = [{"prompt": "p", "completion": str(n), "reward": {"right": float(n), "form": 0.25}} for n in range(2)]
+    rollouts = RunStore(import_rollouts(jsonl(rows), ImportConfig(root=tmp_path / "runs"))).rollouts_df()
+    assert rollouts["reward"].tolist() == [0.25, 1.25] and rollouts["reward_right"].tolist() == [0.0, 1.0]
+    with pytest.raises(InputError, match=r"record 1: reward\[form\] is 'good'; it must be a number"):
+        read(jsonl([{**rows[0], "reward": {"form": "good"}}], "odd.jsonl"))
+
+
+def test_rewards_by_token_and_by_turn_are_summed_wherever_they_were_paid(jsonl, tmp_path):
+    row = {"prompt": "p", "completion": "c", "ids": [1, 2, 3, 4], "mask": [1, 0, 1, 0]}
+    # 0.5 at a policy token and 1 at a tool's token behind the last one; two turns; one number.
+    rows = [{**row, "reward": paid} for paid in ([0.5, 0.0, 0.0, 1.0], [0.25, 0.5], [2.0])]
+    tokens = RunStore(import_rollouts(jsonl(rows), ImportConfig(root=tmp_path / "runs"))).tokens_df()
+    paid = tokens["reward"].to_numpy(np.float64, na_value=0.0).reshape(3, 4)
+    np.testing.assert_array_equal(paid, [[0, 0, 1.5, 0], [0, 0, 0.75, 0], [0, 0, 2.0, 0]])
+    with pytest.raises(InputError, match="reward has 3 entries, but there are 4 completion tokens in 2 turns"):
+        read(jsonl([{**row, "reward": [1, 2, 3]}], "odd.jsonl"))
+
+
+def test_rows_with_lists_of_generations_are_groups_by_other_names(jsonl, tmp_path):
+    path = tmp_path / "hf.parquet"
+    pq.write_table(pa.Table.from_pylist([HF, {**HF, "id": "b", "correctness": [False] * 3}]), path)
+    records, _ = read(path, FIELDS)
+    assert [(r.group, r.prompt, r.completion, r.reward) for r in records[:3]] == [
+        ("a", "1+1?", "2", 1.0), ("a", "1+1?", "3", 0.0), ("a", "1+1?", "two", 1.0)
+    ]  # fmt: skip
+    steps = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs", fields=FIELDS))).steps_df()
+    assert steps["n_prompts"].tolist() == [2] and steps["n_zero_variance_groups"].tolist() == [1]
+    with pytest.raises(InputError, match=r"record 1: correctness is 'yes'; it must be a number"):
+        read(jsonl([{**HF, "generations": "2", "correctness": "yes"}]), FIELDS)
+
+
+def test_fields_that_are_not_there_are_named(jsonl):
+    path = jsonl([HF])
+    for pair, sentence in {
+        "prompt": "--fields has 'prompt'; write pairs", "promt=question": "--fields has 'promt=question'; did you mean",
+        "reward=score": "--fields names 'score', but the first record of",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=sentence):
+            read(path, (pair,))
+
+
+def test_compressed_texts_are_read(tmp_path):
+    row = json.dumps({"prompt": "p", "completion": "c", "reward": 1.0}).encode()
+    for ending in ("jsonl", "ndjson", "json"):
+        (tmp_path / f"{ending}.{ending}.gz").write_bytes(gzip.compress(row))
+        with pa.output_stream(str(tmp_path / f"{ending}.{ending}.zst"), compression="zstd") as file:
+            file.write(row)
+    for path in tmp_path.iterdir():
+        assert read(path)[0][0].completion == "c"
+
+
+def test_results_of_verifiers_are_groups_by_example_with_tools_and_null_contents(jsonl, tmp_path, tokenizer):
+    failed = {**RESULT, "completion": [], "reward": 0.0, "error": {"error": "Timeout"}, "metrics": {}}
+    other = {**RESULT, "example_id": 4}
+    records, tally = read(jsonl([RESULT, other, failed], "results.jsonl"))
+    assert [(r.group, r.step, r.reward) for r in records] == [(3, 0, 1.25), (4, 0, 1.25), (3, 0, 0.0)]
+    assert records[0].reward_parts == {"right": 1.0, "form": 0.5} and records[0].answer == "4"
+    assert [m.sampled for m in records[0].messages] == [False, False, True, False, True]
+    assert tally[ERRED] == 1 and tally[FAILED] == 0
+    path = jsonl([RESULT, failed, other], "results.jsonl")
+    rollouts = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs"))).rollouts_df()
+    assert rollouts["group"].tolist() == [0, 0, 1] and rollouts["turns"].tolist() == [2, 1, 2]
+    with pytest.raises(InputError, match=r"message 2 of the assistant has tool calls.*otb import, which needs none"):
+        chat_text(tokenizer, records[0].messages, records[0].place, goes_on=False)
+
+
+def test_messages_with_images_are_prompts_of_their_own(jsonl):
+    def row(url):
+        content = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url}}]
+        return {"prompt": [{"role": "user", "content": content}], "completion": "a", "reward": 1.0}
+
+    records, _ = read(jsonl([row("x"), row("x"), row("y")]))
+    assert records[0].prompt_key == records[1].prompt_key != records[2].prompt_key
+    assert records[0].messages[0].lacks == "image_url" and records[0].messages[0].content.startswith("what?<image_url")
