@@ -133,7 +133,7 @@ FORMATS: dict[str, Format] = {
         reward="reward",
     ),
     "lm_eval": Format(
-        "lm-evaluation-harness's samples_{task}_{date}.jsonl (--log_samples), of tasks that generate",
+        "lm-evaluation-harness's samples_{task}_{date}.jsonl (log_samples), of tasks that generate",
         frozenset({"doc_id", "arguments", "resps", "filtered_resps"}), lm_eval, names=("samples_*.jsonl",),
         fold=first_filter,
     ),

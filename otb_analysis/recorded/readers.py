@@ -29,6 +29,8 @@ from otb_analysis.types import Bool, FinishReason, Float
 
 ADDED_BY_TRL = ("step", "advantage", "mode")
 """Numbers in TRL's tables that are no rewards."""
+LARGEST = 1e100
+"""Rewards from here on are no numbers that weights are looked for with."""
 PARALLEL = 1e-3
 """Weights give the advantages where they leave less than this share of the rewards' norm: float32, rounding."""
 UNFOLDED = ("completion", "reward", "ids", "mask", "logprobs", "trainer_logprobs", "advantages", "finish_reason")
@@ -313,8 +315,8 @@ def _centred_groups(rows: Iterable[Row]) -> tuple[list[str], list[tuple[Float, F
         x = np.array([[np.nan if row.get(name) is None else row[name] for name in names] for row in members], float)
         a = np.array([np.nan if row.get("advantage") is None else row["advantage"] for row in members], float)
         scored = ~np.isnan(x).all(axis=1)
-        a, x = a[scored], np.nan_to_num(x[scored])
-        if len(a) > 1 and np.isfinite(a).all() and np.isfinite(x).all():
+        a, x = a[scored], np.where(np.isnan(x[scored]), 0.0, x[scored])
+        if len(a) > 1 and np.isfinite(a).all() and (np.abs(x) < LARGEST).all():
             groups.append((a, x - x.mean(axis=0)))
     return names, groups
 

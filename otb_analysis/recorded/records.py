@@ -11,6 +11,7 @@ import json
 import pickle
 import re
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -238,9 +239,17 @@ def _pickled(path: Path) -> list[Row]:
     import torch
 
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as packed:
+                if changed := packed.testzip():
+                    raise InputError(
+                        f"{path}: {changed} has another checksum than its own; copy or save the file again."
+                    )
         with torch.serialization.safe_globals(_numpy_parts()):
             pack = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except InputError:
+        raise
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{path} holds more than tensors, numbers, texts, lists and dicts, or is broken; loading the rest could "
             "run any code, so it is refused: save those alone."
@@ -478,7 +487,7 @@ class Fields:
     def key(self, name: str) -> Hashable:
         """Return a name or a number that tells things apart, None where there is none."""
         value = self.row.get(name)
-        if not (value is None or isinstance(value, str | int | float)):
+        if not (value is None or isinstance(value, str | int | float)) or value != value:  # NaN is no name
             raise self._unfit(name, value, "a text or a number")
         return value
 

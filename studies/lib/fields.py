@@ -56,6 +56,18 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "reward": 1.0, "loss_mask": [1, 1, 1], "rollout_log_probs": LOGPROBS, "log_probs": LOGPROBS,
         "advantages": GIVEN, "status": "completed", "truncated": 0, "file_step": 1,
     },
+    "verifiers_results": {
+        "example_id": 0, "reward": 1.0, "answer": "1", "info": {}, "task": "t",
+        "prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}],
+    },
+    "lm_eval": {
+        "doc_id": 0, "target": "1", "arguments": {"gen_args_0": {"arg_0": "p"}}, "resps": [["c"]],
+        "filtered_resps": ["c"], "filter": "none", "metrics": ["exact_match"], "exact_match": 1.0,
+    },
+    "inspect": {
+        "id": 1, "epoch": 1, "input": "q", "target": "1", "scores": {"match": {"value": 1.0}}, "limit": None,
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+    },
     "plain": {
         "prompt": "p", "completion": "c", "reward": 1.0, "group": 0, "step": 1, "answer": "1", "prompt_ids": [5, 6],
         "ids": IDS, "mask": [1, 1, 0], "logprobs": LOGPROBS, "trainer_logprobs": LOGPROBS, "advantages": GIVEN,
@@ -111,8 +123,8 @@ def section(name: str, example: Mapping[str, Any]) -> str:
         rows[label] = (max(needed, before), ", ".join(listed))
     lines = [f"| `{label}` | {needed} | {words or 'not read'} |" for label, (needed, words) in rows.items()]
     called = " or ".join(f"`{one}`" for one in kind.names)
-    step = whole["step"] is not None and not any("step" in words.split(", ") for _, words in rows.values())
-    where = f"Files: {called}{'; the step is in the name' * step}."
+    step = whole["step"] and not any("step" in words.split(", ") for _, words in rows.values())
+    where = f"Files: {called}{'; the step is in the name' * bool(step)}."
     return "\n".join(
         [f"## `{name}`: {kind.about}", "", where, "", "| field | needed | becomes |", "|---|---|---|", *lines]
     )
