@@ -123,8 +123,8 @@ def section(name: str, example: Mapping[str, Any]) -> str:
         rows[label] = (max(needed, before), ", ".join(listed))
     lines = [f"| `{label}` | {needed} | {words or 'not read'} |" for label, (needed, words) in rows.items()]
     called = " or ".join(f"`{one}`" for one in kind.names)
-    step = whole["step"] and not any("step" in words.split(", ") for _, words in rows.values())
-    where = f"Files: {called}{'; the step is in the name' * bool(step)}."
+    step = whole["step"] == 7 and not any(  # the number of the file that is read"step" in words.split(", ") for _, words in rows.values())
+    where = f"Files: {called}{'; the step is in the name' * step}."
     return "\n".join(
         [f"## `{name}`: {kind.about}", "", where, "", "| field | needed | becomes |", "|---|---|---|", *lines]
     )
