@@ -15,6 +15,8 @@ from otb_analysis.errors import InputError
 from otb_analysis.recorded.formats import FORMATS, NOT_AS_WRITTEN, Format
 from otb_analysis.recorded.records import Fields, Place, Tally
 
+FILE = 7
+"""Number in the name of the file of the examples."""
 IDS, LOGPROBS = [7, 8, 9], [-0.5, -0.25, -0.75]
 LIST, GIVEN = [0, 0, *LOGPROBS], [0.5, 0.5, 0.5]
 MESSAGES = [("user", "q", False), ("assistant", "a", True)]
@@ -123,7 +125,8 @@ def section(name: str, example: Mapping[str, Any]) -> str:
         rows[label] = (max(needed, before), ", ".join(listed))
     lines = [f"| `{label}` | {needed} | {words or 'not read'} |" for label, (needed, words) in rows.items()]
     called = " or ".join(f"`{one}`" for one in kind.names)
-    step = whole["step"] == 7 and not any(  # the number of the file that is read"step" in words.split(", ") for _, words in rows.values())
+    # The file that is read has a number in its name.
+    step = whole["step"] == FILE and not any("step" in words.split(", ") for _, words in rows.values())
     where = f"Files: {called}{'; the step is in the name' * step}."
     return "\n".join(
         [f"## `{name}`: {kind.about}", "", where, "", "| field | needed | becomes |", "|---|---|---|", *lines]
@@ -135,7 +138,7 @@ def record_of(kind: Format, row: Mapping[str, Any]) -> dict[str, Any] | str:
     try:
         (one,) = kind.unfold(row)
         tally = Tally()
-        record = kind.read(Fields(Place(Path("7.jsonl"), 1), one), tally, {})
+        record = kind.read(Fields(Place(Path(f"{FILE}.jsonl"), 1), one), tally, {})
     except (InputError, *NOT_AS_WRITTEN) as error:
         return str(error)
     if record is None:
