@@ -126,7 +126,7 @@ def section(name: str, example: Mapping[str, Any]) -> str:
     lines = [f"| `{label}` | {needed} | {words or 'not read'} |" for label, (needed, words) in rows.items()]
     called = " or ".join(f"`{one}`" for one in kind.names)
     # The file that is read has a number in its name.
-    step = whole["step"] == FILE and not any("step" in words.split(", ") for _, words in rows.values())
+    step = whole.get("step") == repr(FILE) and not any("step" in words.split(", ") for _, words in rows.values())
     where = f"Files: {called}{'; the step is in the name' * step}."
     return "\n".join(
         [f"## `{name}`: {kind.about}", "", where, "", "| field | needed | becomes |", "|---|---|---|", *lines]
