@@ -49,7 +49,7 @@ def a_batch(seed, gaps=True):
     mask = np.arange(7) < np.array([7, 5, 1, 0, 6, 4])[:, None]
     mask &= (draw.random((6, 7)) < 0.7) | (not gaps)
     return EstimatorInputs(
-        reward=draw.normal(size=(6, 7)),
+        reward=np.where(mask, draw.normal(size=(6, 7)), 0.0),  # one outside would be moved inside
         mask=mask,
         group=np.array([4, 4, 1, 1, 1, 2]),
         value=draw.normal(size=(6, 7)),
