@@ -179,7 +179,8 @@ class RunAnswers:
     @cached_property
     def alarms(self) -> tuple[str, ...]:
         """What stands before everything else: another sampler, and what recorded log-probabilities are instead."""
-        cause = "" if self.sampling is None else recorded_line(self.sampling)
+        stated = (self.config.get("sample") or {}).get("temperature")
+        cause = "" if self.sampling is None else recorded_line(self.sampling, stated)
         return tuple(filter(None, [self.alarm, cause]))
 
     @property

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ NOT_AS_WRITTEN = (TypeError, LookupError, AttributeError, ValueError, OverflowEr
 OPTIONAL = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion", "grad_norm")
 """Fields that all records of a source have, or none, beside their columns."""
 WEIGHED = 4096
-"""Rows of which the weights of reward columns are found."""
+"""About how many rows the weights of reward columns are found of."""
 Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
 """Makes a record of a row, or None of a row that is no rollout; gets the reward columns' weights too."""
 
@@ -171,8 +172,10 @@ class Source:
         """Return the source with weights of its reward columns: as given, or those of the recorded advantages."""
         if weights or self.format.read is not trl:
             return replace(self, weights=weights)
-        rows = (row for file in self.files for _, row in rows_of(file, Tally()))
-        weights, said = trl_weights(islice(rows, WEIGHED))
+        rows = list[Row]()
+        for file in self.files:  # whole ones, so that groups are whole
+            rows += [row for _, row in rows_of(file, Tally())] if len(rows) < WEIGHED else []
+        weights, said = trl_weights(rows)
         return replace(self, weights=weights, reward=said)
 
     def records(self) -> Iterator[RecordedRollout]:
@@ -279,6 +282,15 @@ def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | Non
         if lacking := [theirs for theirs in renamed.values() if theirs not in has]:
             raise InputError(f"--fields names {lacking[0]!r}, but the first record of {path} has {', '.join(has)}.")
         return Source(path, "plain", files, Tally(), renamed=renamed)
+
+    @cache  # each format asks, and a file of one array is parsed whole
+    def first_row(file: Path) -> Row:
+        return next((row for _, row in rows_of(file, Tally())), {})
+
+    def fields_of(file: Path, kind: Format) -> frozenset[str]:
+        """Return the names of the first rollout's fields, none where a file has no rows."""
+        return frozenset(next(kind.unfold(first_row(file)), {}))
+
     # A package's formats come before `plain`, which many files fit.
     tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
     for one in tried:
@@ -290,7 +302,7 @@ def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | Non
             note(str(error))
             continue
         files = _files(path, kind)
-        if files and (name != "auto" or _fits(kind, _first_fields(files[0], kind))):
+        if files and (name != "auto" or _fits(kind, fields_of(files[0], kind))):
             return Source(path, one, files, Tally())
     files = _files(path, FORMATS["plain"])
     if not files:
@@ -301,7 +313,7 @@ def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | Non
     if name != "auto":
         called = " or ".join(format_of(name).names)
         raise InputError(f"{path} has no file of the format {name}, which are called {called}.")
-    fields = ", ".join(sorted(_first_fields(files[0], FORMATS["plain"]))) or "nothing"
+    fields = ", ".join(sorted(fields_of(files[0], FORMATS["plain"]))) or "nothing"
     raise InputError(
         f"{path} is in no known format: {files[0].name} has {fields}; write prompt, completion, reward (and group) "
         f"into each record, or name the format by --format: {', '.join(FORMATS)}."
@@ -330,9 +342,3 @@ def _files(path: Path, kind: Format) -> tuple[Path, ...]:
 
 def _fits(kind: Format, has: frozenset[str]) -> bool:
     return all(name in has or kind.instead.get(name) in has for name in kind.fields)
-
-
-def _first_fields(file: Path, kind: Format) -> frozenset[str]:
-    """Return the names of the first row's fields, none where a file has no rows."""
-    first = next(iter(rows_of(file, Tally())), (Place(file, 0), {}))[1]
-    return frozenset(next(kind.unfold(first), {}))

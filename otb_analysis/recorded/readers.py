@@ -5,6 +5,7 @@ files of their own.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -309,8 +310,11 @@ def _centred_groups(rows: Iterable[Row]) -> tuple[list[str], list[tuple[Float, F
     A completion that no function scored is in none; a single missing number counts as 0, as TRL counts it.
     """
     names, groups = list[str](), list[tuple[Float, Float]]()
-    for _, part in groupby(rows, key=lambda row: (row["step"], row["prompt"])):
-        members = list(part)
+    stretches = [list(part) for _, part in groupby(rows, key=lambda row: (row["step"], row["prompt"]))]
+    usual = max(Counter(map(len, stretches)).items(), key=lambda of: (of[1], -of[0]), default=(1, 0))[0]
+    # A question that stands twice in a row is several groups.
+    sizes = [usual if len(part) % usual == 0 else len(part) for part in stretches]
+    for members in (p[k : k + n] for p, n in zip(stretches, sizes, strict=True) for k in range(0, len(p), n)):
         names = names or reward_columns(members[0])
         x = np.array([[np.nan if row.get(name) is None else row[name] for name in names] for row in members], float)
         a = np.array([np.nan if row.get("advantage") is None else row["advantage"] for row in members], float)

@@ -391,7 +391,8 @@ def checked(record: RecordedRollout, tally: Tally, names: Mapping[str, str]) -> 
         theirs, inside = names.get(name, name), np.arange(len(values)) if sampled is None else np.flatnonzero(sampled)
         if len(odd := inside[~np.isfinite(values[inside])]):
             tally.fault(f"{theirs} not a finite number, and so not recorded", f"{place.short}, token {odd[0]}")
-            record = replace(record, columns={**record.columns, name: np.where(np.isfinite(values), values, np.nan)})
+            values = np.where(np.isfinite(values), values, np.nan)
+            record = replace(record, columns={**record.columns, name: values})
         if name in LOGPROBS and len(above := inside[values[inside] > ABOVE_ZERO]):
             t = above[0]
             raise InputError(

@@ -1,6 +1,7 @@
 """Recorded rollouts as a run: records cut into steps of whole groups, and the run begun, gone on with and ended."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -181,7 +182,7 @@ def grouped(step: int, records: Iterable[RecordedRollout], layout: Layout, tally
         keys = [i // layout.group_size for i in range(len(part))]
     elif part[0].group is None:
         keys = _groups_by_prompt(part, layout.runs_of_prompts, tally)
-    elif len(set(keys)) == len(keys) > len(set(prompts)):
+    elif len(set(keys)) == len(keys) and min(Counter(prompts).values()) > 1:
         tally.note(ALONE, part[0].place)
         keys = prompts
     index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -201,7 +202,8 @@ def grouped(step: int, records: Iterable[RecordedRollout], layout: Layout, tally
 def _groups_by_prompt(part: Sequence[RecordedRollout], runs_of_prompts: bool, tally: Tally) -> list[Hashable]:
     """Return a group of each record where only its prompt tells, which may stand twice in a batch.
 
-    The order tells where all stretches of one prompt have the same length; else the size of most groups does.
+    The order tells where all stretches of one prompt have the same length; else the size of more than half of the
+    groups does.
     """
     prompts = {key: i for i, key in enumerate(dict.fromkeys(record.prompt_key for record in part))}
     prompt = np.array([prompts[record.prompt_key] for record in part])
@@ -212,10 +214,11 @@ def _groups_by_prompt(part: Sequence[RecordedRollout], runs_of_prompts: bool, ta
     count = np.bincount(group)
     sizes, times = np.unique(count, return_counts=True)
     usual = int(sizes[times.argmax()])
+    common = usual > 1 and 2 * int(times.max()) > len(count)  # sizes that differ anyway tell nothing
     number = [0] * len(count)
     keys: list[Hashable] = []
     for g in group.tolist():
-        parts = usual if usual > 1 and count[g] % usual == 0 else int(count[g])
+        parts = usual if common and count[g] % usual == 0 else int(count[g])
         keys.append((g, number[g] // parts))
         number[g] += 1
     if len(set(keys)) > len(prompts):
@@ -338,14 +341,14 @@ def usual_size(step: RecordedStep) -> int:
 
 
 def note_sizes(step: RecordedStep, usual: int, tally: Tally) -> None:
-    """Note groups that lack members, or hold several times as many, against the usual size of the first step."""
+    """Note groups that lack members, or hold more, against the usual size of the first step."""
     count = np.bincount(step.group)
     for g in np.flatnonzero(count != usual):
         first = step.records[int(np.argmax(step.group == g))].place
         if count[g] < usual:
             tally.note(f"group has fewer rollouts than the usual {usual}", first)
-        elif count[g] % usual == 0 and usual > 1:
-            tally.note(f"group is a multiple of the usual {usual} rollouts: two attempts of a step, or ranks?", first)
+        elif usual > 1:
+            tally.note(f"group has more than the usual {usual} rollouts: two attempts of a step, or ranks?", first)
 
 
 class _Run:

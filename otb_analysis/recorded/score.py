@@ -257,6 +257,9 @@ def fault_of(pairs: Sequence[Pair]) -> str:
         "are logarithms to base 2": [recorded * np.log(2) - scored for recorded, scored in pairs],
     }
     errors = {name: np.abs(np.concatenate(parts)) for name, parts in read.items()}
+    errors = {name: error[~np.isnan(error)] for name, error in errors.items()}  # NaN was not recorded
     apart = {name: float(error.mean()) for name, error in errors.items() if len(error) >= LEAST_TOKENS // 2}
+    if "" not in apart:
+        return ""
     best = min(apart, key=lambda name: apart[name])
     return best if apart[""] > APART and apart[best] * FACTOR < apart[""] else ""

@@ -156,7 +156,7 @@ def test_two_attempts_sorted_into_one_step_are_noted(read, tmp_path):
     path = tmp_path / "sorted.jsonl"
     path.write_text("".join(sorted(lines, key=lambda line: json.loads(line)["step"])))
     store, notes = read(path)
-    assert groups(store)[0] == {4, 8} and "6 × group is a multiple of the usual 4 rollouts" in notes
+    assert groups(store)[0] == {4, 8} and "6 × group has more than the usual 4 rollouts" in notes
 
 
 @pytest.mark.parametrize("name", ["ROLLOUTS.JSONL", "ndjson.ndjson", "array.json", "completions.table.json", "hf"])

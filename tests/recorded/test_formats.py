@@ -596,3 +596,22 @@ def test_weights_are_found_from_advantages_however_they_were_scaled(divide, seed
     ]  # fmt: skip
     weights, said = trl_weights(rows)
     assert weights == dict.fromkeys("abcd", 1.0) and "no weights of these columns" in said
+
+
+def test_weights_are_found_where_a_question_stands_twice_in_a_row(tmp_path):
+    random, rows = np.random.default_rng(0), []
+    for prompt in ("p", "p", "q", "r"):
+        x = random.random((6, 2)) * [1.0, 100.0]
+        reward = x @ [1.0, -0.01]
+        a = (reward - reward.mean()) / (reward.std(ddof=1) + 1e-4)
+        rows += [
+            {"step": 1, "prompt": prompt, "completion": "", "right": r, "logged": n, "advantage": one}
+            for (r, n), one in zip(x.tolist(), a.tolist(), strict=True)
+        ]
+    assert trl_weights(rows)[0] == {"right": 1.0, "logged": -0.01}
+
+
+def test_an_infinite_log_probability_is_not_recorded_whatever_its_sign(jsonl):
+    source = find_source(jsonl([{**TOKENS, "logprobs": [-1.0, float("inf"), -1.0]}]))
+    (record,) = source.records()
+    assert np.isnan(record.columns["behavior_logprob"]).tolist() == [False, True, False]

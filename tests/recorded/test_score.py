@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from otb_analysis.answers import opened
+from otb_analysis.checks.sampling_report import sampling_report
 from otb_analysis.config import AttributionSchedule, EstimatorConfig, MeasureConfig, SampleConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.recorded import score as module
@@ -279,3 +280,16 @@ def test_a_model_with_its_own_code_is_refused_unless_allowed(config, checkpoint,
     (path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(InputError, match=r"Python files of its own .* --allow-remote-code"):
         score(replace(config, model=str(path)))
+
+
+def test_a_log_probability_that_was_not_recorded_is_left_out_of_every_comparison(config, jsonl, sampled):
+    n = long_row(sampled)
+    logprobs = [float("nan"), *sampled[n]["logprobs"][1:]]
+    store = RunStore(score(replace(config, rollouts=jsonl(changed(sampled, n, logprobs=logprobs)))))
+    assert store.tokens_df()["behavior_logprob"].isna().sum() == 1
+    steps = store.steps_df()
+    assert steps[["mismatch_rms", "mismatch_k3", "mismatch_ratio_share"]].notna().to_numpy().all()
+    assert sampling_report(store.frame("sampling")).recorded.n_tokens == len(store.tokens_df()) - 1
+    moved = [float("nan"), *sampled[n]["logprobs"][2:], sampled[n]["logprobs"][0]]  # off by one beside it
+    with pytest.raises(InputError, match=r"record \d+: its log-probabilities"):
+        score(replace(config, rollouts=jsonl(changed(sampled, n, logprobs=moved)), if_exists="replace"))

@@ -74,3 +74,16 @@ def test_records_that_are_in_no_groups_are_refused(what):
     rows, layout, sentence = REFUSED[what]
     with pytest.raises(InputError, match=sentence):
         cut(*rows, **layout)
+
+
+def test_a_question_twice_among_single_rollouts_stays_single():
+    assert cut(("a", 1, 0), ("b", 2, 0), ("a", 3, 0)) == [(0, [1, 2, 3], [0, 1, 2])]
+    # Where every prompt repeats, each rollout was named a group of its own.
+    assert cut(("a", 1, 0), ("b", 2, 0), ("a", 3, 0), ("b", 4, 0)) == [(0, [1, 3, 2, 4], [0, 0, 1, 1])]
+
+
+def test_groups_of_many_sizes_are_not_cut():
+    rows = [(prompt, None, 0) for prompt in "aabbbbcccccc"]
+    assert cut(*rows)[0][2] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+    # Most are of two here, in no order: the one of four is a question that stands twice.
+    assert cut(*((prompt, None, 0) for prompt in "abcabcaa"))[0][2] == [0, 0, 1, 1, 2, 2, 3, 3]
