@@ -2,7 +2,8 @@
 
 Costs are forecast in multiples of one timed forward and backward pass; the seconds of the first event of each level
 replace them. `measure.budget` b saves b seconds for every second that the run takes without measuring, and an event
-takes place once it is saved for. The seconds buy every estimator's gradient on the prompts of an interval, at any
+takes place once it is saved for. Prices follow the pace of the steps: a machine that others leave, or answers that
+grow, change the seconds of both. The seconds buy every estimator's gradient on the prompts of an interval, at any
 length of the answers; then drawn tokens, the norms of whole groups, and attribution. Schedules that the user changed
 are kept, and their cost is taken off first, as is that of the level forward.
 """
@@ -56,6 +57,8 @@ SPREAD = 6
 """Measured steps that are wanted before more prompts are measured at each: enough for a curve over the run."""
 MARGIN = 1.2
 """A forecast counts this many times, until the true seconds are known."""
+RECENT = 5
+"""Steps whose median is the pace: one slow step says nothing."""
 ROUNDING = 1e-9
 """Added to the number of prompts that a sum pays for."""
 NORMS = "exact norms"
@@ -64,7 +67,7 @@ OFF: dict[str, StepSchedule] = {
     "gradients": Schedule(), "sampled": SampledSchedule(), "exact": Schedule(), "attribution": AttributionSchedule(),
 }  # fmt: skip
 """What a budget buys, in this order."""
-KEPT = ("price", "timed", "saved", "credited", "other", "usual", "prompts")
+KEPT = ("price", "pace", "timed", "saved", "credited", "other", "usual", "prompts")
 """What a resumed run goes on from."""
 
 
@@ -243,7 +246,8 @@ class Budget:
         self.given = replace(config.measure, **off)  # The schedules that the user set
         self.measure = self.given  # What is measured at the next step
         self.asked: dict[str, int] = {}  # Events that they will have by level, or prompts of them
-        self.price: dict[str, float] = {}  # Seconds of one event by level, or of one prompt of it
+        self.price: dict[str, float] = {}  # Seconds at today's pace of one event by level, or of one prompt of it
+        self.pace = 0.0  # Seconds of a recent step without measuring
         self.timed: list[str] = []  # Levels whose price is no forecast any more
         self.saved = dict.fromkeys(self.levels, 0.0)  # Seconds that wait for the next event of each level
         self.credited = 0.0  # Seconds that were saved so far
@@ -285,6 +289,9 @@ class Budget:
         own = EXPECTED.get(NORMS, 0.0) if self.exact_always else 0.0  # what the estimator trains on is no measuring
         measured = by_phase.get("measure", 0.0) + by_phase.get("forward", 0.0) - own
         self.usual.append(sum(by_phase.values()) - by_phase.get("evaluate", 0.0) - measured)
+        before, self.pace = self.pace, float(np.median(self.usual[-RECENT:]))
+        if before > 0:
+            self.price = {name: price * self.pace / before for name, price in self.price.items()}
         due, worse = {name: prompts_due(self.measure, name, step, self.most) for name in self.price}, 1.0
         for name, prompts in due.items():
             if not prompts:
@@ -294,6 +301,8 @@ class Budget:
                 self.timed.append(name)
                 worse = max(worse, took / (self.price[name] * prompts)) if name in self.levels else worse
             self.price[name] = took / prompts
+            if self.usual[-1] > 0:  # the machine may be slower at this step than it usually is
+                self.price[name] *= self.pace / self.usual[-1]
             measured -= took
             if name in self.levels:
                 self.saved[name] -= took
@@ -301,7 +310,7 @@ class Budget:
         self.price = {name: p if name in self.timed else p * worse for name, p in self.price.items()}
         self.other += measured
         self.prompts += due.get("gradients", 0)
-        self._save_and_plan(step + 1, float(np.median(self.usual)), by_phase.get("forward", 0.0))
+        self._save_and_plan(step + 1, self.pace, by_phase.get("forward", 0.0))
 
     def _income(self, usual: float, other: float) -> float:
         """Return what all steps so far and the next one may spend on the levels that are planned.
@@ -310,6 +319,10 @@ class Budget:
         """
         fixed = sum(prompts * self.price.get(name, 0.0) for name, prompts in self.asked.items()) / self.steps
         return self.share * (sum(self.usual) + usual) - self.other - other - fixed * (len(self.usual) + 1)
+
+    def _rate(self, usual: float, other: float) -> float:
+        """Return what a step to come may spend on those levels: the mean of all, at today's pace."""
+        return self._income(usual, other) / (sum(self.usual) + usual) * usual
 
     def _save_and_plan(self, step: int, usual: float, other: float) -> None:
         """Save what the next step may spend, and choose what it measures.
@@ -327,7 +340,7 @@ class Budget:
             self.saved[name] += part
             left -= part
         self.credited = income - left  # where everything is measured, seconds are left over
-        to_come = max(0.0, income) / (len(self.usual) + 1) * (self.steps - step - 1)
+        to_come = max(0.0, self._rate(usual, other)) * (self.steps - step - 1)
         due = self._due_next(to_come if early else to_come / 2)
         plans = {name: getattr(self.given, name) for name in due}
         for name, plan in plans.items():
@@ -373,7 +386,7 @@ class Budget:
             return (
                 f"measure.budget pays for {' and '.join(self.levels) or 'nothing'} beside the schedules that you set."
             )
-        rate, lacking = self._income(usual, forward) / (len(self.usual) + 1), MIN_CLUSTERS - self.prompts
+        rate, lacking = self._rate(usual, forward), MIN_CLUSTERS - self.prompts
         steps = lacking * self.price["gradients"] / rate if rate > 0 else np.inf
         if step + steps <= self.steps:
             return f"The {MIN_CLUSTERS} prompts of an interval will be measured by about step {step + int(steps)}."

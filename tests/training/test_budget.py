@@ -51,22 +51,25 @@ def budget_of(share=0.25, steps=60, exact_always=False, rollouts=None, **measure
     return Budget(config, exact_always)
 
 
-def run(budget, truth=1.0, usual=2.0, forward=0.02, rollouts=None, first=0):
+def run(budget, truth=1.0, usual=2.0, forward=0.02, rollouts=None, first=0, pace=lambda step: 1.0):
     """What each step measures by level, and the share of the run that it takes, where an event costs `truth` times its
-    forecast."""
-    rollouts, spent, done = batch() if rollouts is None else rollouts, 0.0, []
+    forecast and everything takes `pace` times its usual seconds."""
+    rollouts, spent, total, done = batch() if rollouts is None else rollouts, 0.0, 0.0, []
     for step in range(first, budget.steps):
         if step == first:
             budget.begin(step, rollouts, 1e-3, usual, forward)
             true = {name: truth * budget._forecast(name, rollouts, 1e-3) / MARGIN for name in budget.price}
         due = {n: k for n in budget.price if (k := prompts_due(budget.measure, n, step, budget.most))}
-        cost = sum(prompts * true[name] for name, prompts in due.items())
+        now = pace(step)
+        cost = now * sum(prompts * true[name] for name, prompts in due.items())
         for name, prompts in due.items():
-            EXPECTED.update(dict.fromkeys(phases_of(name), prompts * true[name] / len(phases_of(name))))
-        budget.record(step, {"sample": usual - 0.5, "update": 0.5, "forward": forward, "measure": cost})
-        spent += cost + forward
+            EXPECTED.update(dict.fromkeys(phases_of(name), now * prompts * true[name] / len(phases_of(name))))
+        seconds = {"sample": usual - 0.5, "update": 0.5, "forward": forward}
+        budget.record(step, {name: now * value for name, value in seconds.items()} | {"measure": cost})
+        spent += cost + now * forward
+        total += now * usual
         done.append(due)
-    return done, spent / (usual * len(done))
+    return done, spent / total
 
 
 @pytest.mark.parametrize("truth", [0.3, 1.0, 1.2, 2.5, 6.0])
@@ -189,6 +192,24 @@ def test_prompts_of_an_interval_are_reached_where_the_budget_pays_for_them(steps
     assert missing <= 0 or left < max(2, missing) * budget.price["gradients"]
 
 
+@pytest.mark.parametrize(("factor", "per_position"), [(0.25, 2.5e-3), (4.0, 1.5e-3)])
+def test_prices_follow_a_machine_that_becomes_faster_or_slower(factor, per_position):
+    # Near the end no event tells what a prompt costs now: the pace of the steps does.
+    rollouts = batch(8, 4, 50, 1024)
+    usual = per_position * float(rollouts.attention_mask.sum())
+    budget = budget_of(0.25, 60, rollouts=rollouts)
+    _, spent = run(budget, 1.0, usual, 0.0, rollouts, pace=lambda step: factor if step >= 46 else 1.0)
+    assert budget.prompts >= (MIN_CLUSTERS if factor < 1 else 8) and 0.2 < spent <= 0.25
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_one_odd_step_moves_no_price(factor):
+    odd, even = budget_of(), budget_of()
+    run(odd, pace=lambda step: factor if step == 20 else 1.0)
+    run(even)
+    assert odd.price == pytest.approx(even.price)
+
+
 def test_the_first_line_says_how_far_the_budget_reaches():
     def told(share, **measure):
         NOTES.clear()
@@ -232,9 +253,8 @@ def test_a_state_of_another_form_is_left_out():
 def test_level_that_was_too_dear_is_measured_once_there_are_seconds_for_it():
     budget = budget_of(steps=10)
     budget.begin(0, batch(), 1e-3, 0.1, 0.0)  # so quick a step pays for nothing
-    budget.record(0, {"sample": 0.1})
     assert not any(schedule.every for schedule in budget.measure.schedules.values())
-    for step in range(1, 9):
+    for step in range(9):
         budget.record(step, {"sample": 4.0})
     assert budget.prompts or budget.measure.gradients.every or budget.measure.sampled.every
 
