@@ -15,8 +15,9 @@ from benchmarks.timing import in_fresh_process
 from otb_analysis.gradients import ENGINES
 from otb_analysis.gradients.batch.inputs import Batch, ScoreBatch, prepare
 from otb_analysis.gradients.exact import generic
-from otb_analysis.gradients.exact.generic import DecomposedRollout, Mix
+from otb_analysis.gradients.exact.generic import DecomposedRollout
 from otb_analysis.gradients.exact.gram import NormAccumulator
+from otb_analysis.gradients.exact.reference import Mix
 from otb_analysis.gradients.manual import fast
 from otb_analysis.gradients.manual.fast import ManualBackward
 
@@ -68,7 +69,7 @@ def measured(size: str, tokens: int, name: str) -> tuple[int | None, int | None]
 @torch.no_grad()
 def _fast(batch: ScoreBatch) -> None:
     manual = ManualBackward(fast.checked_layout(batch), batch.rollouts[0], 1.0)
-    size, accumulator = fast.block_size(manual), NormAccumulator(manual.work)
+    size, accumulator = manual.block_size, NormAccumulator(manual.work)
     for stop in (manual.rollout.length - size, manual.rollout.length):
         manual.below(Mix(None, slice(max(0, stop - size), max(stop, 1))), accumulator)
         accumulator.total()
@@ -76,7 +77,7 @@ def _fast(batch: ScoreBatch) -> None:
 
 def _generic(batch: ScoreBatch) -> None:
     decomposed = DecomposedRollout(batch, generic.plan_for(batch), batch.rollouts[0])
-    size, stop = min(generic.BLOCK, decomposed.block_size), 0
+    size, stop = decomposed.block_size, 0
     for block in decomposed.rollout.blocks(size):
         start, stop = stop, stop + len(block.columns)
         if stop > len(decomposed.rollout.columns) - 2 * size:

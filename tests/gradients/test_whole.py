@@ -38,23 +38,23 @@ def test_whole_rollouts_have_the_norm_of_a_row_of_ones(make_model, batch, engine
 def test_both_come_from_one_pass_and_a_token_is_measured_once(make_model, batch, monkeypatch, engine):
     taken, first = [], []
     kind = "ManualBackward" if engine is fast else "DecomposedRollout"
-    take_apart, of_tokens = getattr(engine, kind), engine._token_norms
+    take_apart, measure = getattr(engine, kind), engine._rollout_norms
 
     def passes(*args, **options):
         taken.append(1)
         return take_apart(*args, **options)
 
-    def tokens(apart, start, path):
-        first.append((len(apart.rollout.columns), start))
-        return of_tokens(apart, start, path)
+    def from_first(apart, path, rollout, start, rows):
+        first.append((len(rollout.columns), start))
+        return measure(apart, path, rollout, start, rows)
 
     model, options = make_model("qwen2"), {"attention_mask": batch.attention_mask, "engine": engine.NAME}
     token_score_norms(model, *batch.args, **options)  # looks at the model first
     monkeypatch.setattr(engine, kind, passes)
-    monkeypatch.setattr(engine, "_token_norms", tokens)
+    monkeypatch.setattr(engine, "_rollout_norms", from_first)
     token_score_norms(model, *batch.args, whole=True, **options)
     # Five different rollouts. The second holds nothing new; the third's first token is the first's.
-    assert len(taken) == 5 and sorted(first) == [(2, 0), (3, 1), (4, 0), (4, 1)]
+    assert len(taken) == 5 and sorted(first) == [(2, 0), (2, 2), (3, 1), (4, 0), (4, 1)]
 
 
 def test_a_batch_without_sampled_tokens_has_norms_of_zero(make_model):

@@ -31,7 +31,6 @@ TILED_FROM = 128
 TILE_BYTES = 1 << 21
 """What the signals of one tile of queries may occupy at their keys: as much as a core's own cache, on a CPU."""
 
-
 QUERIES = 64
 """Queries of one block in forward mode: later keys are skipped, and the block's scores stay in cache."""
 
@@ -74,8 +73,8 @@ def block_scores(call: AttentionCall, query: Tensor, key: Tensor, rows: slice) -
         future = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
         scores[..., rows.start :].masked_fill_(future, -torch.inf)
     if call.attn_mask is not None:
-        mask = additive(call.attn_mask, scores.dtype)
-        scores = scores + mask[..., rows if mask.shape[-2] > 1 else slice(None), keys]
+        mask = call.attn_mask[..., rows if call.attn_mask.shape[-2] > 1 else slice(None), keys]
+        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores
 
 
@@ -138,8 +137,8 @@ class _Backward(torch.autograd.Function):
     """The backward pass as a function of its own, so that `vmap` hands over all signals in one tensor."""
 
     @staticmethod
-    def forward(signal, query, key, value, mask, causal, scale):
-        return tuple(x[0] for x in _each_rollout(signal[None], (query, key, value), (mask, causal, scale)))
+    def forward(signal, *others):
+        return tuple(x[0] for x in _Backward.vmap(None, (0,), signal[None], *others)[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -147,35 +146,20 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        # Signals [C, N, h, n, e] at the output → [C, N, ...] at query, key and value.
         signal, query, key, value, mask, causal, scale = args
-        signals = signal.movedim(in_dims[0], 0)
-        return _each_rollout(signals, (query, key, value), (mask, causal, scale)), (0, 0, 0)
-
-
-def _each_rollout(
-    signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], options: tuple[Tensor | None, bool, float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Signals [C, N, h, n, e] at the output → signals [C, N, ...] at query, key and value, one rollout at a time."""
-    mask, causal, scale = options
-    added = None
-    if mask is not None:  # of any shape that fits the scores; as [N or 1, h or 1, n, m]
-        added = additive(mask, torch.float32).reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-        added = added.expand(*added.shape[:2], signals.shape[-2], inputs[1].shape[-2])
-    # One rollout at a time: masks differ, and tiles stay small.
-    rollouts = []
-    for row in range(signals.shape[1]):
-        read = (None if added is None else added[row if len(added) > 1 else 0], causal, scale)
-        rollouts.append(_pull_back(signals[:, row], (inputs[0][row], inputs[1][row], inputs[2][row]), read))
-    # Signals stay the first axis, as vmap expects.
-    at_query, at_key, at_value = (torch.stack(parts, dim=1) for parts in zip(*rollouts, strict=True))
-    return at_query, at_key, at_value
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the scores: a boolean one becomes 0 where it is true and −∞ elsewhere."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        signals, rollouts = signal.movedim(in_dims[0], 0), []
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
+        if mask is not None:  # of any shape that fits the scores; as [N or 1, h or 1, n, m]
+            mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+            mask = mask.expand(*mask.shape[:2], signals.shape[-2], key.shape[-2])
+        # One rollout at a time: masks differ, and tiles stay small.
+        for row in range(signals.shape[1]):
+            read = (None if mask is None else mask[row if len(mask) > 1 else 0], causal, scale)
+            rollouts.append(_pull_back(signals[:, row], (query[row], key[row], value[row]), read))
+        # Signals stay the first axis, as vmap expects.
+        return tuple(torch.stack(parts, dim=1) for parts in zip(*rollouts, strict=True)), (0, 0, 0)
 
 
 def _pull_back(signals: Tensor, inputs: tuple[Tensor, Tensor, Tensor], read: Reads) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,14 +262,12 @@ def _attend_moving(call: AttentionCall) -> Tensor | None:
         return None
     call = replace(call, attn_mask=None if mask is None else mask.primal)
     repeats = call.query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
-    operands, blocks = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+    operands, blocks = list[tuple[Tensor, ...]](), list[tuple[Tensor, Tensor]]()
     for x, times in ((call.query, 1), (call.key, repeats), (call.value, repeats)):
         primal, tangent = fwd.unpack_dual(x)
         pair = primal, torch.zeros_like(primal) if tangent is None else tangent
         # Keys and values are repeated for the heads that share them.
-        operands.append(
-            pair if times == 1 else (pair[0].repeat_interleave(times, 1), pair[1].repeat_interleave(times, 1))
-        )
+        operands.append(pair if times == 1 else tuple(part.repeat_interleave(times, 1) for part in pair))
     (q, q_dot), (k, k_dot), (v, v_dot) = operands
     for rows in query_blocks(q.shape[2], q.device):
         p = block_scores(call, q, k, rows).softmax(-1)

@@ -19,20 +19,11 @@ from otb_analysis.gradients.batch.forward import sampled_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import layers_of, plain_kernels, replaced
 from otb_analysis.gradients.batch.scope import layer_input, unreached
-from otb_analysis.gradients.exact.gram import norm_sq, outer_norms, outer_path_norms, outer_row_norms, sum_of_squares
-from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, wide
-from otb_analysis.gradients.exact.plan import (
-    ELSEWHERE,
-    ParameterUse,
-    Plan,
-    Trace,
-    find_plan,
-    own_rows,
-    pull_back,
-    traced,
-)
-from otb_analysis.gradients.exact.reference import Asked, Norms, norms_of, pass_bytes
-from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, graph_bytes, refuse_difference
+from otb_analysis.gradients.exact.gram import norm_sq, outer_norms, outer_row_norms, sum_of_squares
+from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, pull_back, wide
+from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, Trace, find_plan, own_rows, traced
+from otb_analysis.gradients.exact.reference import Asked, Mix, Norms, norms_of, pass_bytes
+from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
 
 SIGNAL_BYTES = 1 << 27
 """What the signals of one block may occupy at the widest layer below the cut; longer rollouts get smaller blocks."""
@@ -44,24 +35,12 @@ Take = Callable[[ParameterUse, Tensor], None]
 """Is handed a use below the cut and the coordinates [C, ...] of C gradients in it."""
 
 
-@dataclass(frozen=True)
-class Mix:
-    """C weighted scores Σ_k weights[c, k] s_k of the sampled tokens `span`; weights None for the tokens' own scores."""
-
-    weights: Tensor | None
-    span: slice
-
-    def matrix(self, token_signals: Tensor) -> Tensor:
-        """Weights [C, |span|], like the signals of all tokens."""
-        if self.weights is None:
-            return torch.eye(len(token_signals[self.span]), device=token_signals.device).to(token_signals)
-        return self.weights.to(token_signals)
-
-
+@dataclass
 class _Arrivals:
     """Who is handed the signals that come back to the layers of one forward pass; nobody outside of a backward pass."""
 
     # An object of its own: a graph that held the pass, whose tensors hold the graph, would never be freed.
+    zero: Tensor  # On which every layer's output formally depends
     take: Callable[[str, Tensor], None] | None = None
 
 
@@ -87,12 +66,14 @@ class DecomposedRollout:
 
     def __init__(self, batch: ScoreBatch, plan: Plan, rollout: Rollout) -> None:
         self.batch, self.plan, self.rollout = batch, plan, rollout
-        each = rollout.length * plan.widths * batch.scope.parameters[0].element_size()
-        self._together = each <= TOGETHER_BYTES
+        each = rollout.length * batch.scope.parameters[0].element_size()
+        self._together = each * plan.widths <= TOGETHER_BYTES
+        # Signals that go back together: few enough for the cache and for the memory allowed.
+        self.block_size = min(BLOCK, max(1, SIGNAL_BYTES // max(each * plan.width, 1)))
         self._uses: dict[str, list[ParameterUse]] = {}  # By module below the cut
         for use in plan.below:
             self._uses.setdefault(use.module, []).append(use)
-        self.trace, self._zero, self._arrivals = self._traced(rollout, None)  # its graph is kept
+        self.trace, self._arrivals = self._traced(rollout, None)  # its graph is kept
         # By use above the cut, the tokens' gradients as outer products (left [K, a], right [K, b]); of a tied matrix
         # only those rows that the rollout does not read as input.
         self.outer: dict[ParameterUse, tuple[Tensor, Tensor]] = {}
@@ -117,24 +98,27 @@ class DecomposedRollout:
             self.shared[parameter] = right[:, tokens], left
             self.outer[use] = left, right.index_fill(1, tokens, 0.0)
 
-    def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, Tensor, _Arrivals]:
+    def _traced(self, rollout: Rollout, cut: str | None) -> tuple[Trace, _Arrivals]:
         """A pass over the rollout or a prefix, as far as `cut`, whose layers below the cut hand over their signals."""
-        zero, arrivals, seen = self.batch.scope.parameters[0].new_zeros((), requires_grad=True), _Arrivals(), Trace()
-        versions: list[tuple[Tensor, int]] = []
+        arrivals = _Arrivals(self.batch.scope.parameters[0].new_zeros((), requires_grad=True))
+        seen, versions = Trace(), list[tuple[Tensor, int]]()
 
         def tap(name: str, inputs: Tensor, output: Tensor) -> Tensor:
             seen.inputs[name], seen.outputs[name] = inputs, output
             versions.append((output, output._version))
             tapped = name in self._uses and not self._together
-            return _Tap.apply(output, zero, name, arrivals) if tapped else output  # pyright: ignore[reportReturnType]
+            return _Tap.apply(output, arrivals.zero, name, arrivals) if tapped else output  # pyright: ignore[reportReturnType]
 
-        trace = traced(self.batch, (rollout,), self.plan.modules, cut, tap)
+        names = [u.module for u in (*self.plan.above, *self.plan.below)]
+        if self.plan.cut is not None:
+            names.append(self.plan.cut)
+        trace = traced(self.batch, (rollout,), names, cut, tap)
         if self._together and any(output._version != before for output, before in versions):
             self._together = False  # the model changes outputs in place: a tap returns a copy
             return self._traced(rollout, cut)
         trace.inputs |= seen.inputs
         trace.outputs |= seen.outputs
-        return trace, zero, arrivals
+        return trace, arrivals
 
     @cached_property
     def kept(self) -> dict[ParameterUse, Tensor]:
@@ -154,12 +138,6 @@ class DecomposedRollout:
         """Float64 zeros [K, *shape], to add up numbers of the sampled tokens."""
         return torch.zeros(len(self.rollout.columns), *shape, dtype=torch.float64, device=self.token_signals.device)
 
-    @property
-    def block_size(self) -> int:
-        """Signals that the memory allowed holds at once."""
-        each = self.rollout.length * self.plan.width * self.token_signals.element_size()
-        return max(1, SIGNAL_BYTES // max(each, 1))
-
     def below(self, rollout: Rollout, mix: Mix, take: Take) -> None:
         """Hand over the coordinates [C, ...] below the cut of several weighted scores, the last layer's first.
 
@@ -168,9 +146,9 @@ class DecomposedRollout:
         """
         if self.plan.cut is None:
             return
-        trace, zero, arrivals = self.trace, self._zero, self._arrivals
+        trace, arrivals = self.trace, self._arrivals
         if rollout.length < self.rollout.length:
-            trace, zero, arrivals = self._traced(rollout, self.plan.cut)
+            trace, arrivals = self._traced(rollout, self.plan.cut)
         source, signals = trace.inputs[self.plan.cut], self.token_signals[mix.span]
         weights = mix.matrix(self.token_signals)
         seeds = source.new_zeros(len(weights), *source.shape)
@@ -194,30 +172,16 @@ class DecomposedRollout:
                 arrived(name, at_output)
             return
         with replaced(vars(arrivals), "take", arrived):
-            pull_back(source, [zero], seeds)
+            pull_back(source, [arrivals.zero], seeds)
 
 
-def _head_norms(batch: ScoreBatch, asked: Asked) -> Norms:
-    """Scores of the output layer's own use in closed form: ‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1)."""
+def _head_norms(
+    batch: ScoreBatch, path: bool, rollout: Rollout, first: int, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores of the output layer's own use in closed form: ‖s_t‖² = ‖δ_t‖² ‖h_t‖², with a bias ‖δ_t‖² (‖h_t‖² + 1).
 
-    def of_tokens(scores: tuple[Tensor, Tensor, Tensor], first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
-        left, right, logprob = scores
-        # In float64 throughout: squares of the δ of a sure token are too small for float32.
-        delta, hidden = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square() for x in (left, right))
-        norms = delta * hidden
-        path_norms = outer_path_norms(left, right) if path else torch.zeros_like(norms)
-        return logprob[first:], norms[first:], path_norms[first:]
-
-    def of_rows(scores: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> Tensor:
-        return outer_row_norms([scores[:2]], rows.to(scores[0].device))
-
-    return norms_of(batch, asked, partial(_head_scores, batch), of_tokens, of_rows)
-
-
-def _head_scores(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-    """δ [K, V], h [K, d], with a 1 behind it for a bias, and log π [K]: for z = W h + b, ∇_W log π(y) = δ ⊗ h.
-
-    δ = (e_y − π)/τ times the slope of what the model does to z behind the layer, such as a soft-cap or a scale.
+    For z = W h + b, ∇_W log π(y) = δ ⊗ h, where δ = (e_y − π)/τ times the slope of what the model does to z behind the
+    layer, such as a soft-cap or a scale. Arguments and results are those of `norms_of`.
     """
     head, seen = batch.scope.head, list[Tensor]()
     assert head is not None
@@ -239,11 +203,17 @@ def _head_scores(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, Tensor, T
         # e_y − π with 1 − π_y as the sum of the other π: the difference would cancel for a sure token.
         others = logprob.exp().scatter(-1, at, 0.0)
         (delta,) = torch.autograd.grad(run.z, output, (-others).scatter(-1, at, others.sum(-1, keepdim=True)))
-    right = wide(hidden[0, own_rows(hidden, rollout)])
+    left, right = (wide(x[0, own_rows(x, rollout)]) for x in (delta, hidden))
     if len(batch.scope.parameters) > 1:
         # A bias is a weight on a constant input of 1.
         right = torch.cat([right, torch.ones_like(right[:, :1])], dim=-1)
-    return wide(delta[0, own_rows(delta, rollout)]), right, logprob.gather(-1, at)[:, 0].double()
+    pair = left[first:], right[first:]
+    # In float64 throughout: squares of the δ of a sure token are too small for float32.
+    squares = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square() for x in pair]
+    norms = squares[0] * squares[1]
+    path_norms = outer_norms([pair], pair[0], True)[1] if path else torch.zeros_like(norms)
+    of_rows = outer_row_norms([(left, right)], rows.to(left.device))
+    return logprob.gather(-1, at)[first:, 0].double(), norms, path_norms, of_rows
 
 
 NAME = "generic"
@@ -268,10 +238,10 @@ def norms(batch: ScoreBatch, asked: Asked) -> Norms:
         UnfitError: A parameter in scope has no rule; the sentence names it.
     """
     if batch.scope.head is not None:
-        return _head_norms(batch, asked)
+        return norms_of(batch, asked, partial(_head_norms, batch, asked.path))
     take_apart = partial(DecomposedRollout, batch, plan_for(batch))
     with plain_kernels(batch.model):  # once for all passes
-        return norms_of(batch, asked, take_apart, _token_norms, _row_norms)
+        return norms_of(batch, asked, partial(_rollout_norms, take_apart, asked.path))
 
 
 def fits(batch: ScoreBatch, asked: Asked) -> bool:
@@ -299,39 +269,40 @@ def needed_bytes(batch: ScoreBatch, path: bool) -> int:
     if batch.scope.head is not None or not batch.rollouts:
         return 0
     plan, length = plan_for(batch), max(r.length for r in batch.rollouts)
-    item, tensors = (
-        batch.scope.parameters[0].element_size(),
-        dict(zip(batch.scope.names, batch.scope.parameters, strict=True)),
-    )
+    tensors = dict(zip(batch.scope.names, batch.scope.parameters, strict=True))
+    item = batch.scope.parameters[0].element_size()
     shapes = [tensors[u.parameter].shape[-2:] for u in plan.below if u.rule is MATRIX]
     signals = max(min(BLOCK * length * plan.width * item, SIGNAL_BYTES), length * plan.width * item)
     factors = item * length * sum(min(columns, length) for _, columns in shapes)
     # With `path` the running sums of all coordinates.
     sums = item * sum(rows * min(columns, length) for rows, columns in shapes) if path else 0
-    return 2 * pass_bytes(batch, plan.graph) + SIGNAL_COPIES * signals + factors + sums
+    return 2 * pass_bytes(batch) + SIGNAL_COPIES * signals + factors + sums
 
 
 def _checked_plan(batch: ScoreBatch) -> Plan:
-    plan = replace(find_plan(batch), graph=graph_bytes(batch))
+    plan = find_plan(batch)
 
     def measure(rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         decomposed, parts = DecomposedRollout(batch, plan, rollout), dict[str, Tensor]()
-        for use, (left, right) in decomposed.outer.items():
-            parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(left) * norm_sq(right)
-
-        def take(use: ParameterUse, coordinates: Tensor) -> None:
-            parts[use.parameter] = parts.get(use.parameter, 0.0) + norm_sq(coordinates)
-
-        decomposed.below(rollout, Mix(None, slice(None)), take)
+        norms = [(use, norm_sq(left) * norm_sq(right)) for use, (left, right) in decomposed.outer.items()]
+        every = Mix(None, slice(None))
+        decomposed.below(rollout, every, lambda use, coordinates: norms.append((use, norm_sq(coordinates))))
+        for use, norm in norms:
+            parts[use.parameter] = parts.get(use.parameter, 0.0) + norm
         return decomposed.trace.logprob, parts
 
     refuse_difference(batch, "with plain attention kernels", ELSEWHERE.removesuffix("."), measure)
     return plan
 
 
-def _token_norms(decomposed: DecomposedRollout, first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, ‖s_t‖² and, if wanted, ‖Σ_{j≤t} s_j‖² of the sampled tokens from `first` on."""
-    norms, path_norm_sq = outer_norms(decomposed.outer.values(), decomposed.token_signals, path)
+def _rollout_norms(
+    take_apart: Callable[[Rollout], DecomposedRollout], path: bool, rollout: Rollout, first: int, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability, ‖s_t‖² and, with `path`, ‖Σ_{j≤t} s_j‖² of the tokens from `first` on, ‖Σ_k rows[m,k] s_k‖²."""
+    decomposed = take_apart(rollout)
+    size, outer = decomposed.block_size, decomposed.outer.values()
+    some = outer if first < len(rollout.columns) else ()
+    norms, path_norms = outer_norms(some, decomposed.token_signals, path)
     single, summed, running = list[Tensor](), list[Tensor](), dict[ParameterUse, Tensor]()
 
     def take(use: ParameterUse, x: Tensor) -> None:
@@ -349,29 +320,20 @@ def _token_norms(decomposed: DecomposedRollout, first: int, path: bool) -> tuple
 
     start = first
     # Each block of tokens goes back on the prefix that it sees.
-    for block in decomposed.rollout.blocks(min(BLOCK, decomposed.block_size), first) if decomposed.plan.cut else ():
+    for block in rollout.blocks(size, first) if decomposed.plan.cut else ():
         span = slice(start, start := start + len(block.columns))
         decomposed.below(block, Mix(None, span), take)
         norms[span] += sum_of_squares(single)
-        path_norm_sq[span] += sum_of_squares(summed)
+        path_norms[span] += sum_of_squares(summed)
         single.clear()
         summed.clear()
-    return decomposed.trace.logprob[first:], norms[first:], path_norm_sq[first:]
-
-
-def _row_norms(decomposed: DecomposedRollout, rows: Tensor) -> Tensor:
-    """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
+    running.clear()
     rows = rows.to(decomposed.token_signals.device)
-    result = outer_row_norms(decomposed.outer.values(), rows)
-    size, lengths = min(BLOCK, decomposed.block_size), list[Tensor]()
+    of_rows = outer_row_norms(outer, rows)
     # Rows of weights reach over all tokens, so every block goes through the whole rollout's pass.
     for start in range(0, len(rows), size):
-        some = slice(start, start + size)
-        decomposed.below(
-            decomposed.rollout,
-            Mix(rows[some], slice(None)),
-            lambda _use, x: lengths.append(torch.linalg.vector_norm(x, dim=-1)),
-        )
-        result[some] += sum_of_squares(lengths)
-        lengths.clear()
-    return result
+        mix = Mix(rows[start : start + size], slice(None))
+        decomposed.below(rollout, mix, lambda _use, x: single.append(torch.linalg.vector_norm(x, dim=-1)))
+        of_rows[start : start + size] += sum_of_squares(single)
+        single.clear()
+    return decomposed.trace.logprob[first:].detach(), norms[first:], path_norms[first:], of_rows

@@ -7,6 +7,7 @@ to what is added to them.
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -127,97 +128,73 @@ Group = tuple[tuple[str, int], ...]
 """Parameters whose coordinates lie side by side on the last axis, with their widths."""
 
 
+@dataclass
 class Workspace:
     """Memory that is handed out by name again and again; parts that are never alive at once use the same name."""
 
     # Fresh pages cost more than the arithmetic on them.
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._held: dict[Hashable, Tensor] = {}
+    like: Tensor  # Whose dtype and device it has
+    _memory: dict[Hashable, Tensor] = field(init=False, default_factory=dict)
 
     def take(self, name: Hashable, *shape: int) -> Tensor:
         """An uninitialised tensor that is valid until the same name is taken again."""
         size = math.prod(shape)
-        held = self._held.get(name)
-        if held is None or held.numel() < size:
-            self._held.pop(name, None)
-            held = None  # let go of the smaller one first
-            held = self._held[name] = self._like.new_empty(size)
-        return held[:size].view(shape)
+        if name not in self._memory or self._memory[name].numel() < size:
+            self._memory.pop(name, None)  # let go of the smaller one first
+            self._memory[name] = self.like.new_empty(size)
+        return self._memory[name][:size].view(shape)
 
 
+@dataclass
 class NormAccumulator:
-    """Takes coordinates of a block's C gradients, one group of parameters after the other, and gives ‖s_c‖²."""
+    """Takes coordinates of a block's C gradients, one group of parameters after the other, and gives ‖s_c‖².
 
-    def __init__(self, work: Workspace) -> None:
-        self._work = work
-        self._parts: list[Tensor] = []
+    With `path` also ‖Σ_{j≤c} s_j‖², the sum going on from block to block: the running sum S lies in front of the
+    block's X, so that one small Gram matrix per coordinate row, [S, X][S, X]ᵀ, holds every inner product that either
+    norm is made of. Where `by_name` is given, ‖s_c‖² is added there parameter by parameter instead, to check a model.
+    """
+
+    work: Workspace
+    path: bool = False
+    by_name: dict[str, Tensor] | None = None
+    _parts: list[Tensor] = field(init=False, default_factory=list)
+    _sums: dict[Group, Tensor] = field(init=False, default_factory=dict)  # S of each group
 
     def take(self, group: Group, rows: int, count: int) -> Tensor:
-        """Memory [rows, count, D] to write the coordinates of `count` gradients to."""
-        return self._work.take("coordinates", rows, count, sum(width for _, width in group))
+        """Memory [rows, count, D] to write the coordinates of `count` gradients to, behind the running sums."""
+        both = self.work.take("coordinates", rows, self.path + count, sum(width for _, width in group))
+        if self.path:
+            # A longer prefix only appends coordinate rows, whose sum so far is zero.
+            before = self._sums.get(group, both[:0, 0])
+            both[: len(before), 0] = before
+            both[len(before) :, 0] = 0
+        return both[:, int(self.path) :]
 
     def note(self, group: Group, coordinates: Tensor) -> None:
         """Count coordinates that were written to the memory taken last for this group."""
-        # Lengths of coordinate rows: norms of all parameters add up, so the group does not matter.
-        self._parts.append(torch.linalg.vector_norm(coordinates, dim=-1))
-
-    def total(self) -> tuple[Tensor, Tensor | None]:
-        """Squared norms [C] of the gradients since the last call, and of running sums where they are kept; float64."""
-        # Norms are kept and squared in float64 at the end: squares in float32 would lose small ones.
-        rows = torch.cat(self._parts)
-        self._parts.clear()
-        return rows.double().square().sum(0), None
-
-
-class Running(NormAccumulator):
-    """‖s_c‖² and ‖Σ_{j≤c} s_j‖², the sum going on from block to block.
-
-    The running sum S lies in front of the block's X, so that one small Gram matrix per coordinate row,
-    [S, X][S, X]ᵀ, holds every inner product that either norm is made of.
-    """
-
-    def __init__(self, work: Workspace) -> None:
-        super().__init__(work)
-        self._sums: dict[Group, Tensor] = {}
-
-    def take(self, group: Group, rows: int, count: int) -> Tensor:
-        """Memory behind the running sums; a longer prefix only appends coordinate rows, whose sum so far is zero."""
-        both = self._work.take("coordinates", rows, 1 + count, sum(width for _, width in group))
-        before = self._sums.get(group)
-        known = 0 if before is None else len(before)
-        if before is not None:
-            both[:known, 0] = before
-        both[known:, 0] = 0
-        return both[:, 1:]
-
-    def note(self, group: Group, coordinates: Tensor) -> None:
-        """Keep the inner products of the running sums and the coordinates, and the new sums."""
         rows, count, width = coordinates.shape
-        both = self._work.take("coordinates", rows, 1 + count, width)  # the same memory, with S in front
-        self._parts.append(torch.bmm(both, both.transpose(1, 2)))
-        self._sums[group] = both.sum(1)
+        if self.by_name is not None:
+            for (name, _), part in zip(group, coordinates.split([size for _, size in group], -1), strict=True):
+                self.by_name[name] = self.by_name.get(name, 0.0) + part.double().square().sum((0, 2))
+        elif self.path:
+            both = self.work.take("coordinates", rows, 1 + count, width)  # the same memory, with S in front
+            self._parts.append(torch.bmm(both, both.transpose(1, 2)))
+            self._sums[group] = both.sum(1)
+        else:
+            # Lengths of coordinate rows: norms of all parameters add up, so the group does not matter.
+            self._parts.append(torch.linalg.vector_norm(coordinates, dim=-1))
 
     def total(self) -> tuple[Tensor, Tensor | None]:
-        """Squared norms [C] of the scores, and of the sums up to each, since the last call; float64."""
-        # Products are float32, but there is one small matrix per coordinate row, and they are summed in float64.
-        gram = torch.cat(self._parts).double().sum(0)
+        """Squared norms [C] of the gradients since the last call, and with `path` of the sums up to each; float64."""
+        # Squares in float32 would lose small ones. Products of a path are float32, but there is one small matrix per
+        # coordinate row, and they are summed in float64.
+        parts = torch.cat(self._parts).double()
         self._parts.clear()
+        if not self.path:
+            return parts.square().sum(0), None
+        gram = parts.sum(0)
         # ‖Σ_{j≤k} s_j‖² are the sums of the matrix' leading blocks.
         return gram.diagonal()[1:], (2 * gram.tril().sum(1) - gram.diagonal()).cumsum(0)[1:]
-
-
-class Parts(NormAccumulator):
-    """‖s_c‖² parameter by parameter, for checking a model."""
-
-    def __init__(self, work: Workspace) -> None:
-        super().__init__(work)
-        self.by_name: dict[str, Tensor] = {}
-
-    def note(self, group: Group, coordinates: Tensor) -> None:
-        """Add each parameter's part."""
-        for (name, _), part in zip(group, coordinates.split([width for _, width in group], -1), strict=True):
-            self.by_name[name] = self.by_name.get(name, 0.0) + part.double().square().sum((0, 2))
 
 
 def sum_of_squares(lengths: Sequence[Tensor]) -> Tensor | float:
@@ -232,13 +209,6 @@ def outer_gram(left: Tensor, right: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, (left[rows] @ left.T).double() * (right[rows] @ right.T).double()
 
 
-def outer_path_norms(left: Tensor, right: Tensor) -> Tensor:
-    """‖Σ_{j≤k} a_j‖² [K] of outer products a_k = left_k ⊗ right_k."""
-    # What each one adds: twice its products with those before, and its own square.
-    steps = [2 * gram.tril(rows.start - 1).sum(1) + gram[:, rows].diagonal() for rows, gram in outer_gram(left, right)]
-    return torch.cat(steps).cumsum(0)
-
-
 def outer_norms(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor, path: bool) -> tuple[Tensor, Tensor]:
     """‖a_t‖² and, with `path`, ‖Σ_{j≤t} a_j‖² [K], where a_t has the parts left_t ⊗ right_t; `like` is [K, ...]."""
     norms = torch.zeros(len(like), dtype=torch.float64, device=like.device)
@@ -246,14 +216,17 @@ def outer_norms(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor, path: bool
     for left, right in pairs:
         norms += norm_sq(left) * norm_sq(right)
         if path:
-            path_norms += outer_path_norms(left, right)
+            # What each one adds: twice its products with those before, and its own square.
+            grams = outer_gram(left, right)
+            steps = [2 * gram.tril(rows.start - 1).sum(1) + gram[:, rows].diagonal() for rows, gram in grams]
+            path_norms += torch.cat(steps).cumsum(0)
     return norms, path_norms
 
 
 def outer_row_norms(pairs: Iterable[tuple[Tensor, Tensor]], rows: Tensor) -> Tensor:
     """‖Σ_k rows[m,k] a_k‖² [M], where a_k has the parts left_k ⊗ right_k."""
     result = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    for left, right in pairs:
+    for left, right in pairs if len(rows) else ():
         for some, gram in outer_gram(left, right):
             result += (rows[:, some] @ gram * rows).sum(-1)
     return result

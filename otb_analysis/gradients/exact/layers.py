@@ -7,12 +7,13 @@ gradient is never formed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from transformers.pytorch_utils import Conv1D
 
 from otb_analysis.errors import InputError
@@ -46,7 +47,7 @@ def rule_for(module: nn.Module, leaf: str) -> Rule | None:
         return INNER_VECTOR if isinstance(module, InnerVector) else {"weight": EXPERTS, "bias": EXPERTS_BIAS}[leaf]
     if forward in (nn.Linear.forward, Conv1D.forward, InnerMatrix.forward) or name == "FalconLinear":
         return {"weight": MATRIX, "bias": BIAS}.get(leaf)
-    scaled = name.endswith("ScaledWordEmbedding") and isinstance(_scale_of(module), Tensor)
+    scaled = name.endswith("ScaledWordEmbedding") and isinstance(getattr(module, "embed_scale", None), Tensor | float)
     if isinstance(module, nn.Embedding) and (forward is nn.Embedding.forward or scaled):
         return None if leaf != "weight" or module.max_norm or module.scale_grad_by_freq else EMBEDDING
     if name.endswith("LearnedPositionalEmbedding"):
@@ -65,10 +66,6 @@ def wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _summed(signal: Tensor) -> Tensor:
-    return signal.flatten(1, -2).sum(1)
-
-
 def _normalised(module: nn.Module, inputs: Tensor) -> Tensor:
     """∂output/∂weight: the layer is affine in its weight, so output at one minus output at zero, with its own casts."""
     parameters = dict(module.named_parameters())
@@ -81,35 +78,39 @@ def _normalised(module: nn.Module, inputs: Tensor) -> Tensor:
 
 def _bias_outer(_module: nn.Module, _inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
     # Norms of heads share one parameter: their signals add up.
-    right = _summed(wide(signal)) if signal.ndim > 2 else wide(signal)
+    right = wide(signal).flatten(1, -2).sum(1) if signal.ndim > 2 else wide(signal)
     return torch.ones_like(right[:, :1]), right
 
 
-def _scale_outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
-    return _bias_outer(module, inputs, _normalised(module, inputs) * signal)
-
-
 def _scale_coordinates(normalised: Tensor, signal: Tensor) -> Tensor:
-    return _summed(normalised[: signal.shape[1]] * wide(signal))
+    return (normalised[: signal.shape[1]] * wide(signal)).flatten(1, -2).sum(1)
+
+
+def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:
+    """Backward signals at `targets` for many seeds at `source`: seeds [C, *source] → one [C, *target] per target.
+
+    Raises:
+        UnfitError: An operation of the model has no rule for many signals at once.
+    """
+    one = partial(torch.autograd.grad, source, targets, retain_graph=True, materialize_grads=True)
+    # Not `is_grads_batched`, which is an older vmap whose results are wrong where a hook looks at them.
+    try:
+        return vmap(one)(seeds)
+    except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
+        raise
+    except RuntimeError as error:  # how torch says that an operation cannot be batched
+        why = str(error).split(". ")[0].splitlines()[0]
+        raise UnfitError(
+            f'the model has an operation without a batched backward pass ({why}); pass engine="reference".'
+        ) from error
 
 
 def row_factors(module: nn.Module, ids: Tensor) -> Tensor:
     """What an embedding multiplies each token's row by, as far as it is trained: Gemma's scale; 0 at the padding id."""
-    ignored, scale = getattr(module, "padding_idx", None), _scale_of(module)
+    ignored, scale = getattr(module, "padding_idx", None), getattr(module, "embed_scale", None)
     trained = torch.ones(ids.shape, device=ids.device) if ignored is None else (ids != ignored).float()
     # The layer multiplies by its scale as rounded to the dtype of its weight.
-    return trained if scale is None else trained * scale.to(next(module.parameters()).dtype)
-
-
-def _scale_of(module: nn.Module) -> Tensor | None:
-    scale = getattr(module, "embed_scale", None)
-    return torch.as_tensor(scale) if isinstance(scale, float) else scale
-
-
-def _rows(module: nn.Module, ids: Tensor) -> Tensor:
-    """Each position's index among the rollout's distinct tokens, and its factor [2, T]; float64 holds both exactly."""
-    index = ids[0].unique(return_inverse=True)[1]
-    return torch.stack([index.double(), row_factors(module, ids[0]).double()])
+    return trained if scale is None else trained * torch.as_tensor(scale).to(next(module.parameters()).dtype)
 
 
 def _embedding_coordinates(rows: Tensor, signal: Tensor) -> Tensor:
@@ -127,12 +128,9 @@ def _no_outer(module: nn.Module, _inputs: Tensor, _signal: Tensor) -> tuple[Tens
 def _expert_rule(bias: bool) -> Rule:
     """Of each expert's matrix the gradient is Aᵀδ over the tokens given to it; a bias is a weight on an input of 1."""
 
-    def unpacked(module: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        x, factor, ids = module.unpacked(inputs)
-        return wide(factor if bias else x), ids
-
-    def prepare(module: nn.Module, inputs: Tensor) -> tuple[int, list[tuple[Tensor, ...]], Tensor]:
-        x, ids = unpacked(module, inputs[0])
+    def prepare(module: Any, inputs: Tensor) -> tuple[int, list[tuple[Tensor, ...]], Tensor]:
+        x, factor, ids = module.unpacked(inputs[0])
+        x = wide(factor if bias else x)
         rows, flat, choices = x.flatten(0, 1), ids.flatten(), ids.shape[-1]
         slots = [(flat == expert).nonzero()[:, 0] for expert in flat.unique()]
         triangles = [torch.linalg.qr(rows[at // (choices // x.shape[1])].T, mode="r").R for at in slots]
@@ -152,8 +150,9 @@ def _expert_rule(bias: bool) -> Rule:
                 out[:, place[:rows]] = triangle[:rows, :seen] @ flat[:, at[:seen]]
         return out
 
-    def outer(module: nn.Module, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
-        x, ids = unpacked(module, inputs)
+    def outer(module: Any, inputs: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+        x, factor, ids = module.unpacked(inputs)
+        x = wide(factor if bias else x)
         index = ids.unique(return_inverse=True)[1]
         summed = isinstance(module, SummedExperts)
         # What differs between a token's experts stands at the place of each: its inputs, or its signals.
@@ -174,23 +173,25 @@ MATRIX = Rule(
 )
 BIAS = Rule(
     prepare=lambda _module, inputs: inputs[0],
-    coordinates=lambda _kept, signal: _summed(wide(signal)),
+    coordinates=lambda _kept, signal: wide(signal).flatten(1, -2).sum(1),
     outer=_bias_outer,
 )
 SCALE = Rule(
-    prepare=lambda module, inputs: _normalised(module, inputs)[0], coordinates=_scale_coordinates, outer=_scale_outer
+    prepare=lambda module, inputs: _normalised(module, inputs)[0],
+    coordinates=_scale_coordinates,
+    outer=lambda module, inputs, signal: _bias_outer(module, inputs, _normalised(module, inputs) * signal),
 )
-HEADED_SCALE = Rule(
+HEADED_SCALE = replace(
+    SCALE,
     prepare=lambda module, inputs: _normalised(module, inputs)[0].transpose(0, 1),
     coordinates=lambda normalised, signal: _scale_coordinates(normalised, signal.transpose(1, 2)),
-    outer=_scale_outer,
 )
 """A scale on inputs with heads before positions, [1, heads, T, ...]: Gemma 3's norms of query and key."""
 SCALES = (SCALE, HEADED_SCALE)
-HEADED_MATRIX = Rule(
+HEADED_MATRIX = replace(
+    MATRIX,
     prepare=lambda module, inputs: MATRIX.prepare(module, inputs[:, 0]),
     coordinates=lambda triangle, signal: MATRIX.coordinates(triangle, signal[:, 0]),
-    outer=MATRIX.outer,
 )
 """A matrix on inputs with the axis of a single head before positions, [1, 1, T, d]: DeepSeek's compressed keys."""
 SCALE_BY_HEAD = Rule(
@@ -207,10 +208,17 @@ MAGNITUDE = Rule(
     outer=lambda module, slope, signal: _bias_outer(module, slope, wide(slope) * signal),
 )
 """DoRA's lengths of a matrix' rows; what stands for the layer's inputs is ∂output/∂length, see `hooks.traced`."""
-EMBEDDING = Rule(_rows, _embedding_coordinates, _no_outer)
+EMBEDDING = Rule(
+    # Each position's index among the rollout's distinct tokens, and its factor [2, T]; float64 holds both exactly.
+    prepare=lambda module, ids: torch.stack(
+        [ids[0].unique(return_inverse=True)[1].double(), row_factors(module, ids[0]).double()]
+    ),
+    coordinates=_embedding_coordinates,
+    outer=_no_outer,
+)
 POSITIONS = Rule(lambda _module, _inputs: None, lambda _kept, signal: wide(signal), _no_outer)
 """A table with a row for each position: a signal is the row's gradient."""
-INNER_VECTOR = Rule(lambda _module, _inputs: None, lambda _kept, signal: wide(signal)[:, None], _no_outer)
+INNER_VECTOR = replace(POSITIONS, coordinates=lambda _kept, signal: wide(signal)[:, None])
 """A short vector, whose gradient is formed: attention sinks."""
 EXPERTS, EXPERTS_BIAS = _expert_rule(bias=False), _expert_rule(bias=True)
 """Matrices of routed experts, and their biases."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
@@ -37,6 +36,7 @@ from otb_analysis.gradients.exact.layers import (
     SCALE,
     Rule,
     UnfitError,
+    pull_back,
     rule_for,
 )
 from otb_analysis.gradients.exact.verdicts import probe
@@ -154,28 +154,6 @@ def _flattened(module: nn.Module, x: object, shape: tuple[int, int]) -> bool:
     return isinstance(module, InnerMatrix | Experts) or any(rule_for(module, leaf) for leaf in module._parameters)
 
 
-def pull_back(source: Tensor, targets: list[Tensor], seeds: Tensor) -> tuple[Tensor, ...]:
-    """Backward signals at `targets` for many seeds at `source`: seeds [C, *source] → one [C, *target] per target.
-
-    Raises:
-        UnfitError: An operation of the model has no rule for many signals at once.
-    """
-
-    def one(seed: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(source, targets, seed, retain_graph=True, materialize_grads=True)
-
-    # Not `is_grads_batched`, which is an older vmap whose results are wrong where a hook looks at them.
-    try:
-        return vmap(one)(seeds)
-    except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the model's
-        raise
-    except RuntimeError as error:  # how torch says that an operation cannot be batched
-        why = str(error).split(". ")[0].splitlines()[0]
-        raise UnfitError(
-            f'the model has an operation without a batched backward pass ({why}); pass engine="reference".'
-        ) from error
-
-
 def own_rows(tensor: Tensor, rollout: Rollout) -> Tensor:
     """Rows of a layer's input or output [1, n, ...] at the positions that predict the sampled tokens.
 
@@ -213,13 +191,6 @@ class Plan:
     cut: str | None  # Module whose input separates the two; None when nothing is below
     width: int  # Numbers per position that one backward signal has at the widest layer below
     widths: int = 0  # The same of all layers below together
-    graph: int = 0  # Bytes per position that the graph of a forward pass keeps
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Every module to watch in a forward pass."""
-        cut = () if self.cut is None else (self.cut,)
-        return tuple(dict.fromkeys([u.module for u in (*self.above, *self.below)] + [*cut]))
 
     @property
     def tied(self) -> dict[str, ParameterUse]:
@@ -239,39 +210,33 @@ def find_plan(batch: ScoreBatch) -> Plan:
     leaves = [name for name, module in batch.model.named_modules() if next(module.children(), None) is None]
     watched = dict.fromkeys([u.module for u in uses] + leaves)
     trace = traced(batch, (rollout,), watched)
+    placed = list[ParameterUse]()
     for use in uses:
         if use.module in trace.repeated or use.module not in trace.outputs:
             often = "more than once" if use.module in trace.repeated else "not by a plain call"
             raise UnfitError(f"the layer of parameter {use.parameter} is used {often} in one forward pass; {ELSEWHERE}")
-    return _split(tuple(_placed(use, trace, rollout) for use in uses), trace, rollout)
-
-
-def _placed(use: ParameterUse, trace: Trace, rollout: Rollout) -> ParameterUse:
-    """The use with the rule for its layout: positions on the second axis, or behind the heads on the third.
-
-    A layer that has them on neither has no rule.
-    """
-    inputs, output = trace.inputs[use.module], trace.outputs[use.module]
-    if use.rule is INNER_VECTOR:
-        return use
-    headed = inputs.ndim == 4 and inputs.shape[0] == 1 and inputs.shape[:3] == output.shape[:3]
-    if headed and (use.rule is SCALE or (use.rule is MATRIX and inputs.shape[1] == 1)):
-        on_second, on_third = (size == rollout.length for size in inputs.shape[1:3])
-        if on_third and not on_second:
-            return replace(use, rule=HEADED_SCALE if use.rule is SCALE else HEADED_MATRIX)
-        if on_third:
+        inputs, output = trace.inputs[use.module], trace.outputs[use.module]
+        # Positions may be on the third axis, behind the heads; a layer that has them on neither has no rule.
+        headed = inputs.ndim == 4 and inputs.shape[0] == 1 and inputs.shape[:3] == output.shape[:3]
+        headed = headed and (use.rule is SCALE or (use.rule is MATRIX and inputs.shape[1] == 1))
+        if headed and inputs.shape[2] == rollout.length:
+            if inputs.shape[1] == rollout.length:
+                raise UnfitError(
+                    f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
+                    f"cannot be told apart; {ELSEWHERE}"
+                )
+            placed.append(replace(use, rule=HEADED_SCALE if use.rule is SCALE else HEADED_MATRIX))
+            continue
+        rows = (rollout.length, len(rollout.targets))
+        kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
+        odd = not kept or output.ndim < 3 or (use.rule is MATRIX and inputs.ndim != 3)
+        if odd and use.rule is not INNER_VECTOR:
             raise UnfitError(
-                f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)}, where heads and positions "
-                f"cannot be told apart; {ELSEWHERE}"
+                f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)} where one row per position was "
+                f"expected; {ELSEWHERE}"
             )
-    rows = (rollout.length, len(rollout.targets))
-    kept = all(x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] in rows for x in (inputs, output))
-    if not kept or output.ndim < 3 or (use.rule is MATRIX and inputs.ndim != 3):
-        raise UnfitError(
-            f"parameter {use.parameter} is applied to shape {tuple(inputs.shape)} where one row per position was "
-            f"expected; {ELSEWHERE}"
-        )
-    return use
+        placed.append(use)
+    return _split(tuple(placed), trace, rollout)
 
 
 def _uses(batch: ScoreBatch) -> tuple[ParameterUse, ...]:

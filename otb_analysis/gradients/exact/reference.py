@@ -1,6 +1,6 @@
 """The slow, obvious engine: ordinary reverse-mode autograd, one backward pass per row of weights.
 
-`norms_of` is the loop that all share: take one rollout's scores apart, write their norms to their places.
+`norms_of` is the loop that all share: measure one rollout's scores, write their norms to their places.
 Every faster engine is compared with this one. Rollouts run one at a time without padding; a forward graph is kept while
 its backward passes run. Gradients are formed in the model's dtype, squared norms are summed in float64.
 """
@@ -8,7 +8,6 @@ its backward passes run. Gradients are formed in the model's dtype, squared norm
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,19 +15,11 @@ from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.exact.gram import (
-    GRADIENT_BYTES,
-    Stretch,
-    gram_matrix,
-    norm_sq_of,
-    refuse_many,
-    stretches,
-)
+from otb_analysis.gradients.exact.gram import GRADIENT_BYTES, Stretch, gram_matrix, norm_sq_of, refuse_many, stretches
 from otb_analysis.gradients.exact.verdicts import Verdicts, graph_bytes
 from otb_analysis.phases import counted
 from otb_analysis.types import Bool, Float, Int
 
-Apart = TypeVar("Apart")
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +38,20 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Mix:
+    """C weighted scores Σ_k weights[c, k] s_k of the sampled tokens `span`; weights None for the tokens' own scores."""
+
+    weights: Tensor | None
+    span: slice
+
+    def matrix(self, token_signals: Tensor) -> Tensor:
+        """Weights [C, |span|], like the signals of all tokens."""
+        if self.weights is None:
+            return torch.eye(len(token_signals[self.span]), device=token_signals.device).to(token_signals)
+        return self.weights.to(token_signals)
+
+
+@dataclass(frozen=True)
 class Norms:
     """What an engine found, zero where nothing was asked."""
 
@@ -57,18 +62,14 @@ class Norms:
 
 
 def norms_of(
-    batch: ScoreBatch,
-    asked: Asked,
-    take_apart: Callable[[Rollout], Apart],
-    of_tokens: Callable[[Apart, int, bool], tuple[Tensor, Tensor, Tensor]],
-    of_rows: Callable[[Apart, Tensor], Tensor],
+    batch: ScoreBatch, asked: Asked, measure: Callable[[Rollout, int, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 ) -> Norms:
-    """Measure every rollout; both questions about it are answered from what `take_apart` makes of it, once.
+    """Measure every rollout of which anything is asked.
 
     Args:
-        of_tokens: What of a rollout, the first of its K sampled tokens to be measured, whether path norms are wanted →
-            log-probabilities, squared score norms and squared path norms from that token on, each [≤ K].
-        of_rows: What of a rollout and R rows of weights [R, K], float64 → squared norms of the weighted sums [R].
+        measure: What of a rollout, the first of its K sampled tokens to be measured (K for none) and R rows of weights
+            [R, K], float64 → log-probabilities, squared score norms and squared path norms from that token on, each
+            [≤ K], and squared norms of the weighted sums [R].
     """
     logprob, norm_sq, path_norm_sq = by_token = [np.zeros(batch.shape) for _ in range(3)]
     weighted = np.zeros(asked.weights.shape[:2])
@@ -78,14 +79,12 @@ def norms_of(
         active = np.flatnonzero(rows.any(-1))
         if not len(wanted) and not len(active):
             continue
-        apart = take_apart(rollout)
-        if len(wanted):
-            # Tokens that another rollout stands for come first: their texts are the beginning of this one's.
-            first = int(wanted[0])
-            for result, values in zip(by_token, of_tokens(apart, first, asked.path), strict=True):
-                result[rollout.row, rollout.columns[first:]] = values.detach().double().cpu().numpy()
-        if len(active):
-            weighted[rollout.row, active] = of_rows(apart, torch.from_numpy(rows[active])).cpu().numpy()
+        # Tokens that another rollout stands for come first: their texts are the beginning of this one's.
+        first = int(wanted[0]) if len(wanted) else len(rollout.columns)
+        *measured, of_rows = measure(rollout, first, torch.from_numpy(rows[active]))
+        for result, values in zip(by_token, measured, strict=True):
+            result[rollout.row, rollout.columns[first:]] = values.detach().double().cpu().numpy()
+        weighted[rollout.row, active] = of_rows.cpu().numpy()
     return Norms(logprob, norm_sq, path_norm_sq, weighted)
 
 
@@ -103,23 +102,24 @@ def norms(batch: ScoreBatch, asked: Asked) -> Norms:
     For path norms the running sum Σ_{j≤t} s_j is kept in float64.
     """
 
-    def of_tokens(rollout: Rollout, first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def measure(rollout: Rollout, first: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        of_rows = list[float]()
+        if len(rows):
+            values = sampled_logprobs(batch, (rollout,))
+            of_rows = [norm_sq_of(_weighted_score(values, row.to(values), batch.scope.parameters)) for row in rows]
+            del values  # its graph, before others are made
         # A path sum adds many scores that nearly cancel; float32 would drift.
-        running = [torch.zeros_like(p, dtype=torch.float64) for p in batch.scope.parameters] if path else []
-        measured = []
+        running = [torch.zeros_like(p, dtype=torch.float64) for p in batch.scope.parameters] if asked.path else []
+        measured = list[tuple[float, float, float]]()
         for logprob, score in _scores(batch, rollout, first):
-            for total, part in zip(running, score if path else (), strict=True):
+            for total, part in zip(running, score if asked.path else (), strict=True):
                 total.add_(part)
-            measured.append((logprob, norm_sq_of(score), norm_sq_of(running) if path else 0.0))
-        logprob, norms, path_norms = torch.tensor(measured, dtype=torch.float64, device="cpu").T
-        return logprob, norms, path_norms
+            measured.append((logprob, norm_sq_of(score), norm_sq_of(running) if asked.path else 0.0))
+        exact = {"dtype": torch.float64, "device": "cpu"}
+        logprob, norms, path_norms = torch.tensor(measured, **exact).reshape(-1, 3).T
+        return logprob, norms, path_norms, torch.tensor(of_rows, **exact)
 
-    def of_rows(rollout: Rollout, rows: Tensor) -> Tensor:
-        values = sampled_logprobs(batch, (rollout,))
-        scores = (_weighted_score(values, row.to(values), batch.scope.parameters) for row in rows)
-        return torch.tensor([norm_sq_of(score) for score in scores], dtype=torch.float64, device="cpu")
-
-    return norms_of(batch, asked, lambda rollout: rollout, of_tokens, of_rows)
+    return norms_of(batch, asked, measure)
 
 
 def needed_bytes(batch: ScoreBatch, path: bool) -> int:
@@ -128,7 +128,7 @@ def needed_bytes(batch: ScoreBatch, path: bool) -> int:
         return 0
     gradient = sum(p.numel() * p.element_size() for p in batch.scope.parameters)
     sums = sum(8 * p.numel() for p in batch.scope.parameters) if path else 0
-    return 2 * (pass_bytes(batch, graph_per_position(batch)) + gradient) + sums
+    return 2 * (pass_bytes(batch) + gradient) + sums
 
 
 def graph_per_position(batch: ScoreBatch) -> int:
@@ -136,8 +136,8 @@ def graph_per_position(batch: ScoreBatch) -> int:
     return 0 if batch.soft is not None else _GRAPHS.get(batch, lambda: graph_bytes(batch))
 
 
-def pass_bytes(batch: ScoreBatch, each: int) -> int:
-    """The graph of one pass over the longest rollout, of `each` bytes per position, with its logits and attention."""
+def pass_bytes(batch: ScoreBatch) -> int:
+    """The graph of one pass over the longest rollout, with its logits and attention."""
     longest = max(batch.rollouts, key=lambda r: r.length)
     length, config = longest.length, getattr(batch.model, "config", None)
     size = batch.scope.parameters[0].element_size()
@@ -145,7 +145,7 @@ def pass_bytes(batch: ScoreBatch, each: int) -> int:
     # The plain kernel keeps scores and weights of all pairs of positions.
     heads = getattr(config, "num_attention_heads", 0) * getattr(config, "num_hidden_layers", 0)
     eager = getattr(config, "_attn_implementation", None) == "eager"
-    return each * length + logits + (3 * heads * length**2 * size if eager else 0)
+    return graph_per_position(batch) * length + logits + (3 * heads * length**2 * size if eager else 0)
 
 
 def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
@@ -220,9 +220,8 @@ def _scores(batch: ScoreBatch, rollout: Rollout, first: int = 0) -> Iterator[tup
     """Log-probability and score of every sampled token from the `first` on."""
     for block in rollout.blocks(BLOCK, first):
         values = sampled_logprobs(batch, (block,))
-        for value, unit in zip(
-            values.detach().double().tolist(), torch.eye(len(values), device=values.device).to(values), strict=True
-        ):
+        units = torch.eye(len(values), device=values.device).to(values)
+        for value, unit in zip(values.detach().double().tolist(), units, strict=True):
             yield value, _weighted_score(values, unit, batch.scope.parameters)
         del values  # or two graphs would be held while the next one is made
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,12 +29,14 @@ _KEYS: WeakKeyDictionary[Scope, tuple[object, ...]] = WeakKeyDictionary()
 """What a verdict depends on besides the identity of the model: layers, attention, dtypes, scope and zeros."""
 
 
+@dataclass
 class Verdicts(Generic[T]):
     """By model and scope, what was found at the first use, or the reason why the model does not fit."""
 
-    def __init__(self) -> None:
-        # Weak keys: a verdict must not keep a model's weights alive.
-        self._known: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], T | UnfitError]] = WeakKeyDictionary()
+    # Weak keys: a verdict must not keep a model's weights alive.
+    _known: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], T | UnfitError]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def get(self, batch: ScoreBatch, find: Callable[[], T]) -> T:
         """Return what `find` found at the first use; raises `UnfitError` where it did, then and ever after."""
@@ -132,10 +135,7 @@ def reference_norms(batch: ScoreBatch, rollout: Rollout) -> tuple[Tensor, dict[s
 
 
 def refuse_difference(
-    batch: ScoreBatch,
-    how: str,
-    remedy: str,
-    measure: Callable[[Rollout], tuple[Tensor, dict[str, Tensor]]],
+    batch: ScoreBatch, how: str, remedy: str, measure: Callable[[Rollout], tuple[Tensor, dict[str, Tensor]]]
 ) -> None:
     """Raise where a probe's log-probabilities [K] or, by parameter, its norms [K] are not the reference ones."""
     rollout = probe(batch)

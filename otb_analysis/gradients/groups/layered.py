@@ -25,8 +25,7 @@ from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.scope import end_of
 from otb_analysis.gradients.exact.attention import many_signals, query_blocks
 from otb_analysis.gradients.exact.gram import stretches
-from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.exact.plan import pull_back
+from otb_analysis.gradients.exact.layers import UnfitError, pull_back
 from otb_analysis.gradients.groups.blocks import BlockStructure, Call, Seen
 from otb_analysis.gradients.groups.vocabulary import Ends, Predictions, predictions, vocabulary_gradients
 from otb_analysis.phases import advance

@@ -4,14 +4,14 @@ Position comes first: then a linear layer is one GEMM over n·C rows, and so is 
 weight gradient, over C·d_out columns. Whatever meets a parameter in scope is handed to a sink.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from otb_analysis.gradients.exact.gram import Group, NormAccumulator, Workspace
-from otb_analysis.gradients.manual.forward import Activations, Attention, FeedForward, NormPass, Turns
+from otb_analysis.gradients.manual.forward import Activations, Attention, BlockPass, FeedForward, NormPass, Turns
 from otb_analysis.gradients.manual.layout import Dense, Layer, LlamaLayout, Norm
 
 Place = tuple[int, str]
@@ -26,9 +26,9 @@ class Factor:
     triangular: bool  # Whether it is R, of which a prefix needs the first b rows only
 
 
-def factors(layout: LlamaLayout, acts: Activations) -> dict[Place, Factor]:
-    """Factors of all inputs that a weight in scope below the cut reads."""
-    made: dict[Place, Factor] = {}
+def factors(layout: LlamaLayout, acts: Activations) -> tuple[dict[Place, Factor], Activations]:
+    """Factors of all inputs that a weight in scope below the cut reads, and the pass without those inputs."""
+    made, blocks = dict[Place, Factor](), list[BlockPass]()
     for index, (layer, kept) in enumerate(zip(layout.layers, acts.blocks, strict=True)):
         attention, feed = kept.attention, kept.feed
         # Of the last block only key and value lie below the cut: its other signals stay at their own positions.
@@ -41,20 +41,23 @@ def factors(layout: LlamaLayout, acts: Activations) -> dict[Place, Factor]:
         if layer is layout.layers[-1]:
             reads = [("attention", attention.inputs, (layer.key, layer.value))]
         for name, inputs, layers in reads:
-            if not any(dense.weight_name for dense in layers):
-                continue
-            # ‖Aᵀδ‖ = ‖Rδ‖ since Q has orthonormal columns; R of a prefix is the leading square of R.
-            triangular = len(inputs) <= 2 * inputs.shape[1]
-            matrix = torch.linalg.qr(inputs.T, mode="r").R if triangular else inputs.T.contiguous()
-            made[index, name] = Factor(matrix, triangular)
-    return made
+            if any(dense.weight_name for dense in layers):
+                # ‖Aᵀδ‖ = ‖Rδ‖ since Q has orthonormal columns; R of a prefix is the leading square of R.
+                triangular = len(inputs) <= 2 * inputs.shape[1]
+                matrix = torch.linalg.qr(inputs.T, mode="r").R if triangular else inputs.T.contiguous()
+                made[index, name] = Factor(matrix, triangular)
+        # A clone, since an empty view would keep the whole input alive.
+        none = attention.inputs[:0].clone()
+        feed = replace(feed, inputs=none, act=none)
+        blocks.append(replace(kept, feed=feed, attention=replace(attention, inputs=none)))
+    return made, replace(acts, blocks=tuple(blocks))
 
 
+@dataclass
 class Above:
     """Gradients of tokens that signal at one position each, as outer products left [K, a] ⊗ right [K, b]."""
 
-    def __init__(self) -> None:
-        self.outer: list[tuple[str, Tensor, Tensor]] = []
+    outer: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # (parameter, left, right)
 
     def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
         """Note the gradients of linear layers; signal [K, 1, ΣD]."""
@@ -72,23 +75,33 @@ class Above:
             self.outer.append((norm.name, torch.ones_like(gradient[:, :1]), gradient))
 
 
+@dataclass
 class Below:
     """Coordinates of gradients whose signals reach a whole prefix, handed to an accumulator."""
 
-    def __init__(self, known: dict[Place, Factor], accumulator: NormAccumulator) -> None:
-        self._factors, self._accumulator = known, accumulator
+    factors: dict[Place, Factor]
+    accumulator: NormAccumulator
 
     def dense(self, place: Place, layers: Sequence[Dense], inputs: Tensor, signal: Tensor) -> None:
         """Hand on the coordinates of linear layers; signal [b, C, ΣD]."""
         b, count, _ = signal.shape
-        for group, part in _together([d.weight_name for d in layers], layers, signal):
-            factor = self._factors[place]
-            matrix = factor.matrix[: b if factor.triangular else None, :b]
-            coordinates = self._accumulator.take(group, len(matrix), count)
-            torch.mm(matrix, part.reshape(b, -1), out=coordinates.flatten(1))
-            self._accumulator.note(group, coordinates)
-        for group, part in _together([d.bias_name for d in layers], layers, signal):
-            self.vector(group, part.sum(0))
+        widths = [len(dense.weight) for dense in layers]
+        for kind in ("weight_name", "bias_name"):
+            names: list[str | None] = [getattr(dense, kind) for dense in layers]
+            # In one piece where every parameter is in scope, else the slices of those that are.
+            parts = zip(names, widths, signal.split(widths, -1), strict=True)
+            pieces = [(((name, width),), part) for name, width, part in parts if name is not None]
+            if len(pieces) == len(layers):
+                pieces = [(tuple(one for group, _ in pieces for one in group), signal)]
+            for group, part in pieces:
+                if kind == "bias_name":
+                    self.vector(group, part.sum(0))
+                    continue
+                factor = self.factors[place]
+                matrix = factor.matrix[: b if factor.triangular else None, :b]
+                coordinates = self.accumulator.take(group, len(matrix), count)
+                torch.mm(matrix, part.reshape(b, -1), out=coordinates.flatten(1))
+                self.accumulator.note(group, coordinates)
 
     def scale(self, norm: Norm, product: Tensor) -> None:
         """Hand on the gradients of a norm's weight; product [b, C, ..., d]."""
@@ -98,29 +111,19 @@ class Below:
 
     def vector(self, group: Group, gradient: Tensor) -> None:
         """A parameter's own gradients [C, d]."""
-        coordinates = self._accumulator.take(group, 1, len(gradient))
+        coordinates = self.accumulator.take(group, 1, len(gradient))
         coordinates[0] = gradient
-        self._accumulator.note(group, coordinates)
-
-
-def _together(names: Sequence[str | None], layers: Sequence[Dense], signal: Tensor) -> Iterator[tuple[Group, Tensor]]:
-    """The slices of a signal whose parameter is in scope, in one piece where every one is."""
-    widths = [len(dense.weight) for dense in layers]
-    if None not in names:
-        yield tuple((str(name), width) for name, width in zip(names, widths, strict=True)), signal
-        return
-    for name, width, part in zip(names, widths, signal.split(widths, -1), strict=True):
-        if name is not None:
-            yield ((name, width),), part
+        self.accumulator.note(group, coordinates)
 
 
 SLICE, SCORE_BYTES = 64, 1 << 24
 """Queries below which an attention slice is not worth its calls, and what the scores of one slice may occupy."""
 
-Sink = Above | Below
+Tools = tuple[Above | Below, Workspace]
+"""Where gradients go, and the memory that signals are written to."""
 
 
-def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, tools: tuple[Sink, Workspace]) -> Tensor:
+def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, tools: Tools) -> Tensor:
     """Signal at the output of a feed-forward part [n, C, d] → at its input."""
     sink, work = tools
     n, count, width = signal.shape
@@ -138,9 +141,7 @@ def feed_backward(layer: Layer, index: int, feed: FeedForward, signal: Tensor, t
     return out
 
 
-def attention_backward(
-    layer: Layer, index: int, kept: Attention, turns: Turns, signal: Tensor, tools: tuple[Sink, Workspace]
-) -> Tensor:
+def attention_backward(layer: Layer, index: int, kept: Attention, turns: Turns, signal: Tensor, tools: Tools) -> Tensor:
     """Signal at the output of attention [b, C, d] → at its input, for a prefix of b positions."""
     sink, work = tools
     b, count, width = signal.shape
@@ -155,11 +156,10 @@ def attention_backward(
     both = work.take("qkv", b, count, sum(len(dense.weight) for dense in layers))
     parts = [p.unflatten(-1, (-1, size)) for p in both.split([len(dense.weight) for dense in layers], -1)]
     scores_backward(kept, mixed.view(heads, b, count, size), turns, parts, work)
-    for norm, passed, part in zip(
-        (layer.query_norm, layer.key_norm), (kept.query_pass, kept.key_pass), parts, strict=False
-    ):
+    norms = (layer.query_norm, kept.query_pass), (layer.key_norm, kept.key_pass)
+    for (norm, passed), part in zip(norms, parts, strict=False):
         if norm is not None and passed is not None:
-            head_norm_backward(norm, passed.at(slice(b)), part, sink)
+            norm_backward(norm, passed.at(slice(b)), part, None, tools)
     sink.dense((index, "attention"), layers, kept.inputs[:b], both)
     return through(both, layers, work)
 
@@ -177,7 +177,9 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
     # Memory of other parts that is idle here: they never run at the same time.
     key = work.take("gate", heads, count, b, size)
     value = work.take("input", heads, b, count * size)
-    step = slice_length(b, heads * count * b * mixed.element_size())
+    # All of a short prefix at once, else a quarter, fewer where their scores would be large.
+    row_bytes = heads * count * b * mixed.element_size()
+    step = max(1, min(max(SLICE, -(-b // 4)), SCORE_BYTES // row_bytes))
     for start in reversed(range(0, b, step)):
         stop = min(start + step, b)
         rows = mixed[:, start:stop].flatten(1, 2)
@@ -199,32 +201,24 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
             value[:, :stop] += torch.bmm(
                 weights.transpose(1, 2), outer, out=work.take("part", heads, stop, count * size)
             )
-    groups = heads // out[1].shape[2]
-    unrotate(_grouped(key, groups).permute(2, 1, 0, 3), turns.at(slice(b)), out=out[1])
-    out[2].copy_(_grouped(value.view(heads, b, count, size), groups).permute(1, 2, 0, 3))
+    # The queries that share a key add up.
+    value, groups = value.view(heads, b, count, size), heads // out[1].shape[2]
+    summed = key if groups == 1 else key.unflatten(0, (-1, groups)).sum(1)
+    unrotate(summed.permute(2, 1, 0, 3), turns.at(slice(b)), out=out[1])
+    del summed  # before another is made
+    summed = value if groups == 1 else value.unflatten(0, (-1, groups)).sum(1)
+    out[2].copy_(summed.permute(1, 2, 0, 3))
 
 
-def slice_length(b: int, row_bytes: int) -> int:
-    """Queries that go together: all of a short prefix, else a quarter, fewer where their scores would be large."""
-    return max(1, min(max(SLICE, -(-b // 4)), SCORE_BYTES // max(row_bytes, 1)))
-
-
-def norm_backward(norm: Norm, kept: NormPass, signal: Tensor, onto: Tensor, tools: tuple[Sink, Workspace]) -> None:
-    """Add the signal that comes out of a norm's input to the residual stream: r(w∘δ − x̂·mean(x̂∘w∘δ))."""
+def norm_backward(norm: Norm, kept: NormPass, signal: Tensor, onto: Tensor | None, tools: Tools) -> None:
+    """Signal [n, C, ..., d] behind a norm → at its input, r(w∘δ − x̂·mean(x̂∘w∘δ)), added to `onto` or else in place."""
     sink, work = tools
     product = torch.mul(signal, kept.unit[:, None], out=work.take("product", *signal.shape))
     sink.scale(norm, product)
     # A product with w: an array w∘δ is never formed.
-    mean = torch.mv(product.view(-1, product.shape[-1]), norm.weight).view(*signal.shape[:-1], 1) * kept.share[:, None]
-    onto.addcmul_(signal, kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
-
-
-def head_norm_backward(norm: Norm, kept: NormPass, signal: Tensor, sink: Sink) -> None:
-    """The same for a norm of heads [n, C, H, h], in place."""
-    product = signal * kept.unit[:, None]
-    sink.scale(norm, product)
     mean = (product @ norm.weight)[..., None] * kept.share[:, None]
-    signal.mul_(kept.gain[:, None]).addcmul_(mean, kept.unit[:, None], value=-1)
+    out = signal.mul_(kept.gain[:, None]) if onto is None else onto.addcmul_(signal, kept.gain[:, None])
+    out.addcmul_(mean, kept.unit[:, None], value=-1)
 
 
 def unrotate(signal: Tensor, turn: tuple[Tensor, Tensor], out: Tensor) -> None:
@@ -251,8 +245,3 @@ def through(signal: Tensor, layers: Sequence[Dense], work: Workspace) -> Tensor:
             torch.mm(part, dense.weight, out=out)
         start += len(dense.weight)
     return out.view(n, count, -1)
-
-
-def _grouped(signal: Tensor, groups: int) -> Tensor:
-    """Sum over the queries that share a key [H, ...] → [H / groups, ...]."""
-    return signal if groups == 1 else signal.unflatten(0, (-1, groups)).sum(1)

@@ -6,6 +6,7 @@ that is used again.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,17 +15,8 @@ from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import policy_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.exact.generic import Mix
-from otb_analysis.gradients.exact.gram import (
-    NormAccumulator,
-    Parts,
-    Running,
-    Workspace,
-    norm_sq,
-    outer_norms,
-    outer_row_norms,
-)
-from otb_analysis.gradients.exact.reference import Asked, Norms, norms_of
+from otb_analysis.gradients.exact.gram import NormAccumulator, Workspace, norm_sq, outer_norms, outer_row_norms
+from otb_analysis.gradients.exact.reference import Asked, Mix, Norms, norms_of
 from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
 from otb_analysis.gradients.manual.backward import (
     SCORE_BYTES,
@@ -33,12 +25,11 @@ from otb_analysis.gradients.manual.backward import (
     attention_backward,
     factors,
     feed_backward,
-    head_norm_backward,
     norm_backward,
     through,
     unrotate,
 )
-from otb_analysis.gradients.manual.forward import SLICE_BYTES, run, without_inputs
+from otb_analysis.gradients.manual.forward import SLICE_BYTES, run
 from otb_analysis.gradients.manual.layout import FAMILIES, LlamaLayout, read
 
 
@@ -47,7 +38,13 @@ class ManualBackward:
 
     def __init__(self, layout: LlamaLayout, rollout: Rollout, temperature: float) -> None:
         self.layout, self.rollout = layout, rollout
+        self.reaches_below = layout.lowest < len(layout.layers)  # Whether anything below the last attention is in scope
         self.acts = run(layout, rollout)
+        # Signals that go back together: fewer are slower to call, more waste the tail of their prefix.
+        each = (
+            rollout.length * max(2 * len(layer.up.weight) for layer in layout.layers) * self.acts.hidden.element_size()
+        )
+        self.block_size = max(1, min(BLOCK if each * 2 * BLOCK > CACHE_BYTES else 2 * BLOCK, SIGNAL_BYTES // each))
         self.work = Workspace(self.acts.hidden)
         log_probabilities = policy_logits(layout.head(self.acts.hidden), (rollout,), temperature).log_softmax(-1)
         sampled = rollout.ids[rollout.targets][:, None]
@@ -64,7 +61,7 @@ class ManualBackward:
         layer, kept = layout.layers[-1], self.acts.blocks[-1]
         norm_backward(layer.after, kept.after, feed_backward(layer, -1, kept.feed, stream, tools), stream, tools)
         self.token_signals = stream[:, 0]
-        self.at_input = self._through_last_attention(above)
+        self.at_input = self._through_last_attention(tools)
         self.tokens, self.index = rollout.ids[: len(self.acts.turns.cos)].unique(return_inverse=True)
         # (parameter, left, right) of gradients above the cut; of a tied matrix only the rows that the rollout does not
         # read as input. The others are in `shared`: (right [K, U], left [K, d]) for the U distinct tokens read.
@@ -77,10 +74,10 @@ class ManualBackward:
             self.shared = signal[:, self.tokens], hidden
             self.outer[place] = name, signal.index_fill_(1, self.tokens, 0.0), hidden
         # Made once for all blocks of tokens. Afterwards the inputs themselves are no longer needed.
-        self.factors = factors(layout, self.acts)
-        self.acts = without_inputs(self.acts)
+        self.factors, self.acts = factors(layout, self.acts)
 
-    def _through_last_attention(self, above: Above) -> Tensor:
+    def _through_last_attention(self, tools: tuple[Above, Workspace]) -> Tensor:
+        above, _ = tools
         layer, kept, at = self.layout.layers[-1], self.acts.blocks[-1].attention, self.rollout.targets - 1
         above.dense((-1, "output"), (layer.output,), kept.mixed[at], self.token_signals[:, None])
         heads = len(kept.query)
@@ -93,7 +90,7 @@ class ManualBackward:
         signal = torch.empty_like(outputs.transpose(0, 1))[:, None]
         unrotate(torch.cat(turned, 1).transpose(0, 1)[:, None], self.acts.turns.at(at, layer.scaling), out=signal)
         if layer.query_norm is not None and kept.query_pass is not None:
-            head_norm_backward(layer.query_norm, kept.query_pass.at(at), signal, above)
+            norm_backward(layer.query_norm, kept.query_pass.at(at), signal, None, tools)
         signal = signal.flatten(2)
         above.dense((-1, "query"), (layer.query,), kept.inputs[at], signal)
         return signal[:, 0] @ layer.query.weight
@@ -112,7 +109,7 @@ class ManualBackward:
         """Take weighted scores through everything below the cut, on the prefix that their tokens see."""
         layout, acts, tools = self.layout, self.acts, (Below(self.factors, accumulator), self.work)
         b = int(self.rollout.targets[mix.span][-1])
-        if not layout.reaches_below:
+        if not self.reaches_below:
             return
         stream, prefix = self._seed(mix, b, tools), slice(b)
         for index in range(len(layout.layers) - 2, layout.lowest - 1, -1):  # each in place
@@ -161,7 +158,7 @@ class ManualBackward:
         unrotate(spread[0], self.acts.turns.at(slice(b)), out=at_key)
         at_value.copy_(spread[1])
         if layer.key_norm is not None and kept.attention.key_pass is not None:
-            head_norm_backward(layer.key_norm, kept.attention.key_pass.at(slice(b)), at_key, tools[0])
+            norm_backward(layer.key_norm, kept.attention.key_pass.at(slice(b)), at_key, None, tools)
         place = len(self.layout.layers) - 1, "attention"
         tools[0].dense(place, (layer.key, layer.value), kept.attention.inputs[:b], both)
         signal = through(both, (layer.key, layer.value), self.work)
@@ -185,7 +182,7 @@ _CHECKED = Verdicts[None]()
 def norms(batch: ScoreBatch, asked: Asked) -> Norms:
     """Squared norms of scores, of running sums and of weighted sums, without forming a gradient."""
     take_apart = partial(ManualBackward, checked_layout(batch), temperature=batch.temperature)
-    return norms_of(batch, asked, take_apart, _token_norms, _row_norms)
+    return norms_of(batch, asked, partial(_rollout_norms, take_apart, asked.path))
 
 
 def checked_layout(batch: ScoreBatch) -> LlamaLayout:
@@ -195,11 +192,11 @@ def checked_layout(batch: ScoreBatch) -> LlamaLayout:
     @torch.no_grad()
     def measure(rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         manual = ManualBackward(layout, rollout, batch.temperature)
-        accumulator = Parts(manual.work)
+        parts = dict[str, Tensor]()
         for name, left, right in manual.outer:
-            accumulator.by_name[name] = accumulator.by_name.get(name, 0.0) + norm_sq(left) * norm_sq(right)
-        manual.below(Mix(None, slice(None)), accumulator)
-        return manual.logprob, accumulator.by_name
+            parts[name] = parts.get(name, 0.0) + norm_sq(left) * norm_sq(right)
+        manual.below(Mix(None, slice(None)), NormAccumulator(manual.work, by_name=parts))
+        return manual.logprob, parts
 
     if batch.rollouts:
         _CHECKED.get(batch, lambda: refuse_difference(batch, "by hand", 'pass engine="generic"', measure))
@@ -230,36 +227,25 @@ def needed_bytes(batch: ScoreBatch, path: bool) -> int:
     return size * (numbers + sums) + SCORE_BYTES + SLICE_BYTES
 
 
-def block_size(manual: ManualBackward) -> int:
-    """Tokens whose signals travel together: fewer are slower to call, more waste the tail of their prefix."""
-    widest = max(2 * len(layer.up.weight) for layer in manual.layout.layers)
-    each = manual.rollout.length * widest * manual.token_signals.element_size()
-    wanted = BLOCK if each * 2 * BLOCK > CACHE_BYTES else 2 * BLOCK
-    return max(1, min(wanted, SIGNAL_BYTES // each))
-
-
-def _token_norms(manual: ManualBackward, first: int, path: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, ‖s_t‖² and, if wanted, ‖Σ_{j≤t} s_j‖² of the sampled tokens from `first` on."""
-    norms, path_norms = outer_norms(((left, right) for _, left, right in manual.outer), manual.token_signals, path)
-    size = block_size(manual)
-    # Running sums take a Gram matrix per coordinate row; without `path` lengths are enough.
-    accumulator = Running(manual.work) if path else NormAccumulator(manual.work)
-    for start in range(first, len(norms), size) if manual.layout.reaches_below else ():
+def _rollout_norms(
+    take_apart: Callable[[Rollout], ManualBackward], path: bool, rollout: Rollout, first: int, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability, ‖s_t‖² and, with `path`, ‖Σ_{j≤t} s_j‖² of the tokens from `first` on, ‖Σ_k rows[m,k] s_k‖²."""
+    manual = take_apart(rollout)
+    outer, size = [(left, right) for _, left, right in manual.outer], manual.block_size
+    some = outer if first < len(rollout.columns) else ()
+    norms, path_norms = outer_norms(some, manual.token_signals, path)
+    accumulator = NormAccumulator(manual.work, path)
+    for start in range(first, len(norms), size) if manual.reaches_below else ():
         span = slice(start, start + size)
         manual.below(Mix(None, span), accumulator)
         single, running = accumulator.total()
         norms[span] += single
         if running is not None:
             path_norms[span] += running
-    return manual.logprob[first:], norms[first:], path_norms[first:]
-
-
-def _row_norms(manual: ManualBackward, rows: Tensor) -> Tensor:
-    """‖Σ_k rows[m,k] s_k‖² of one rollout [M]."""
     rows = rows.to(manual.token_signals.device)
-    result = outer_row_norms(((left, right) for _, left, right in manual.outer), rows)
-    size, accumulator = block_size(manual), NormAccumulator(manual.work)
-    for start in range(0, len(rows), size) if manual.layout.reaches_below else ():
+    of_rows, accumulator = outer_row_norms(outer, rows), NormAccumulator(manual.work)
+    for start in range(0, len(rows), size) if manual.reaches_below else ():
         manual.below(Mix(rows[start : start + size], slice(None)), accumulator)
-        result[start : start + size] += accumulator.total()[0]
-    return result
+        of_rows[start : start + size] += accumulator.total()[0]
+    return manual.logprob[first:], norms[first:], path_norms[first:], of_rows

@@ -150,17 +150,6 @@ def run(layout: LlamaLayout, rollout: Rollout) -> Activations:
     return Activations(tuple(blocks), final, hidden, turns)
 
 
-def without_inputs(acts: Activations) -> Activations:
-    """The same pass without the inputs of linear layers, once what is needed of them has been made."""
-    blocks = list[BlockPass]()
-    for kept in acts.blocks:
-        # A clone, since an empty view would keep the whole input alive.
-        none = kept.attention.inputs[:0].clone()
-        feed = replace(kept.feed, inputs=none, act=none)
-        blocks.append(replace(kept, feed=feed, attention=replace(kept.attention, inputs=none)))
-    return replace(acts, blocks=tuple(blocks))
-
-
 def _norm(norm: Norm, x: Tensor) -> tuple[NormPass, Tensor]:
     """Normalise in float32, as the models do whatever their dtype."""
     single = x.to(torch.float32)
@@ -176,10 +165,15 @@ def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Atten
     query_pass = key_pass = None
     if layer.query_norm is not None and layer.key_norm is not None:
         (query_pass, query), (key_pass, key) = _norm(layer.query_norm, query), _norm(layer.key_norm, key)
-    groups = query.shape[1] // key.shape[1]
+    groups, half = query.shape[1] // key.shape[1], layer.head_dim // 2
+    # Turned by their position.
+    query, key = (
+        x * turns.cos[:, None] + torch.cat((-x[..., half:], x[..., :half]), -1) * turns.sin[:, None]
+        for x in (query, key)
+    )
     # Scaled here once, on [T, H, h], instead of on the [H, T, T] scores.
-    query = rotate(query, turns).mul_(layer.scaling).transpose(0, 1).contiguous()
-    key = rotate(key, turns).transpose(0, 1).repeat_interleave(groups, 0)
+    query = query.mul_(layer.scaling).transpose(0, 1).contiguous()
+    key = key.transpose(0, 1).repeat_interleave(groups, 0)
     value = value.transpose(0, 1).repeat_interleave(groups, 0)
     made = Attention(
         x, query, key, value, x, query_pass, key_pass, turns.position, layer.scaling, layer.window, round_softmax
@@ -188,9 +182,3 @@ def _attend(layer: Layer, x: Tensor, turns: Turns, round_softmax: bool) -> Atten
         made = replace(made, kept=made.weights(slice(0, len(x)), len(x)))
     parts = [torch.bmm(made.weights(rows, rows.stop), value[:, : rows.stop]) for rows in made.slices(len(x))]
     return replace(made, mixed=torch.cat(parts, 1).transpose(0, 1).flatten(1))
-
-
-def rotate(x: Tensor, turns: Turns) -> Tensor:
-    """Turn heads [n, H, h] by their position."""
-    first, second = x.chunk(2, -1)
-    return x * turns.cos[:, None] + torch.cat((-second, first), -1) * turns.sin[:, None]

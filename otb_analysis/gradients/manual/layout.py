@@ -144,11 +144,6 @@ class LlamaLayout:
         trained = (any(getattr(p, f, None) is not None for p in block for f in fields) for block in parts)
         return next((i for i, inside in enumerate(trained) if inside), len(parts))
 
-    @property
-    def reaches_below(self) -> bool:
-        """Whether any parameter below the last attention is in scope."""
-        return self.lowest < len(self.layers)
-
 
 def read(batch: ScoreBatch) -> LlamaLayout:
     """Read a model into its parts; raises `UnfitError` where `refuse_unsupported` does, or a parameter is shared."""

@@ -4,7 +4,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from otb_analysis.gradients.exact import attention
-from otb_analysis.gradients.exact.plan import pull_back
+from otb_analysis.gradients.exact.layers import pull_back
 
 N, D = 11, 4
 CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()

@@ -399,27 +399,20 @@ def test_the_gram_matrix_is_the_same_from_every_engine(make_model, sample):
 def test_blocks_of_any_size_give_the_same_norms(make_model, monkeypatch, long_batch):
     model, batch = make_model("qwen3"), long_batch(LONG)
     whole = norms(model, *batch.args, batch.attention_mask)
+    monkeypatch.setattr(fast, "CACHE_BYTES", 0)
     for size in (1, 5, 64):
-        monkeypatch.setattr(fast, "block_size", lambda *_, size=size: size)
+        monkeypatch.setattr(fast, "BLOCK", size)
         got = norms(model, *batch.args, batch.attention_mask)
         np.testing.assert_allclose(got.path_norm_sq, whole.path_norm_sq, **CLOSE)
 
 
-@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("size", [0, 7])  # queries in the longest slice, one where there is no room
 def test_attention_slices_of_any_length_give_the_same_norms(make_model, monkeypatch, size, agree, long_batch):
     model, batch = make_model("llama"), long_batch(LONG)
-    monkeypatch.setattr(backward, "slice_length", lambda *_: size)
+    monkeypatch.setattr(backward, "SCORE_BYTES", 4 * 16 * 41 * 8 * size)
     monkeypatch.setattr(activations, "KEPT_BYTES", 0)
     monkeypatch.setattr(activations, "SLICE_BYTES", 4 * 41 * 8 * size)
     agree(model, batch)
-
-
-def test_attention_slices_keep_to_the_memory_allowed():
-    # 1000 queries: a quarter is 250; rows of 2^18 bytes leave room for 2^24 / 2^18 = 64; short ones go in one slice.
-    assert backward.slice_length(1000, 1) == 250
-    assert backward.slice_length(1000, 1 << 18) == 64
-    assert backward.slice_length(1000, 1 << 30) == 1
-    assert backward.slice_length(40, 1) == 64
 
 
 def test_a_llama_has_no_window_whatever_its_configuration_says(agree, long_batch):
