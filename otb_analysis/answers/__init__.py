@@ -5,6 +5,7 @@ JSON, LaTeX and CSV are made from these records and compute nothing.
 """
 
 from otb_analysis.answers.measured import MeasuredSteps
-from otb_analysis.answers.run import RunAnswers, by_name, compare, designs, opened, reportable, triaged
+from otb_analysis.answers.run import RunAnswers
+from otb_analysis.answers.runs import by_name, compare, designs, opened, reportable, triaged
 
 __all__ = ["MeasuredSteps", "RunAnswers", "by_name", "compare", "designs", "opened", "reportable", "triaged"]

@@ -106,28 +106,18 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
     if run.sampling is None:
         own = "otb diagnose has that of a run of otb train, as sampling_certificate."
         missing.append(f"Sampling check: no token was scored again; {f'{SCORE} does it.' if source else own}")
+    decided = measured and measured.over_rloo.cause != "no reference"
     return AuditReport(
-        run=run.name,
-        rollouts=str(source.get("path")) if isinstance(source, Mapping) else "this run's own",
-        model=str(config.get("model") or ""),
-        trained=trained,
-        n_steps=len(steps),
+        run=run.name, rollouts=str(source.get("path")) if isinstance(source, Mapping) else "this run's own",
+        model=str(config.get("model") or ""), trained=trained, n_steps=len(steps),
         n_prompts=len(set(run.rewards["prompt_id"].dropna())) or len(run.rewards.drop_duplicates(["step", "group"])),
-        n_rollouts=len(run.rewards),
-        alarms=run.alarms,
-        traits=run.traits,
-        verdict=(*run.lines, *filter(None, [run.proxy_line])),
-        decision=None if measured is None else measured.decision,
-        estimators=None if measured is None or measured.over_rloo.cause == "no reference" else measured.comparison(),
-        between=_between(run),
-        planner=run.planner,
-        tokens=run.tokens,
-        proxy=run.proxy,
-        missing=tuple(missing),
-        sketches=_sketches(run),
+        n_rollouts=len(run.rewards), alarms=run.alarms, verdict=(*run.lines, *filter(None, [run.proxy_line])),
+        traits=run.traits, decision=measured and measured.decision,
+        estimators=measured.comparison() if measured and decided else None, between=_between(run),
+        planner=run.planner, tokens=run.tokens, proxy=run.proxy, missing=tuple(missing), sketches=_sketches(run),
         sampling=run.sampling,
         bookkeeping=check_bookkeeping(run.store, trained, trainer_loss(config, aggregation, accumulate)),
-    )
+    )  # fmt: skip
 
 
 def _sketches(run: RunAnswers) -> Sketches | None:
@@ -135,15 +125,13 @@ def _sketches(run: RunAnswers) -> Sketches | None:
     steps = [step for step, gram in run.grams.items() if gram.sketch_dim is not None]
     if not steps:
         return None
-    sketched = [(gram, gram.sketch_dim or 0) for gram in run.store.grams(steps).values()]
-    errors = [
-        sketch_noise(gram.inner, dim).log_ratio[:, gram.labels.index(REFERENCE)]
-        for gram, dim in sketched
-        if REFERENCE in gram.labels
-    ]
-    every = np.concatenate([np.zeros(0), *errors])
-    error = float(np.nanmax(every)) if np.isfinite(every).any() else None
-    return Sketches(len(sketched), min(dim for _, dim in sketched), error)
+    errors, dims = [np.zeros(0)], list[int]()
+    for gram in run.store.grams(steps).values():
+        dims.append(gram.sketch_dim or 0)
+        if REFERENCE in gram.labels:
+            errors.append(sketch_noise(gram.inner, dims[-1]).log_ratio[:, gram.labels.index(REFERENCE)])
+    every = np.concatenate(errors)
+    return Sketches(len(dims), min(dims), float(np.nanmax(every)) if np.isfinite(every).any() else None)
 
 
 def _between(run: RunAnswers) -> float | None:
@@ -158,8 +146,7 @@ def _between(run: RunAnswers) -> float | None:
     if not subgroups:
         return None
     size, halves = max(subgroups.items())
-    steps = [step for step, gram in run.grams.items() if NONE in gram.labels and step in halves]
-    steps = [step for step in steps if NONE in halves[step].labels]
+    steps = [n for n, gram in run.grams.items() if n in halves and NONE in gram.labels and NONE in halves[n].labels]
     if not steps or round(run.grams[steps[0]].n_rollouts / run.grams[steps[0]].n_prompts) != 2 * size:
         return None
     whole, half = (deleted_moments([table[step] for step in steps], NONE) for table in (run.grams, halves))

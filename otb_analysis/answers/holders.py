@@ -13,10 +13,9 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.diagnostics import LEVELS, StepAttribution
-from otb_analysis.errors import InputError
 from otb_analysis.figures.attribution import attribution_table
 from otb_analysis.figures.numbers import number
-from otb_analysis.store import RunStore, attributed_steps, step_attribution
+from otb_analysis.store import RunStore
 from otb_analysis.store.token_arrays import floats
 from otb_analysis.types import Float
 
@@ -38,8 +37,18 @@ class Attributed:
 
     @property
     def says(self) -> str:
-        """The attribution in two sentences."""
-        return attribution_line(self.shares)
+        """In two sentences how few tokens decide the step's update, and how much of it is signal."""
+        of, few, total = self.shares, self.shares.tokens.holding(), len(self.shares.tokens)
+        text = (
+            f"At step {of.step} {few:,} of {total:,} tokens ({few / total:.1%}) hold half of the gradient, by the size "
+            f"of their shares. Its squared length ‖ḡ‖² is {number(of.norm_sq)}"
+        )
+        if of.signal_total is None or of.noise_total is None:
+            return f"{text}; signal and noise were not measured (--measure.attribution.split)."
+        return (
+            f"{text}: {number(of.signal_total)} is signal, which prompts have in common, and "
+            f"{number(of.noise_total)} is noise, each prompt's own."
+        )
 
     def holders(self, level: str, top: int | None = None) -> pd.DataFrame:
         """Return the holders of a level with the largest shares, shares of ‖ḡ‖² as fractions; `top` None keeps all."""
@@ -48,14 +57,13 @@ class Attributed:
 
     def record(self, top: int) -> dict[str, object]:
         """Return the numbers of all levels for JSON."""
-        counts = {level: len(self.shares.at(level)) for level in LEVELS}
-        about: dict[str, object] = {
+        return {
             "step": self.shares.step,
             "grad_norm_sq": self.shares.norm_sq,
             "says": self.says,
-            "holders": counts,
+            "holders": {level: len(self.shares.at(level)) for level in LEVELS},
+            **{f"{level}s": self.holders(level, top) for level in LEVELS},
         }
-        return about | {f"{level}s": self.holders(level, top) for level in LEVELS}
 
 
 @dataclass(frozen=True)
@@ -68,28 +76,6 @@ class NotAttributed:
     nearest: int | None  # The nearest step that has one
 
 
-def attribution_of(store: RunStore, config: Mapping[str, Any], step: int) -> Attributed | NotAttributed:
-    """Return who holds ‖ḡ‖² at a step of a run, or why that is not known.
-
-    Raises:
-        InputError: The run has no such step.
-        StoreError: It cannot be read.
-    """
-    steps, attributed = store.complete_steps(), attributed_steps(store)
-    if step not in steps:
-        raise InputError(f"--step is {step}, but {store.path.name} has steps {steps[0]} to {steps[-1]}; pass one.")
-    if step not in attributed:
-        near = min(attributed, key=lambda other: abs(other - step), default=None)
-        missing = "No step of this run says which tokens held its gradient."
-        if near is not None:
-            missing = f"Step {step} has no attribution; the nearest step that has is {near}."
-        how, command = attribution_command(str(store.path), config, step)
-        return NotAttributed(step, f"{missing} {how}", command, near)
-    tokens = store.tokens_df([step], ["rollout", "t", "token"])
-    rollouts = store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])
-    return Attributed(step_attribution(store, step), tokens, rollouts)
-
-
 def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple[str, str]:
     """Return how a step's attribution is measured for a run that lacks it: a sentence, and the command if it is known.
 
@@ -99,30 +85,14 @@ def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple
     if "optimize" in config:
         command = ["otb", "train", "--config", str(path / "run.json"), "--run", f"{path.name}-attributed"]
         command += ["--measure.attribution.first", str(step), "--measure.attribution.every", "1"]
-        return f"This trains the run again, from the same seed, and measures it from step {step} on:", shlex.join(
-            command
-        )
+        how = f"This trains the run again, from the same seed, and measures it from step {step} on:"
+        return how, shlex.join(command)
     if config.get("model") and config.get("rollouts"):
         same = [w for name in RECORDED if name in config for w in (f"--{name.replace('_', '-')}", str(config[name]))]
         command = ["otb", "score", *same, "--root", str(path.parent), "--run", f"{path.name}-attributed"]
         command += ["--measure.attribution.every", "1"]
         return "This scores the same rollouts again and measures it:", shlex.join(command)
     return "`otb train --measure.attribution.every 1` measures every step, `otb audit` those of recorded rollouts.", ""
-
-
-def attribution_line(attribution: StepAttribution) -> str:
-    """Return in two sentences how few tokens decide a step's update, and how much of it is signal."""
-    few, total = attribution.tokens.holding(), len(attribution.tokens)
-    text = (
-        f"At step {attribution.step} {few:,} of {total:,} tokens ({few / total:.1%}) hold half of the gradient, by "
-        f"the size of their shares. Its squared length ‖ḡ‖² is {number(attribution.norm_sq)}"
-    )
-    if attribution.signal_total is None or attribution.noise_total is None:
-        return f"{text}; signal and noise were not measured (--measure.attribution.split)."
-    return (
-        f"{text}: {number(attribution.signal_total)} is signal, which prompts have in common, and "
-        f"{number(attribution.noise_total)} is noise, each prompt's own."
-    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.answers.measured import MeasuredSteps
-from otb_analysis.answers.run import RunAnswers, in_common
+from otb_analysis.answers.run import RunAnswers
+from otb_analysis.answers.runs import in_common
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import MISSING, bracketed, formatted, number, span
 from otb_analysis.figures.pairs import (
@@ -150,40 +151,35 @@ def estimator_names(measured: MeasuredSteps) -> dict[str, Label]:
 
 
 def _reward(panels: Sequence[PairPanel], runs: Mapping[str, RunAnswers], pairing: Pairing) -> list[str]:
-    """Say by how much held-out rewards differ at the last shared evaluation; without any, training rewards."""
-    by_name = {panel.quantity.column: panel for panel in panels}
-    found, over, what = None, "held-out prompts", ""
-    if (panel := by_name.get("heldout_reward")) is not None:
-        found, what = _heldout(panel, runs, pairing), f"Held-out reward at step {panel.step[-1]}"
-    if (found is None or found.low is None) and (panel := by_name.get("reward_mean")) is not None:
-        found, over, what = panel.whole, "blocks of steps", "Training reward"
-    if found is None:
-        return []
-    if found.low is None or found.high is None:
-        return [f"{what}: B − A is {_signed(found.estimate)}, without an interval."]
-    told = "" if differs(found, 0.0) else ", not told from 0"
-    over = f"{len(pairing.pairs)} seeds" if pairing.by == "seed" else f"{over}; other seeds may differ"
-    ends = f"({_signed(found.low)} to {_signed(found.high)})"
-    return [f"{what}: B − A is {_signed(found.estimate)} {ends}{told}, over {over}."]
+    """Say by how much held-out rewards differ at the last shared evaluation; without any, training rewards.
 
-
-def _heldout(panel: PairPanel, runs: Mapping[str, RunAnswers], pairing: Pairing) -> Interval | None:
-    """Return the difference at the last shared evaluation: Student's over seeds; of one pair, over held-out prompts.
-
-    Both runs of a pair answer the same prompts, whose answers are stored as their mean alone, so that the interval of
-    one pair takes the two errors as independent: it is too wide rather than too short.
+    Of seeds the interval is Student's. Both runs of one pair answer the same held-out prompts, whose answers are stored
+    as their mean alone, so their interval takes the two errors as independent: too wide rather than too short.
     """
-    difference, words = panel.b[:, -1] - panel.a[:, -1], "held-out reward of B − A"
-    if pairing.by == "seed":
-        return seed_mean(difference, words)
-    ends = [
-        runs[name].steps.set_index("step").reindex(columns=list(ENDS)).loc[panel.step[-1]] for name in pairing.pairs[0]
-    ]
-    at = np.array([row.to_numpy(np.float64, na_value=np.nan) for row in ends])
-    value, (down, up) = float(difference[0]), np.abs(at[:, 1:] - at[:, :1]).T  # of A, of B
-    low, high = value - np.hypot(down[1], up[0]), value + np.hypot(up[1], down[0])
-    known = bool(np.isfinite([low, high]).all())
-    return Interval(value, float(low) if known else None, float(high) if known else None, 1, words)
+    of_column = {panel.quantity.column: panel for panel in panels}
+    value, over, what = None, "held-out prompts", ""
+    if (panel := of_column.get("heldout_reward")) is not None:
+        what, words = f"Held-out reward at step {panel.step[-1]}", "held-out reward of B − A"
+        difference = panel.b[:, -1] - panel.a[:, -1]
+        if pairing.by == "seed":
+            value = seed_mean(difference, words)
+        else:
+            of_runs = [runs[n].steps.set_index("step").reindex(columns=list(ENDS)) for n in pairing.pairs[0]]
+            at = np.array([rows.loc[panel.step[-1]].to_numpy(np.float64, na_value=np.nan) for rows in of_runs])
+            middle, (down, up) = float(difference[0]), np.abs(at[:, 1:] - at[:, :1]).T  # of A, of B
+            low, high = float(middle - np.hypot(down[1], up[0])), float(middle + np.hypot(up[1], down[0]))
+            known = np.isfinite([low, high]).all()
+            value = Interval(middle, low if known else None, high if known else None, 1, words)
+    if (value is None or value.low is None) and (panel := of_column.get("reward_mean")) is not None:
+        value, over, what = panel.whole, "blocks of steps", "Training reward"
+    if value is None:
+        return []
+    if value.low is None or value.high is None:
+        return [f"{what}: B − A is {_signed(value.estimate)}, without an interval."]
+    told = "" if differs(value, 0.0) else ", not told from 0"
+    over = f"{len(pairing.pairs)} seeds" if pairing.by == "seed" else f"{over}; other seeds may differ"
+    ends = f"({_signed(value.low)} to {_signed(value.high)})"
+    return [f"{what}: B − A is {_signed(value.estimate)} {ends}{told}, over {over}."]
 
 
 def _noise(noise: NoiseInfo) -> list[str]:
@@ -234,26 +230,22 @@ def learning_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:
         steps: Any = run.steps
         heldout = steps["heldout_reward"].dropna()
         edge = max(1, len(steps) // 10)
+        numbers = {
+            "‖ḡ‖": (steps["grad_norm"].median(), ".3g"),
+            "clipped": (steps["clipped"].mean(), ".0%"),
+            "tokens": (steps["n_tokens"].sum(min_count=1), ",.0f"),
+        }
+        for part in ("sample", "update", "measure"):
+            numbers[f"{part} s"] = steps[f"seconds_{part}"].sum(min_count=1), ".0f"
         rows.append({
             "run": name,
             "estimator": run.estimator or MISSING,
             "steps": str(len(steps)),
             "held-out reward": f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else MISSING,
             "reward": f"{steps['reward_mean'].head(edge).mean():.3f} → {steps['reward_mean'].tail(edge).mean():.3f}",
-            "‖ḡ‖": formatted(_recorded(steps["grad_norm"].median()), ".3g"),
-            "clipped": formatted(_recorded(steps["clipped"].mean()), ".0%"),
-            "tokens": formatted(_recorded(steps["n_tokens"].sum(min_count=1)), ",.0f"),
-            **{
-                f"{phase} s": formatted(_recorded(steps[f"seconds_{phase}"].sum(min_count=1)), ".0f")
-                for phase in ("sample", "update", "measure")
-            },
+            **{column: MISSING if pd.isna(x) else formatted(float(x), form) for column, (x, form) in numbers.items()},
         })  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def _recorded(value: Any) -> float | None:
-    """Return a number over steps, None where no step recorded it."""
-    return None if pd.isna(value) else float(value)
 
 
 def provenance_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:
@@ -262,8 +254,9 @@ def provenance_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:
     for name, run in runs.items():
         info: Any = run.store.info
         git, packages = info.get("git") or {}, info.get("packages") or {}
-        row = {"run": name, "created": info.get("created"), "seed": run.config.get("seed")}
-        row |= {"scope": run.scope, "schema": info.get("schema_version")}
-        row |= {"commit": str(git.get("commit") or "–")[:12], "changed files": bool(git.get("diff"))}
-        rows.append(row | {"torch": packages.get("torch", "–")})
+        rows.append({
+            "run": name, "created": info.get("created"), "seed": run.config.get("seed"), "scope": run.scope,
+            "schema": info.get("schema_version"), "commit": str(git.get("commit") or "–")[:12],
+            "changed files": bool(git.get("diff")), "torch": packages.get("torch", "–"),
+        })  # fmt: skip
     return pd.DataFrame(rows)

@@ -10,7 +10,7 @@ from otb_analysis.answers.run import RunAnswers
 from otb_analysis.errors import STOPS, InputError, nearest
 from otb_analysis.figures.rollouts import ends_elsewhere
 from otb_analysis.figures.token_columns import described, measured, with_differences
-from otb_analysis.figures.token_formula import TokenFormula, token_details, token_formula
+from otb_analysis.figures.token_formula import token_details, token_formula
 from otb_analysis.figures.tokens import prompt_head
 from otb_analysis.store import RunStore, StoredPrompt
 from otb_analysis.store.measured import exact_steps, first_step, token_steps
@@ -45,13 +45,6 @@ class PromptView:
         """Return the tokens of a rollout, or of all, with the columns that were measured."""
         rows: Any = self.table if rollout is None else self.table[self.table["rollout"] == rollout]
         return rows.sort_values(["rollout", "t"])[[*KEYS, *measured(self.table)]]
-
-    def formula(self, rollout: int, t: int) -> TokenFormula | None:
-        """Return the estimator's baseline at a token, written out."""
-        if self.label is None:
-            return None
-        inputs, rollouts = self.prompt.inputs(self.label)
-        return token_formula(self.label[0], inputs, rollouts, rollout, t, self.prompt.options(self.label))
 
 
 def prompt_view(store: RunStore, step: int | None, group: int | None, estimator: str, against: str) -> PromptView:
@@ -125,18 +118,20 @@ def token_record(view: PromptView, rollout: int | None, t: int) -> dict[str, Any
     """
     if rollout is None:
         raise InputError("--t needs the rollout of the token; pass --rollout, too.")
-    found, refused = None, None
+    formula, refused = None, None
     try:
-        found = view.formula(rollout, t)
+        if view.label is not None:
+            inputs, rollouts = view.prompt.inputs(view.label)
+            formula = token_formula(view.label[0], inputs, rollouts, rollout, t, view.prompt.options(view.label))
     except STOPS as error:
         refused = str(error)
     names = ("estimator", "formula", "to_go", "baseline", "advantage", "fallback", "others", "terms", "by_position")
-    shown = {name: getattr(found, name, None) for name in names}
-    of_trained = found if view.label == view.prompt.trained else None
+    shown = {name: getattr(formula, name, None) for name in names}
+    of_trained = formula if view.label == view.prompt.trained else None
     details = token_details(view.prompt.tokens, rollout, t, view.prompt.estimator, of_trained)
     if details is None:
         raise InputError(f"rollout {rollout} has no token {t} at step {view.step}; its tokens start at 0.")
     return {
         "rollout": rollout, "t": t, "numbers": dict(details.formulas), "not_known": refused,
-        "formula": None if found is None else {"lines": dict(found.lines), "is_sum": found.is_sum} | shown,
+        "formula": None if formula is None else {"lines": dict(formula.lines), "is_sum": formula.is_sum} | shown,
     }  # fmt: skip

@@ -1,20 +1,18 @@
-"""What one run says, each answer once and when it is first asked; and runs pooled where they can be compared."""
+"""What one run says, each answer once and when it is first asked."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from otb_analysis.answers.holders import Attributed, NotAttributed, Tokens, attributed_tokens, attribution_of
+from otb_analysis.answers.holders import Attributed, NotAttributed, Tokens, attributed_tokens, attribution_command
 from otb_analysis.answers.measured import MeasuredSteps
 from otb_analysis.answers.proxy import Proxy, fidelity_of, proxy_line, proxy_of
 from otb_analysis.answers.sentences import NOT_MEASURED, size_line
 from otb_analysis.answers.traits import Traits, traits_of
-from otb_analysis.answers.triage import Triage, triage, triage_row, worst_first
+from otb_analysis.answers.triage import Triage, triage
 from otb_analysis.checks.sampling_report import SamplingReport, recorded_line, sampling_lines, sampling_report
 from otb_analysis.diagnostics import (
     ChangePoint,
@@ -29,12 +27,11 @@ from otb_analysis.diagnostics.detectors import sampling_certificate
 from otb_analysis.diagnostics.outliers import LEAST, OUTLIERS
 from otb_analysis.diagnostics.planner import Planner, plan, reward_groups
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import proved, proved_in_all, standing_for_truth, unproved_because
+from otb_analysis.estimators import proved, standing_for_truth, unproved_because
 from otb_analysis.estimators.proved import trained_labels
 from otb_analysis.figures.numbers import number
 from otb_analysis.statistics import REFERENCE, Fidelity
-from otb_analysis.store import RunStore, runs_df, step_series
-from otb_analysis.store.runs import can_be_opened, estimator_names
+from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.types import Gram, Label, Proved
 
 PLAIN = (
@@ -119,26 +116,18 @@ class RunAnswers:
             return f"Single-step outliers: none of {', '.join(looked)}." if looked else ""
         listed = []
         for one in self.outliers[:LISTED]:
-            whose = self._record(one)
-            usual = f"{number(one.multiple)} × the usual {number(one.usual)}{', ' * bool(whose)}{whose}"
+            usual = f"{number(one.multiple)} × the usual {number(one.usual)}"
+            if one.column in HOLDS:
+                table, size = HOLDS[one.column]
+                query = f"SELECT rollout FROM {table} WHERE {size} IS NOT NULL ORDER BY {size} DESC, rollout LIMIT 1"
+                for n in self.store.sql(query, steps=[one.step])["rollout"].tolist():  # one, or none
+                    row = self.store.rollouts_df([one.step], where="rollout = ?", params=[n]).iloc[0]
+                    in_file = pd.notna(row.get("source_record"))
+                    usual += f", rollout {n}"
+                    usual += f": {row['source_file']} record {row['source_record']}" if in_file else ""
             listed.append(f"{one.column} {number(one.value)} at step {one.step} ({usual})")
         more = f", {len(self.outliers) - LISTED} more" if len(self.outliers) > LISTED else ""
         return f"Single-step outliers: {'; '.join(listed)}{more}."
-
-    def _record(self, outlier: Outlier) -> str:
-        """Return the rollout that an outlier's value is of, with its place in the file it came from; empty without."""
-        if outlier.column not in HOLDS:
-            return ""
-        table, size = HOLDS[outlier.column]
-        query = f"SELECT rollout FROM {table} WHERE {size} IS NOT NULL ORDER BY {size} DESC, rollout LIMIT 1"
-        largest = self.store.sql(query, steps=[outlier.step])
-        if largest.empty:
-            return ""
-        n = int(largest["rollout"].iloc[0])
-        row = self.store.rollouts_df([outlier.step], where="rollout = ?", params=[n]).iloc[0]
-        if pd.isna(row.get("source_record")):
-            return f"rollout {n}"
-        return f"rollout {n}: {row['source_file']} record {row['source_record']}"
 
     @property
     def mismatch_line(self) -> str:
@@ -157,7 +146,7 @@ class RunAnswers:
     def triage(self) -> Triage:
         """The run in one line."""
         status, reason = self.store.standing
-        return triage(self.name, self.estimator, status, self.steps, self.findings, reason=reason)
+        return triage(self.name, self.estimator, status, self.steps, self.findings, reason)
 
     @cached_property
     def sampling(self) -> SamplingReport | None:
@@ -228,15 +217,13 @@ class RunAnswers:
     @property
     def scope(self) -> str:
         """Whose parameters' gradient was measured, as the configuration says; all where it does not say."""
-        measure = self.config.get("measure")
-        return str(measure.get("scope", WHOLE)) if isinstance(measure, Mapping) else WHOLE
+        return str((self.config.get("measure") or {}).get("scope", WHOLE))
 
     @property
     def design(self) -> str:
         """What makes measured steps comparable: task, group size, soft tokens and scope."""
         sizes = [gram.n_rollouts / max(gram.n_prompts, 1) for gram in self.grams.values()]
-        sample = self.config.get("sample")
-        soft = sample.get("soft") if isinstance(sample, Mapping) else 0  # their J is that of other answers
+        soft = (self.config.get("sample") or {}).get("soft")  # their J is that of other answers
         of_part = "" if self.scope == WHOLE else f", scope {self.scope!r}"
         size = round(sum(sizes) / len(sizes)) if sizes else 0
         task = self.config.get("task", "task not stored")
@@ -277,12 +264,27 @@ class RunAnswers:
         return fidelity_of(self.store)
 
     def attribution(self, step: int) -> Attributed | NotAttributed:
-        """Return who holds the gradient of a step, or why that is not known.
+        """Return who holds ‖ḡ‖² at a step, or why that is not known.
 
         Raises:
             InputError: There is no such step.
+            StoreError: The run cannot be read.
         """
-        return attribution_of(self.store, self.config, step)
+        steps, attributed = self.store.complete_steps(), attributed_steps(self.store)
+        if step not in steps:
+            raise InputError(
+                f"--step is {step}, but {self.store.path.name} has steps {steps[0]} to {steps[-1]}; pass one."
+            )
+        if step in attributed:
+            tokens = self.store.tokens_df([step], ["rollout", "t", "token"])
+            rollouts = self.store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])
+            return Attributed(step_attribution(self.store, step), tokens, rollouts)
+        near = min(attributed, key=lambda other: abs(other - step), default=None)
+        missing = "No step of this run says which tokens held its gradient."
+        if near is not None:
+            missing = f"Step {step} has no attribution; the nearest step that has is {near}."
+        how, command = attribution_command(str(self.store.path), self.config, step)
+        return NotAttributed(step, f"{missing} {how}", command, near)
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
@@ -295,137 +297,3 @@ class RunAnswers:
     def proxy_line(self) -> str:
         """What the proxy costs, in a sentence; empty where nothing is known, or another sampler drew the tokens."""
         return "" if self.alarm or self.proxy is None else proxy_line(self.proxy)
-
-
-def by_name(stores: Sequence[RunStore]) -> dict[str, RunAnswers]:
-    """Return runs by what tells them apart: their names, after as many folders as repeated ones need; each run once."""
-    folders, names = dict[Path, RunStore](), dict[str, RunAnswers]()
-    for store in stores:
-        folders.setdefault(store.path.resolve(), store)
-    for folder, store in folders.items():
-        others = [other.parts for other in folders if other != folder and other.name == folder.name]
-        count = 1
-        while any(other[-count:] == folder.parts[-count:] for other in others):
-            count += 1
-        answers = RunAnswers(store)
-        answers.name = "/".join(folder.parts[-count:]) if count > 1 else store.path.name
-        names[answers.name] = answers
-    return names
-
-
-def opened(paths: Sequence[Path]) -> dict[str, RunAnswers]:
-    """Open runs that are compared, by what tells them apart.
-
-    Raises:
-        InputError: A run does not exist or has no complete step.
-        StoreError: A run cannot be read.
-    """
-    runs = by_name([RunStore(path) for path in paths])
-    for run in runs.values():
-        run.steps  # noqa: B018  # says which run has no step, before anything is computed
-    return runs
-
-
-def reportable(paths: Sequence[Path]) -> dict[str, RunAnswers]:
-    """Open runs that can stand in one report.
-
-    Raises:
-        InputError: There is none, one has no step, or they disagree in scope.
-        StoreError: One cannot be read.
-    """
-    if not paths:
-        raise InputError("there is no run to report on; pass names of runs, as in otb report demo-otb-s0.")
-    names = [path.name for path in paths]
-    if len(set(names)) < len(names):
-        raise InputError(f"runs are {', '.join(names)}; pass each name once.")
-    runs = opened(paths)
-    if apart := unlike_scopes(runs):
-        raise InputError(f"{apart}; report them apart, or train one again with the other's --measure.scope.")
-    return runs
-
-
-def designs(runs: Mapping[str, RunAnswers]) -> dict[str, MeasuredSteps]:
-    """Return the measured steps of some runs, pooled where they can be compared: of one task, group size and scope.
-
-    Bias and variance depend on N, and tasks and scopes do not share a gradient, so steps that differ in any of these
-    are never averaged. Steps of different policies on one task are: the figures then describe an average policy of
-    these runs. Proved is what is proved in all of them.
-    """
-    parts: dict[str, list[RunAnswers]] = {}
-    for run in runs.values():
-        if run.grams:
-            parts.setdefault(run.design, []).append(run)
-    pooled = dict[str, MeasuredSteps]()
-    for name, some in parts.items():
-        first = some[0].measured
-        assert first is not None
-        pooled[name] = replace(first, name=name)
-        if len(some) > 1:
-            known, grams = in_common(some)
-            reserved = [f"{run.name}: {line}" for run in some if run.measured for line in run.measured.reservations]
-            pooled[name] = replace(
-                first, name=name, known=known,
-                grams=tuple(gram for of_run in grams for gram in of_run.values()),
-                trained=tuple(dict.fromkeys(label for run in some for label in run.trained)),
-                alarm=" ".join(f"{run.name}: {run.alarm}" for run in some if run.alarm),
-                reservations=tuple(reserved), sized=str, _decided={},
-            )  # fmt: skip
-    return pooled
-
-
-def in_common(runs: Sequence[RunAnswers]) -> tuple[Proved, list[dict[int, Gram]]]:
-    """Return what is proved in all of some runs, and each one's matrices for it: reduced anew where its own differ."""
-    labels = [{label for gram in run.grams.values() for label in gram.labels} for run in runs]
-    known = proved_in_all([(of, run.believed) for of, run in zip(labels, runs, strict=True)])
-    grams = list[dict[int, Gram]]()
-    for run in runs:
-        own = all(gram.stands(known.truth) for gram in run.grams.values())
-        grams.append(run.grams if own else run.store.reduced_grams((REFERENCE, known.truth)))
-    return known, grams
-
-
-def unlike_scopes(runs: Mapping[str, RunAnswers]) -> str:
-    """Return which two runs measured gradients of other parameters, for a remedy to follow; empty where none did."""
-    for name, run in runs.items():
-        first, one = next(iter(runs.items()))
-        if run.scope != one.scope:
-            return (
-                f"{first} measured gradients of scope {one.scope!r} but {name} of {run.scope!r}, which do not compare"
-            )
-    return ""
-
-
-def compare(*paths: str | Path) -> MeasuredSteps:
-    """Return what the measured steps of one run say of its baselines, or of several runs that can be pooled.
-
-    `.lines` are the sentences, `.decision` the claims, `.to_dataframe()` every estimator with its intervals.
-
-    Raises:
-        InputError: A run does not exist, none measured its estimators, or the runs cannot be pooled.
-        StoreError: A run cannot be read.
-    """
-    found = designs(opened([Path(path) for path in paths]))
-    if not found:
-        raise InputError(NOT_MEASURED)
-    if len(found) > 1:
-        raise InputError(f"these runs cannot be pooled: {'; '.join(found)}; compare each design alone.")
-    return next(iter(found.values()))
-
-
-def triaged(root: Path) -> list[Triage]:
-    """Return every run of a folder as the page Triage lists them, the worst first.
-
-    Raises:
-        StoreError: The folder cannot be listed.
-    """
-    table: Any = runs_df(root)
-    names, readable = estimator_names(table), can_be_opened(table)
-
-    def judged(run: str) -> tuple[pd.DataFrame, list[Finding]]:
-        answers = RunAnswers(RunStore(root / run))
-        return answers.steps, answers.findings
-
-    return worst_first([
-        triage_row(row, names.get(run, ""), (lambda run=run: judged(run)) if can else None)
-        for run, can, (_, row) in zip(map(str, table["run"]), readable, table.iterrows(), strict=True)
-    ])  # fmt: skip

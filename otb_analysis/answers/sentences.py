@@ -46,65 +46,84 @@ def decision_lines(
     if decision.cause in ("no reference", "alone", "equal rewards", "few prompts"):
         return _untested(decision, config, path)
     best, names = decision.best, shown_name(decision.against)
-    m, n = decision.looked_at, decision.n_prompts
-    against_rloo = [*filter(None, [beside and _beside(beside, trained), _trained_too(decision, trained)])]
-    if best is not None:
-        verb = "Keep" if best.label in trained else "Train with"
-        first = (
-            f"{verb} {shown_name(best.label)}: {_by(best, names)}, all {m} baselines looked at together, {n} prompts."
-        )
-        count, worse = len(decision.better), len(decision.worse)
-        more = f"{count} of {m} are shown to be better than {names}, {worse} to be worse, {m - count - worse} neither"
-        more += f"{_open(decision)}."
-        return first, more, *against_rloo, f"Next: {_train_command(best.label, config, path)}; {FASTER}."
-    worse_ones = [one.label for one in decision.worse]
-    kept = dict.fromkeys(shown_name(label) for label in trained if label not in worse_ones)
-    keep = f"Keep {' and '.join(kept)}: " if kept else ""  # where it is not known what trained, nothing is kept
-    more = _measure_line(decision, config, path)
+    m, n, count, worse = decision.looked_at, decision.n_prompts, len(decision.better), len(decision.worse)
+    against_rloo = _against_rloo(decision, beside, trained)
+    hidden = [one for one in decision.comparisons if one.one_look is None or one.one_look.low is None]
+    along = not decision.signal and all(one.by == "efficiency" for one in hidden)
+    what = "the true gradient" if along else "them"
+    unjudged = f"; {len(hidden)} more cannot be judged, since noise hides {what}" if hidden else ""
+    if best is None:
+        behind = f"; {worse} shown to be worse" * bool(worse) + unjudged
+        first, near, more = _none_better(decision, names, behind, _measure_line(decision, config, path))
+        # Where it is not known what trained, nothing is kept.
+        worse_ones = [one.label for one in decision.worse]
+        kept = dict.fromkeys(shown_name(label) for label in trained if label not in worse_ones)
+        first = f"Keep {' and '.join(kept)}: {first}" if kept else f"{first[0].upper()}{first[1:]}"
+        return tuple(filter(None, [first, *against_rloo, near, more]))
+    entry = registered(best.label[0])
+    exact = entry is not None and entry.reads_energy and best.label[1] == "exact"
+    options = f"--estimator.name {quote(best.label[0])}{' --estimator.energy exact' * exact}"
+    how = f"subtract it in your trainer (in otb train: {options})"
+    if config and path and "source" not in config:
+        how = _again(best.label[0], options, path)
+    verb = "Keep" if best.label in trained else "Train with"
+    shown = f"{count} of {m} are shown to be better than {names}, {worse} to be worse"
+    return (
+        f"{verb} {shown_name(best.label)}: {_by(best, names)}, all {m} baselines looked at together, {n} prompts.",
+        f"{shown}, {m - count - worse} neither{unjudged}.",
+        *against_rloo,
+        f"Next: {how}; {FASTER}.",
+    )
+
+
+def _none_better(decision: Decision, names: str, behind: str, more: str) -> tuple[str, str, str]:
+    """Return that none is shown to be better, which is nearest, and `more` where more prompts could tell."""
+    m, n, lead = decision.looked_at, decision.n_prompts, decision.nearest
+    ends = [
+        (one.together.low, one.together.high) if one.together else (None, None)
+        for one in decision.tested
+        if not one.worse
+    ]
+    whole = len(decision.tested) == m  # one with an interval by itself may have none that holds with all others
     if decision.cause:
         why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
         hidden = f"Noise hides the true gradient, along which {why} must be estimated."
         wide = "The ends of every interval differ by a factor of 100 or more."
-        first = f"{keep}no baseline can be told from {names} on {n} prompts. {wide if decision.signal else hidden}"
-        return _capital(first), *against_rloo, more
-    behind = f"; {len(decision.worse)} shown to be worse" * bool(decision.worse) + _open(decision)
-    first = f"{keep}none of {m} baselines is shown to be better than {names} on {n} prompts{behind}."
-    open_ones, lead = [one for one in decision.tested if not one.worse], decision.nearest
-    whole = len(decision.tested) == m  # one with an interval by itself may have none that holds with all others
+        return f"no baseline can be told from {names} on {n} prompts. {wide if decision.signal else hidden}", "", more
     if whole and lead is None:
-        return _capital(f"{keep}all {m} baselines are shown to be worse than {names} on {n} prompts."), *against_rloo
-    if whole and all(_within(one.together) for one in open_ones):
-        what = f"no difference from {names} is larger than {PER_CENT}" if not behind else (
-            f"none of {m} baselines is better than {names} by more than {PER_CENT}"
-        )  # fmt: skip
-        return _capital(f"{keep}{what} on {n} prompts, all {m} together{behind}."), *against_rloo
-    near = lead and f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together."
-    return _capital(first), *filter(None, [near]), *against_rloo, more
+        return f"all {m} baselines are shown to be worse than {names} on {n} prompts.", "", ""
+    if whole and all((low or 0) > 1 - DIFFERENCE and (high or 2) < 1 / (1 - DIFFERENCE) for low, high in ends):
+        what = f"no difference from {names} is larger than {PER_CENT}"
+        what = f"none of {m} baselines is better than {names} by more than {PER_CENT}" if behind else what
+        return f"{what} on {n} prompts, all {m} together{behind}.", "", ""
+    near = (
+        f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together." if lead else ""
+    )
+    return f"none of {m} baselines is shown to be better than {names} on {n} prompts{behind}.", near, more
 
 
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
-
-
-def _open(decision: Decision) -> str:
-    """Return how many have no interval of their own."""
-    looked = [one for one in decision.comparisons if one.one_look is None or one.one_look.low is None]
-    if not looked:
-        return ""
-    along = not decision.signal and all(one.by == "efficiency" for one in looked)
-    return f"; {len(looked)} more cannot be judged, since noise hides {'the true gradient' if along else 'them'}"
-
-
-def _trained_too(decision: Decision, trained: Sequence[Label]) -> str:
-    """Return how what trained stands, where several did and all are compared with `rloo`."""
+def _against_rloo(decision: Decision, beside: Decision | None, trained: Sequence[Label]) -> list[str]:
+    """Return what holds against `rloo`, and how what trained stands where several did and all are compared with it."""
+    lines, best = list[str](), beside and beside.best
+    if beside is not None and (beside.cause or best is None):
+        none = f"none of {beside.looked_at} is shown to be better"
+        lines.append(f"Against rloo: {'no baseline can be told from it either' if beside.cause else none}.")
+    elif beside is not None and best is not None:
+        assert best.together is not None
+        count = len(beside.better)
+        worse = f", {len(beside.worse)} to be worse" * bool(beside.worse)
+        lead = f"{count} of {beside.looked_at} {'are' if count > 1 else 'is'} shown to be better{worse}; the best is"
+        what = "of its variance at equal progress" if best.by == "variance" else "times its efficiency"
+        who = shown_name(best.label) + ", which trained" * (best.label in trained)
+        lines.append(f"Against rloo: {lead} {who}, {interval_words(best.together)} {what}, all together.")
     stands: dict[str, list[str]] = {}
     for label in trained:
         one = decision.comparison_of(label)
         if one is not None and decision.best not in (None, one):
             state = "better than rloo, too" if one.better else "worse than rloo" if one.worse else "open against rloo"
             stands.setdefault(state, []).append(shown_name(label))
-    said = [f"{' and '.join(names)} {'are' if names[1:] else 'is'} {state}" for state, names in stands.items()]
-    return f"Of what trained, {'; '.join(said)}." if said else ""
+    parts = [f"{' and '.join(names)} {'are' if names[1:] else 'is'} {state}" for state, names in stands.items()]
+    return [*lines, f"Of what trained, {'; '.join(parts)}."] if parts else lines
 
 
 def interval_words(one: Interval) -> str:
@@ -122,27 +141,6 @@ def _by(one: Comparison, names: str) -> str:
         return f"its variance at equal progress (SF) is {interval_words(one.together)} times {names}'s"
     share = "the share of its update along the true gradient (efficiency)"
     return f"{share} is {interval_words(one.together)} times {names}'s"
-
-
-def _within(one: Interval | None) -> bool:
-    if one is None or one.low is None or one.high is None:
-        return False
-    return one.low > 1 - DIFFERENCE and one.high < 1 / (1 - DIFFERENCE)
-
-
-def _beside(decision: Decision, trained: Sequence[Label]) -> str:
-    m, best = decision.looked_at, decision.best
-    if decision.cause:
-        return "Against rloo: no baseline can be told from it either."
-    if best is None:
-        return f"Against rloo: none of {m} is shown to be better."
-    count = len(decision.better)
-    worse = f", {len(decision.worse)} to be worse" * bool(decision.worse)
-    lead = f"{count} of {m} {'are' if count > 1 else 'is'} shown to be better{worse}; the best is"
-    assert best.together is not None
-    what = "of its variance at equal progress" if best.by == "variance" else "times its efficiency"
-    who = shown_name(best.label) + ", which trained" * (best.label in trained)
-    return f"Against rloo: {lead} {who}, {interval_words(best.together)} {what}, all together."
 
 
 def _untested(decision: Decision, config: Mapping[str, Any], path: str) -> tuple[str, ...]:
@@ -171,14 +169,9 @@ def _untested(decision: Decision, config: Mapping[str, Any], path: str) -> tuple
     )
 
 
-def _train_command(label: Label, config: Mapping[str, Any], path: str) -> str:
-    """Return how to train with an estimator: the run's own configuration with another baseline."""
-    entry = registered(label[0])
-    energy = " --estimator.energy exact" if entry is not None and entry.reads_energy and label[1] == "exact" else ""
-    options = f"--estimator.name {quote(label[0])}{energy}"
-    if "source" in config or not config or not path:
-        return f"subtract it in your trainer (in otb train: {options})"
-    return f"otb train --config {quote(f'{path}/run.json')} --run {quote(f'{Path(path).name}-{label[0]}')} {options}"
+def _again(suffix: str, options: str, path: str) -> str:
+    """Return the command that makes a run again with other options."""
+    return f"otb train --config {quote(f'{path}/run.json')} --run {quote(f'{Path(path).name}-{suffix}')} {options}"
 
 
 def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> str:
@@ -188,44 +181,34 @@ def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> s
         return f"To show a difference of {PER_CENT} takes many times more prompts than {n}."
     if needed <= n and not decision.cause:
         return f"{n} prompts suffice to show a difference of {PER_CENT}; a smaller one takes more."
-    count = rounded(max(needed, MIN_CLUSTERS))
+    count = max(needed, MIN_CLUSTERS)
+    unit = 10 ** max(len(str(count)) - 2, 0)
+    count = math.ceil(count / unit) * unit  # up to two significant digits
     shows = "tell the true gradient from noise" if decision.cause == "noise" else f"show a difference of {PER_CENT}"
     if decision.cause == "few prompts":
         shows = "give the first intervals"
-    return f"About {count:,} prompts would {shows}: {measure_command(count, config, path)}"
-
-
-def measure_command(needed: int, config: Mapping[str, Any], path: str) -> str:
-    """Return the command that measures so many prompts, at a run's own steps if it has enough."""
-    source = config.get("source")
-    if isinstance(source, Mapping):
-        model = quote(str(config.get("model") or "DIR"))
-        files = quote(str(config.get("rollouts") or "FILE"))
-        return f"record more, then otb audit --model {model} --rollouts {files} --go"
-    options = measure_options(needed, config)
-    if not config:  # of a run without one nothing can be repeated
-        return f"otb train {options}"
-    return f"otb train --config {quote(f'{path}/run.json')} --run {quote(f'{Path(path).name}-more')} {options}"
+    options = measure_options(count, config)
+    if isinstance(config.get("source"), Mapping):
+        model, files = (
+            quote(str(config.get(name) or other)) for name, other in (("model", "DIR"), ("rollouts", "FILE"))
+        )
+        command = f"record more, then otb audit --model {model} --rollouts {files} --go"
+    else:  # of a run without a configuration nothing can be repeated
+        command = _again("more", options, path) if config else f"otb train {options}"
+    return f"About {count:,} prompts would {shows}: {command}"
 
 
 def measure_options(needed: int, config: Mapping[str, Any]) -> str:
     """Return what to add to a run's own command so that it measures this many prompts, at its own steps if it can."""
-    sample, optimize = config.get("sample"), config.get("optimize")
-    prompts = sample.get("prompts") if isinstance(sample, Mapping) else None
-    steps = optimize.get("steps") if isinstance(optimize, Mapping) else None
+    prompts = (config.get("sample") or {}).get("prompts") or 0
+    steps = (config.get("optimize") or {}).get("steps") or 0
     options = "--measure.gradients.prompts 0"
-    if not isinstance(prompts, int) or not isinstance(steps, int) or prompts < 1 or steps < 1:
+    if prompts < 1 or steps < 1:
         return f"{options} --measure.gradients.every 5"
     measured = math.ceil(needed / prompts)
     if measured <= steps:
         return f"{options} --measure.gradients.every {min(steps // measured, SELDOM)}"
     return f"{options} --measure.gradients.every 1 --sample.prompts {math.ceil(needed / steps)}"
-
-
-def rounded(count: int) -> int:
-    """Round up to two significant digits."""
-    unit = 10 ** max(len(str(count)) - 2, 0)
-    return math.ceil(count / unit) * unit
 
 
 def size_line(planner: Planner, trained: Sequence[Label]) -> str:
@@ -239,11 +222,7 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     for label in dict.fromkeys((own, REFERENCE)):
         cells = [one for one in planner.cells if (one.estimator, one.energy_source) == label and one.cut]
         measured[label] = {one.size for one in cells} - {size}
-        costs = {
-            one.size: one.cost
-            for one in cells
-            if one.size != size and one.cost is not None and is_informative(one.cost)
-        }
+        costs = {one.size: one.cost for one in cells if one.size != size and one.cost and is_informative(one.cost)}
         less = {n: cost for n, cost in costs.items() if (cost.high or 1) < 1}
         more = {n: cost for n, cost in costs.items() if (cost.low or 0) > 1}
         if not less and (not more or len(more) < len(cells) - 1):
@@ -252,22 +231,21 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
         noise = f"with {shown_name(label)} the same rollouts give {interval_words(cost)} times the noise"
         if label != own:
             return f"Keep groups of {size}: no difference shown for {shown_name(own)}; {noise} in groups of {n}."
-        return (
-            f"Try groups of {n}, not {size}: {noise}." if less else f"Keep groups of {size}: in groups of {n} {noise}."
-        )
+        keep = f"Keep groups of {size}: in groups of {n} {noise}."
+        return f"Try groups of {n}, not {size}: {noise}." if less else keep
     if measured[own]:
         listed = ", ".join(map(str, sorted(measured[own])))
         return f"Keep groups of {size}: no difference shown for {shown_name(own)} in groups of {listed}."
-    dead = planner.dead[-1] if planner.dead else None
-    if dead is None or dead.share.estimate == 1:
-        return planner.note if dead is not None else ""
+    if not planner.dead:
+        return ""
+    dead, share = planner.dead[-1], planner.dead[-1].share
+    if share.estimate == 1:
+        return planner.note
     if planner.filtered is not None:
         return planner.filtered.line
-    if dead.share.low is not None and dead.share.high is not None and dead.share.high - dead.share.low > UNSAID:
+    if share.low is not None and share.high is not None and share.high - share.low > UNSAID:
         return ""
-    ends = "" if dead.share.low is None else f", {dead.share.low:.0%}–{dead.share.high:.0%}"
+    ends = "" if share.low is None else f", {share.low:.0%}–{share.high:.0%}"
     # Groups of the largest size have no larger ones that they are cut from, so the share is a count.
-    count = f"{round(dead.share.estimate * dead.n_groups):,} of {plural(dead.n_groups, 'group')}"
-    return (
-        f"In groups of {dead.size}, {count} ({dead.share.estimate:.0%}{ends}) teach nothing: their rewards are equal."
-    )
+    count = f"{round(share.estimate * dead.n_groups):,} of {plural(dead.n_groups, 'group')}"
+    return f"In groups of {dead.size}, {count} ({share.estimate:.0%}{ends}) teach nothing: their rewards are equal."

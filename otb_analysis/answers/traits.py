@@ -61,7 +61,7 @@ class Traits:
     @property
     def lines(self) -> tuple[str, ...]:
         """The traits in sentences, dead groups first."""
-        usual = self.sizes[0][0]
+        usual, apart = self.sizes[0][0], self.mismatch
         kinds = ", ".join(f"{count:,} of {size}" for size, count in self.sizes[:4]) + ", …" * (len(self.sizes) > 4)
         groups = f"of {usual}" if len(self.sizes) == 1 else f"({kinds})"
         lines = [
@@ -72,32 +72,24 @@ class Traits:
         if self.n_short:
             lines.append(f"Steps: {self.n_short:,} of {self.n_steps:,} fall short; the first is {self.first_short}.")
         if self.n_lacking:
+            lack = f"Groups lack {plural(self.n_lacking, 'rollout')} to the usual {usual}"
+            lines.append(f"{lack}; the first that does begins at {self.first_lacking}.")
+        if apart is not None:
             lines.append(
-                f"Groups lack {plural(self.n_lacking, 'rollout')} to the usual {usual}; the first that does begins at "
-                f"{self.first_lacking}."
-            )
-        if self.mismatch is not None and not self.mismatch.rms:
-            lines.append(
-                "The trainer's recorded log-probabilities are the sampler's, so they cannot tell the two apart."
-            )
-        elif self.mismatch is not None:
-            lines.append(
-                f"Sampler and trainer: log-probabilities of {self.mismatch.n_tokens:,} tokens differ by "
-                f"{self.mismatch.rms:.2g} nats (root mean square); {self.mismatch.beyond:.2%} of probabilities by more "
-                f"than a factor of {RATIO:g}."
+                f"Sampler and trainer: log-probabilities of {apart.n_tokens:,} tokens differ by {apart.rms:.2g} nats "
+                f"(root mean square); {apart.beyond:.2%} of probabilities by more than a factor of {RATIO:g}."
+                if apart.rms
+                else "The trainer's recorded log-probabilities are the sampler's, so they cannot tell the two apart."
             )
         if self.policy_tokens is None or self.completion_tokens is None:
             lines.append("No token ids were recorded, so masks and log-probabilities cannot be looked at.")
         elif self.policy_tokens < self.completion_tokens:
-            lines.append(
-                f"Mask: {self.policy_tokens:,} of {self.completion_tokens:,} completion tokens are the policy's, "
-                f"{self.policy_tokens / self.completion_tokens:.1%}."
-            )
+            counts = f"{self.policy_tokens:,} of {self.completion_tokens:,}"
+            share = self.policy_tokens / self.completion_tokens
+            lines.append(f"Mask: {counts} completion tokens are the policy's, {share:.1%}.")
         if self.reward_first is not None and self.reward_last is not None:
-            lines.append(
-                f"Reward: {self.reward_first:.3f} → {self.reward_last:.3f}, mean of the first → last tenth of "
-                f"{plural(self.n_steps, 'step')}."
-            )
+            ends = f"{self.reward_first:.3f} → {self.reward_last:.3f}"
+            lines.append(f"Reward: {ends}, mean of the first → last tenth of {plural(self.n_steps, 'step')}.")
         if self.length_mean is not None:
             within = "" if self.within is None else f", {self.within:+.2f} among rollouts of one prompt"
             by = "" if self.by_length is None else f"; rank correlation with reward {self.by_length:+.2f}{within}"
@@ -146,30 +138,29 @@ def traits_of(
     ended = scalars["n_truncated"].notna().to_numpy()
     headline = headline_info(store.path.name, "", steps)
     n_short, first_short = _short_steps(rewards)
+    first_lacking = ""
+    if len(lacking):
+        step, group = map(int, lacking.index[0])
+        row = store.rollouts_df([step], where='"group" = ?', params=[group]).iloc[0]
+        in_file = "source_file" in row
+        first_lacking = (
+            f"{row['source_file']}, record {row['source_record']}" if in_file else f"step {step}, group {group}"
+        )
     return Traits(
-        n_rollouts=len(rewards),
-        n_groups=len(groups),
+        n_rollouts=len(rewards), n_groups=len(groups),
         n_dead=int(((groups["size"] > 1) & (groups["nunique"] <= 1)).sum()),
-        sizes=sizes,
-        filtered=filtered,
-        n_lacking=int((usual - lacking["size"]).sum()),
-        first_lacking=_place(store, *map(int, lacking.index[0])) if len(lacking) else "",
-        policy_tokens=tokens and tokens[0],
-        completion_tokens=tokens and tokens[1],
-        unit=unit,
-        length_mean=float(lengths["length"].mean()) if unit else None,
-        by_length=_correlation(rank),
-        within=_correlation(centred),
+        sizes=sizes, filtered=filtered,
+        n_lacking=int((usual - lacking["size"]).sum()), first_lacking=first_lacking,
+        policy_tokens=tokens and tokens[0], completion_tokens=tokens and tokens[1],
+        unit=unit, length_mean=float(lengths["length"].mean()) if unit else None,
+        by_length=_correlation(rank), within=_correlation(centred),
         n_ended=int(scalars["n_rollouts"].to_numpy(np.float64)[ended].sum()),
         n_truncated=int(scalars["n_truncated"].sum()),
         n_empty=None if scalars["n_empty_completions"].isna().all() else int(scalars["n_empty_completions"].sum()),
-        n_steps=len(steps),
-        n_short=n_short,
-        first_short=first_short,
+        n_steps=len(steps), n_short=n_short, first_short=first_short,
         reward_first=None if headline.reward is None else headline.reward - (headline.reward_gain or 0.0),
-        reward_last=headline.reward,
-        mismatch=tokens and tokens[2],
-    )
+        reward_last=headline.reward, mismatch=tokens and tokens[2],
+    )  # fmt: skip
 
 
 def _short_steps(rewards: pd.DataFrame) -> tuple[int, str]:
@@ -225,12 +216,3 @@ def _correlation(pair: pd.DataFrame) -> float | None:
     if len(both) < 2 or (np.ptp(both, axis=0) < 1e-9).any():
         return None
     return float(np.corrcoef(both.T)[0, 1])
-
-
-def _place(store: RunStore, step: int, group: int) -> str:
-    """Return where a group's first rollout stands in its file, or its step and number where it came from none."""
-    rows = store.rollouts_df([step])
-    row = rows[rows["group"] == group].iloc[0]
-    if "source_file" in rows:
-        return f"{row['source_file']}, record {row['source_record']}"
-    return f"step {step}, group {group}"

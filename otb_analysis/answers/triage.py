@@ -1,7 +1,8 @@
 """The run list as one looks at it when something went wrong: the worst run first, each with one sentence."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,33 +50,27 @@ class Triage:
     reward_first: float | None  # Mean over the first tenth of the steps
     reward_last: float | None
     heldout: float | None  # The last evaluation
-    age: float | None  # Seconds since the last step was written
+    age: float | None = None  # Seconds since the last step was written
 
 
 def triage(
-    run: str,
-    estimator: str,
-    status: str,
-    steps: pd.DataFrame,
-    findings: Sequence[Finding],
-    age: float | None = None,
-    reason: str = "",
+    run: str, estimator: str, status: str, steps: pd.DataFrame, findings: Sequence[Finding], reason: str = ""
 ) -> Triage:
     """Sum up one run from its steps table and from what the detectors say about it."""
-    table: Any = steps.sort_values("step") if len(steps) else steps.reindex(columns=["step"])
-    reward = table.reindex(columns=["reward_mean"])["reward_mean"].dropna().to_numpy(np.float64)
-    heldout = table.reindex(columns=["heldout_reward"])["heldout_reward"].dropna()
+    table: Any = steps.reindex(columns=["step", "reward_mean", "heldout_reward"]).sort_values("step")
+    reward = table["reward_mean"].dropna().to_numpy(np.float64)
+    heldout = table["heldout_reward"].dropna()
     tenth = max(1, len(reward) // 10)
     state = "broken" if status == "broken" else state_of(findings, status)
-    said = reason if state == "broken" else sentence(findings, state, reason if status == "failed" else "")
-    if len(table) and (single := single_step_outliers(step_series(table))):
+    happened = reason if state == "broken" else sentence(findings, state, reason if status == "failed" else "")
+    if len(steps) and (single := single_step_outliers(step_series(steps))):
         one, more = single[0], f" ({len(single)} such steps)" if len(single) > 1 else ""
-        said += f"; {one.column} {number(one.multiple)} × the usual at step {one.step} alone{more}"
+        happened += f"; {one.column} {number(one.multiple)} × the usual at step {one.step} alone{more}"
     first = min((f.watch_step for f in findings if f.watch_step is not None), default=None)
     return Triage(
-        run, estimator, status, state, said, first, len(table), thinned(reward, POINTS),
+        run, estimator, status, state, happened, first, len(table), thinned(reward, POINTS),
         float(reward[:tenth].mean()) if reward.size else None, float(reward[-tenth:].mean()) if reward.size else None,
-        float(heldout.iloc[-1]) if len(heldout) else None, age,
+        float(heldout.iloc[-1]) if len(heldout) else None,
     )  # fmt: skip
 
 
@@ -86,13 +81,12 @@ def triage_row(row: Any, estimator: str, judge: Callable[[], tuple[pd.DataFrame,
     `errors.STOPS` that it raises makes the run a broken one.
     """
     age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
-    run, status, reason = str(row["run"]), str(row["status"]), str(row["reason"] or "")
-    if judge is None:
-        return triage(run, "", status, pd.DataFrame(), [], age, reason)
+    status, reason = str(row["status"]), str(row["reason"] or "")
     try:
-        return triage(run, estimator, status, *judge(), age, reason)
+        steps, findings = judge() if judge is not None else (pd.DataFrame(), [])
     except STOPS as error:
-        return triage(run, estimator, "broken", pd.DataFrame(), [], age, str(error))
+        steps, findings, status, reason = pd.DataFrame(), [], "broken", str(error)
+    return replace(triage(str(row["run"]), estimator, status, steps, findings, reason), age=age)
 
 
 def state_of(findings: Sequence[Finding], status: str = "") -> str:
@@ -146,11 +140,8 @@ def sentence(findings: Sequence[Finding], state: str, error: str = "") -> str:
 
 def worst_first(rows: Sequence[Triage]) -> list[Triage]:
     """Return the rows with the worst state first; running runs before others, the youngest first among equals."""
-
-    def rank(row: Triage) -> tuple[int, bool, float]:
-        return STATES.index(row.state), row.status != "running", np.inf if row.age is None else row.age
-
-    return sorted(rows, key=rank)
+    by_age = sorted(rows, key=lambda row: np.inf if row.age is None else row.age)
+    return sorted(by_age, key=lambda row: (STATES.index(row.state), row.status != "running"))
 
 
 def verdict(rows: Sequence[Triage]) -> str:
@@ -158,13 +149,11 @@ def verdict(rows: Sequence[Triage]) -> str:
     if not rows:
         return "There are no runs."
     worst = worst_first(rows)[0]
-    short, unjudged, unread = (
-        sum(row.state == state for row in rows) for state in ("too short", "not judged", "broken")
-    )
-    broken = f" {unread} of {len(rows)} runs cannot be read." if unread else ""
+    counts = Counter(row.state for row in rows)
+    short, unjudged = counts["too short"], counts["not judged"]
+    broken = f" {counts['broken']} of {len(rows)} runs cannot be read." if counts["broken"] else ""
     if worst.state in IN_TROUBLE:
-        counts = {state: sum(row.state == state for row in rows) for state in IN_TROUBLE}
-        others = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+        others = ", ".join(f"{counts[state]} {state}" for state in IN_TROUBLE if counts[state])
         tail = f" ({others} of {len(rows)} runs)" if len(rows) > 1 else ""
         return f"{worst.run}: {worst.sentence}{tail}.{broken}"
     if worst.state == "broken":

@@ -126,51 +126,35 @@ class _Recorded:
     inputs: EstimatorInputs
     mask: Bool  # [N, T]
     advantage: Float  # Recorded [N, T], NaN where there is none
-
-    @property
-    def present(self) -> Bool:
-        """True where an advantage was recorded [N, T]."""
-        return ~np.isnan(self.advantage)
-
-    @property
-    def rewards(self) -> StepRewards:
-        """Total rewards and their groups."""
-        return StepRewards(
-            np.where(self.mask, self.inputs.reward, 0.0).sum(axis=1), Groups.of(np.asarray(self.inputs.group))
-        )
+    rewards: StepRewards
 
     def advantages(self, ends: tuple[float, float] | None = None) -> Iterator[tuple[str, Float]]:
         """Yield names and advantages [N, T] of what a step's columns allow.
 
         With the `ends` of all recorded advantages, the changed ones: clipped to them, over the length, shifted.
         """
-        rewards = self.rewards
+        rewards, mask = self.rewards, self.mask
         conventions = CONVENTIONS | {name: import_attribute("convention", name) for name in plugins("convention")}
-        ours = {name: np.where(self.mask, make(rewards)[:, None], 0.0) for name, make in conventions.items()}
-        gaps = bool((self.mask[:, 1:] & ~self.mask[:, :-1]).any())
+        ours = {name: np.where(mask, make(rewards)[:, None], 0.0) for name, make in conventions.items()}
+        gaps = bool((mask[:, 1:] & ~mask[:, :-1]).any())
         names = [name for name in available(self.inputs) if ESTIMATORS[name].takes_gaps or not gaps]
         if ends is None:
             yield from ((name, estimate(name, self.inputs).advantage) for name in names)
             yield from ours.items()
             return
         ours |= {name: estimate(name, self.inputs).advantage for name in PLAIN if name in names}
-        (low, high), length = ends, np.maximum(self.mask.sum(axis=1), 1)[:, None]
+        (low, high), length = ends, np.maximum(mask.sum(axis=1), 1)[:, None]
+        order, count = rewards.groups.order, rewards.groups.count
         for name, values in ours.items():
             yield f"{name}, over the rollout's length", values / length
             yield f"{name}, clipped below at {low:.4g}", np.maximum(values, low)
             yield f"{name}, clipped above at {high:.4g}", np.minimum(values, high)
             yield f"{name}, clipped to {low:.4g} … {high:.4g}", np.clip(values, low, high)
-            yield f"{name}, shifted by one group", _of_group_before(values[:, 0], self.rewards.groups, self.mask)
-
-
-def _of_group_before(values: Float, groups: Groups, mask: Bool) -> Float:
-    """Return each rollout's number from the group before, the first's from the last [N, T]; NaN where sizes differ."""
-    count = groups.count
-    if (count != count[0]).any():
-        return np.full(mask.shape, np.nan)
-    moved = np.empty(len(values))
-    moved[groups.order] = np.roll(values[groups.order], count[0])
-    return np.where(mask, moved[:, None], 0.0)
+            # Each rollout's number from the group before, the first's from the last; of groups of unlike sizes none.
+            moved = np.full(len(mask), np.nan)
+            if (count == count[0]).all():
+                moved[order] = np.roll(values[order, 0], count[0])
+            yield f"{name}, shifted by one group", np.broadcast_to(moved[:, None], mask.shape)
 
 
 def _steps(store: RunStore) -> Iterator[_Recorded]:
@@ -194,29 +178,25 @@ def _steps(store: RunStore) -> Iterator[_Recorded]:
             names = [*TOKEN_COLUMNS, *([column] if step in of_tokens else [])]
             tokens = store.tokens_df([step], names)
             arrays = rebuild_token_arrays(f"step {step}", tokens, rows.assign(score_norm_sq=np.nan))
-            mask, rollout = arrays.mask, arrays.rollout
-            energy, entropy = (
-                None if np.isnan(values[mask]).any() else values for values in (arrays.energy_proxy, arrays.entropy)
-            )
-            token_id = None if (arrays.token_id[mask] < 0).any() else arrays.token_id
-            advantage = np.where(mask, scalar[:, None], np.nan)
+            drawn, rollout = arrays.mask, arrays.rollout
+            advantage = np.where(drawn, scalar[:, None], np.nan)
             if step in of_tokens:
                 row = np.searchsorted(rollout, tokens["rollout"].to_numpy(np.int64))
                 advantage[row, tokens["t"].to_numpy(np.int64)] = tokens[column].to_numpy(np.float64, na_value=np.nan)
-                advantage[~mask] = np.nan
+                advantage[~drawn] = np.nan
             # Trainers count a rollout without policy tokens in its group's mean: here it has one, without energy.
-            idle = ~mask.any(axis=1)
-            counted, reward = mask.copy(), np.nan_to_num(arrays.reward)
-            counted[idle, 0] = True
+            idle, mask, reward = ~drawn.any(axis=1), drawn.copy(), np.nan_to_num(arrays.reward)
+            mask[idle, 0] = True
             reward[idle, 0] = rows["reward"].to_numpy(np.float64)[idle]
-            if idle.any():
-                energy, entropy = (None if x is None else np.where(mask, x, 0.0) for x in (energy, entropy))
-            mask = counted
-            inputs = EstimatorInputs(
-                reward, mask, arrays.group, energy=energy, turn=arrays.turn, token_id=token_id, entropy=entropy
-            )
+            numbers = {"energy": arrays.energy_proxy, "entropy": arrays.entropy}
+            known: Any = {name: np.where(drawn, x, 0.0) for name, x in numbers.items() if not np.isnan(x[drawn]).any()}
+            if (arrays.token_id[drawn] >= 0).all():
+                known["token_id"] = arrays.token_id
+            inputs = EstimatorInputs(reward, mask, arrays.group, turn=arrays.turn, **known)
         if not np.isnan(advantage).all():
-            yield _Recorded(int(step), rollout, inputs, mask, advantage)
+            total = np.where(mask, inputs.reward, 0.0).sum(axis=1)
+            rewards = StepRewards(total, Groups.of(np.asarray(inputs.group)))
+            yield _Recorded(int(step), rollout, inputs, mask, advantage, rewards)
 
 
 def check_advantages(store: RunStore) -> AdvantageCheck | None:
@@ -246,7 +226,7 @@ def _compared(store: RunStore, ends: tuple[float, float] | None = None) -> tuple
     sums = defaultdict[str, list[tuple[int, float, tuple[int, int] | None, float, float, float]]](list)
     n = n_groups = steps = 0
     for one in _steps(store):
-        present = one.present
+        present = ~np.isnan(one.advantage)
         b = np.where(present, one.advantage, 0.0)
         for name, ours in one.advantages(ends):
             a = np.where(present, ours, 0.0)
@@ -268,11 +248,9 @@ def _compared(store: RunStore, ends: tuple[float, float] | None = None) -> tuple
         places |= dict.fromkeys([name], next((where for where in first if where), None))
         matches.append(AdvantageMatch(name, sum(differ), max(largest), "", factor, max(left, 0.0)))
     matches.sort(key=lambda match: (match.n_differ, match.left))
-    usual = next((match.left for match in matches if match.convention == "rloo"), None)
-    same = usual is not None and any(
-        match.convention == RAW and np.isclose(match.left, usual, atol=1e-9) for match in matches
-    )
-    matches = [match for match in matches if not (same and match.convention == RAW)]
+    left = {match.convention: match.left for match in matches}
+    if "rloo" in left and RAW in left and np.isclose(left[RAW], left["rloo"], atol=1e-9):
+        matches = [match for match in matches if match.convention != RAW]
     if matches and (where := places.get(matches[0].convention)):
         matches[0] = replace(matches[0], first=_place(store, *where))
     return matches, n, n_groups
@@ -283,24 +261,23 @@ def _exceptions(store: RunStore, convention: str) -> tuple[str, str]:
     worst, where, largest = 0.0, "", ""
     steps, offsets, residues, sizes, rewards = set[int](), list[float](), list[bool](), set[int](), list[float]()
     for one in _steps(store):
-        ours = dict(one.advantages())[convention]
-        apart = np.where(one.present, one.advantage - ours, 0.0)
-        wrong = ~(np.abs(apart) <= ABSOLUTE + RELATIVE * np.abs(np.where(one.present, one.advantage, 0.0)))
+        ours, present, step = dict(one.advantages())[convention], ~np.isnan(one.advantage), one.rewards
+        apart = np.where(present, one.advantage - ours, 0.0)
+        near = np.abs(apart) <= ABSOLUTE + RELATIVE * np.abs(np.where(present, one.advantage, 0.0))
+        wrong = ~near.all(axis=1)
         row = int(np.abs(apart).max(axis=1, initial=0.0).argmax())
         if (size := float(np.abs(apart[row]).max(initial=0.0))) > worst:
             t = int(np.abs(apart[row]).argmax())
             where, worst = _place(store, one.step, int(one.rollout[row])), size
             largest = f"{one.advantage[row, t]:.6g} recorded against {ours[row, t]:.6g} at {where}"
-        step = one.rewards
-        first = np.where(one.present.any(axis=1), apart[np.arange(len(apart)), one.present.argmax(axis=1)], np.nan)
-        for g in np.unique(step.groups.index[wrong.any(axis=1)]):
+        first = np.where(present.any(axis=1), apart[np.arange(len(apart)), present.argmax(axis=1)], np.nan)
+        for g in np.unique(step.groups.index[wrong]):
             rows = step.groups.index == g
             steps.add(one.step)
             sizes.add(int(rows.sum()))
             off = first[rows & ~np.isnan(first)]
             offsets.append(float(off.mean()) if np.ptp(off) <= ABSOLUTE else np.nan)
-            alone = wrong.any(axis=1) & rows & (step.others()[1] == 0)
-            residues.append(bool((alone == (wrong.any(axis=1) & rows)).all()))
+            residues.append(bool((step.others()[1][wrong & rows] == 0).all()))
             # One more reward x moves the mean by −offset: x = mean − offset·(n + 1).
             rewards.append(float(step.total[rows].mean() - offsets[-1] * (rows.sum() + 1)))
     known = set(np.round(np.concatenate([one.rewards.total for one in _steps(store)]), 4).tolist())
@@ -339,9 +316,7 @@ def advantage_lines(check: AdvantageCheck) -> list[str]:
 
 def _place(store: RunStore, step: int, rollout: int) -> str:
     """Return where a rollout stands in its file, or its number where it came from none."""
-    rows = store.rollouts_df([step])
-    if "source_file" in rows:
-        for n, file, record in zip(rows["rollout"], rows["source_file"], rows["source_record"], strict=True):
-            if n == rollout:
-                return f"{file}, record {record}"
+    for row in store.rollouts_df([step], where="rollout = ?", params=[rollout]).to_dict("records"):
+        if "source_file" in row:
+            return f"{row['source_file']}, record {row['source_record']}"
     return f"step {step}, rollout {rollout}"

@@ -11,7 +11,7 @@ from otb_analysis.checks.advantages import AdvantageCheck, advantage_lines, chec
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.aggregation import AggregationInputs, ConstantOptions, aggregation_weights
 from otb_analysis.store import RunStore
-from otb_analysis.types import Float, Int
+from otb_analysis.types import Int
 
 UNIFORM = ("sequence_sum", "token_mean", "constant")
 """Aggregations that weigh every token alike: their gradient is that of `sequence_sum` times a number."""
@@ -88,14 +88,9 @@ def check_weights(
         )
     options = ConstantOptions(constant) if aggregation == "constant" else None
     mask = np.arange(int(length.max())) < length[:, None]
-
-    def weights(rows: slice) -> Float:
-        return aggregation_weights(aggregation, AggregationInputs(mask[rows], group[rows]), options)
-
-    parts = [slice(start, start + micro_batch) for start in range(0, len(length), micro_batch)]
-    divide = len(parts) if accumulation == "mean" else 1
-    nominal = weights(slice(None))
-    effective = np.concatenate([weights(rows) for rows in parts]) / divide
+    parts = [slice(None), *(slice(start, start + micro_batch) for start in range(0, len(length), micro_batch))]
+    nominal, *pieces = (aggregation_weights(aggregation, AggregationInputs(mask[p], group[p]), options) for p in parts)
+    effective = np.concatenate(pieces) / (len(pieces) if accumulation == "mean" else 1)
     ratio = effective[mask] / nominal[mask]
     return WeightCheck(float(nominal.sum()), float(effective.sum()), float(ratio.min()), float(ratio.max()))
 
@@ -180,7 +175,6 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
     first = store.rollouts_df(store.complete_steps()[:1])
     if "source_record" in first:  # the order in which the trainer saw them: its groups need not be in one piece
         first = first.sort_values("source_record")
-    logged = store.steps_df(columns=["grad_norm"])["grad_norm"].notna().to_numpy().any()
     if not loss.aggregation:
         missing.append("Loss weights and gradient norm: pass --aggregation, how the trainer's loss weighs tokens.")
         return Bookkeeping(advantages, loss, None, (), tuple(missing), reward)
@@ -192,7 +186,7 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
             weights = check_weights(length, group, loss.aggregation, loss.micro_batch or 1)
         except InputError as error:
             missing.append(f"Loss weights: {error}")
-    if not logged:
+    if not store.steps_df(columns=["grad_norm"])["grad_norm"].notna().to_numpy().any():
         missing.append("Gradient norm: the trainer's was not recorded (grad_norm of plain records).")
         return Bookkeeping(advantages, loss, weights, (), tuple(missing), reward)
     try:

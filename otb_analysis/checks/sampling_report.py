@@ -359,32 +359,27 @@ def recorded_line(report: SamplingReport, stated: float | None = None) -> str:
 
 def sampling_lines(report: SamplingReport, stated: float | None = None) -> list[str]:
     """Return the check in sentences, the verdict first, then `recorded_line`."""
-    n = f"{report.n_tokens:,} tokens"
+    n, recorded, temperature = f"{report.n_tokens:,} tokens", report.recorded, report.families["temperature"]
+    lines = [f"{n} fit the model at the stated temperature (no family has p < 0.01 after correction)."]
     if report.alarm:
         named = []
         for cause in report.causes:
             words, with_setting = CAUSES[cause]
             setting = report.families["probability" if cause == "noise" else cause].setting
-            if report.from_recorded and report.recorded is not None:
-                left = report.recorded.left.get(cause, (setting, 0.0))[0]
-                setting = report.recorded.noise if cause == "noise" else left
+            if report.from_recorded and recorded is not None:
+                setting = recorded.noise if cause == "noise" else recorded.left.get(cause, (setting, 0.0))[0]
             named.append(words + (with_setting.format(setting) if setting is not None else ""))
         tie = "; cannot be told apart here" if len(report.causes) > 1 else ""
         causes = " or ".join(named)
         lines = [f"{n} were not drawn by the stated sampler (z = {report.z:.1f}). Likely cause: {causes}{tie}."]
-    else:
-        lines = [f"{n} fit the model at the stated temperature (no family has p < 0.01 after correction)."]
-    recorded = report.recorded
-    if line := recorded_line(report, stated):
-        lines.append(line)
-    temperature = report.families["temperature"]
+    lines += filter(None, [recorded_line(report, stated)])
     if temperature.setting is not None:
-        fit = f"{temperature.setting:.3f}"
-        if temperature.error is not None:
-            fit += f" ± {1.96 * temperature.error:.3f}"
-        else:  # the last one tried
-            fit += " or " + ("less" if temperature.setting < 1 else "more")
-        lines.append(f"Temperature that fits best, if nothing else is wrong: {fit} times the stated one.")
+        ends = " or less" if temperature.setting < 1 else " or more"  # the last one tried
+        ends = ends if temperature.error is None else f" ± {1.96 * temperature.error:.3f}"
+        lines.append(
+            "Temperature that fits best, if nothing else is wrong: "
+            f"{temperature.setting:.3f}{ends} times the stated one."
+        )
     if recorded is None:
         return lines
     lines.append(

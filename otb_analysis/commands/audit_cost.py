@@ -54,11 +54,6 @@ class AuditCost:
             f"about {memory:.1f} GB for weights, one gradient and the Gram matrix, beside one micro-batch."
         )
 
-    @property
-    def shorter(self) -> str:
-        """The same of the cheaper options; empty where there are none."""
-        return f"In about {rough_duration(self.cheaper_seconds)}" if self.cheaper else ""
-
 
 def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
     """Read all records once, time a pass over rollouts of the first step, and write nothing.
@@ -73,9 +68,8 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
     first = next(steps, None)
     if first is None:
         raise InputError(f"{config.rollouts} holds no rollout; pass a file with at least one.")
-    model, tokenizer = policy
-    scorer = Scorer(config, model, tokenizer, source.tally, stored_config(config, source, "otb audit", {}))
-    rollouts = scorer.encoder.rollouts(first)
+    model, stored = policy[0], stored_config(config, source, "otb audit", {})
+    rollouts = Scorer(config, *policy, source.tally, stored).encoder.rollouts(first)
     measure = with_norms(config, rollouts)
     trained = TrainConfig(measure=measure, sample=SampleConfig(temperature=config.temperature))
     with phase("timing one forward and backward pass"):
@@ -90,30 +84,24 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
 
     def seconds(measured: MeasureConfig) -> Float:
         """Return what the steps take, one after the other and added up [S]."""
-        planned, passed = levels(replace(trained, measure=measured), rollouts, gram=gram), list[float]()
-        for step, count in sizes.items():
-            due = sum(level.multiple * positions(rollouts, level.rows) for level in planned if level.due(step))
-            passed.append((FORWARD * positions(rollouts, every) + due) * count / whole)
-        return each * np.cumsum(passed)
+        planned, forward = levels(replace(trained, measure=measured), rollouts, gram=gram), positions(rollouts, every)
+        cost = [(level, level.multiple * positions(rollouts, level.rows)) for level in planned]
+        due = [FORWARD * forward + sum(passes for level, passes in cost if level.due(step)) for step in sizes]
+        return each * np.cumsum(np.array(due) * np.array([*sizes.values()]) / whole)
 
-    taken, cheaper = seconds(measure), ("", 0.0)
+    taken, cheaper, cheaper_seconds = seconds(measure), "", 0.0
     if taken[-1] > LONG and len(sizes) > 1:
         n = max(int(np.searchsorted(taken, LONG, side="right")), 1)
-        cheaper = (f"--first {n}", float(taken[n - 1]))
+        cheaper, cheaper_seconds = f"--first {n}", float(taken[n - 1])
     elif taken[-1] > LONG and (least := seconds(with_norms(replace(config, norms="none"), rollouts))[-1]) < taken[-1]:
-        cheaper = ("--norms none", float(least))
+        cheaper, cheaper_seconds = "--norms none", float(least)
+    n_rollouts, n_bytes = sum(sizes.values()), sum(p.numel() * p.element_size() for p in model.parameters())
+    n_tokens = round(float(rollouts.mask.sum()) * n_rollouts / whole)
+    names = ("forward", *dict.fromkeys(level.name for level in levels(trained, rollouts, gram=gram)))
     return AuditCost(
-        n_steps=len(sizes),
-        n_rollouts=sum(sizes.values()),
-        n_tokens=round(float(rollouts.mask.sum()) * sum(sizes.values()) / whole),
-        levels=("forward", *dict.fromkeys(level.name for level in levels(trained, rollouts, gram=gram))),
-        seconds=float(taken[-1]),
-        weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        gram=gram,
-        measure=measure,
-        cheaper=cheaper[0],
-        cheaper_seconds=cheaper[1],
-    )
+        n_steps=len(sizes), n_rollouts=n_rollouts, n_tokens=n_tokens, levels=names, seconds=float(taken[-1]),
+        weights_bytes=n_bytes, gram=gram, measure=measure, cheaper=cheaper, cheaper_seconds=cheaper_seconds,
+    )  # fmt: skip
 
 
 def with_norms(config: AuditConfig, rollouts: Rollouts) -> MeasureConfig:

@@ -16,13 +16,9 @@ from rich.console import Console
 from otb_analysis import __version__
 from otb_analysis.commands.clone import bench_command, study_command
 from otb_analysis.commands.diagnose import attribution_command, diagnose_command, watch_command
-from otb_analysis.commands.inspect import (
-    compare_command,
-    parsed,
-    print_comparison,
-    report_command,
-)
+from otb_analysis.commands.inspect import compare_command, print_comparison, report_command
 from otb_analysis.commands.keeping import aggregate_command, compact_command, model_command
+from otb_analysis.commands.options import parsed
 from otb_analysis.commands.query import query_command, tokens_command
 from otb_analysis.commands.recorded import audit_command, import_command, score_command, tell
 from otb_analysis.commands.screen import models_loading, shown

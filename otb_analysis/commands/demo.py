@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -40,22 +41,13 @@ MEASURED_EVERY, ATTRIBUTED_EVERY = 3, 15
 
 def demo_configs(config: DemoConfig) -> list[TrainConfig]:
     """Return the two runs of the demo: they differ in the estimator alone."""
+    measure = MeasureConfig(exact=Schedule(MEASURED_EVERY), attribution=AttributionSchedule(ATTRIBUTED_EVERY))
+    shared = TrainConfig(
+        root=config.root, if_exists="replace", model="demo", seed=config.seed, device=config.device, measure=measure,
+        sample=SampleConfig(prompts=PROMPTS), optimize=OptimizeConfig(steps=STEPS, learning_rate=LEARNING_RATE),
+    )  # fmt: skip
     return [
-        TrainConfig(
-            run=f"demo-{name}-s{config.seed}",
-            root=config.root,
-            if_exists="replace",
-            model="demo",
-            seed=config.seed,
-            device=config.device,
-            sample=SampleConfig(prompts=PROMPTS),
-            estimator=EstimatorConfig(name=name),
-            optimize=OptimizeConfig(steps=STEPS, learning_rate=LEARNING_RATE),
-            measure=MeasureConfig(
-                exact=Schedule(MEASURED_EVERY),
-                attribution=AttributionSchedule(ATTRIBUTED_EVERY),
-            ),
-        )
+        replace(shared, run=f"demo-{name}-s{config.seed}", estimator=EstimatorConfig(name=name))
         for name in ESTIMATORS_COMPARED
     ]
 
@@ -94,8 +86,7 @@ def is_complete(config: TrainConfig) -> bool:
         info = RunStore(config.root / config.run_name).info
     except (InputError, StoreError):
         return False
-    place = {"root": None, "if_exists": None, "device": None}
-    stored = info.get("config")
+    stored, place = info.get("config"), dict.fromkeys(["root", "if_exists", "device"])
     same = isinstance(stored, dict) and stored | place == plain_config(config) | place
     return same and info.get("status") == "complete"
 
@@ -144,7 +135,8 @@ def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[P
 
 
 def _work(config: TrainConfig, threads: int, news: Connection) -> None:
-    def end_with_parent() -> None:  # also when the demo was killed
+    def end_with_parent() -> None:
+        """End when the demo does, also when it was killed."""
         if (parent := multiprocessing.parent_process()) is not None:
             parent.join()
             os.kill(os.getpid(), signal.SIGTERM)

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 import tyro
 from rich.table import Table
 
-from otb_analysis.commands.inspect import RunsConfig, complete_runs, parsed, print_all, print_json, run_path
+from otb_analysis.commands.inspect import RunsConfig, complete_runs, print_all, print_json, run_path
+from otb_analysis.commands.options import parsed
 from otb_analysis.commands.screen import shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import counted, phase
@@ -175,7 +176,7 @@ def watch_command(words: Sequence[str]) -> int:
         ending = watch(store, config)
     except StoreError as error:  # deleted or damaged while it was watched: whoever waits must hear of it
         ending = Ending(DEAD, "broken", f"{store.path.name} can no longer be read: {error}")
-    _say(ending.text)
+    print(ending.text, flush=True)
     if config.webhook and ending.status:
         body = {"text": ending.text, "run": store.path.name, "event": ending.event, "step": ending.step}
         if problem := sent(config.webhook, body | {"detectors": ending.detectors}):
@@ -198,7 +199,7 @@ def watch(store: "RunStore", config: WatchConfig) -> Ending:
         status, reason = store.standing
         if (steps := store.complete_steps()) != seen:
             if seen is None:
-                _say(f"{name} is {status}, {f'step {steps[-1]}' if steps else 'no step yet'}.")
+                print(f"{name} is {status}, {f'step {steps[-1]}' if steps else 'no step yet'}.", flush=True)
             seen, heard = steps, monotonic()
             findings = [finding for finding in diagnose(step_series(store.steps_df())) if finding.fired]
             steps_of = {f.detector: f.alarm_step if config.level == "alarm" else f.watch_step for f in findings}
@@ -209,7 +210,7 @@ def watch(store: "RunStore", config: WatchConfig) -> Ending:
                 return Ending(ALARM, config.level, text, at, records)
             for finding in findings:
                 if finding.detector not in told:
-                    _say(f"{name}: {_in_words(finding)}")
+                    print(f"{name}: {_in_words(finding)}", flush=True)
                     told.add(finding.detector)
         last = steps[-1] if steps else None
         until = "no step" if last is None else f"step {last}"
@@ -246,8 +247,3 @@ def sent(address: str, body: Mapping[str, object]) -> str | None:
         why = str(getattr(error, "reason", None) or error or type(error).__name__)
     host = urlsplit(address).hostname
     return f"the webhook at {host} did not take the message ({why}); check the address. The exit status says the same."
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

@@ -1,141 +1,22 @@
-"""`otb compare` and `otb report`, and what commands share: how they read options and runs, and how they print.
-
-The help of a command shows the options that people use, and every row of a registry that is a choice. Configurations
-stand below the registries and cannot read them. The command line can, and does so only when a help is printed: the
-import takes a second.
-"""
+"""`otb compare` and `otb report`, and what commands share: how they find runs, and how they print."""
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import Suppress
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from otb_analysis.commands.screen import shown
-from otb_analysis.config import (
-    AttributionSchedule,
-    CheckpointConfig,
-    EstimatorConfig,
-    MeasureConfig,
-    ObjectiveConfig,
-    OptimizeConfig,
-    SampleConfig,
-    Schedule,
-    TrainConfig,
-)
+from otb_analysis.commands.options import parsed
+from otb_analysis.commands.screen import fitted, line_width, shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import phase
 
-USED: dict[type, tuple[str, ...]] = {
-    TrainConfig: (
-        *("run", "root", "if_exists", "model", "task", "seed", "trackers", "device"),
-        *("sample", "estimator", "optimize", "measure", "checkpoint"),
-    ),
-    SampleConfig: ("prompts", "group_size", "max_new_tokens", "temperature"),
-    EstimatorConfig: ("name", "energy", "options"),
-    OptimizeConfig: ("steps", "learning_rate"),
-    MeasureConfig: ("exact", "attribution"),
-    Schedule: ("every", "prompts"),
-    AttributionSchedule: ("every",),
-    CheckpointConfig: ("every",),
-}
-"""Fields and sections that `--help` shows of a command with very many options; `--help-all` shows all."""
-
-
-CHOICES: dict[tuple[type, str], str] = {
-    (TrainConfig, "task"): "task",
-    (EstimatorConfig, "name"): "estimator",
-    (EstimatorConfig, "options"): "estimator",
-    (SampleConfig, "filter"): "filter",
-    (SampleConfig, "filter_options"): "filter",
-    **{
-        (ObjectiveConfig, f"{kind}{more}"): kind
-        for kind in ("ratio", "aggregation", "token_weight", "shaping")
-        for more in ("", "_options")
-    },
-}
-"""Fields whose help is completed, and from which registry: by its names, or by the options of its rows."""
-
-
-def completed_help(text: str, field: str, kind: str) -> str:
-    """Add to a field's help what it lacks of a registry: names, or rows with options.
-
-    Of the estimators only those count whose inputs training can provide. A row is added where its name, or one of its
-    options, is missing; `_loo` forms go with their twin.
-    """
-    from otb_analysis.estimators import ESTIMATORS
-    from otb_analysis.estimators.spec import TRAINABLE_NEEDS
-    from otb_analysis.objectives.aggregation import AGGREGATIONS, TOKEN_WEIGHTS
-    from otb_analysis.objectives.ratios import RATIOS
-    from otb_analysis.objectives.shaping import FILTERS, SHAPINGS
-    from otb_analysis.tasks import TASKS
-
-    trainable = {name: row for name, row in ESTIMATORS.items() if set(row.needs) <= TRAINABLE_NEEDS}
-    registries = {"task": TASKS, "estimator": trainable, "ratio": RATIOS, "aggregation": AGGREGATIONS}
-    registries |= {"shaping": SHAPINGS, "token_weight": TOKEN_WEIGHTS, "filter": FILTERS}
-    rows, words = registries[kind], set(re.findall(r"\w+", text))
-    if not field.endswith("options"):
-        missing = [name for name in rows if name not in words]
-        return f"{text}\nAlso: {', '.join(missing)}." if missing else text
-    for name, row in rows.items():
-        options = [option.name for option in fields(row.options)]
-        if options and not {name.removesuffix("_loo"), *options} <= words:
-            text += f"\n{', '.join(options)}: of {name}."
-    return text
-
-
-def used_and_all(config: Any, used: bool = True) -> tuple[int, int]:
-    """Return how many options of a configuration the short help shows, and how many there are."""
-    counts = [
-        used_and_all(value, shown) if is_dataclass(value) else (int(shown), 1)
-        for field in fields(config)
-        for value, shown in [(getattr(config, field.name), used and field.name in USED.get(type(config), ()))]
-    ]
-    return sum(few for few, _ in counts), sum(whole for _, whole in counts)
-
-
-def registry_of_help(short: bool = False) -> ConstructorRegistry:
-    """Return rules for tyro under which the help of `CHOICES` is complete, and `short` hides what is not in `USED`."""
-    registry, inside = ConstructorRegistry(), set[type]()
-
-    def help_of(kind: type, field: StructFieldSpec) -> str:  # called only when the help is printed
-        text = field.helptext() if callable(field.helptext) else field.helptext
-        return completed_help(text or "", field.name, CHOICES[kind, field.name])
-
-    @registry.struct_rule
-    def completed(info: StructTypeInfo) -> StructConstructorSpec | None:
-        kind = info.type
-        if kind in inside or kind not in {*USED, *(owner for owner, _ in CHOICES)}:
-            return None
-        inside.add(kind)  # the call below asks this rule again; then tyro's own rule answers
-        try:
-            spec = ConstructorRegistry.get_struct_spec(info)
-        finally:
-            inside.discard(kind)
-        if not isinstance(spec, StructConstructorSpec):
-            return None
-        shown = list[StructFieldSpec]()
-        for field in spec.fields:
-            if (kind, field.name) in CHOICES:
-                field = replace(field, helptext=partial(help_of, kind, field))
-            hidden = short and field.name not in USED.get(kind, ())
-            shown.append(replace(field, type=Annotated[field.type, Suppress]) if hidden else field)
-        return replace(spec, fields=tuple(shown))
-
-    return registry
-
-
-Config = TypeVar("Config")
 Result = TypeVar("Result")
 
 
@@ -283,8 +164,6 @@ def run_path(root: Path, name: str) -> Path:
 
 def print_all(parts: Sequence[object]) -> None:
     """Print tables and sentences, each after an empty line, in lines that fit the terminal or the pipe."""
-    from otb_analysis.commands.screen import fitted, line_width
-
     console = Console(width=line_width())
     for part in parts:
         console.print()
@@ -314,21 +193,3 @@ def complete_runs(root: Path) -> list[str]:
             f"{name} --root {root}."
         )
     raise InputError(f"{root} holds no complete run; make some with make demo or otb train.")
-
-
-def parsed(
-    kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
-) -> Config:
-    """Return a command's configuration from the command line; of many options `--help` shows those in `USED`."""
-    if short := kind in USED and "--help-all" not in words and not {"-h", "--help"}.isdisjoint(words):
-        few, whole = used_and_all(default)
-        description = f"{description}\n\nThese are the {few} options that people use; --help-all shows all {whole}."
-    return tyro.cli(
-        kind,
-        prog=f"otb {command}",
-        args=["--help"] if "--help-all" in words else list(words),
-        default=default,
-        config=(),
-        description=description,
-        registry=registry_of_help(short),
-    )

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from otb_analysis.commands.inspect import RunsConfig, complete_runs, parsed, run_path
+from otb_analysis.commands.inspect import RunsConfig, complete_runs, run_path
+from otb_analysis.commands.options import parsed
 from otb_analysis.commands.screen import models_loading, shown
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.phases import phase, plural

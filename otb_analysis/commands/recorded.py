@@ -13,7 +13,8 @@ from typing import Annotated, TypeVar
 import tyro
 from rich.console import Console
 
-from otb_analysis.commands.inspect import parsed, print_all
+from otb_analysis.commands.inspect import print_all
+from otb_analysis.commands.options import parsed
 from otb_analysis.commands.screen import models_loading, shown
 from otb_analysis.config import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig
 from otb_analysis.errors import InputError, Interrupted
@@ -107,27 +108,46 @@ def audit_command(words: Sequence[str]) -> None:
         if config.rollouts not in (Path(), asked.folder):
             raise InputError(f"rollouts are {asked.folder} and --rollouts {config.rollouts}; pass one of the two.")
         config = replace(config, rollouts=asked.folder)
-    if config.run and not config.model and config.rollouts == Path():
+    if config.model:
+        path = _measured(config, command)
+    elif config.run and config.rollouts == Path():
         if config.estimator != AuditConfig().estimator:
             raise InputError(
                 f"--estimator.name says what trained when rollouts are read, but run {config.run} has that already; "
                 "leave it out."
             )
-        _finish(config.root / config.run, config, command)
-        return
-    if config.go and not config.model:
+        path = config.root / config.run
+    elif config.go:
         raise InputError("--go measures with the model that sampled the rollouts; pass --model DIR, or leave --go out.")
-    if not config.model:
-        price = _free(config)
+    else:
+        path, price = None, _free(config)
         more = "Baselines, what each token adds to the gradient, and whether the model wrote these tokens"
         print_all([f"{more}: {command} --model DIR --go", price])
+    if path is None:
         return
+    with shown(), phase("auditing"):
+        from otb_analysis.answers import RunAnswers
+        from otb_analysis.answers.audit import audit_run
+        from otb_analysis.report.audit import audit_sections, write_audit
+        from otb_analysis.report.document import printed
+        from otb_analysis.store import RunStore
+
+        run = RunAnswers(RunStore(path))
+        report = audit_run(run, config.aggregation, config.accumulate)
+        files = write_audit(run, report, path, command)
+    print_all(printed(audit_sections(run, report)))
+    print_all([f"Written: {', '.join(map(str, files))}. Look on: otb dashboard --root {path.parent}"])
+
+
+def _measured(config: AuditConfig, command: str) -> Path | None:
+    """Measure rollouts with their model and return the run; without --go say what that costs, and return None."""
     with shown(), phase("otb audit"):
         with models_loading("otb audit of rollouts"):
             from otb_analysis.commands.audit_cost import audit_cost
             from otb_analysis.devices import words_of
             from otb_analysis.recorded.runs import refuse_existing, run_path
             from otb_analysis.recorded.score import check, load, score
+            from otb_analysis.training.budget import rough_duration
         config = replace(config, run=config.run or run_path(config.rollouts, config, "audited").name)
         check(config)
         refuse_existing(config.root / config.run, config)
@@ -140,18 +160,17 @@ def audit_command(words: Sequence[str]) -> None:
         cost = audit_cost(config, policy)
     print_all([cost.sentence])
     if not config.go:
-        shorter = [f"{cost.shorter}: {command} {cost.cheaper} --go"] if cost.cheaper else []
-        print_all([f"Nothing was written. To measure: {command} --go", *shorter])
-        return
+        least = f"In about {rough_duration(cost.cheaper_seconds)}: {command} {cost.cheaper} --go"
+        print_all([f"Nothing was written. To measure: {command} --go", *([least] if cost.cheaper else [])])
+        return None
     try:
         with shown(), phase("otb audit"):
-            path = score(replace(config, measure=cost.measure), policy)
+            return score(replace(config, measure=cost.measure), policy)
     except Interrupted as stop:
         if not (config.root / config.run).exists():
             raise
         audit = shlex.join(["otb", "audit", "--run", config.run, "--root", str(config.root)])
         raise Interrupted(f"{str(stop).rstrip('.')}. What they say: {audit}") from None
-    _finish(path, config, command)
 
 
 def _as(kind: type[Config], config: RecordedConfig) -> Config:
@@ -186,19 +205,3 @@ def _free(config: AuditConfig) -> str:
         report = audit_run(run, config.aggregation, config.accumulate)
     print_all(printed(free_sections(report)))
     return report.traits.price
-
-
-def _finish(path: Path, config: AuditConfig, command: str) -> None:
-    """Audit a run, write its files and print what they say."""
-    with shown(), phase("auditing"):
-        from otb_analysis.answers import RunAnswers
-        from otb_analysis.answers.audit import audit_run
-        from otb_analysis.report.audit import audit_sections, write_audit
-        from otb_analysis.report.document import printed
-        from otb_analysis.store import RunStore
-
-        run = RunAnswers(RunStore(path))
-        report = audit_run(run, config.aggregation, config.accumulate)
-        files = write_audit(run, report, path, command)
-    print_all(printed(audit_sections(run, report)))
-    print_all([f"Written: {', '.join(map(str, files))}. Look on: otb dashboard --root {path.parent}"])

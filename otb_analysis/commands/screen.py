@@ -83,16 +83,12 @@ def shown(console: Console | None = None, stacks: Stacks = lambda: [OPEN]) -> It
     bars, began = Bars(screen), monotonic()
     terminal = screen.is_terminal and not screen.is_dumb_terminal
 
-    def tell() -> None:
+    def draw() -> None:
         while NOTES:
             screen.print(Text(NOTES.popleft()), soft_wrap=True)
-
-    def draw() -> None:
-        tell()
         if terminal and monotonic() - began > AT_ONCE:
             bars.show(stacks())
 
-    NOTES.clear()
     try:
         with _repeated(draw):
             yield
@@ -100,29 +96,23 @@ def shown(console: Console | None = None, stacks: Stacks = lambda: [OPEN]) -> It
         with suppress(Exception):
             if bars.live.is_started:
                 bars.stop()
-            tell()
 
 
 @contextmanager
 def reported(send: Callable[[list[Phase], list[str]], None]) -> Iterator[None]:
     """Send what goes on in the block, and its notes, twice a second: to a process that has the terminal."""
-
-    def report() -> None:
-        send(list(OPEN), [NOTES.popleft() for _ in range(len(NOTES))])
-
-    NOTES.clear()
-    try:
-        with _repeated(report):
-            yield
-    finally:
-        with suppress(Exception):
-            report()
+    with _repeated(lambda: send(list(OPEN), [NOTES.popleft() for _ in range(len(NOTES))])):
+        yield
 
 
 @contextmanager
 def _repeated(work: Callable[[], None]) -> Iterator[None]:
-    """Do some work every so often in a thread while the block runs; an error in it ends it, and never the block."""
+    """Do some work every so often in a thread while the block runs, and once more at its end.
+
+    An error in it ends the work, and never the block. Notes of earlier work are forgotten.
+    """
     over = Event()
+    NOTES.clear()
 
     def go_on() -> None:
         with suppress(Exception):
@@ -136,6 +126,8 @@ def _repeated(work: Callable[[], None]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+        with suppress(Exception):
+            work()
 
 
 PIPE, NARROWEST = 100, 60

@@ -68,7 +68,7 @@ def serve(config: DashboardConfig) -> None:
 
 def supervised(command: Sequence[str]) -> int:
     """Run a command to its end and return its exit code; Ctrl-C or SIGTERM to this process ends the command, too."""
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = subprocess.Popen(command, env=os.environ | {"PYTHONUTF8": "1"})
     try:
         return process.wait()
@@ -80,10 +80,6 @@ def supervised(command: Sequence[str]) -> int:
             process.kill()
             process.wait()
         signal.signal(signal.SIGTERM, before)
-
-
-def _terminated(number: int, frame: object) -> None:
-    sys.exit(128 + number)
 
 
 def free_port(wanted: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
 from otb_analysis.answers.pairs import learning_notes, learning_table, pair_of, pairing_of
-from otb_analysis.answers.run import unlike_scopes
+from otb_analysis.answers.runs import unlike_scopes
 from otb_analysis.figures.comparison import display_table
 from otb_analysis.figures.fidelity import agreement_display
 from otb_analysis.figures.pairs import noise_display, pair_display

@@ -22,7 +22,7 @@ BRACKETED_SHARE = 0.5
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
 CHAINS = ("+-", "*/")
 """Signs that chain operands, those that bind least first."""
-TOKEN = re.compile(r" *([0-9]+|[-+*/^()])")
+TOKEN = re.compile(r"[0-9]+|[-+*/^()]")
 
 NOT_ARITHMETIC = "not arithmetic"
 DIVISION_BY_ZERO = "division by zero"
@@ -75,14 +75,9 @@ def tokens_of(text: str) -> list[str]:
     Raises:
         Refused: A character is none of them.
     """
-    tokens, at = [], 0
-    text = text.rstrip(" ")
-    while at < len(text):
-        match = TOKEN.match(text, at)
-        if match is None:
-            raise Refused(NOT_ARITHMETIC)
-        tokens.append(match[1])
-        at = match.end()
+    tokens = TOKEN.findall(text)
+    if "".join(tokens) != text.replace(" ", ""):
+        raise Refused(NOT_ARITHMETIC)
     return tokens
 
 

@@ -117,9 +117,14 @@ class MathJsonl(SingleTurn):
             return True
         if not explicit and (inside := boxed(answer)) is not None:
             answer, explicit = inside, True
-        if is_number(prompt.answer):
+        reference = _plain(prompt.answer)
+        if WHOLE.fullmatch(reference.strip(" $")):  # one number, as 27, -1,234.5, 3/4, a LaTeX fraction or 50%
             answer = answer.rpartition("=")[2].strip() if explicit else final_number(answer)
-            if not answer or not is_worked_out(answer, prompt.answer):
+            plain = _plain(answer)
+            # 26 + 1 is no result, and neither is 54/2 where the reference is whole.
+            unfinished = "/" in plain and not {"/", "."} & set(reference)
+            numbers = JOINED.search(plain)
+            if not answer or unfinished or (numbers is not None and not WHOLE.fullmatch(numbers[0])):
                 return False
         answer = answer[-LONGEST_ANSWER:]
         # A bare reference may be LaTeX without its signs: \frac{1}{2}.
@@ -191,11 +196,6 @@ def _json_lines(path: Path) -> list[tuple[int, dict]]:
     return rows
 
 
-def is_number(text: str) -> bool:
-    """Return whether a reference answer is one number: 27, -1,234.5, 3/4, the same as a LaTeX fraction, or 50%."""
-    return WHOLE.fullmatch(_plain(text).strip(" $")) is not None
-
-
 def boxed(text: str) -> str | None:
     """Return what the last box of LaTeX holds, or None without a closed one."""
     start = text.rfind(BOXED)
@@ -214,28 +214,13 @@ def final_number(text: str) -> str:
     the last equals sign, else the last. Numbers still to be computed or chosen from, as in `7 - 8`, are none.
     """
     text = _plain(text)
-    stated = list(STATED.finditer(text))
-    if stated:
-        return _number(SENTENCE.split(text[stated[-1].end() :].strip())[0], first=True)
-    for sentence in reversed(SENTENCE.split(text.strip())):
-        if WHOLE.search(sentence):
-            return _number(sentence, first=False)
-    return ""
-
-
-def is_worked_out(text: str, reference: str) -> bool:
-    """Return whether an expression is a result: 26 + 1 is none, and neither is 54/2 where the reference is whole."""
-    text, reference = _plain(text), _plain(reference)
-    if "/" not in reference and "." not in reference and "/" in text:
-        return False
-    numbers = JOINED.search(text)
-    return numbers is None or WHOLE.fullmatch(numbers[0]) is not None
-
-
-def _number(sentence: str, first: bool) -> str:
-    behind = sentence.rpartition("=")
-    numbers = JOINED.findall(behind[2])
-    number = numbers[0 if first or behind[1] else -1] if numbers else ""
+    if stated := list(STATED.finditer(text)):
+        sentences = SENTENCE.split(text[stated[-1].end() :].strip())[:1]
+    else:
+        sentences = [sentence for sentence in SENTENCE.split(text.strip()) if WHOLE.search(sentence)][-1:]
+    _, equals, behind = "".join(sentences).rpartition("=")
+    numbers = JOINED.findall(behind)
+    number = numbers[0 if stated or equals else -1] if numbers else ""
     return number if WHOLE.fullmatch(number) else ""
 
 

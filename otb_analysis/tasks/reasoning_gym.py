@@ -123,7 +123,29 @@ class GymSource:
 
     def __init__(self, name: str, settings: Mapping[str, Any], seed: int = 0):
         require("reasoning_gym", "the task 'reasoning_gym'")
-        _refuse_unfit(name, settings)
+        registry = import_module("reasoning_gym.factory").DATASETS  # classes of problems and configuration, by name
+        if name == "composite":
+            raise InputError(
+                "reasoning_gym.name is 'composite', which mixes tasks itself; pass the tasks, as in "
+                "--reasoning-gym.name gcd lcm --reasoning-gym.weight 2 1."
+            )
+        if name not in registry:
+            close = get_close_matches(name, registry, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "docs/tasks.md names them."
+            raise InputError(f"reasoning_gym.name is {name!r}, which is none of its {len(registry)} tasks; {hint}")
+        if name in HASHED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise InputError(
+                f"reasoning_gym.name is {name!r}, whose problems differ in every process unless PYTHONHASHSEED is set; "
+                "begin the command with PYTHONHASHSEED=0, also when you resume the run."
+            )
+        known = {field.name for field in fields(registry[name][1])} - {"seed", "size"}
+        for field in settings:
+            if field in ("seed", "size"):
+                raise InputError(f"reasoning_gym.config of {name} has {field!r}, which the run sets; leave it out.")
+            if field not in known:
+                raise InputError(
+                    f"reasoning_gym.config of {name} has no field {field!r}; {nearest(field, sorted(known))}"
+                )
         self.name, self.size, self.start = name, SIZES.get(name, SIZE), seed * SIZE
         try:
             with _own_random(self.start):
@@ -162,26 +184,6 @@ class GymSource:
         return Problem(str(entry["question"]), None if answer is None else str(answer), entry)
 
 
-def settings_from_json(name: str, text: str) -> dict[str, Any]:
-    """Read a task's settings from a JSON object.
-
-    Raises:
-        InputError: It is not JSON, or no object.
-    """
-    try:
-        settings = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"reasoning_gym.config of {name} is not JSON ({error.msg} at character {error.pos + 1} of {text!r}); "
-            """write an object, as in '{"min_words": 1}'."""
-        ) from error
-    if not isinstance(settings, dict):
-        raise InputError(
-            f"reasoning_gym.config of {name} is {text!r}; write a JSON object, as in " """'{"min_words": 1}'."""
-        )
-    return settings
-
-
 def harmless(name: str, answer: str) -> bool:
     """Return whether a task's scorer can be given an answer: no code of the policy's may run."""
     if name in EVALUATED:
@@ -190,31 +192,6 @@ def harmless(name: str, answer: str) -> bool:
         words = re.findall(r"[A-Za-z]+", answer)
         return bool(FORMULA.fullmatch(answer)) and all(len(word) == 1 or word in FUNCTIONS for word in words)
     return True
-
-
-def _refuse_unfit(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a task that does not exist or differs between processes, and fields that its configuration has not."""
-    registry = import_module("reasoning_gym.factory").DATASETS  # classes of problems and configuration, by name
-    if name == "composite":
-        raise InputError(
-            "reasoning_gym.name is 'composite', which mixes tasks itself; pass the tasks, as in "
-            "--reasoning-gym.name gcd lcm --reasoning-gym.weight 2 1."
-        )
-    if name not in registry:
-        close = get_close_matches(name, registry, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "docs/tasks.md names them."
-        raise InputError(f"reasoning_gym.name is {name!r}, which is none of its {len(registry)} tasks; {hint}")
-    if name in HASHED and os.environ.get("PYTHONHASHSEED", "random") == "random":
-        raise InputError(
-            f"reasoning_gym.name is {name!r}, whose problems differ in every process unless PYTHONHASHSEED is set; "
-            "begin the command with PYTHONHASHSEED=0, also when you resume the run."
-        )
-    known = {field.name for field in fields(registry[name][1])} - {"seed", "size"}
-    for field in settings:
-        if field in ("seed", "size"):
-            raise InputError(f"reasoning_gym.config of {name} has {field!r}, which the run sets; leave it out.")
-        if field not in known:
-            raise InputError(f"reasoning_gym.config of {name} has no field {field!r}; {nearest(field, sorted(known))}")
 
 
 @contextmanager
@@ -270,7 +247,7 @@ class ReasoningGym(SingleTurn):
 
     def __init__(self, config: ReasoningGymConfig, seed: int = 0):
         self.config, self.seed = config, seed
-        self.share = _shares(config)
+        self.share, settings = _shares_and_settings(config)
         if config.answer_format not in FORMATS:
             raise InputError(
                 f"reasoning_gym.answer_format is {config.answer_format!r}; {nearest(config.answer_format, FORMATS)}"
@@ -280,8 +257,6 @@ class ReasoningGym(SingleTurn):
             raise InputError(f"reasoning_gym.template is {config.template!r}; it must contain {{question}}.")
         added = "" if config.shots or "{instruction}" in config.template else "\n{instruction}"
         self.template = config.template + added
-        texts = config.config or ("{}",) * len(config.name)
-        settings = [settings_from_json(name, text) for name, text in zip(config.name, texts, strict=True)]
         self.sources = [GymSource(name, fields, seed) for name, fields in zip(config.name, settings, strict=True)]
         self.problem = lru_cache(maxsize=1024)(self._problem)
         self.origins: dict[str, tuple[int, int]] = {}  # Prompt → its source, and the problem's number there
@@ -365,8 +340,8 @@ class ReasoningGym(SingleTurn):
         return PLACE.sub(lambda place: values[place[1]], self.template)  # questions may have braces, too
 
 
-def _shares(config: ReasoningGymConfig) -> np.ndarray:
-    """Return the share of each task [sources]."""
+def _shares_and_settings(config: ReasoningGymConfig) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Return the share of each task [sources], and the fields of each one's own configuration."""
     if not config.name:
         raise InputError("reasoning_gym.name is empty; pass --reasoning-gym.name TASK, as in letter_counting.")
     if config.shots < 0:
@@ -384,7 +359,19 @@ def _shares(config: ReasoningGymConfig) -> np.ndarray:
         )
     if not all(0 < weight < float("inf") for weight in weights):
         raise InputError(f"reasoning_gym.weight is {weights}; choose finite weights above 0.")
-    return np.array(weights) / np.sum(weights)
+    settings = list[dict[str, Any]]()
+    for name, text in zip(config.name, config.config or ("",) * count, strict=True):
+        try:
+            settings.append(json.loads(text or "{}"))
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"reasoning_gym.config of {name} is not JSON ({error.msg} at character {error.pos + 1} of {text!r}); "
+                """write an object, as in '{"min_words": 1}'."""
+            ) from error
+        if not isinstance(settings[-1], dict):
+            example = """'{"min_words": 1}'."""
+            raise InputError(f"reasoning_gym.config of {name} is {text!r}; write a JSON object, as in {example}")
+    return np.array(weights) / np.sum(weights), settings
 
 
 def _no_answer(name: str, remedy: str) -> InputError:

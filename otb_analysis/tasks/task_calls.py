@@ -31,7 +31,17 @@ def draw_prompts(task: Task, split: Split, start: int, count: int) -> list[Promp
     Raises:
         InputError: The task raises, or returns something else than a prompt.
     """
-    return [_prompt(task, split, start + i) for i in range(count)]
+    prompts = []
+    for index in range(start, start + count):
+        where = f"{split} problem {index}"
+        with naming_failures(task, "prompt", where):
+            prompt = task.prompt(split, index)
+        if not isinstance(prompt, Prompt):
+            raise _unfit(task, "prompt", where, prompt, "return an otb_analysis.tasks.Prompt.")
+        if not all(isinstance(part, str) for part in (prompt.id, prompt.text, prompt.answer)):
+            raise _unfit(task, "prompt", where, prompt, "its id, text and answer must be texts.")
+        prompts.append(prompt)
+    return prompts
 
 
 PATIENCE = 100  # Repeated problems in a row, at least, after which a split is taken to have no others
@@ -46,21 +56,10 @@ def distinct_prompts(task: Task, split: Split, count: int) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
     index = repeated = 0
     while len(prompts) < count and repeated < max(PATIENCE, 2 * len(prompts)):
-        prompt = _prompt(task, split, index)
+        (prompt,) = draw_prompts(task, split, index, 1)
         index, repeated = index + 1, repeated + 1 if prompt.id in prompts else 0
         prompts.setdefault(prompt.id, prompt)
     return list(prompts.values())
-
-
-def _prompt(task: Task, split: Split, index: int) -> Prompt:
-    where = f"{split} problem {index}"
-    with naming_failures(task, "prompt", where):
-        prompt = task.prompt(split, index)
-    if not isinstance(prompt, Prompt):
-        raise _unfit(task, "prompt", where, prompt, "return an otb_analysis.tasks.Prompt.")
-    if not all(isinstance(part, str) for part in (prompt.id, prompt.text, prompt.answer)):
-        raise _unfit(task, "prompt", where, prompt, "its id, text and answer must be texts.")
-    return prompt
 
 
 def ask_demonstration(task: Task, prompt: Prompt) -> Sequence[Turn]:
@@ -69,12 +68,11 @@ def ask_demonstration(task: Task, prompt: Prompt) -> Sequence[Turn]:
     Raises:
         InputError: The task raises, or returns something else than turns.
     """
-    with naming_failures(task, "demonstration", f"prompt {prompt.id!r}"):
+    where = f"prompt {prompt.id!r}"
+    with naming_failures(task, "demonstration", where):
         turns = list(task.demonstration(prompt))
     if not turns or not all(isinstance(turn, Turn) for turn in turns):
-        raise _unfit(
-            task, "demonstration", f"prompt {prompt.id!r}", turns, "return one otb_analysis.tasks.Turn a turn."
-        )
+        raise _unfit(task, "demonstration", where, turns, "return one otb_analysis.tasks.Turn a turn.")
     return turns
 
 

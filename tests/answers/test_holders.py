@@ -1,8 +1,9 @@
 """Who holds a step's gradient in two sentences, and the command that measures it where it is not known."""
 
 import numpy as np
+import pandas as pd
 
-from otb_analysis.answers.holders import attribution_command, attribution_line
+from otb_analysis.answers.holders import Attributed, attribution_command
 from otb_analysis.diagnostics import AttributedTokens, attribute_step
 
 SIGNAL, NOISE = np.array([1.0, -2.0, 0.5, 0.0, 1.0]), np.array([3.0, 1.0, 0.5, -1.5, 0.5])
@@ -10,10 +11,10 @@ KEYS = np.array([0, 0, 0, 1, 1]), np.array([0, 0, 1, 2, 2]), np.array([0, 1, 0, 
 
 
 def test_the_line_says_who_holds_half_and_what_is_missing():
-    found = attribute_step(7, AttributedTokens(*KEYS, SIGNAL + NOISE, SIGNAL, NOISE))
-    assert "2 of 5 tokens (40.0%) hold half" in attribution_line(found) and "noise" in attribution_line(found)
-    bare = attribute_step(7, AttributedTokens(*KEYS, SIGNAL))
-    assert "--measure.attribution.split" in attribution_line(bare)
+    split, bare = AttributedTokens(*KEYS, SIGNAL + NOISE, SIGNAL, NOISE), AttributedTokens(*KEYS, SIGNAL)
+    words, more = (Attributed(attribute_step(7, of), pd.DataFrame(), pd.DataFrame()).says for of in (split, bare))
+    assert "2 of 5 tokens (40.0%) hold half" in words and "noise" in words
+    assert "--measure.attribution.split" in more
 
 
 def test_a_trained_run_is_trained_again_and_a_scored_one_scored_again():

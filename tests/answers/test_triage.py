@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +17,7 @@ def steps(reward, norm=None):
 
 
 def row(name, table, status="complete", age=None):
-    return triage(name, "rloo", status, table, diagnose(step_series(table)), age)
+    return replace(triage(name, "rloo", status, table, diagnose(step_series(table))), age=age)
 
 
 DEAD = row("dead", steps([0.75] * 20 + [0.0] * 10, [1.0] * 22 + [0.0] * 8))
