@@ -107,15 +107,14 @@ def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None 
     if not np.isfinite(share).all():
         raise InputError("share has entries that are not finite; pass the tokens that were attributed only.")
     return StepAttribution(
-        step=step,
-        norm_sq=float(share.sum()),
+        step, norm_sq=float(share.sum()),
         signal_total=None if tokens.signal is None else float(tokens.signal.sum()),
         noise_total=None if tokens.noise is None else float(tokens.noise.sum()),
         recorded_norm_sq=None if grad_norm is None or not np.isfinite(grad_norm) else float(grad_norm) ** 2,
         prompts=_by("prompt", tokens, np.stack([tokens.group])),
         rollouts=_by("rollout", tokens, np.stack([tokens.group, tokens.rollout])),
         tokens=_by("token", tokens, np.stack([tokens.group, tokens.rollout, tokens.t])),
-    )
+    )  # fmt: skip
 
 
 def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:

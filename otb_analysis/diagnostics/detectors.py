@@ -27,7 +27,6 @@ from otb_analysis.diagnostics.findings import (
     trailing,
     unmeasured,
 )
-from otb_analysis.types import Float
 
 NO_SIGNAL = (0.5, 0.8)
 """Groups of equal reward have no gradient under any group baseline: half of the batch wasted, then four fifths."""
@@ -214,8 +213,15 @@ def sampling_certificate(series: StepSeries) -> Finding:
     evidence = []
     for name in CERTIFICATE:
         step, (z,) = series.recorded(name)
-        score, words = _log_evidence(z) / np.log(10), "log₁₀ of the evidence against exact sampling"
-        evidence.append(Evidence(name, words, step, z, score, watch, alarm))
+        # A sum that has not started counts as 1, so the weights always add up to 1.
+        total = np.log(1 / (np.arange(z.size) // RESTART + 2.0))
+        for k, start in enumerate(range(0, z.size, RESTART)):
+            n = np.arange(1, z.size - start + 1)
+            # log of Robbins' mixture of the sum that starts here, with prior precision ρ.
+            mixture = 0.5 * np.cumsum(z[start:]) ** 2 / (n + PRIOR) - 0.5 * np.log((n + PRIOR) / PRIOR)
+            total[start:] = np.logaddexp(total[start:], mixture - np.log((k + 1) * (k + 2)))
+        words = "log₁₀ of the evidence against exact sampling"
+        evidence.append(Evidence(name, words, step, z, total / np.log(10), watch, alarm))
     if not any(one.ready for one in evidence):
         return unmeasured("sampling_certificate", series, 1, CERTIFICATE, FORWARD)
     one = deciding(evidence)
@@ -229,17 +235,6 @@ def sampling_certificate(series: StepSeries) -> Finding:
         f"{runs} runs would look like this."
     )
     return finding_of("sampling_certificate", evidence, reason)
-
-
-def _log_evidence(z: Float) -> Float:
-    """Logarithm of E_t [K]. A sum that has not started counts as 1, so the weights always add up to 1."""
-    total = np.log(1 / (np.arange(z.size) // RESTART + 2.0))
-    for k, start in enumerate(range(0, z.size, RESTART)):
-        n = np.arange(1, z.size - start + 1)
-        # log of Robbins' mixture of the sum that starts here, with prior precision ρ.
-        evidence = 0.5 * np.cumsum(z[start:]) ** 2 / (n + PRIOR) - 0.5 * np.log((n + PRIOR) / PRIOR)
-        total[start:] = np.logaddexp(total[start:], evidence - np.log((k + 1) * (k + 2)))
-    return total
 
 
 DETECTORS: dict[str, Callable[[StepSeries], Finding]] = {

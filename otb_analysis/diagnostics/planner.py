@@ -203,9 +203,7 @@ def plan(
     tables = (grams, *subgroups.values())
     common = [step for step in grams if all(step in part and REFERENCE in part[step].labels for part in tables)]
     by_size = {part: [table[step] for step in common] for part, table in subgroups.items()}
-    notes = []
-    cells: list[Cell] = []
-    best_size = None
+    notes, cells, best_size = list[str](), list[Cell](), None
     if dead and dead[-1].share.estimate == 1:
         return Planner(rollouts, size, (), dead, ALL_DEAD)
     if size is not None and by_size and common:
@@ -219,13 +217,17 @@ def plan(
             for n in sorted(curve.cost):
                 cost = None if n == size else _ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")
                 cells.append(Cell(*label, n, curve.shown[n], n == best, n in curve.cut, unless_hidden(cost)))
-        best_size = _best_size(curves[REFERENCE].best_size, level)
         by_formula = any(not cell.cut for cell in cells)
         notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size))
-        if best_size is not None and best_size.low is not None:
+        # A group has at least 2 rollouts; what is above 1 has a logarithm.
+        sizes, words = curves[REFERENCE].best_size, "group size with the least variance of rloo"
+        above = None if sizes is None else jackknife_interval(float(sizes[0]) - 1, sizes[1:] - 1, words, "log", level)
+        if above is not None and above.low is not None and above.high is not None:
+            low, estimate, high = (max(1 + x, 2.0) for x in (above.low, above.estimate, above.high))
+            best_size = replace(above, estimate=estimate, low=low, high=high, p_value=None)
             notes.append(
-                f"By formula rloo's variance at the same rollouts is least in groups of {best_size.estimate:.1f} "
-                f"({best_size.low:.1f}–{best_size.high:.1f})."
+                f"By formula rloo's variance at the same rollouts is least in groups of {estimate:.1f} "
+                f"({low:.1f}–{high:.1f})."
             )
     elif grams:
         notes.append(NOT_HALVED)
@@ -319,19 +321,6 @@ def _best(curve: _Curve, level: float) -> int | None:
             if more is None or more.low is None or more.low <= 1:
                 return None
     return best
-
-
-def _best_size(sizes: Float | None, level: float) -> Interval | None:
-    """Return the size with the least variance of `rloo` with an interval; None without one."""
-    if sizes is None:
-        return None
-    # A group has at least 2 rollouts; what is above 1 has a logarithm.
-    words = "group size with the least variance of rloo"
-    above = jackknife_interval(float(sizes[0]) - 1, sizes[1:] - 1, words, "log", level)
-    if above is None or above.low is None or above.high is None:
-        return None
-    low, estimate, high = (max(1 + x, 2.0) for x in (above.low, above.estimate, above.high))
-    return replace(above, estimate=estimate, low=low, high=high, p_value=None)
 
 
 def _ratio(above: Float, below: Float, level: float, what: str) -> Interval | None:

@@ -34,9 +34,7 @@ def linear_probe(hidden: ArrayLike, count: ArrayLike, fitted: ArrayLike, ridge: 
     """
     h, n, on = np.asarray(hidden, float), np.asarray(count, float), np.asarray(fitted, bool)
     if h.ndim != 2 or n.shape != h.shape[:1] or on.shape != n.shape:
-        raise InputError(
-            f"hidden has shape {h.shape}, count {n.shape} and fitted {on.shape}; pass [N, d], [N] and [N]."
-        )
+        raise InputError(f"hidden has shape {h.shape}, count {n.shape}, fitted {on.shape}; pass [N, d], [N], [N].")
     if not (np.isfinite(h).all() and np.isfinite(n).all()):
         raise InputError("hidden or count holds NaN or infinite numbers; leave such prompts out of the probe.")
     if not ridge > 0:

@@ -11,7 +11,7 @@ import numpy as np
 
 from otb_analysis.errors import InputError
 from otb_analysis.estimators.group import rloo
-from otb_analysis.estimators.spec import FEATURES, BaselineResult, Batch, NoOptions, RegressionOptions, provided
+from otb_analysis.estimators.spec import FEATURES, BaselineResult, Batch, NoOptions, RegressionOptions
 from otb_analysis.types import Bool, Float, NormalEquations
 
 SHRINKAGE_EPSILON = 1e-6  # Added to the denominator of λ by the published code
@@ -195,7 +195,7 @@ def _blocks(batch: Batch, parts: tuple[str, ...], limit: int) -> Iterator[tuple[
             if part == "x":
                 z[:, k] = np.arange(1, width + 1) / limit
             elif part == "h":
-                entropy = np.maximum(provided(batch.entropy)[rows], 0.0)
+                entropy = np.maximum(batch.entropy[rows], 0.0)
                 np.divide(entropy, 1 + entropy, out=z[:, k])
             elif part == "f":
                 z[:, k, :1] = 0.0

@@ -129,17 +129,10 @@ def _spec_by_trials(name: str, function: Any) -> EstimatorSpec:
         needs.append("energy")
     return EstimatorSpec(
         lambda inputs, chosen: function(inputs, **asdict(chosen)),
-        formula=(inspect.getdoc(function) or name).splitlines()[0],
-        unbiased=False,
-        conditions="not known",
-        source=name,
-        provenance="code",
-        needs=tuple(needs),
-        uses=tuple(uses),
-        options=options,
+        (inspect.getdoc(function) or name).splitlines()[0], unbiased=False, conditions="not known", source=name,
+        provenance="code", needs=tuple(needs), uses=tuple(uses), options=options, takes_single=True,
         batch_coupled=True,  # it sees the whole batch, so other prompts may matter
-        takes_single=True,
-    )
+    )  # fmt: skip
 
 
 def _trial() -> dict[str, np.ndarray]:
@@ -239,10 +232,13 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     used = (use for use in entry.uses if use != "state" and getattr(inputs, use) is not None)
     names = (*entry.needed(options), *used)
     check_shapes(inputs, names)
-    inputs = _with_rewards_inside(inputs)
+    mask, reward = np.asarray(inputs.mask), np.asarray(inputs.reward)
+    outside = reward[~mask]  # NaN there is padding; a finite reward counts at a policy token
+    if outside.any() and (np.isfinite(outside) & (outside != 0)).any():
+        kept = np.where(mask | np.isfinite(reward), reward, 0.0).astype(np.float64)
+        inputs = replace(inputs, reward=at_policy_tokens(kept, mask))
     if name not in ESTIMATORS and not is_portfolio(name):
         return custom_estimate(name, entry, inputs, names, options)
-    mask = np.asarray(inputs.mask)
     if not entry.takes_gaps and has_gaps(mask):
         raise InputError(
             f"mask has gaps (tool tokens before policy tokens), where column and position differ, but {name} takes "
@@ -267,16 +263,6 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
                 placed[moved] = piece[batch.mask]
                 whole[selector(rows)] = placed
     return replace(out, state=state)
-
-
-def _with_rewards_inside(inputs: EstimatorInputs) -> EstimatorInputs:
-    """Return inputs in which no finite reward stands outside the mask; NaN there is padding."""
-    mask, reward = np.asarray(inputs.mask), np.asarray(inputs.reward)
-    outside = reward[~mask]
-    if not outside.any() or not (np.isfinite(outside) & (outside != 0)).any():
-        return inputs
-    kept = np.where(mask | np.isfinite(reward), reward, 0.0).astype(np.float64)
-    return replace(inputs, reward=at_policy_tokens(kept, mask))
 
 
 def counting_tokens(name: str) -> str:

@@ -21,7 +21,6 @@ from otb_analysis.estimators.spec import (
     NoOptions,
     Tail,
     TailOptions,
-    provided,
 )
 from otb_analysis.types import Bool, Float
 
@@ -187,7 +186,7 @@ def classic_optimal(batch: Batch, options: NoOptions, *, leave_one_out: bool = F
     B = Σ_j ‖S_j‖² R_j / Σ_j ‖S_j‖², S_j = Σ_t s_{j,t}: the sample form of the classic optimal scalar
     E[R‖S‖²]/E‖S‖² for one terminal reward. Proved.
     """
-    return rollout_average(batch, provided(batch.rollout_norm_sq), leave_one_out=leave_one_out)
+    return rollout_average(batch, batch.rollout_norm_sq, leave_one_out=leave_one_out)
 
 
 classic_optimal_loo = without_self(classic_optimal, "Centre by the norm-weighted return of the other rollouts.")
@@ -213,11 +212,11 @@ def opob(batch: Batch, options: NoOptions) -> BaselineResult:
     `objectives.ratios.learning_rate_factor`. Public code of VCPO, arXiv 2602.17616.
     """
     with np.errstate(divide="ignore"):  # a ratio of 0 makes the rollout weigh nothing
-        log = np.where(batch.mask, np.log(np.where(batch.mask, provided(batch.ratio), 1.0)), 0.0).sum(axis=1)
+        log = np.where(batch.mask, np.log(np.where(batch.mask, batch.ratio, 1.0)), 0.0).sum(axis=1)
     top = np.full(len(batch.groups.labels), -np.inf)
     np.maximum.at(top, batch.groups.index, np.where(batch.present > 0, log, -np.inf))
     top = batch.groups.spread(np.where(np.isfinite(top), top, 0.0))  # only ratios of weights matter: none overflows
-    return rollout_average(batch, np.exp(2 * (log - top)) * provided(batch.rollout_norm_sq))
+    return rollout_average(batch, np.exp(2 * (log - top)) * batch.rollout_norm_sq)
 
 
 def otb(batch: Batch, options: TailOptions, *, leave_one_out: bool = False) -> BaselineResult:

@@ -71,8 +71,26 @@ def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
     """
     if unproved_because(config):
         return Proved()
-    known = {label: c for label in labels if (c := _projection(label, config)) is not None}
-    alone = (label for label, c in known.items() if c == 1 and (e := registered(label[0])) and not e.batch_coupled)
+    sample, trained, known = _part(config, "sample"), _part(config, "estimator"), dict[Label, float]()
+    size, prompts = sample.get("group_size"), sample.get("prompts")
+    alone = set[Label]()
+    for name, source in labels:
+        entry = registered(name)
+        if entry is None or source not in SOURCES or entry.target != "∇J":
+            continue
+        if entry.unbiased:
+            # Only the estimator that trains has other options than the defaults.
+            options = trained.get("options") if trained.get("name") == name else {}
+            if not isinstance(options, Mapping) or options.get("tail", "group") not in ("own_return", "group"):
+                continue
+            exact = ("discount", "decay") if name == "value" else ()
+            if all(float(options.get(option, 1.0)) == 1.0 for option in exact):
+                known[name, source] = 1.0
+                alone |= set() if entry.batch_coupled else {(name, source)}
+        elif entry.shrinks_by and isinstance(size, int) and isinstance(prompts, int):
+            rollouts = size if entry.shrinks_by == "group" else size * prompts
+            if rollouts > 1 and size * prompts > 1:
+                known[name, source] = 1.0 - 1.0 / rollouts
     return Proved(known, frozenset(alone))
 
 
@@ -91,25 +109,6 @@ def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> 
     known = {label: c for label, cs in values.items() if len(cs) == 1 and (c := next(iter(cs))) is not None}
     truth = (label for label in known if all(label in part.truth for part in having[label]))
     return Proved(known, frozenset(truth))
-
-
-def _projection(label: Label, config: Mapping[str, Any]) -> float | None:
-    name, source = label
-    entry, sample, trained = registered(name), _part(config, "sample"), _part(config, "estimator")
-    if entry is None or source not in SOURCES or entry.target != "∇J":
-        return None
-    if entry.unbiased:
-        # Only the estimator that trains has other options than the defaults.
-        options = trained.get("options") if trained.get("name") == name else {}
-        if not isinstance(options, Mapping) or str(options.get("tail", "own_return")) not in ("own_return", "group"):
-            return None
-        exact = ("discount", "decay") if name == "value" else ()
-        return 1.0 if all(float(options.get(option, 1.0)) == 1.0 for option in exact) else None
-    size, prompts = sample.get("group_size"), sample.get("prompts")
-    if not entry.shrinks_by or not isinstance(size, int) or not isinstance(prompts, int) or size * prompts < 2:
-        return None
-    rollouts = size if entry.shrinks_by == "group" else size * prompts
-    return 1.0 - 1.0 / rollouts if rollouts > 1 else None
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -21,7 +21,6 @@ from otb_analysis.estimators.spec import (
     ValueOptions,
     check_shapes,
     prepare,
-    provided,
 )
 from otb_analysis.types import EstimatorInputs, Float, Int
 
@@ -114,7 +113,7 @@ def position_optimal(batch: Batch, options: NoOptions) -> BaselineResult:
     Any other position-dependent B costs exactly Σ_t E‖s_t‖² (B_t − B_t*)² of variance. Unbiased as long as B* comes
     from rollouts other than the ones it is used on. Proved.
     """
-    return BaselineResult(provided(batch.position_baseline), NOWHERE)
+    return BaselineResult(batch.position_baseline, NOWHERE)
 
 
 def value(batch: Batch, options: ValueOptions) -> BaselineResult:
@@ -125,11 +124,12 @@ def value(batch: Batch, options: ValueOptions) -> BaselineResult:
     error is bias, and γ < 1 has another target. V is not variance-optimal: the best prefix function is
     E[s_t·g|h]/E[‖s_t‖²|h]. Public code.
     """
-    v = provided(batch.value)
+    v = batch.value
     if options.discount == options.decay == 1.0:
         return BaselineResult(v, NOWHERE)
-    reward = batch.returns - _next(batch.returns)
-    surprise = reward + options.discount * _next(v) - v
+    # One position later, 0 after the last
+    later, next_v = (np.pad(x[:, 1:], ((0, 0), (0, int(x.shape[1] > 0)))) for x in (batch.returns, v))
+    surprise = batch.returns - later + options.discount * next_v - v
     backwards = decayed_energy(surprise[:, ::-1], options.discount * options.decay)
     return BaselineResult(batch.returns - backwards[:, ::-1], NOWHERE)
 
@@ -140,12 +140,7 @@ def tvm(batch: Batch, options: NoOptions) -> BaselineResult:
     B_t = V(h_t), as `value`; what differs is the critic's target, `prefix_values` of earlier groups. Fitted on these
     very rollouts, the empirical share gives A = 0 wherever a prefix is unique. Abstract of TVM, arXiv 2407.12863.
     """
-    return BaselineResult(provided(batch.value), NOWHERE)
-
-
-def _next(x: Float) -> Float:
-    """The value one position later, 0 after the last [N, T]."""
-    return np.concatenate([x[:, 1:], np.zeros((len(x), 1))], axis=1)[:, : x.shape[1]]
+    return BaselineResult(batch.value, NOWHERE)
 
 
 def prefix_values(inputs: EstimatorInputs) -> Float:
@@ -209,7 +204,7 @@ def prefix_sums(batch: Batch) -> tuple[Float, Float]:
     n, t = batch.mask.shape
     total = np.repeat(batch.total[:, None], t + 1, axis=1)
     count = np.concatenate([batch.present[:, None], batch.alive], axis=1)
-    names, token = np.unique(provided(batch.token_id), return_inverse=True)
+    names, token = np.unique(batch.token_id, return_inverse=True)
     token = token.reshape(n, t)
     rows = np.flatnonzero(batch.present)
     node = batch.groups.index[rows]
@@ -234,7 +229,7 @@ def trloo(batch: Batch, options: NoOptions) -> BaselineResult:
     terminal reward give `rloo`. Unbiased: whether a rollout has turn k is known before the turn. Public code.
     """
     row, _ = np.nonzero(batch.mask)
-    _, turn = np.unique(provided(batch.turn)[batch.mask], return_inverse=True)
+    _, turn = np.unique(batch.turn[batch.mask], return_inverse=True)
     n_turns = turn.max(initial=0) + 1
     # rollout_turn numbers every (rollout, turn) pair that has a token; `back` leads from tokens to these pairs
     rollout_turn, first, back = np.unique(row * n_turns + turn, return_index=True, return_inverse=True)

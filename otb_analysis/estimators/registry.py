@@ -88,20 +88,17 @@ def combined(weights: Mapping[str, float], known: Mapping[str, EstimatorSpec]) -
         return whole
 
     return EstimatorSpec(
-        weighted_sum,
-        " + ".join(f"{weight:g}·B({name})" for name, weight in weights.items()),
-        not biased,
+        weighted_sum, " + ".join(f"{weight:g}·B({name})" for name, weight in weights.items()), not biased,
         "as its members: " + "; ".join(biased or dict.fromkeys(entry.conditions for entry in entries)),
         f"portfolio of {' and '.join(members)}",
         SURE_FIRST[max(SURE_FIRST.index(entry.provenance) for entry in entries)],
-        target=targets.pop() if len(targets) == 1 else "∇J",
-        needs=needs,
+        target=targets.pop() if len(targets) == 1 else "∇J", needs=needs,
         uses=tuple(dict.fromkeys(use for entry in entries for use in entry.uses if use not in needs)),
         options=RegressionOptions if any(e.options is RegressionOptions for e in entries) else NoOptions,
         batch_coupled=any(entry.batch_coupled for entry in entries),
         takes_gaps=all(entry.takes_gaps for entry in entries),
         takes_single=all(entry.takes_single for entry in entries),
-    )
+    )  # fmt: skip
 
 
 IID = "rollouts i.i.d. from the scored policy: no top-p or top-k, no filter on outcomes, no first-N-finished"

@@ -6,7 +6,7 @@ squeezed out here, so every formula may take column t for the t-th policy token.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,17 @@ TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ra
 
 
 @dataclass(frozen=True)
-class TailOptions:
+class _Shares:
+    """Options of which those with `ends`, words for what an end means, lie in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if (ends := one.metadata.get("ends")) and not 0.0 <= getattr(self, one.name) <= 1.0:
+                raise InputError(f"{one.name} is {getattr(self, one.name)} but must lie in [0, 1]; {ends}.")
+
+
+@dataclass(frozen=True)
+class TailOptions(_Shares):
     """What to do where no other rollout of the group is alive at this position."""
 
     # `own_return`: B = 0, so A = G (as published). `group`: B = mean of the other, finished rollouts' total returns,
@@ -34,42 +44,33 @@ class TailOptions:
     def __post_init__(self) -> None:
         if self.tail not in get_args(Tail):
             raise InputError(f"tail is {self.tail!r}; {nearest(str(self.tail), get_args(Tail))}")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
 class DecayOptions(TailOptions):
     """Options of the forgetting energy."""
 
-    decay: float = 0.9  # λ in W_t = λ W_{t−1} + w_t; 0 is `token_optimal`, 1 is `otb`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.decay <= 1.0:
-            raise InputError(f"decay is {self.decay} but must lie in [0, 1]; 0 is token_optimal, 1 is otb.")
+    # λ in W_t = λ W_{t−1} + w_t
+    decay: float = field(default=0.9, metadata={"ends": "0 is token_optimal, 1 is otb"})
 
 
 @dataclass(frozen=True)
-class ValueOptions:
+class ValueOptions(_Shares):
     """Options of generalized advantage estimation."""
 
-    discount: float = 1.0  # γ, what a reward loses per token of delay; 1 is the task's own return
-    decay: float = 1.0  # λ: 1 uses the rewards alone, G − V(h_t); 0 trusts the critic after one step
-
-    def __post_init__(self) -> None:
-        for name in ("discount", "decay"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InputError(f"{name} is {getattr(self, name)} but must lie in [0, 1]; 1 is unbiased.")
+    # γ, what a reward loses per token of delay; 1 is the task's own return
+    discount: float = field(default=1.0, metadata={"ends": "1 is unbiased"})
+    # λ: 1 uses the rewards alone, G − V(h_t); 0 trusts the critic after one step
+    decay: float = field(default=1.0, metadata={"ends": "1 is unbiased"})
 
 
 @dataclass(frozen=True)
-class QuantileOptions:
+class QuantileOptions(_Shares):
     """Options of the quantile baseline."""
 
-    quantile: float = 0.4  # q: the share of the group that does not exceed the baseline
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.quantile <= 1.0:
-            raise InputError(f"quantile is {self.quantile} but must lie in [0, 1]; 0.5 is the (lower) median.")
+    # q: the share of the group that does not exceed the baseline
+    quantile: float = field(default=0.4, metadata={"ends": "0.5 is the (lower) median"})
 
 
 FEATURES: dict[str, tuple[str, str]] = {
@@ -91,7 +92,7 @@ RIDGES, LEAST_RIDGE = ((16, 10.0), (32, 1.0)), 0.1
 
 
 @dataclass(frozen=True)
-class RegressionOptions:
+class RegressionOptions(_Shares):
     """Options of the regression across prompts."""
 
     # φ, any of 1, m, f, m·f, h, m·h, x, m·x (m*f will do): m is the mean return of the other rollouts of the prompt,
@@ -104,7 +105,7 @@ class RegressionOptions:
     # Most policy tokens that a rollout can have, fixed before sampling. 0: not known, x and m·x are left out
     T_max: int = 0
     # λ, what the sums of one step count a step later, from 0 (no memory) to 1 (nothing is forgotten)
-    memory: float = 0.0
+    memory: float = field(default=0.0, metadata={"ends": "0 remembers nothing"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(name.strip().replace("*", "·") for name in self.features))
@@ -122,8 +123,7 @@ class RegressionOptions:
                 raise InputError(f"ridge is {self.ridge} but must be a finite number of at least 0, or {AUTO}.")
         if self.T_max < 0:
             raise InputError(f"T_max is {self.T_max}; pass the sampling limit, or 0 where it is not known.")
-        if not 0.0 <= self.memory <= 1.0:
-            raise InputError(f"memory is {self.memory} but must lie in [0, 1]; 0 remembers nothing.")
+        super().__post_init__()
 
     def ridge_for(self, prompts: int, remembers: bool = False) -> float:
         """Return the ridge for a batch of so many prompts; with a memory λ they count as prompts/(1 − λ)."""
@@ -202,6 +202,7 @@ REMEDY = {
 NON_NEGATIVE = frozenset({"energy", "rollout_norm_sq", "ratio"})
 PER_ROLLOUT = frozenset({"rollout_norm_sq"})
 
+ABSENT: Any = None
 NOWHERE = np.zeros((1, 1), bool)  # The fallback of a formula that is always defined
 
 
@@ -214,14 +215,15 @@ class Batch:
     mask: Bool  # True at the first L_i columns of row i [N, T]
     alive: Float  # The mask as 0 and 1 [N, T]
     groups: Groups  # Which rollouts belong together
-    energy: Float | None = None  # Token energy w [N, T], where the estimator needs it
-    ratio: Float | None = None  # Importance ratio ρ [N, T], where given and used
-    rollout_norm_sq: Float | None = None  # ‖Σ_t s_t‖² [N], where needed
-    position_baseline: Float | None = None  # B_t [N, T], where needed
-    value: Float | None = None  # V(h_t) [N, T], where needed
-    turn: Float | None = None  # Index of the token's turn [N, T], where needed
-    token_id: Float | None = None  # Token ids [N, T], where needed
-    entropy: Float | None = None  # Entropy H_t in nats [N, T], where needed
+    # What the estimator does not list under `needs`, or what was not given of its `uses`, is None.
+    energy: Float = ABSENT  # Token energy w [N, T]
+    ratio: Float = ABSENT  # Importance ratio ρ [N, T]
+    rollout_norm_sq: Float = ABSENT  # ‖Σ_t s_t‖² [N]
+    position_baseline: Float = ABSENT  # B_t [N, T]
+    value: Float = ABSENT  # V(h_t) [N, T]
+    turn: Float = ABSENT  # Index of the token's turn [N, T]
+    token_id: Float = ABSENT  # Token ids [N, T]
+    entropy: Float = ABSENT  # Entropy H_t in nats [N, T]
     state: NormalEquations | None = None  # What the step before left, where there is any
 
     @cached_property
@@ -242,8 +244,7 @@ class Batch:
     @cached_property
     def weight(self) -> Float:
         """ρ_t² w_t, or w_t without ratios [N, T]."""
-        energy = provided(self.energy)
-        return energy if self.ratio is None else energy * self.ratio**2
+        return self.energy if self.ratio is None else self.energy * self.ratio**2
 
     @cached_property
     def realized(self) -> Float:
@@ -264,17 +265,6 @@ class BaselineResult:
     fallback: Bool  # Where the formula is undefined
     scale: Float | None = None  # What multiplies G − B, where the estimator rescales
     state: NormalEquations | None = None  # What the next step is given, where the estimator remembers
-
-
-def provided(x: Float | None) -> Float:
-    """Return an input that `EstimatorSpec.needs` guarantees.
-
-    Raises:
-        LookupError: The estimator reads an input that it does not declare.
-    """
-    if x is None:
-        raise LookupError("an estimator reads an input that its EstimatorSpec does not list under needs")
-    return x
 
 
 def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:

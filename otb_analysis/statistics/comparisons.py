@@ -270,12 +270,14 @@ class Comparison:
     @property
     def better(self) -> bool:
         """True where the interval that holds together with all others is on the better side of 1."""
-        return self._beyond(self.by == "efficiency")
+        low, high = (self.together.low, self.together.high) if self.together else (None, None)
+        return (low or 0) > 1 if self.by == "efficiency" else high is not None and high < 1
 
     @property
     def worse(self) -> bool:
         """True where it is on the worse side."""
-        return self._beyond(self.by == "variance")
+        low, high = (self.together.low, self.together.high) if self.together else (None, None)
+        return (low or 0) > 1 if self.by == "variance" else high is not None and high < 1
 
     @property
     def ahead(self) -> float:
@@ -283,12 +285,6 @@ class Comparison:
         if self.one_look is None:
             return 0.0
         return self.one_look.estimate if self.by == "efficiency" else 1 / self.one_look.estimate
-
-    def _beyond(self, above: bool) -> bool:
-        one = self.together
-        if one is None or one.low is None or one.high is None:
-            return False
-        return one.low > 1 if above else one.high < 1
 
 
 @dataclass(frozen=True)
@@ -381,49 +377,44 @@ def decide(
         by: By = "variance" if sampled and label in c and against in c else "efficiency"
         replicates[label] = by, ratio_replicates(*pair)["sf" if by == "variance" else by]
     comparisons, m = _compared(replicates, against, signal, sampled)
-    cause = _cause(both, against, truth, comparisons) if sampled else "another sampler"
+    cause: Cause = "few prompts" if len(clusters(both)[1]) < MIN_CLUSTERS else "noise"
+    if not sampled:
+        cause = "another sampler"
+    elif any(one.together for one in comparisons):
+        cause = ""
+    elif not any(gram.has(truth) for gram in both):
+        cause = "no reference"
+    elif not comparisons:
+        cause = "alone"
+    # Equal rewards leave no advantage under a group baseline, so the gradient is exactly 0.
+    elif not any(np.trace(gram.blocks(against, against)[0]) > 0 for gram in both):
+        cause = "equal rewards"
     count, update = 0 if base is None else base.power.size - 1, typical([gram.n_prompts for gram in both])
     decision = Decision(against, count, update, comparisons, same, m, cause, signal, None)
     lead = decision.nearest or next(iter(decision.tested), None)
     return replace(decision, n_needed=_needed(base, lead.together if lead else None, m))
 
 
-def _cause(both: Sequence[Gram], against: Label, truth: Truth, comparisons: Sequence[Comparison]) -> Cause:
-    if any(one.together for one in comparisons):
-        return ""
-    if not any(gram.has(truth) for gram in both):
-        return "no reference"
-    if not comparisons:
-        return "alone"
-    # Equal rewards leave no advantage under a group baseline, so the gradient is exactly 0.
-    if not any(np.trace(gram.blocks(against, against)[0]) > 0 for gram in both):
-        return "equal rewards"
-    return "few prompts" if len(clusters(both)[1]) < MIN_CLUSTERS else "noise"
-
-
 def _compared(
     replicates: Mapping[Label, tuple[By, Float]], against: Label, signal: bool, sampled: bool
 ) -> tuple[tuple[Comparison, ...], int]:
     """Return every comparison, with its interval by itself and the one that holds together with the m others; and m."""
-    looks: dict[Label, Interval | None] = {}
-    for label, (by, values) in replicates.items():
-        # Noise hides an efficiency where ∇J is not told from it, though the prompts suffice for an interval.
-        if by == "variance" or signal or (sampled and values.size <= MIN_CLUSTERS):
-            looks[label] = _look(label, against, by, values, LEVEL)
-    m = sum(one is not None and one.low is not None for one in looks.values())
-    level = 1 - (1 - LEVEL) / max(m, 1)
+    alone, together = dict[Label, Interval | None](), dict[Label, Interval | None]()
+    m = 0
+    for looks in (alone, together):
+        level = 1 - (1 - LEVEL) / max(m, 1)
+        for label, (by, values) in replicates.items():
+            # Noise hides an efficiency where ∇J is not told from it, though the prompts suffice for an interval.
+            if by == "variance" or signal or (sampled and values.size <= MIN_CLUSTERS):
+                words = f"{by} of {label[0]} over that of {against[0]}"
+                looks[label] = unless_hidden(jackknife_interval(values[0], values[1:], words, "log", level))
+        m = sum(one is not None and one.low is not None for one in alone.values())
     comparisons = []
-    for label, (by, values) in replicates.items():
-        together = _look(label, against, by, values, level) if label in looks else None
-        if together is None or together.low is None or together.high is None:
-            together = None
-        comparisons.append(Comparison(label, by, looks.get(label), together))
+    for label, (by, _) in replicates.items():
+        one = together.get(label)
+        whole = one is not None and one.low is not None and one.high is not None
+        comparisons.append(Comparison(label, by, alone.get(label), one if whole else None))
     return tuple(comparisons), m
-
-
-def _look(label: Label, against: Label, by: By, values: Float, level: float) -> Interval | None:
-    words = f"{by} of {label[0]} over that of {against[0]}"
-    return unless_hidden(jackknife_interval(values[0], values[1:], words, "log", level))
 
 
 def _needed(base: Moments | None, lead: Interval | None, looked_at: int) -> int | None:

@@ -8,11 +8,10 @@ statistic to look at first: where it is near 0 there is nothing to gain.
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import scipy
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otb_analysis.errors import InputError
 from otb_analysis.statistics.intervals import Interval, cluster_jackknife
@@ -87,9 +86,6 @@ def _pearson(mean: Float) -> Float:
     return np.divide(xy * n - x * y, np.sqrt(np.maximum(spread, 0)), out=np.full_like(spread, np.nan), where=spread > 0)
 
 
-_Kind = TypeVar("_Kind", bound=np.generic)
-
-
 @dataclass(frozen=True)
 class Association:
     """Agreement of two variables; None where it is undefined (fewer than three values, or a constant one)."""
@@ -130,14 +126,21 @@ def fidelity(
     x, y = np.asarray(proxy, dtype=float), np.asarray(exact, dtype=float)
     if x.shape != y.shape:
         raise InputError(f"proxy has shape {x.shape} but exact {y.shape}; pass one value of each per token.")
-    chosen = np.isfinite(x) & np.isfinite(y)
-    if mask is not None:
-        chosen &= _as_shape("mask", np.asarray(mask, dtype=bool), x.shape)
+    shaped = dict[str, np.ndarray]()
+    for name, value in (("mask", True if mask is None else mask), ("cell", 0 if cell is None else cell)):
+        try:
+            shaped[name] = np.broadcast_to(np.asarray(value), x.shape)
+        except ValueError as error:
+            shape = np.shape(value)
+            raise InputError(f"{name} has shape {shape} but the energies {x.shape}; pass one per token.") from error
+    chosen = np.isfinite(x) & np.isfinite(y) & shaped["mask"].astype(bool)
+    x, y, cells = x[chosen], y[chosen], np.unique(shaped["cell"][chosen], return_inverse=True)[1]
+    positive = (x > 0) & (y > 0)
+    logs = _correlation(np.log(x[positive]), np.log(y[positive]))
+    ranks = [scipy.stats.rankdata(v) for v in (x, y)]
+    pooled = Association(x.size, _correlation(x, y), logs, _correlation(*ranks))
     if cell is None:
-        return Fidelity(_pooled(x[chosen], y[chosen]), None, 0)
-    cells = _as_shape("cell", np.asarray(cell), x.shape)
-    x, y, cells = x[chosen], y[chosen], np.unique(cells[chosen], return_inverse=True)[1]
-    pooled = _pooled(x, y)
+        return Fidelity(pooled, None, 0)
     # A value alone in its cell deviates from nothing.
     shared = np.bincount(cells)[cells] > 1 if cells.size else np.zeros(0, bool)
     x, y, cells = x[shared], y[shared], cells[shared]
@@ -195,21 +198,13 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
     """
     x, y, chosen = np.asarray(proxy, dtype=float), np.asarray(exact, dtype=float), np.asarray(mask, dtype=bool)
     if not (x.ndim == 2 and x.shape == y.shape == chosen.shape):
-        raise InputError(
-            f"proxy has shape {x.shape}, exact {y.shape} and mask {chosen.shape}; pass three arrays of shape [N, T]."
-        )
+        raise InputError(f"proxy has shape {x.shape}, exact {y.shape} and mask {chosen.shape}; pass all as [N, T].")
     # NaN is absorbing: after a token that was not measured the running sum is unknown, hence not compared.
     running = [np.cumsum(np.where(chosen, w, 0.0), axis=1) for w in (x, y)]
     position = np.cumsum(chosen, axis=1) - 1
     # By policy position, as the baseline compares: a column counts tool tokens too.
     cells = position_cells(group, x.shape[1])[:, :1] + position
     return fidelity(running[0], running[1], chosen, cells)
-
-
-def _pooled(x: Float, y: Float) -> Association:
-    positive = (x > 0) & (y > 0)
-    logs = _correlation(np.log(x[positive]), np.log(y[positive]))
-    return Association(x.size, _correlation(x, y), logs, _correlation(scipy.stats.rankdata(x), scipy.stats.rankdata(y)))
 
 
 def _correlation(x: Float, y: Float) -> float | None:
@@ -220,13 +215,6 @@ def _correlation(x: Float, y: Float) -> float | None:
     # Scaled so that squares of energies of any size neither overflow nor vanish.
     x, y = x / np.abs(x).max(), y / np.abs(y).max()
     return float(np.clip((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), -1, 1))
-
-
-def _as_shape(name: str, value: NDArray[_Kind], shape: tuple[int, ...]) -> NDArray[_Kind]:
-    try:
-        return np.broadcast_to(value, shape)
-    except ValueError as error:
-        raise InputError(f"{name} has shape {value.shape} but the energies {shape}; pass one per token.") from error
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,15 @@ def _row(
 ) -> GradientStatistics:
     reference, truth = against
     # Every array of moments is [1 + K]: entry 0 from all prompts, the others for the jackknife.
-    moments = _against(deleted_moments(grams, label, truth), grams, reference, truth)
+    moments = deleted_moments(grams, label, truth)
+    if truth != reference:  # rollouts are compared with the reference, whatever stands for ∇J
+        power = np.full_like(moments.power, np.nan)
+        if all(reference in gram.labels for gram in grams):
+            plain = deleted_moments(grams, reference, truth)
+            # Where the reference stands for ∇J, too, its mean is ∇J, as in its ratios to others.
+            stands = isinstance(truth, frozenset) and reference in truth
+            power = plain.power if stands else plain.power - plain.mean_sq + moments.truth_sq
+        moments = replace(moments, reference_power=power)
     groups = typical([g.n_prompts for g in grams])
     batch = groups if n_prompts is None else n_prompts
     # An update of other prompts than were measured has rollouts in proportion: the group size stays.
@@ -329,7 +337,11 @@ def _row(
     measures = four_measures(moments, batch, c)
     floor = quotient(np.array([pair_noise(grams, label, truth)]), moments.truth_sq[:1])
     intervals = _intervals(moments, measures, batch, c, float(floor[0]))
-    equivalents = _equivalents(moments, max(batch, 1), rollouts, c)
+    if c is None:
+        equivalents = rollout_equivalents(moments, max(batch, 1), rollouts)
+    else:  # both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed
+        spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
+        equivalents = quotient(rollouts * spread, batch_variance(with_projection(moments, c), 1) / c**2)
     words = f"rollouts that {reference[0]} needs instead of {rollouts}"
     intervals["rollout_equivalents"] = jackknife_interval(equivalents[0], equivalents[1:], words)
     ends, bias = intervals["variance"], intervals["relative_bias"]
@@ -340,30 +352,18 @@ def _row(
     signal = has_signal(moments)
     if moments.power.size <= MIN_CLUSTERS:  # an efficiency is a share: above 1 it is lost in the noise
         signal = bool(np.isfinite(measures["projection"][0]) and 0 <= measures["efficiency"][0] <= 1)
+    first = {name: known_number(values[0]) for name, values in measures.items()}
     return GradientStatistics(
-        estimator=label[0],
-        energy_source=label[1],
-        n_prompts=batch,
-        n_rollouts=rollouts,
-        total_power=known_number(moments.power[0]),
+        *label, n_prompts=batch, n_rollouts=rollouts, total_power=known_number(moments.power[0]),
         mean_norm_sq=known_number(float(np.mean(norms_sq))) if norms_sq else None,
-        variance=known_number(measures["variance"][0]),
-        variance_low=ends.low if ends else None,
-        variance_high=ends.high if ends else None,
-        within=None,  # the two parts of the variance take pools of rollouts
-        between=None,
-        relative_bias=bias.estimate if bias else None,
-        projection=known_number(measures["projection"][0]),
-        sf=known_number(measures["sf"][0]),
-        efficiency=known_number(measures["efficiency"][0]),
-        reference=standing[0][0] if standing else None,
-        c_known=c is not None,
-        signal=signal,
+        variance_low=ends.low if ends else None, variance_high=ends.high if ends else None,
+        within=None, between=None,  # the two parts of the variance take pools of rollouts
+        relative_bias=bias.estimate if bias else None, **first,
+        reference=standing[0][0] if standing else None, c_known=c is not None, signal=signal,
         rollout_equivalents=None if np.isnan(equivalents[0]) else float(equivalents[0]),
-        n_clusters=moments.power.size - 1,
+        n_clusters=moments.power.size - 1, intervals=intervals,
         sketch_dim=min((gram.sketch_dim for gram in grams if gram.sketch_dim), default=None),
-        intervals=intervals,
-    )
+    )  # fmt: skip
 
 
 def _intervals(
@@ -387,23 +387,3 @@ def _intervals(
     own = with_projection(moments, c if np.isfinite(moments.truth_sq[0]) else None)
     single = {name: measure_interval(measures[name], name, batch) for name in ("variance", "projection", "sf")}
     return {**single, "efficiency": shown, "noise_scale": noise_scale(own), "relative_bias": bias}
-
-
-def _against(moments: Moments, grams: list[Gram], reference: Label, truth: Truth) -> Moments:
-    """Give the reference's power, which rollouts are compared with, also where several estimators stand for ∇J."""
-    if truth == reference:
-        return moments
-    if not all(reference in gram.labels for gram in grams):
-        return replace(moments, reference_power=np.full_like(moments.power, np.nan))
-    of_reference = deleted_moments(grams, reference, truth)
-    if isinstance(truth, frozenset) and reference in truth:  # its mean is ∇J, as in its ratios to others
-        return replace(moments, reference_power=of_reference.power)
-    return replace(moments, reference_power=of_reference.power - of_reference.mean_sq + moments.truth_sq)
-
-
-def _equivalents(moments: Moments, batch: int, rollouts: int, c: float | None) -> Float:
-    if c is None:
-        return rollout_equivalents(moments, batch, rollouts)
-    # Both are unbiased up to length, so equal efficiency is equal variance/c², and no ∇J is needed.
-    spread = np.maximum(moments.reference_power - moments.truth_sq, 0)
-    return quotient(rollouts * spread, batch_variance(with_projection(moments, c), 1) / c**2)

@@ -176,7 +176,7 @@ def partitions(prompt: ArrayLike, size: int, shuffles: int = 8, seed: int = 0) -
     rng, counts = np.random.default_rng(seed), pool // size
     first, cuts = np.cumsum(counts) - counts, []
     for _ in range(shuffles):
-        inside = _shuffled_rank(codes, rng) // size
+        inside = rank_within(codes, np.lexsort((rng.random(codes.size), codes))) // size  # in random order
         # What does not fill a last group is left over: a smaller group would have another variance.
         group = np.where(inside < counts[codes], first[codes] + inside, -1)
         cuts.append(Partition(group, np.repeat(np.arange(counts.size), counts)))
@@ -189,12 +189,8 @@ def held_out(prompt: ArrayLike, seed: int = 0) -> Bool:
     For a quantity that must not see the other rollouts, such as a baseline fitted on them.
     """
     codes = np.unique(np.asarray(prompt), return_inverse=True)[1]
-    return _shuffled_rank(codes, np.random.default_rng(seed)) < (np.bincount(codes) // 2)[codes]
-
-
-def _shuffled_rank(codes: Int, rng: np.random.Generator) -> Int:
-    """Number the rollouts of every prompt from 0 in random order [R]."""
-    return rank_within(codes, np.lexsort((rng.random(codes.size), codes)))
+    shuffled = np.lexsort((np.random.default_rng(seed).random(codes.size), codes))
+    return rank_within(codes, shuffled) < (np.bincount(codes) // 2)[codes]
 
 
 def position_optimum(features: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> Float:

@@ -54,21 +54,21 @@ class Studentized:
 
     def quantiles(self, level: float) -> tuple[float, float]:
         """Return how many standard errors the interval reaches down and up from the estimate."""
-        t = float(special.stdtrit(self.degrees, (1 + level) / 2))
+        t, a = float(special.stdtrit(self.degrees, (1 + level) / 2)), self.skew
+        # At skewness 0 the correction vanishes but 3/a does not exist. cbrt has a real root below 0, a power has none.
+        down, up = (t, -t) if abs(a) < 1e-6 else (3 / a * (np.cbrt(1 + a * (q - a / 6)) - 1) for q in (t, -t))
         # The wider of the two on each side: skewness of few clusters is too noisy to shorten an interval by.
-        return max(t, self._corrected(t)), max(t, -self._corrected(-t))
+        return max(t, float(down)), max(t, -float(up))
 
-    def p_value(self, distance: float) -> float:
-        """Return one minus the level at which the interval just reaches a hypothesis."""
+    def p_value(self, distance: float, stderr: float = 1.0) -> float:
+        """Return one minus the level at which the interval just reaches a hypothesis so far from the estimate."""
+        # Clusters that all agree: the value is known, so the hypothesis is certain or impossible.
+        if stderr <= 1e-12 * max(abs(distance), 1e-3):
+            return 1.0 if abs(distance) < 1e-9 else 0.0
         # The interval reaches a hypothesis by the wider of two quantiles, so the p-value is the larger of two.
-        a, t = self.skew, distance
+        a, t = self.skew, distance / stderr
         symmetric = np.sign(t) * (t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6)
         return float(min(2 * special.stdtr(self.degrees, -max(min(abs(t), symmetric), 0.0)), 1.0))
-
-    def _corrected(self, q: float) -> float:
-        a = self.skew
-        # At skewness 0 the correction vanishes but 3/a does not exist. cbrt has a real root below 0, a power has none.
-        return q if abs(a) < 1e-6 else float(3 / a * (np.cbrt(1 + a * (q - a / 6)) - 1))
 
 
 MIN_CLUSTERS = 16
@@ -152,7 +152,7 @@ def jackknife_interval(
     if not np.isfinite(high):
         return point
     # Only a ratio has a natural hypothesis: that the two are equal.
-    p_value = _p_value(law, centre, stderr) if scale == "log" else None
+    p_value = law.p_value(centre, stderr) if scale == "log" else None
     return Interval(float(estimate), float(low), float(high), k, estimand, p_value)
 
 
@@ -236,7 +236,7 @@ def log_ratio_t(numerator: ArrayLike, denominator: ArrayLike, name: str = "ratio
     law, stderr = Studentized(0.0, k - 1.0), float(logs.std(ddof=1) / np.sqrt(k))
     half = law.quantiles(LEVEL)[0] * stderr
     low, high = float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
-    return Interval(estimate, low, high, k, estimand, _p_value(law, float(logs.mean()), stderr))
+    return Interval(estimate, low, high, k, estimand, law.p_value(float(logs.mean()), stderr))
 
 
 def seed_mean(values: ArrayLike, estimand: str, scale: str = "linear") -> Interval | None:
@@ -285,13 +285,6 @@ def _on_scale(scale: str, estimate: float, replicates: ArrayLike) -> tuple[float
         return centre, values, np.nan
     # A replicate moves by only 1/(K−1) of what its cluster is off, hence K−1 in front of their variance.
     return centre, values, float(np.sqrt((values.size - 1) * values.var()))  # √((K−1)/K·Σ(f − mean)²)
-
-
-def _p_value(law: Studentized, centre: float, stderr: float) -> float:
-    # Clusters that all agree: the ratio is known, so the hypothesis is certain or impossible.
-    if stderr <= 1e-12 * max(abs(centre), 1e-3):
-        return 1.0 if abs(centre) < 1e-9 else 0.0
-    return law.p_value(centre / stderr)
 
 
 @dataclass(frozen=True)

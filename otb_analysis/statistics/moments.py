@@ -188,7 +188,7 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     """
     codes, names = clusters(grams)
     parts = [_shares(gram, label, reference) for gram in grams]
-    # Sums over steps of what `_additive_sums` returns, from all clusters and without each [1 + K, 11].
+    # Sums over steps of what `_shares` returns, from all clusters and without each [1 + K, 11].
     kept = np.tile(np.sum([whole for whole, _ in parts], axis=0), (1 + len(names), 1)) if parts else np.zeros((1, 11))
     if names:
         left_out = [code for step in codes for code in dict.fromkeys(step.tolist())]
@@ -238,23 +238,17 @@ def _shares(gram: Gram, label: Label, reference: Truth) -> tuple[Float, Float]:
             # A prompt may be there twice in a step.
             np.add.at(sums[first : first + some].swapaxes(0, 1), code, rows.swapaxes(0, 1))
         total = sums.sum(axis=1, keepdims=True) * HALVES
-        # Without a cluster a step loses its row and its column of pairs.
-        whole, without = _additive_sums(total), _additive_sums(total - sums)
-        gram.derived[labels, reference] = whole[:, 0], without - whole
+        # Without a cluster a step loses its row and its column of pairs. What adds up over steps [..., 11] are, where
+        # there is a pair, prompts, and prompts times the means of the diagonal [3] and of the pairs [3], else zeros;
+        # then prompts and diagonal [3], whether or not there is one.
+        parts = np.concatenate([total, total - sums], axis=1)
+        prompts, diagonal, pairs = parts[..., :1], parts[..., 1:4], parts[..., 4:5]
+        means = parts[..., 5:] / np.where(pairs > 0, pairs, np.nan)
+        with_pairs = np.where(pairs > 0, np.concatenate([prompts, diagonal, prompts * means], axis=-1), 0.0)
+        added = np.concatenate([with_pairs, prompts, diagonal], axis=-1)
+        gram.derived[labels, reference] = added[:, 0], added[:, 1:] - added[:, :1]
     whole, changes = gram.derived[labels, reference]
     return whole[labels.index(label)], changes[labels.index(label)]
-
-
-def _additive_sums(sums: Float) -> Float:
-    """Return from sums [..., 8] of one step what adds up over steps [..., 11].
-
-    Where it has a pair: its prompts, and prompts times the means of the diagonal [3] and of the pairs [3], else zeros;
-    then its prompts and its diagonal [3], whether or not it has one.
-    """
-    prompts, diagonal, pairs = sums[..., :1], sums[..., 1:4], sums[..., 4:5]
-    means = sums[..., 5:] / np.where(pairs > 0, pairs, np.nan)
-    with_pairs = np.where(pairs > 0, np.concatenate([prompts, diagonal, prompts * means], axis=-1), 0.0)
-    return np.concatenate([with_pairs, prompts, diagonal], axis=-1)
 
 
 def pair_noise(grams: Sequence[Gram], label: Label, reference: Truth) -> float:
@@ -312,23 +306,20 @@ def vector_moments(mean: ArrayLike, power: ArrayLike, truth: ArrayLike, truth_po
             f"mean has shape {g.shape}, truth {u.shape}, power {size.shape} and truth_power {other.shape}; pass "
             "[P, K], [P, K], [P] and [P]."
         )
-    return Moments(_deleted_mean(size), _pairs(g, g), _pairs(g, u), _pairs(u, u), _deleted_mean(other))
-
-
-def _deleted_mean(x: Float) -> Float:
-    kept = np.concatenate([[x.sum()], x.sum() - x])
-    counts = np.concatenate([[x.size], np.full(x.size, x.size - 1)])
-    return kept / np.where(counts > 0, counts, np.nan)
-
-
-def _pairs(a: Float, b: Float) -> Float:
-    """Return the mean of a_p·b_q over pairs p ≠ q, of all prompts and without each [1 + P]."""
-    count = len(a)
-    same = np.einsum("pk,pk->p", a, b)
-    total = float(a.sum(axis=0) @ b.sum(axis=0) - same.sum())
-    touched = a @ b.sum(axis=0) + b @ a.sum(axis=0) - 2 * same
-    pairs = np.concatenate([[count * (count - 1)], np.full(count, (count - 1) * (count - 2))])
-    return np.concatenate([[total], total - touched]) / np.where(pairs > 0, pairs, np.nan)
+    n = len(g)
+    counts = np.array([n, *[n - 1] * n])
+    pairs = counts * (counts - 1)
+    mean_power, mean_truth_power = (
+        np.concatenate([[x.sum()], x.sum() - x]) / np.where(counts > 0, counts, np.nan) for x in (size, other)
+    )
+    products = []
+    for a, b in ((g, g), (g, u), (u, u)):
+        same = np.einsum("pk,pk->p", a, b)
+        total = float(a.sum(axis=0) @ b.sum(axis=0) - same.sum())
+        touched = a @ b.sum(axis=0) + b @ a.sum(axis=0) - 2 * same
+        products.append(np.concatenate([[total], total - touched]) / np.where(pairs > 0, pairs, np.nan))
+    mean_sq, along, truth_sq = products
+    return Moments(mean_power, mean_sq, along, truth_sq, mean_truth_power)
 
 
 @dataclass(frozen=True)

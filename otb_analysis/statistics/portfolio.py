@@ -36,7 +36,11 @@ def best_weights(mean: Float, spread: Float, along: Float, n_prompts: float) -> 
 
 
 def fitted_weights(
-    grams: Sequence[Gram], labels: Sequence[Label], n_prompts: float, known: Proved = NOTHING
+    grams: Sequence[Gram],
+    labels: Sequence[Label],
+    n_prompts: float,
+    known: Proved = NOTHING,
+    kept: Sequence[Bool] | None = None,
 ) -> Float | None:
     """Return `best_weights` of estimators for an update of P prompts, from the moments of all prompts measured.
 
@@ -44,58 +48,12 @@ def fitted_weights(
     instead of an estimate; where all are, neither P nor ∇J matters, and V alone is estimated. What is judged on the
     prompts that it was fitted on looks better than it is: see `with_portfolio`.
 
+    Args:
+        kept: True at the prompts that count [P], for each matrix; by default all do.
+
     Raises:
         InputError: A label was not measured.
     """
-    return _fit(grams, labels, n_prompts, known, [np.ones(gram.n_prompts, bool) for gram in grams])
-
-
-def with_portfolio(
-    grams: Sequence[Gram],
-    labels: Sequence[Label],
-    n_prompts: float,
-    name: Label,
-    known: Proved = NOTHING,
-    folds: int = 5,
-) -> list[Gram]:
-    """Return the Gram matrices with one more estimator: the portfolio of some others, its weights cross-fitted.
-
-    Prompts are dealt into folds, a prompt that comes back always into the same one. The group gradient of prompt p is
-    Σ_k a_k g_{k,p} with `fitted_weights` a from all other folds, so no prompt is judged by weights that it chose; all
-    statistics of the new label follow as those of any other. Weights that noise hides are 1/K each.
-
-    Raises:
-        InputError: A label was not measured, the name is taken, or there are fewer prompts than folds.
-    """
-    codes, prompts = clusters(grams)
-    if not 2 <= folds <= len(prompts):
-        raise InputError(
-            f"folds is {folds} but {len(prompts)} prompts were measured; take at least 2, and no more than that."
-        )
-    fold = [code % folds for code in codes]
-    weights = [_fit(grams, labels, n_prompts, known, [own != k for own in fold]) for k in range(folds)]
-    equal = np.full(len(labels), 1 / len(labels))
-    by_fold = np.stack([equal if one is None else one for one in weights])
-    extended = []
-    for gram, own in zip(grams, fold, strict=True):
-        if not set(labels) <= set(gram.labels):  # without one of the members a step is left as it is
-            extended.append(gram)
-            continue
-        if name in gram.labels:
-            raise InputError(f"name is {name}, which is measured already; choose another.")
-        rows, size = [gram.labels.index(label) for label in labels], len(gram.labels)
-        # ⟨Σ_k a_{p,k} g_{k,p}, g_{m,q}⟩ with every measured m, and then with the portfolio itself
-        across = np.einsum("pk,kmpq->mpq", by_fold[own], gram.inner[rows])
-        inner = np.empty((size + 1, size + 1, gram.n_prompts, gram.n_prompts))
-        inner[:size, :size], inner[size, :size], inner[:size, size] = gram.inner, across, across.swapaxes(1, 2)
-        inner[size, size] = np.einsum("qk,kpq->pq", by_fold[own], across[rows])
-        extended.append(replace(gram, inner=inner, labels=(*gram.labels, name)))
-    return extended
-
-
-def _fit(
-    grams: Sequence[Gram], labels: Sequence[Label], n_prompts: float, known: Proved, kept: Sequence[Bool]
-) -> Float | None:
     for label in labels:
         if not any(label in gram.labels for gram in grams):
             measured = dict.fromkeys(str(one) for gram in grams for one in gram.labels)
@@ -104,6 +62,7 @@ def _fit(
     proved, truth = ~np.isnan(c), truth_of(grams, REFERENCE, known)
     power, mean, along = np.zeros((len(c), len(c))), np.zeros((len(c), len(c))), np.zeros(len(c))
     truth_sq = n_prompts_seen = n_pairs = 0.0
+    kept = [np.ones(gram.n_prompts, bool) for gram in grams] if kept is None else kept
     for gram, code, keep in zip(grams, clusters(grams)[0], kept, strict=True):
         if not set(labels) <= set(gram.labels) or not (proved.all() or gram.has(truth)):
             continue
@@ -125,3 +84,44 @@ def _fit(
     along = np.where(proved, c * truth_sq, along)
     mean = np.where(proved, np.outer(along, c), np.where(proved[:, None], np.outer(c, along), mean))
     return best_weights(mean, spread, along, n_prompts)
+
+
+def with_portfolio(
+    grams: Sequence[Gram],
+    labels: Sequence[Label],
+    n_prompts: float,
+    name: Label,
+    known: Proved = NOTHING,
+    folds: int = 5,
+) -> list[Gram]:
+    """Return the Gram matrices with one more estimator: the portfolio of some others, its weights cross-fitted.
+
+    Prompts are dealt into folds, a prompt that comes back always into the same one. The group gradient of prompt p is
+    Σ_k a_k g_{k,p} with `fitted_weights` a from all other folds, so no prompt is judged by weights that it chose; all
+    statistics of the new label follow as those of any other. Weights that noise hides are 1/K each.
+
+    Raises:
+        InputError: A label was not measured, the name is taken, or there are fewer prompts than folds.
+    """
+    codes, prompts = clusters(grams)
+    if not 2 <= folds <= len(prompts):
+        raise InputError(f"folds is {folds} but {len(prompts)} prompts were measured; take from 2 up to that.")
+    fold = [code % folds for code in codes]
+    weights = [fitted_weights(grams, labels, n_prompts, known, [own != k for own in fold]) for k in range(folds)]
+    equal = np.full(len(labels), 1 / len(labels))
+    by_fold = np.stack([equal if one is None else one for one in weights])
+    extended = []
+    for gram, own in zip(grams, fold, strict=True):
+        if not set(labels) <= set(gram.labels):  # without one of the members a step is left as it is
+            extended.append(gram)
+            continue
+        if name in gram.labels:
+            raise InputError(f"name is {name}, which is measured already; choose another.")
+        rows, size = [gram.labels.index(label) for label in labels], len(gram.labels)
+        # ⟨Σ_k a_{p,k} g_{k,p}, g_{m,q}⟩ with every measured m, and then with the portfolio itself
+        across = np.einsum("pk,kmpq->mpq", by_fold[own], gram.inner[rows])
+        inner = np.empty((size + 1, size + 1, gram.n_prompts, gram.n_prompts))
+        inner[:size, :size], inner[size, :size], inner[:size, size] = gram.inner, across, across.swapaxes(1, 2)
+        inner[size, size] = np.einsum("qk,kpq->pq", by_fold[own], across[rows])
+        extended.append(replace(gram, inner=inner, labels=(*gram.labels, name)))
+    return extended

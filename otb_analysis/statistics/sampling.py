@@ -135,9 +135,7 @@ def difference_total(
     wrong = ~np.isnan(y) & ~((prob > 0) & (prob <= 1))
     if wrong.any():
         k = int(np.flatnonzero(wrong)[0])
-        raise InputError(
-            f"inclusion_prob is {prob[k]} at unit {k}, which was drawn; pass the probability it was drawn with."
-        )
+        raise InputError(f"inclusion_prob is {prob[k]} at unit {k}, which was drawn; pass what it was drawn with.")
     guess = np.asarray(predicted, np.float64)
     if guess.shape != y.shape or not np.isfinite(guess).all():
         raise InputError(f"predicted has shape {guess.shape}; pass one finite prediction per unit, shape {y.shape}.")

@@ -54,11 +54,9 @@ class RolloutFilter:
             StoreError: The rows are not those that were written.
         """
         steps = None if self.steps is None else range(self.steps[0], self.steps[1] + 1)
-        asked = {"steps": (), "reward": ("reward",), "length": ("length",), "finish_reasons": ("finish_reason",)}
+        asked = {"reward": ("reward",), "length": ("length",), "finish_reasons": ("finish_reason",)}
         asked |= {"equal": ("group", "reward"), "turns": ("turns",), "text": ("prompt", "completion")}
-        needed = [
-            name for field, names in asked.items() if getattr(self, field) not in (None, (), "") for name in names
-        ]
+        needed = [n for field, names in asked.items() if getattr(self, field) not in (None, (), "") for n in names]
         rows = store.rows("rollouts", list(dict.fromkeys(["step", *columns, *needed])), steps)
         if self.equal is not None:  # first: a group is equal in all its rollouts
             rewards: Any = rows.select(["step", "group", "reward"]).to_pandas().groupby(["step", "group"])["reward"]
@@ -74,7 +72,7 @@ class RolloutFilter:
             rows = rows.filter(pc.field("turns") >= self.turns)
         if self.text:
             options = pc.MatchSubstringOptions(self.text, ignore_case=True)
-            found = [pc.call_function("match_substring", [rows[name]], options) for name in ("prompt", "completion")]
+            found = [pc.call_function("match_substring", [rows[name]], options) for name in asked["text"]]
             rows = rows.filter(pc.call_function("or", [one.fill_null(False) for one in found]))
         return rows
 

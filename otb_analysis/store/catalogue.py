@@ -70,6 +70,9 @@ _REMEDY = {
 }
 
 
+_IN = " WHERE step IN (SELECT value FROM json_each(?))"
+
+
 @contextmanager
 def transaction(run_dir: Path, *, write: bool = False) -> Iterator[sqlite3.Connection]:
     """Yield a connection to a run's catalogue on which all reading is of one moment, or all writing happens at once.
@@ -141,28 +144,19 @@ def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) 
     values: dict[str, object] = {"step": step}
     for table in _SCHEMA:
         rows = tables.get(table, pa.table({}))
-        n, sums = _insert(db, table, _with_not_finite(rows) if table == "steps" else rows)
+        if table == "steps":  # say which numbers are NaN or infinite: Parquet tells NaN from null, frames do not
+            numbers = [field.name for field in rows.schema if pa.types.is_floating(field.type)]
+            finite = {name: call_function("is_finite", [rows[name]]).to_pylist() for name in numbers}
+            named = [", ".join(n for n in numbers if finite[n][row] is False) or None for row in range(len(rows))]
+            column: Any = pa.array(named, pa.string())
+            if "not_finite" in rows.column_names:  # of an earlier run
+                column = call_function("coalesce", [rows["not_finite"].cast(pa.string()), column])
+                rows = rows.drop_columns("not_finite")
+            rows = rows.append_column("not_finite", column)
+        n, sums = _insert(db, table, rows)
         values |= {f"{table}_rows": n, f"{table}_sums": sums}
     db.execute(f"INSERT INTO written ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
     db.execute("UPDATE totals SET steps = steps + 1, changes = changes + 1")
-
-
-def _with_not_finite(rows: pa.Table) -> pa.Table:
-    """Return rows of `steps` with the column that names their numbers that are NaN or infinite; named ones stay.
-
-    Parquet tells NaN from null, which frames do not.
-    """
-    numbers = [field.name for field in rows.schema if pa.types.is_floating(field.type)]
-    numbers = [name for name in numbers if rows[name].null_count < len(rows)]
-    finite = {name: call_function("is_finite", [rows[name]]).to_pylist() for name in numbers}  # null: not recorded
-    names = [", ".join(name for name in numbers if finite[name][row] is False) or None for row in range(len(rows))]
-    if not any(names):
-        return rows
-    found = pa.array(names, pa.string())
-    if "not_finite" not in rows.column_names:
-        return rows.append_column("not_finite", found)
-    at = rows.schema.get_field_index("not_finite")
-    return rows.set_column(at, rows.schema.field(at), call_function("coalesce", [rows["not_finite"], found]))
 
 
 def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, bytes]:
@@ -178,9 +172,7 @@ def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, by
             except sqlite3.Error as error:
                 if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
                     raise  # of the disk
-                raise InputError(
-                    f"{table} cannot have a column {field.name!r} ({error}); name it otherwise."
-                ) from error
+                raise InputError(f"{table} cannot have a column {field.name!r} ({error}); rename it.") from error
     if len(rows):
         columns = [column.to_pylist() for column in rows.columns]
         for at, field in enumerate(rows.schema):
@@ -211,9 +203,7 @@ def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
             texts = [None if value is None else json.dumps(value, default=str) for value in column.to_pylist()]
             column = pa.chunked_array([pa.array(texts, pa.string())])
         elif pa.types.is_string(column.type) and types.get(name, "TEXT") != "TEXT":
-            raise InputError(
-                f"column {name!r} of {table} held numbers before and holds texts now; give it another name."
-            )
+            raise InputError(f"column {name!r} of {table} held numbers before and holds texts now; name it otherwise.")
         columns[name] = column
     return pa.table(columns)
 
@@ -244,16 +234,14 @@ def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int
 
 def products(db: sqlite3.Connection, steps: Collection[int] | None) -> list[tuple[int, int, bytes]]:
     """Return step, size and numbers of what was derived, of each step where nothing of it is lost or changed."""
-    query = f"SELECT step, size, numbers, crc32 FROM products{_between(steps)} ORDER BY step, size"
+    query = f"SELECT step, size, numbers, crc32 FROM products{_IN * (steps is not None)} ORDER BY step, size"
+    asked = [] if steps is None else [json.dumps([int(step) for step in steps])]
     right = list[tuple[int, int, bytes]]()
-    for step, of_step in groupby(db.execute(query), lambda row: row[0]):
+    for _, of_step in groupby(db.execute(query, asked), lambda row: row[0]):
         rows = list(of_step)
         sizes = [size for _, size, *_ in rows]
-        if (steps is None or step in steps) and all(
-            isinstance(numbers, bytes) and _products_sum(step, size, numbers, sizes) == said
-            for _, size, numbers, said in rows
-        ):
-            right += [(step, size, numbers) for _, size, numbers, _ in rows]
+        if all(isinstance(n, bytes) and _products_sum(step, size, n, sizes) == crc for step, size, n, crc in rows):
+            right += [(step, size, numbers) for step, size, numbers, _ in rows]
     return right
 
 
@@ -296,52 +284,39 @@ def read(
     Raises:
         StoreError: The rows are not those that were written.
     """
-    types, between = _types(db, table), _between(steps)
-    asked = column_names(db, table) if columns is None else columns
-    names = list(dict.fromkeys(["step", *(name for name in asked if name in types)]))
-    found = db.execute(
-        f"SELECT {', '.join(map(quoted, names))} FROM {table}{between} ORDER BY step, _rowid_"
-    ).fetchall()
-    written = db.execute(f"SELECT step, {table}_rows, {table}_sums FROM written{between} ORDER BY step").fetchall()
+    types, chosen = _types(db, table), _IN * (steps is not None)
+    asked = [] if steps is None else [json.dumps([int(step) for step in steps])]
+    columns = column_names(db, table) if columns is None else columns
+    names = list(dict.fromkeys(["step", *(name for name in columns if name in types)]))
+    query = f"SELECT {', '.join(map(quoted, names))} FROM {table}{chosen} ORDER BY step, _rowid_"
+    stored = db.execute(query, asked).fetchall()
+    query = f"SELECT step, {table}_rows, {table}_sums FROM written{chosen} ORDER BY step"
+    written = db.execute(query, asked).fetchall()
     if steps is None:
         written_steps(db, where)
     try:
-        values = list(zip(*found, strict=True)) if found else [()] * len(names)
+        values = list(zip(*stored, strict=True)) if stored else [()] * len(names)
         arrays = {name: _array(column, types[name]) for name, column in zip(names, values, strict=True)}
         of_steps, counts = (np.array([row[i] for row in written], dtype=np.int64) for i in (0, 1))
-        _compare(where, table, arrays, list(types), of_steps, counts, [row[2] for row in written])
-        schema = {c.name: ARROW[c.dtype] for c in _SCHEMA[table]}
-        rows = pa.table({
-            name: arrays[name] if name in arrays else pa.nulls(len(found), schema[name]) for name in asked or ["step"]
+        of_rows, ends = arrays["step"].to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(counts)])
+        if len(of_rows) != ends[-1] or (of_rows != np.repeat(of_steps, counts)).any():
+            raise _changed(where, f"it has {len(of_rows)} rows of {table} where {ends[-1]} were written")
+        width = 8 * len(types)
+        if any(len(row[2]) > width for row in written):
+            raise _changed(where, f"a column of {table} is missing")
+        # A column that came later has no sum in the steps before it.
+        joined = b"".join(row[2].ljust(width, b"\0") for row in written)
+        sums = dict(zip(types, np.frombuffer(joined, "<u8").reshape(len(written), len(types)).T, strict=True))
+        for name, column in arrays.items():
+            wrong = np.flatnonzero(column_sums(name, column, ends) != sums[name])
+            if len(wrong):
+                raise _changed(where, f"{name} of {table} at step {of_steps[wrong[0]]} is not what was written")
+        kinds = {c.name: ARROW[c.dtype] for c in _SCHEMA[table]}
+        return pa.table({
+            name: arrays[name] if name in arrays else pa.nulls(len(stored), kinds[name]) for name in columns or ["step"]
         })  # fmt: skip
     except (TypeError, ValueError, KeyError, pa.ArrowException) as error:  # values of other kinds than were written
         raise _changed(where, f"{table} holds what was never written ({error})") from error
-    wanted = None if steps is None else np.repeat(np.isin(of_steps, list(steps)), counts)
-    return rows if wanted is None or wanted.all() else rows.filter(pa.array(wanted))
-
-
-def _compare(
-    where: Path,
-    table: str,
-    arrays: Mapping[str, pa.Array],
-    columns: list[str],
-    steps: np.ndarray,
-    counts: np.ndarray,
-    sums: list[bytes],
-) -> None:
-    """Refuse rows that are not those of `written`."""
-    of_rows, ends = arrays["step"].to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(counts)])
-    if len(of_rows) != ends[-1] or (of_rows != np.repeat(steps, counts)).any():
-        raise _changed(where, f"it has {len(of_rows)} rows of {table} where {ends[-1]} were written")
-    width = 8 * len(columns)
-    if any(len(one) > width for one in sums):
-        raise _changed(where, f"a column of {table} is missing")
-    # A column that came later has no sum in the steps before it.
-    written = np.frombuffer(b"".join(one.ljust(width, b"\0") for one in sums), "<u8").reshape(len(sums), len(columns))
-    for name, column in arrays.items():
-        wrong = np.flatnonzero(column_sums(name, column, ends) != written[:, columns.index(name)])
-        if len(wrong):
-            raise _changed(where, f"{name} of {table} at step {steps[wrong[0]]} is not what was written")
 
 
 def _array(values: Sequence[Any], kind: str) -> pa.Array:
@@ -354,12 +329,6 @@ def _array(values: Sequence[Any], kind: str) -> pa.Array:
     if pa.types.is_boolean(arrow) and not set(values) <= {None, 0, 1}:
         return found
     return found if pa.types.is_integer(arrow) and pa.types.is_floating(found.type) else found.cast(arrow)
-
-
-def _between(steps: Collection[int] | None) -> str:
-    if steps is None:
-        return ""
-    return f" WHERE step BETWEEN {int(min(steps, default=0))} AND {int(max(steps, default=-1))}"
 
 
 def column_sums(name: str, column: pa.ChunkedArray | pa.Array, ends: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -386,12 +355,10 @@ def column_sums(name: str, column: pa.ChunkedArray | pa.Array, ends: Sequence[in
 
 def stamp(db: sqlite3.Connection, tables: Collection[str]) -> str:
     """Return a text that changes when steps with rows of these tables are added, removed or written again."""
-    small = [table for table in tables if table in SMALL] + ["parts"] * any(table in LARGE for table in tables)
-    found = 0
-    for table in small:
+    marks, found = ", ".join(repr(table) for table in tables if table in LARGE), 0
+    for table in [*(table for table in tables if table in SMALL), *(["parts"] if marks else [])]:
         only = f"{table}_rows > 0"
         if table == "parts":
-            marks = ", ".join(repr(one) for one in tables if one in LARGE)
             only = f'step IN (SELECT step FROM parts WHERE "table" IN ({marks}))'
         for step, sums in db.execute(f"SELECT step, {table}_sums FROM written WHERE {only} ORDER BY step"):
             found = crc32(f"{step} {sums}".encode(), found)

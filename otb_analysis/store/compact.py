@@ -150,9 +150,7 @@ def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
         for rows in _row_groups(run_dir, parts, schema):
             groups = list(range(at, at + max(1, -(-len(rows) // ROW_GROUP))))
             if not _bits(written.read_row_groups(groups, use_threads=False)).equals(_bits(rows)):
-                raise StoreError(
-                    f"{path} would not hold the rows of its parts; nothing was changed, please report this."
-                )
+                raise StoreError(f"{path} would not hold the rows of its parts; nothing was changed, please report it.")
             at = groups[-1] + 1
     status = path.stat()
     checksum = checksum_of(path, status.st_ino, status.st_mtime_ns, status.st_size)

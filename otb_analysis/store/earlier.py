@@ -31,17 +31,10 @@ from otb_analysis.store.parts import Part, as_rows, listed, named_types, read_st
 _PART = re.compile(r"part-(\d+)-r(\d+)\.parquet", re.ASCII)
 _MERGED = re.compile(r"merged-(\d+)-(\d+)\.parquet", re.ASCII)
 _CHECKSUM = b"otb_crc32\x18\x08"  # a key of the footer as Thrift writes it: then comes a text of 8 bytes
+VERSION = 1
+"""The schema_version of runs of this layout."""
 MOST_STEPS = 1_000_000
 """Steps of a file beyond which its list is wrong: each takes memory before a row is read."""
-
-
-def is_earlier(run_dir: Path) -> bool:
-    """Return whether a run has this layout.
-
-    Raises:
-        StoreError: Its run.json cannot be read.
-    """
-    return read_run_file(run_dir)["schema_version"] == 1
 
 
 def upgrade(run_dir: Path) -> None:
@@ -52,7 +45,7 @@ def upgrade(run_dir: Path) -> None:
         OSError: The disk refuses.
         sqlite3.Error: The same.
     """
-    if not is_earlier(run_dir):
+    if read_run_file(run_dir)["schema_version"] != VERSION:
         return
     db = catalogue_of(run_dir)
     with atomic_file(run_dir / CATALOGUE) as file, closing(sqlite3.connect(file.name, isolation_level=None)) as copy:
@@ -141,6 +134,7 @@ def _checked(
 ) -> tuple[Mapping[int, Part | pa.Table], Mapping[bytes, bytes]]:
     """Return what a file has of each step, once it is the right one, and the metadata of its footer.
 
+    It is compared with the checksum in its footer, if it has one, and with the one that its step names.
     Of a small table these are its rows, of a large one where they lie.
     """
     if path.is_symlink():
@@ -148,14 +142,19 @@ def _checked(
     table, alone = path.parent.name, _PART.fullmatch(path.name) is not None
     try:
         content = path.read_bytes()
-        _compare(path, content, checksum)
+        at = content.rfind(_CHECKSUM) + len(_CHECKSUM)
+        if at >= len(_CHECKSUM):
+            blank = b"".join((content[:at], b"00000000", content[at + 8 :]))
+            found = f"{crc32(blank, crc32(f'{table}/{path.name}'.encode())):08x}"
+            if content[at : at + 8] != found.encode():
+                raise OSError("its checksum differs, so it has changed since it was written")
+            if checksum not in ("", found):
+                raise OSError("it is another file than its step was written with")
         file = pq.ParquetFile(pa.BufferReader(content))
         names = file.schema_arrow.names
         for column in TABLES[table]:
             if column.key and column.name not in names:
-                raise OSError(
-                    f"it has no key column {column.name!r}, so its rows cannot be assigned to a step or rollout"
-                )
+                raise OSError(f"it has no key column {column.name!r}, so its rows belong to no step or rollout")
         metadata = file.metadata.metadata or {}
         if table in SMALL:
             rows = file.read(use_threads=False).replace_schema_metadata(None)
@@ -169,19 +168,6 @@ def _checked(
         raise StoreError(f"{path} is broken ({why}); restore it from a copy, or write the run again.") from error
     part = Part(0, table, f"{table}/{path.name}", 0, crc32(content), named_types(file.schema_arrow), recorded)
     return {step: replace(part, step=step, rows=counts[step]) for step in steps}, metadata
-
-
-def _compare(path: Path, content: bytes, checksum: str) -> None:
-    """Compare a file with the checksum in its footer, if it has one, and with the one that its step names."""
-    at = content.rfind(_CHECKSUM) + len(_CHECKSUM)
-    if at < len(_CHECKSUM):
-        return
-    blank = b"".join((content[:at], b"00000000", content[at + 8 :]))
-    found = f"{crc32(blank, crc32(f'{path.parent.name}/{path.name}'.encode())):08x}"
-    if content[at : at + 8] != found.encode():
-        raise OSError("its checksum differs, so it has changed since it was written")
-    if checksum not in ("", found):
-        raise OSError("it is another file than its step was written with")
 
 
 def _merged(run_dir: Path, named: Any) -> Iterator[tuple[Path, list[int], str]]:

@@ -30,21 +30,17 @@ def gram_rows(step: int, gram: Gram) -> dict[str, np.ndarray]:
     """
     n_rows, n_groups = len(gram.labels), gram.n_prompts
     upper, other = np.triu_indices(n_rows * n_groups)
-    names = np.array([name for name, _ in gram.labels], dtype=object)
-    sources = np.array([source for _, source in gram.labels], dtype=object)
+    names, sources = np.array(gram.labels, dtype=object).reshape(-1, 2).T
     m, p, m_other, p_other = upper // n_groups, upper % n_groups, other // n_groups, other % n_groups
     return {
         "step": np.full(len(upper), step, dtype=np.int64),
-        "estimator": names[m],
-        "energy_source": sources[m],
-        "group": gram.group_index[p],
-        "other_estimator": names[m_other],
-        "other_energy_source": sources[m_other],
+        "estimator": names[m], "energy_source": sources[m], "group": gram.group_index[p],
+        "other_estimator": names[m_other], "other_energy_source": sources[m_other],
         "other_group": gram.group_index[p_other],
         "inner_product": np.asarray(gram.inner, dtype=np.float64)[m, m_other, p, p_other],
         "n_rollouts": np.full(len(upper), gram.n_rollouts, dtype=np.int64),
         "sketch_dim": np.ma.masked_array(np.full(len(upper), gram.sketch_dim or 0), mask=gram.sketch_dim is None),
-    }
+    }  # fmt: skip
 
 
 def subgroup_rows(step: int, grams: Mapping[int, Gram]) -> dict[str, np.ndarray]:
@@ -103,7 +99,11 @@ def unpacked(packed: bytes) -> Gram:
 
 
 def rebuild_grams(parts: Sequence[pa.Table], prompt_of: Mapping[int, object]) -> Iterator[tuple[int, Gram]]:
-    """Yield size (0: whole groups) and matrix of what one step's rows of `grams` or `subgroups` hold."""
+    """Yield size (0: whole groups) and matrix of what one step's rows of `grams` or `subgroups` hold.
+
+    Rows and groups come in the order in which `gram_rows` wrote them. Unless `prompt_of` knows all groups, prompts stay
+    unnamed.
+    """
     if not any(map(len, parts)):
         return
     rows = pa.concat_tables(parts, promote_options="default")
@@ -111,35 +111,22 @@ def rebuild_grams(parts: Sequence[pa.Table], prompt_of: Mapping[int, object]) ->
         if field.name in GRAM_TEXTS and not pa.types.is_dictionary(field.type):
             rows = rows.set_column(at, field.name, rows[at].dictionary_encode())
     frame: Any = rows.unify_dictionaries().to_pandas()
-    if "size" not in frame:
-        yield 0, _rebuild_gram(frame, prompt_of)
-        return
-    for size, some in frame.groupby("size"):
-        yield int(size), _rebuild_gram(some, prompt_of)
-
-
-def _rebuild_gram(rows: pd.DataFrame, prompt_of: Mapping[int, object]) -> Gram:
-    """Return the Gram matrix of one step's rows, whose texts are categories.
-
-    Rows and groups come in the order in which `gram_rows` wrote them. A pair that is not in the table (two groups
-    measured by different processes) is NaN. Unless `prompt_of` knows all groups, prompts stay unnamed.
-    """
-    # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
-    name, names = pd.factorize(_both(rows, "estimator"))
-    source, sources = pd.factorize(_both(rows, "energy_source"))
-    label, codes = pd.factorize(name * len(sources) + source)
-    group, found = pd.factorize(np.concatenate([rows["other_group"].to_numpy(), rows["group"].to_numpy()]))
-    (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
-    inner = np.full((len(codes),) * 2 + (len(found),) * 2, np.nan)
-    inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = rows["inner_product"].to_numpy(np.float64)
-    names, sources = list(names), list(sources)
-    labels = tuple((names[code // len(sources)], sources[code % len(sources)]) for code in codes)
-    groups = np.asarray(found, dtype=np.int64)
-    dim: Any = rows["sketch_dim"].iloc[0] if "sketch_dim" in rows else None  # a run from before sketches has none
-    prompts = tuple(prompt_of[g] for g in groups.tolist()) if all(g in prompt_of for g in groups.tolist()) else None
-    return Gram(inner, labels, int(rows["n_rollouts"].iloc[0]), prompts, groups, None if pd.isna(dim) else int(dim))
-
-
-def _both(rows: pd.DataFrame, name: str) -> pd.Categorical:
-    """Return the texts of the other one of each pair, followed by those of the first."""
-    return union_categoricals([pd.Categorical(rows[column]) for column in (f"other_{name}", name)])
+    for size, some in frame.groupby("size") if "size" in frame else [(0, frame)]:
+        # The first of each pair changes slowest, so the order of `gram_rows` is that in which the others appear.
+        (name, names), (source, sources) = (
+            pd.factorize(union_categoricals([pd.Categorical(some[f"other_{text}"]), pd.Categorical(some[text])]))
+            for text in ("estimator", "energy_source")
+        )
+        label, codes = pd.factorize(name * len(sources) + source)
+        group, found = pd.factorize(np.concatenate([some["other_group"].to_numpy(), some["group"].to_numpy()]))
+        (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
+        # A pair that is not in the table (two groups measured by different processes) is NaN.
+        inner = np.full((len(codes),) * 2 + (len(found),) * 2, np.nan)
+        inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = some["inner_product"].to_numpy(np.float64)
+        labels = tuple((str(names[code // len(sources)]), str(sources[code % len(sources)])) for code in codes)
+        groups = np.asarray(found, dtype=np.int64)
+        dim: Any = some["sketch_dim"].iloc[0] if "sketch_dim" in some else None  # a run from before sketches has none
+        prompts = [prompt_of[g] for g in groups.tolist() if g in prompt_of]
+        prompt = tuple(prompts) if len(prompts) == len(groups) else None
+        n_rollouts, sketch_dim = int(some["n_rollouts"].iloc[0]), None if pd.isna(dim) else int(dim)
+        yield int(size), Gram(inner, labels, n_rollouts, prompt, groups, sketch_dim)

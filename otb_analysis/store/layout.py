@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import psutil
@@ -111,20 +112,10 @@ def new_run(run: str, config: Mapping[str, object]) -> dict[str, object]:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
     return {
-        "run": run,
-        "status": "running",
-        "reason": "",
-        "created": now(),
-        "updated": now(),
-        "process": this_process(),
-        "schema_version": SCHEMA_VERSION,
-        "seed": config.get("seed"),
-        "config": dict(config),
-        "git": git_state(),
-        "packages": packages,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
+        "run": run, "status": "running", "reason": "", "created": now(), "updated": now(), "process": this_process(),
+        "schema_version": SCHEMA_VERSION, "seed": config.get("seed"), "config": dict(config), "git": git_state(),
+        "packages": packages, "python": platform.python_version(), "platform": platform.platform(),
+    }  # fmt: skip
 
 
 def write_run_file(run_dir: Path, info: Mapping[str, object]) -> None:
@@ -203,16 +194,12 @@ def git_state() -> dict[str, object] | None:
     The diff is cut after a megabyte, and `diff_truncated` says so.
     """
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # two runs that start together must not wait for each other
-    printed = list[bytes]()
-    for asked in (["rev-parse", "HEAD"], ["diff", "--no-ext-diff", "--no-textconv", "HEAD"]):
-        try:
-            done = subprocess.run(["git", *asked], capture_output=True, env=environment, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            break
-        printed.append(done.stdout)
-    if not printed:
+    asked: Any = {"capture_output": True, "env": environment}
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **asked, check=True).stdout
+        diff = subprocess.run(["git", "diff", "--no-ext-diff", "--no-textconv", "HEAD"], **asked, check=False).stdout
+    except (OSError, subprocess.CalledProcessError):
         return None
-    commit, diff = printed[0], b"".join(printed[1:])
     return {
         "commit": commit.decode().strip(),
         "diff": diff[:MAX_DIFF_BYTES].decode("utf-8", errors="replace"),

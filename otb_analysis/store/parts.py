@@ -62,8 +62,8 @@ def listed(db: Any, run_dir: Path, table: str | None = None, steps: Collection[i
 
 def as_rows(parts: Iterable[Part]) -> pa.Table:
     """Return parts as rows of the catalogue's table."""
-    rows = [asdict(part) for part in parts]
-    return pa.table({c.name: pa.array([row[c.name] for row in rows], ARROW[c.dtype]) for c in catalogue.PARTS})
+    schema = pa.schema([(c.name, ARROW[c.dtype]) for c in catalogue.PARTS])
+    return pa.Table.from_pylist([asdict(part) for part in parts], schema)
 
 
 def described(step: int, table: str, file: str, rows: pa.Table, checksum: int) -> Part:
@@ -123,11 +123,11 @@ def select(run_dir: Path, table: str, parts: Sequence[Part]) -> str:
         else quoted(name)
         for name in column_names(table, parts)
     ]
-    files = dict.fromkeys(part.file for part in parts if not part.alone)
+    together = dict[str, list[Part]]()  # files of one step all at once, and each of several by itself
+    for part in sorted(parts, key=lambda part: part.alone):
+        together.setdefault("" if part.alone else part.file, []).append(part)
     sources = list[str]()
-    for some in (*([part for part in parts if part.file == file] for file in files), [p for p in parts if p.alone]):
-        if not some:
-            continue
+    for some in together.values():
         paths = ", ".join(literal(str(run_dir / name)) for name in dict.fromkeys(part.file for part in some))
         alike = len({part.fields for part in some}) == 1  # opening each file for its columns takes half the time
         # Without hive_partitioning=false a directory named a=b above the run would become a column.

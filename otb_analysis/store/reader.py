@@ -1,13 +1,13 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
-import math
+import pickle
 import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property, wraps
+from functools import cached_property, partialmethod, wraps
 from itertools import groupby
 from pathlib import Path
 from sqlite3 import Connection
@@ -78,9 +78,7 @@ class RunStore:
         try:
             connection.execute(f"SET memory_limit={literal(self._memory_limit)}")
         except duckdb.Error as error:
-            raise InputError(
-                f"memory_limit is {self._memory_limit!r}; pass an amount such as '256MB' or '1GB'."
-            ) from error
+            raise InputError(f"memory_limit is {self._memory_limit!r}; pass an amount as '256MB' or '1GB'.") from error
         connection.execute(f"SET temp_directory={literal(str(Path(tempfile.gettempdir()) / 'otb-analysis-spill'))}")
         # A SELECT could otherwise name any data frame in the memory of the caller.
         connection.execute("SET python_enable_replacements=false")
@@ -92,7 +90,7 @@ class RunStore:
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
         """Yield the catalogue as it is at this moment; that of a run of the earlier layout is made from its files."""
-        if not earlier.is_earlier(self.path):
+        if self.info["schema_version"] != earlier.VERSION:
             with transaction(self.path) as db:
                 yield db
             return
@@ -134,15 +132,12 @@ class RunStore:
         Raises:
             StoreError: The run has lost some of them.
         """
-        before = self.info
+        before: Any = self.info
         with self._reading() as db:
             steps = catalogue.written_steps(db, self.path)
-        ended: Any = before.get("steps")
-        wrong = before.get("status") == "complete" and ended and ended["number"] != len(steps)
-        if wrong and self.info == before:  # otherwise it went on meanwhile
-            raise StoreError(
-                f"{self.path} has {len(steps)} steps, but it ended with {ended['number']}; restore it from a copy."
-            )
+        ended = before.get("steps") if before.get("status") == "complete" else None
+        if ended and (n := ended["number"]) != len(steps) and self.info == before:  # otherwise it went on meanwhile
+            raise StoreError(f"{self.path} has {len(steps)} steps, but it ended with {n}; restore it from a copy.")
         return steps
 
     def written(self, *tables: str) -> str:
@@ -200,35 +195,19 @@ class RunStore:
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
-        with self._cursor() as cursor:
+        query = f"SELECT {chosen} FROM {table}{condition}"
+        with self._cursor(query) as cursor:
             self._make_views(cursor, {table: columns}, steps, conditional=where is not None)
-            query = f"SELECT {chosen} FROM {table}{condition}"
-            _check_select(cursor, query)
             return cursor.execute(query, params).df()
 
-    def tokens_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per completion token; see `frame`."""
-        return self.frame("tokens", steps, columns, where, params)
-
-    def rollouts_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per rollout; see `frame`."""
-        return self.frame("rollouts", steps, columns, where, params)
-
-    def steps_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per step; see `frame`."""
-        return self.frame("steps", steps, columns, where, params)
-
-    def gradients_df(
-        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
-    ) -> pd.DataFrame:
-        """Return one row per measured step and estimator; see `frame`."""
-        return self.frame("gradients", steps, columns, where, params)
+    tokens_df = partialmethod(frame, "tokens")
+    """One row per completion token; see `frame`."""
+    rollouts_df = partialmethod(frame, "rollouts")
+    """One row per rollout; see `frame`."""
+    steps_df = partialmethod(frame, "steps")
+    """One row per step; see `frame`."""
+    gradients_df = partialmethod(frame, "gradients")
+    """One row per measured step and estimator; see `frame`."""
 
     @again_if_changed
     def sql(
@@ -255,18 +234,17 @@ class RunStore:
             StoreError: A file is broken or missing, or the answer needs more memory than allowed.
         """
         named = [table for table in TABLES if re.search(rf"\b{table}\b", query, re.IGNORECASE)]
-        with self._cursor(seconds) as cursor:
-            _check_select(cursor, query)  # before what it names is read
+        with self._cursor(query, seconds) as cursor:
             self._make_views(cursor, dict.fromkeys(named), steps)
             answer = cursor.execute(query, params)
             if rows is None and megabytes is None:
                 return answer.df()
-            most, left = math.inf if rows is None else rows, math.inf if megabytes is None else 1e6 * megabytes
-            chunks = list[pd.DataFrame]()
-            while not chunks or (len(chunks[-1]) and sum(map(len, chunks)) < most):
+            chunks, size = list[pd.DataFrame](), 0
+            while not chunks or (len(chunks[-1]) and (rows is None or sum(map(len, chunks)) < rows)):
                 chunks.append(answer.fetch_df_chunk())
-                left -= 0 if megabytes is None else sum(_size(column) for _, column in chunks[-1].items())
-                if left < 0:
+                if megabytes is not None:  # pickled, since a cell may be a list of texts
+                    size += max(len(pickle.dumps(chunks[-1])), int(chunks[-1].memory_usage(index=False).sum()))
+                if megabytes is not None and size > 1e6 * megabytes:
                     raise InputError(
                         f"the answer of {self.path} is larger than {megabytes:g} MB; ask for fewer rows or columns, or "
                         "for the beginning of a text, as in left(completion, 1000)."
@@ -275,13 +253,17 @@ class RunStore:
         return whole if rows is None else whole.head(rows)
 
     @contextmanager
-    def _cursor(self, seconds: float | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Yield a cursor, interrupted after some seconds; whatever it refuses is one sentence."""
+    def _cursor(self, query: str, seconds: float | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Yield a cursor for one SELECT, interrupted after some seconds; whatever it refuses is one sentence."""
         with self._connection.cursor() as cursor:
             timer = threading.Timer(0 if seconds is None else seconds, cursor.interrupt)
             if seconds is not None:
                 timer.start()
             try:
+                kinds = [statement.type for statement in cursor.extract_statements(query)]
+                if kinds != [duckdb.StatementType.SELECT]:
+                    names = ", ".join(kind.name for kind in kinds) or "nothing"
+                    raise InputError(f"a run is read-only, but the query holds {names}; pass one SELECT.")
                 yield cursor
             except duckdb.InterruptException as error:
                 raise InputError(
@@ -424,20 +406,3 @@ class RunStore:
         tokens = self.tokens_df([step], list(TOKEN_COLUMNS), where, params)
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"], where, params)
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
-
-
-def _check_select(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
-    """Refuse a query that is more than one SELECT."""
-    statements = cursor.extract_statements(query)
-    if [s.type for s in statements] != [duckdb.StatementType.SELECT]:
-        kinds = ", ".join(s.type.name for s in statements) or "nothing"
-        raise InputError(f"a run is read-only, but the query holds {kinds}; pass one SELECT.")
-
-
-def _size(values: Any) -> int:
-    """Return about how many bytes values take, with all that they hold: a cell may be a list of texts."""
-    if isinstance(values, dict):
-        return _size([*values, *values.values()])
-    if isinstance(values, list | tuple) or str(getattr(values, "dtype", "")) == "object":
-        return 8 + sum(map(_size, values))
-    return len(values) if isinstance(values, str | bytes | bytearray) else int(getattr(values, "nbytes", 8))

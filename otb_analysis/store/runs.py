@@ -78,8 +78,7 @@ def can_be_opened(table: pd.DataFrame) -> pd.Series:
 
 def estimator_names(table: pd.DataFrame) -> dict[str, str]:
     """Return the training estimator of each run, wherever its configuration keeps it."""
-    names = [str(c) for c in table if str(c).removesuffix(".name").endswith(".estimator")]
-    columns = sorted(names, key=len)
+    columns = sorted((str(c) for c in table if str(c).removesuffix(".name").endswith(".estimator")), key=len)
     if not columns:
         return {}
     first = table[columns].bfill(axis=1).iloc[:, 0]
@@ -111,22 +110,14 @@ def _row(path: Path) -> dict[str, object]:
     heldout = steps["heldout_reward"].dropna()
     config = info.get("config")
     row: dict[str, object] = {
-        "run": path.name,
-        "status": status,
-        "created": info.get("created"),
-        "updated": updated,
-        "reason": reason,
-        "schema_version": info.get("schema_version"),
-        "n_steps": len(steps),
-        "last_step": last["step"],
-        "reward_first": steps["reward_mean"].head(tenth).mean(),
-        "reward_last": steps["reward_mean"].tail(tenth).mean(),
+        "run": path.name, "status": status, "created": info.get("created"), "updated": updated, "reason": reason,
+        "schema_version": info.get("schema_version"), "n_steps": len(steps), "last_step": last["step"],
+        "reward_first": steps["reward_mean"].head(tenth).mean(), "reward_last": steps["reward_mean"].tail(tenth).mean(),
         "heldout_reward": heldout.iloc[-1] if len(heldout) else None,
-        "grad_norm_median": steps["grad_norm"].median(),
-        "grad_norm_last": last["grad_norm"],
+        "grad_norm_median": steps["grad_norm"].median(), "grad_norm_last": last["grad_norm"],
         "n_tokens": steps["n_tokens"].sum(min_count=1),
         "seconds": steps[list(_SECONDS)].sum(min_count=1).sum(min_count=1),
-    }
+    }  # fmt: skip
     return row | dict(flat_config(config if isinstance(config, dict) else {}))
 
 

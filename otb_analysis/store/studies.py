@@ -115,15 +115,10 @@ def _study(folder: Path, question: str) -> CommittedStudy:
     pictures = re.findall(r"^!\[[^]]*]\((results/[\w.-]+\.svg)\)$", front, re.MULTILINE)
     body = "\n\n".join(part for part in rest if part and not part.startswith("!["))
     return replace(
-        blank,
-        title=title.removeprefix(head),
-        question=question.removeprefix("**Question.** "),
-        verdict=verdict.removeprefix("**Verdict.** "),
-        body=body,
-        cost=made.split("```")[-1].strip().partition(" Tables: ")[0],
-        state=MEASURED,
-        figures=tuple(folder / name for name in pictures if (folder / name).is_file()),
-    )
+        blank, title=title.removeprefix(head), question=question.removeprefix("**Question.** "), body=body,
+        verdict=verdict.removeprefix("**Verdict.** "), cost=made.split("```")[-1].strip().partition(" Tables: ")[0],
+        state=MEASURED, figures=tuple(folder / name for name in pictures if (folder / name).is_file()),
+    )  # fmt: skip
 
 
 def _index(page: Path) -> dict[str, str]:

@@ -67,33 +67,20 @@ class TokenArrays:
         sources = {"proxy": self.energy_proxy, "calibrated": self.energy_calibrated}
         if energy_source not in (*sources, "exact", "none"):
             raise InputError(f"energy_source is {energy_source!r}; pass 'proxy', 'calibrated', 'exact' or 'none'.")
-        self._check_measured("reward", self.reward, "store the rewards")
-        energy = None
+        energy, known = None, [("reward", self.reward, "store the rewards")]
         if energy_source != "none":
             energy = sources.get(energy_source, np.where(self.exact, self.grad_norm_sq, np.nan))
-            self._check_measured(
-                f"{energy_source} energy", energy, "take measured_groups() first or the other energy_source"
-            )
+            remedy = "take measured_groups() first or the other energy_source"
+            known.append((f"{energy_source} energy", energy, remedy))
+        for name, values, remedy in known:
+            if lost := int(np.isnan(values[self.mask]).sum()):
+                raise InputError(f"{lost} of {int(self.mask.sum())} policy tokens have no {name}; {remedy}.")
+        value, entropy = (None if np.isnan(x[self.mask]).any() else x for x in (self.value, self.entropy))
         return EstimatorInputs(
-            reward=self.reward,
-            mask=self.mask,
-            group=self.group,
-            energy=energy,
+            self.reward, self.mask, self.group, energy, value=value, turn=self.turn, entropy=entropy,
             rollout_norm_sq=None if np.isnan(self.rollout_norm_sq).any() else self.rollout_norm_sq,
-            value=self._whole(self.value),
-            turn=self.turn,
             token_id=None if (self.token_id[self.mask] == PADDING).any() else self.token_id,
-            entropy=self._whole(self.entropy),
-        )
-
-    def _whole(self, values: Float) -> Float | None:
-        """Return a column that every policy token has, else None."""
-        return None if np.isnan(values[self.mask]).any() else values
-
-    def _check_measured(self, name: str, values: Float, remedy: str) -> None:
-        missing = int(np.isnan(values[self.mask]).sum())
-        if missing:
-            raise InputError(f"{missing} of {int(self.mask.sum())} policy tokens have no {name}; {remedy}.")
+        )  # fmt: skip
 
 
 def rebuild_token_arrays(where: str, tokens: pd.DataFrame, rollouts: pd.DataFrame) -> TokenArrays:
@@ -169,14 +156,10 @@ class StoredPrompt:
         """The estimator that trained and its energies."""
         return trained_label(self.estimator, self.config)
 
-    @property
-    def _stored(self) -> bool:
-        return bool(self.tokens["advantage"].notna().any())
-
     def labels(self) -> list[Label]:
         """Return the estimators whose advantages are stored or can be computed; the trained one is first."""
         first, found = self.trained, list[Label]()
-        stored = bool(first[0]) and self._stored
+        stored = bool(first[0] and self.tokens["advantage"].notna().any())
         try:
             arrays = self.arrays(self.group)
             arrays.estimator_inputs("none")
@@ -217,7 +200,7 @@ class StoredPrompt:
         Raises:
             InputError: As `inputs`.
         """
-        if label == self.trained and self._stored:
+        if label == self.trained and bool(self.tokens["advantage"].notna().any()):
             return self.tokens
         inputs, rollouts = self.inputs(label)
         found = estimate(label[0], inputs, self.options(label))

@@ -105,16 +105,27 @@ class RunWriter:
         """
         path = Path(root) / check_run_name(run)
         try:
-            _clear(path, if_exists)
+            if os.path.lexists(path):
+                if if_exists != "replace":
+                    taken = f"run {run!r} already exists in {path.parent}"
+                    raise InputError(f"{taken}; choose another run name, or replace it.")
+                empty = path.is_dir() and not any(path.iterdir())
+                if path.is_symlink() or not (is_run(path) or empty):
+                    taken = f"{path} exists and is no run, so it will not be replaced"
+                    raise InputError(f"{taken}; choose another run name.")
+                with suppress(StoreError):  # a broken run may be replaced
+                    _refuse_second_writer(path)
+                # Renamed first, so that no reader ever sees half a run.
+                old = path.with_name(f".{path.name}.{os.getpid()}.old")
+                path.rename(old)
+                shutil.rmtree(old)
             with atomic_folder(path, replace=False) as draft:
                 write_run_file(draft, new_run(run, config) | ({"machine": dict(machine)} if machine else {}))
                 write_reserve(draft)
                 with closing(sqlite3.connect(draft / CATALOGUE, isolation_level=None)) as db:
                     catalogue.make(db)
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(
-                f"cannot make {path} ({_why(error)}); make its parent writable or pass another."
-            ) from error
+            raise StoreError(f"cannot make {path} ({_why(error)}); pass a writable parent.") from error
         return cls(path)
 
     @classmethod
@@ -166,7 +177,8 @@ class RunWriter:
             if step in self._steps:
                 self._remove(step)
             parts = [self._write(step, table, rows[table], written) for table in LARGE if table in rows]
-            for table, path in [(t, self._part(step, t, rank)) for t in TABLES for rank in range(1, self.size)]:
+            for table, rank in [(t, rank) for t in TABLES for rank in range(1, self.size)]:
+                path = self.path / table / f"part-{step:08d}-r{rank}.parquet"
                 if not path.exists():
                     continue
                 content = path.read_bytes()
@@ -237,16 +249,12 @@ class RunWriter:
         buffer = pa.BufferOutputStream()  # a file has hundreds of pieces, each a call of Python otherwise
         with pq.ParquetWriter(buffer, rows.schema, **parquet_options(rows.schema)) as writer:
             writer.write_table(rows, row_group_size=ROW_GROUP)
-        content, path = buffer.getvalue().to_pybytes(), self._part(step, table, self.rank)
+        content, path = buffer.getvalue().to_pybytes(), self.path / table / f"part-{step:08d}-r{self.rank}.parquet"
         path.parent.mkdir(exist_ok=True)
         with atomic_file(path) as file:
             written.append(path)
             file.write(content)
         return described(step, table, f"{table}/{path.name}", rows, crc32(content))
-
-    def _part(self, step: int, table: str, rank: int) -> Path:
-        """Return where a part lies: <run>/<table>/part-<step>-r<rank>.parquet."""
-        return self.path / table / f"part-{step:08d}-r{rank}.parquet"
 
     def _remove(self, step: int) -> None:
         """Remove a step that is there already, so that no reader sees half of it."""
@@ -268,17 +276,29 @@ def _encoded(table: str, step: int, columns: Columns) -> pa.Table:
     Raises:
         InputError: A key column is missing or holds a null, lengths differ, or values do not fit the dtype.
     """
-    schema = {c.name: c for c in TABLES[table]}
-    arrays = {str(name): _array(table, str(name), columns[name]) for name in columns}
-    lengths = {name: len(array) for name, array in arrays.items()}
-    first, n_rows = next(iter(lengths.items()), ("", 0))
-    for other, length in lengths.items():
-        if length != n_rows:
+    kinds, arrays = {c.name: c.dtype for c in TABLES[table]}, dict[str, pa.Array]()
+    for name in map(str, columns):
+        try:
+            # from_pandas=False: otherwise Arrow reads every measured NaN as "not measured".
+            array = pa.array(columns[name], from_pandas=False)
+            array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+            arrays[name] = array.cast(ARROW[kinds[name]]) if name in kinds else array
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
             raise InputError(
-                f"column {first!r} of {table} has {n_rows} rows but {other!r} has {length}; pass columns of one length."
+                f"column {name!r} of {table} cannot be stored as {kinds.get(name, 'an Arrow column')} ({reason}); "
+                "pass one value of that type per row, None where it was not measured."
+            ) from error
+    first = next(iter(arrays), "")
+    n_rows = len(arrays[first]) if arrays else 0
+    for other, array in arrays.items():
+        if len(array) != n_rows:
+            raise InputError(
+                f"column {first!r} of {table} has {n_rows} rows but {other!r} has {len(array)}; pass columns of one "
+                "length."
             )
     arrays.setdefault("step", pa.array(np.full(n_rows, step, dtype=np.int64)))
-    for name in [c.name for c in schema.values() if c.key]:
+    for name in [c.name for c in TABLES[table] if c.key]:
         if name not in arrays:
             raise InputError(f"{table} of step {step} has no key column {name!r}; pass it, one value per row.")
         if arrays[name].null_count:
@@ -287,40 +307,7 @@ def _encoded(table: str, step: int, columns: Columns) -> pa.Table:
     if (steps != step).any():
         wrong = steps[steps != step][0]
         raise InputError(f"column 'step' of {table} holds {wrong} but step {step} is being written; leave it out.")
-    filled = {name: arrays.get(name, pa.nulls(n_rows, ARROW[c.dtype])) for name, c in schema.items()}
-    return pa.table(filled | {name: array for name, array in arrays.items() if name not in schema})
-
-
-def _array(table: str, name: str, values: object) -> pa.Array:
-    dtype = next((c.dtype for c in TABLES[table] if c.name == name), "an Arrow column")
-    try:
-        # from_pandas=False: otherwise Arrow reads every measured NaN as "not measured".
-        array = pa.array(values, from_pandas=False)
-        array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-        return array.cast(ARROW.get(dtype, array.type))
-    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise InputError(
-            f"column {name!r} of {table} cannot be stored as {dtype} ({reason}); "
-            "pass one value of that type per row, None where it was not measured."
-        ) from error
-
-
-def _clear(path: Path, if_exists: str) -> None:
-    """Make room for a run, or say why that must not be done."""
-    if not os.path.lexists(path):
-        return
-    if if_exists != "replace":
-        raise InputError(f"run {path.name!r} already exists in {path.parent}; choose another run name, or replace it.")
-    empty = path.is_dir() and not any(path.iterdir())
-    if path.is_symlink() or not (is_run(path) or empty):
-        raise InputError(f"{path} exists and is no run, so it will not be replaced; choose another run name.")
-    with suppress(StoreError):  # a broken run may be replaced
-        _refuse_second_writer(path)
-    # Renamed first, so that no reader ever sees half a run.
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
-    path.rename(old)
-    shutil.rmtree(old)
+    return pa.table({name: pa.nulls(n_rows, ARROW[kind]) for name, kind in kinds.items()} | arrays)
 
 
 def _refuse_second_writer(path: Path) -> None:
