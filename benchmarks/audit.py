@@ -3,37 +3,24 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from benchmarks.config import AuditBenchConfig
 from benchmarks.publish import Report, notes_of, report_of
-from benchmarks.timing import sampled_step, threads
+from benchmarks.timing import run_otb, sampled_step, threads
 from otb_analysis.config import SampleConfig
-from otb_analysis.errors import InputError
 from otb_analysis.phases import phase
 
 COLUMNS = {
-    "model": "{model}",
-    "Gram": "{method}",
-    "rollouts": "{rollouts:,}",
-    "tokens": "{tokens:,}",
-    "mean": "{length:.1f}",
-    "steps": "{steps}",
-    "forecast": "{forecast}",
-    "wall, s": "{wall:.0f}",
-    "processor, s": "{processor:.0f}",
-    "load": "{load:.0f}",
-    "peak, GB": "{peak:.2f}",
-    "ratios off by": "{gap:.2%}",
-}
+    "model": "{model}", "Gram": "{method}", "rollouts": "{rollouts:,}", "tokens": "{tokens:,}", "mean": "{length:.1f}",
+    "steps": "{steps}", "forecast": "{forecast}", "wall, s": "{wall:.0f}", "processor, s": "{processor:.0f}",
+    "load": "{load:.0f}", "peak, GB": "{peak:.2f}", "ratios off by": "{gap:.2%}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,30 +80,14 @@ def audit(folder: Path, model: str, case: Case, gram: str, count: int) -> tuple[
     """Run `otb audit` in a process of its own; return what it took, and its report."""
     words = ["audit", "--model", model, "--rollouts", str(folder / "rollouts.jsonl"), "--prompts", str(case.prompts)]
     words += ["--measure.gram", gram, "--root", str(folder), "--run", gram, "--go"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(count), "COLUMNS": "500"}
-    start = perf_counter()
-    with (folder / f"{gram}.txt").open("w+", encoding="utf-8") as said:
-        command = [sys.executable, "-m", "otb_analysis", *words]
-        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
-        _, status, used = os.wait4(process.pid, 0)  # the resources of this process alone
-        wall = perf_counter() - start
-        said.seek(0)
-        text = " ".join(said.read().split())
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise InputError(f"the audit of {model} failed: {text[-500:]}")
+    spent, text = run_otb(words, {"OMP_NUM_THREADS": str(count), "COLUMNS": "500"})
     report: dict[str, Any] = json.loads((folder / gram / "audit.json").read_text())
     forecast = re.search(r"It takes about (.*?), and", text)
     row = {
-        "method": "sketched" if report["sketches"] else "exact",
-        "steps": report["n_steps"],
-        "forecast": forecast[1] if forecast else None,
-        "wall": wall,
-        "processor": used.ru_utime + used.ru_stime,
-        "load": os.getloadavg()[1],
-        "peak": used.ru_maxrss * 1024 / 1e9,
+        "method": "sketched" if report["sketches"] else "exact", "steps": report["n_steps"],
+        "forecast": forecast[1] if forecast else None, **spent, "load": os.getloadavg()[1],
         "sketch_error": (report["sketches"] or {}).get("error"),
-    }
+    }  # fmt: skip
     return row, report
 
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -46,11 +47,12 @@ _STATE = "document.querySelector('[data-testid=stApp]')?.dataset.testScriptState
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 
+@dataclass(frozen=True)
 class Server:
     """A dashboard of its own on a free port."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
-        self.process, self.address = process, address
+    process: subprocess.Popen[bytes]
+    address: str
 
     @property
     def processor(self) -> float:
@@ -59,11 +61,10 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
-    def memory(self) -> tuple[int, int]:
-        """Bytes in memory now, and the most there were."""
+    def memory(self) -> float:
+        """The most MB in memory so far."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        said = dict(line.split(":", 1) for line in lines)
-        return int(said["VmRSS"].split()[0]) * 1024, int(said["VmHWM"].split()[0]) * 1024
+        return int(dict(line.split(":", 1) for line in lines)["VmHWM"].split()[0]) * 1024 / 1e6
 
 
 @contextmanager
@@ -193,8 +194,6 @@ COLUMNS = {
     "new step, s": "{grown:.2f}",
     "server, MB": "{memory:.0f}",
 }
-
-
 FOLLOWED = ("run", "rollouts", "estimators")
 BARE = """
 import plotly.graph_objects as go
@@ -233,8 +232,11 @@ def run(config: DashboardBenchConfig) -> Report:
             with phase("opening a page of one point"):
                 point = one_point_page(chromium, config.port)
             rows.append({"runs": "none", "page": "one point, nothing else", "controls": {}} | point)
-            with phase("opening one page after the other"):
-                memory = {"memory": most_memory(chromium, one, pages, config.port)}
+            with phase("opening one page after the other"), server(one, config.port) as served:
+                wait_until_done(open_tab(chromium, served.address))
+                for path in counted(pages.values(), "page"):
+                    first_chart(chromium, served, path)
+                memory = {"memory": served.memory}
             followed = [
                 {"runs": f"followed at {steps:,} steps", "page": name, "controls": {}} | added
                 for steps in config.followed
@@ -276,17 +278,20 @@ def timed_page(chromium: Any, root: Path, path: str, config: DashboardBenchConfi
         for name in root.iterdir():
             shutil.move(name, Path(empty) / name.name)
         try:
-            first = first_chart(chromium, served, path)
-            again = first_chart(chromium, served, path)
+            seconds = first_and_again(chromium, served, path)
             tab = open_tab(chromium, f"{served.address}/{path}")
-            controls = {} if first is None else changed_controls(tab)
+            controls = {} if seconds["first"] is None else changed_controls(tab)
             tab.close()
-            memory = served.memory[1] / 1e6
+            return {**seconds, "controls": controls, "memory": served.memory}
         finally:
             for name in Path(empty).iterdir():
                 shutil.move(name, root / name.name)
-    seconds = {"first": first and first[0], "processor": first and first[1], "again": again and again[0]}
-    return {**seconds, "controls": controls, "memory": memory}
+
+
+def first_and_again(chromium: Any, served: Server, path: str) -> dict[str, float | None]:
+    """Return what `first_chart` says of a page that is opened twice."""
+    first, again = (first_chart(chromium, served, path) for _ in range(2))
+    return {"first": first and first[0], "processor": first and first[1], "again": again and again[0]}
 
 
 def one_point_page(chromium: Any, port: int) -> dict[str, Any]:
@@ -296,18 +301,7 @@ def one_point_page(chromium: Any, port: int) -> dict[str, Any]:
         script.write_text(BARE)
         with server(Path(folder), port, script) as served:
             wait_until_done(open_tab(chromium, served.address))
-            first, again = (first_chart(chromium, served, "") for _ in range(2))
-            assert first and again
-            return {"first": first[0], "processor": first[1], "again": again[0], "memory": served.memory[1] / 1e6}
-
-
-def most_memory(chromium: Any, root: Path, pages: dict[str, str], port: int) -> float:
-    """Open all pages on one server, and return the most memory it held, in MB."""
-    with server(root, port) as served:
-        wait_until_done(open_tab(chromium, served.address))
-        for path in counted(pages.values(), "page"):
-            first_chart(chromium, served, path)
-        return served.memory[1] / 1e6
+            return first_and_again(chromium, served, "") | {"memory": served.memory}
 
 
 def seconds_per_step(
@@ -334,17 +328,12 @@ def seconds_per_step(
             write_until_shown(tab, write)  # what is only computed once
             spent = served.processor
             for _ in range(NEW):
-                write_and_wait(tab, write)
+                write()
+                tab.wait_for_timeout(APART * SECOND)  # as long as a step takes
             seconds[path.capitalize()] = {"grown": (served.processor - spent) / NEW}
             tab.close()
     shutil.rmtree(root)
     return seconds
-
-
-def write_and_wait(tab: Any, write: Callable[[], None]) -> None:
-    """Write a step, and leave the page as long as a step takes."""
-    write()
-    tab.wait_for_timeout(APART * SECOND)
 
 
 def write_until_shown(tab: Any, write: Callable[[], None]) -> None:

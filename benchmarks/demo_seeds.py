@@ -1,27 +1,19 @@
 """What the demo concludes from several seeds and with several numbers of threads: it must not depend on luck."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.config import DemoSeedsConfig
 from benchmarks.publish import Report, notes_of, report_of
+from benchmarks.timing import run_otb
 from otb_analysis.answers import by_name, designs
 from otb_analysis.phases import counted
 from otb_analysis.store import RunStore
 
 COLUMNS = {
-    "threads": "{threads}",
-    "seed": "{seed}",
-    "first reward": "{reward:.2f}",
-    "prompts": "{prompts}",
-    "told": "{told}",
-    "of": "{tested}",
-    "minutes": "{minutes:.1f}",
-    "says": "{says}",
-}
+    "threads": "{threads}", "seed": "{seed}", "first reward": "{reward:.2f}", "prompts": "{prompts}", "told": "{told}",
+    "of": "{tested}", "minutes": "{minutes:.1f}", "says": "{says}",
+}  # fmt: skip
 
 
 def run(config: DemoSeedsConfig) -> Report:
@@ -36,31 +28,24 @@ def run(config: DemoSeedsConfig) -> Report:
 def demo_row(root: Path, threads: int, seed: int) -> dict[str, Any]:
     """Return what one demo concludes, running it first where it is missing."""
     folder = root / f"demo-t{threads}-s{seed}"
-    runs = _complete(folder)
+    runs = complete_runs(folder)
     if len(runs) < 2:
-        options = ["--no-serve", "--root", str(folder), "--seed", str(seed), "--threads", str(threads)]
+        words = ["demo", "--no-serve", "--root", str(folder), "--seed", str(seed), "--threads", str(threads)]
         # More threads than cores would spend their time waiting for each other, at full load.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, "-m", "otb_analysis", "demo", *options]
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        runs = _complete(folder)
+        run_otb(words, {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
+        runs = complete_runs(folder)
     answers = by_name(runs)
     (design,) = designs(answers).values()
     decision, steps = design.decision, [run.steps for run in answers.values()]
     seconds = max(float(s.filter(regex="^seconds_").sum().sum()) for s in steps)
     return {
-        "threads": threads,
-        "seed": seed,
-        "reward": float(steps[0]["reward_mean"].iloc[0]),
-        "prompts": decision.n_prompts,
-        "told": len(decision.better),
-        "tested": len(decision.tested),
-        "minutes": seconds / 60,
-        "says": design.lines[0],
-    }
+        "threads": threads, "seed": seed, "reward": float(steps[0]["reward_mean"].iloc[0]),
+        "prompts": decision.n_prompts, "told": len(decision.better), "tested": len(decision.tested),
+        "minutes": seconds / 60, "says": design.lines[0],
+    }  # fmt: skip
 
 
-def _complete(root: Path) -> list[RunStore]:
-    """A demo's complete runs; `otb demo` decides what to do with others."""
+def complete_runs(root: Path) -> list[RunStore]:
+    """Return a demo's complete runs; `otb demo` decides what to do with others."""
     stores = [RunStore(path.parent) for path in sorted(root.glob("*/run.json"))]
     return [store for store in stores if store.info["status"] == "complete"]

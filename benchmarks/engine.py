@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.config import EngineConfig
 from benchmarks.peer_side import make_model, peak
-from benchmarks.publish import Column, Report, Row, mebibytes_cell, notes_of, report_of, seconds_cell
+from benchmarks.publish import Column, Report, mebibytes_cell, notes_of, report_of, seconds_cell
 from benchmarks.timing import Timing, in_fresh_process, interleaved, peer, threads, timed
 from otb_analysis import gradients
 from otb_analysis.devices import device_of, synchronize, words_of
@@ -220,14 +220,9 @@ WARM_UP = 4
 """Tokens of the call before the first timed one: engines look at a model once, kernels are chosen once."""
 
 
-def length(row: Row) -> str:
-    """T, with N in front of it where there are several rollouts: "128", "8 × 128"."""
-    return str(row["tokens"]) if row["rollouts"] == 1 else f"{row['rollouts']} × {row['tokens']}"
-
-
 COLUMNS: dict[str, Column] = {
     "model": "{size}",
-    "T": length,
+    "T": lambda row: f"{row['rollouts']} × {row['tokens']}" if row["rollouts"] > 1 else str(row["tokens"]),
     "what": "{name}",
     "seconds": seconds_cell,
     "median": "{median_seconds:.3f}",
@@ -268,8 +263,6 @@ def run(config: EngineConfig) -> Report:
             model = model_of(size, config.device, config.dtype)
             for rollouts, tokens in places:
                 rows += _measure(config, size, make_case(model, tokens, rollouts, size in REAL))
-    for row in rows:
-        row.setdefault("memory", None)
     # One fresh process per size and row name, its places one after the other
     ours = [row for row in rows if config.memory and row["seconds"] is not None and row["name"] not in OPACUS]
     for size, name in dict.fromkeys((row["size"], row["name"]) for row in ours):
@@ -330,26 +323,21 @@ def _measure(config: EngineConfig, size: str, case: Case) -> Iterator[dict[str, 
         timings = once | interleaved(turns, config.repeats, config.seconds, LOOP if LOOP in turns else STEP)
     exact = None if batch else Exact.of(case, real)
     for name in (*recorders, *(() if batch or real else OPACUS)):
-        row = {"size": size, "rollouts": rollouts, "tokens": tokens, "name": name, "seconds": None}
+        row = {"size": size, "rollouts": rollouts, "tokens": tokens, "name": name, "seconds": None, "memory": None}
         if name in peers:
             norm_sq = np.array([[0.0, *peers[name].facts["norm_sq"]]])
             error = error_of(name, (0.0, norm_sq), exact) if "untied" not in name else None
             row |= _times(name, timings) | {"memory": peers[name].facts["bytes"], "error": error}
-        elif name in recorders and not recorders[name].remark:
-            row |= _times(name, timings) | {"error": error_of(name, recorders[name].result, exact)}
-        elif name in recorders:
+        elif name in recorders and recorders[name].remark:
             row |= {"remark": recorders[name].remark}
+        elif name in recorders:
+            row |= _times(name, timings) | {"error": error_of(name, recorders[name].result, exact)}
         yield row
 
 
 def _times(name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
     """A row's times, those of the plain loop over them, and its best over that of a forward and backward pass."""
-    timing, loop = timings[name], timings.get(LOOP)
-    return {
-        "seconds": timing.minimum,
-        "median_seconds": timing.median,
-        "repeats": timing.repeats,
-        "loop_ratio": None if loop is None else loop.minimum / timing.minimum,
-        "loop_ratio_median": None if loop is None else loop.median / timing.median,
-        "step_ratio": timing.minimum / timings[STEP].minimum,
-    }
+    one, loop = timings[name], timings.get(LOOP)
+    times = {"seconds": one.minimum, "median_seconds": one.median, "repeats": one.repeats}
+    times |= {"loop_ratio": loop and loop.minimum / one.minimum, "loop_ratio_median": loop and loop.median / one.median}
+    return times | {"step_ratio": one.minimum / timings[STEP].minimum}

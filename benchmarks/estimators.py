@@ -57,17 +57,11 @@ def bench_inputs(rows: int, tokens: int, group_size: int) -> EstimatorInputs:
     reward[np.arange(rows), length - 1] = rng.random(rows) < 0.5
     energy = rng.exponential(size=(rows, tokens))
     return EstimatorInputs(
-        reward=reward,
-        mask=mask,
-        group=np.arange(rows) // group_size,
-        energy=energy,
-        rollout_norm_sq=energy.sum(axis=1),
-        position_baseline=np.full((rows, tokens), 0.5),
-        value=np.full((rows, tokens), 0.5),
-        turn=np.broadcast_to(np.arange(tokens) * 4 // tokens, (rows, tokens)),
-        token_id=rng.integers(0, 1000, (rows, tokens)),
-        entropy=rng.exponential(size=(rows, tokens)),
-    )
+        reward=reward, mask=mask, group=np.arange(rows) // group_size, energy=energy,
+        rollout_norm_sq=energy.sum(axis=1), position_baseline=np.full((rows, tokens), 0.5),
+        value=np.full((rows, tokens), 0.5), turn=np.broadcast_to(np.arange(tokens) * 4 // tokens, (rows, tokens)),
+        token_id=rng.integers(0, 1000, (rows, tokens)), entropy=rng.exponential(size=(rows, tokens)),
+    )  # fmt: skip
 
 
 def torch_loop(inputs: EstimatorInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

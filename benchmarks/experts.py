@@ -16,13 +16,9 @@ from otb_analysis import gradients
 CHOSEN = 2
 """Experts that a token is given to."""
 COLUMNS = {
-    "model": "{size}",
-    "T": "{tokens}",
-    "what": "{what}",
-    "dense": "{dense:.3f}",
-    "mixture": "{mixture:.3f}",
+    "model": "{size}", "T": "{tokens}", "what": "{what}", "dense": "{dense:.3f}", "mixture": "{mixture:.3f}",
     "mixture ÷ dense": "{ratio:.2f}",
-}
+}  # fmt: skip
 
 
 def run(config: ExpertsConfig) -> Report:
@@ -67,6 +63,6 @@ def experts_rows(config: ExpertsConfig, size: str, tokens: int) -> list[dict[str
     rows = []
     for what in dict.fromkeys(what for what, _ in calls):
         dense, mixture = least[f"{what}/dense"], least[f"{what}/mixture"]
-        row = {"size": size, "tokens": tokens, "what": what, "dense": dense, "mixture": mixture}
-        rows.append(row | {"ratio": mixture / dense})
+        both = {"dense": dense, "mixture": mixture, "ratio": mixture / dense}
+        rows.append({"size": size, "tokens": tokens, "what": what} | both)
     return rows

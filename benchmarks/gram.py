@@ -33,14 +33,9 @@ PASS, BASIS, ROWS, SKETCH = (
     "Gram matrix, a pass per row",
     "Gram matrix, sketches of a basis",
 )
-
-
 COLUMNS = {
-    "what": "{what}",
-    "seconds": "{seconds:.2f}",
-    "× fwd+bwd": "{passes:.1f}",
-    "memory ÷ parameters": "{memory:.2f}",
-}
+    "what": "{what}", "seconds": "{seconds:.2f}", "× fwd+bwd": "{passes:.1f}", "memory ÷ parameters": "{memory:.2f}",
+}  # fmt: skip
 
 
 def run(config: GramConfig) -> Report:
@@ -50,10 +45,13 @@ def run(config: GramConfig) -> Report:
         InputError: The model cannot be loaded.
     """
     with threads(config.threads):
-        trainer, rollouts = sampled_step(
-            SampleConfig(config.prompts, config.group_size, config.max_new_tokens), config.model
-        )
-        table = _table(trainer, rollouts)
+        sample = SampleConfig(config.prompts, config.group_size, config.max_new_tokens)
+        trainer, rollouts = sampled_step(sample, config.model)
+        # Rewards by lot, 0 or 1 at the last token
+        last = np.arange(rollouts.mask.shape[1]) == rollouts.attention_mask.sum(axis=1, keepdims=True) - 1
+        lot = np.random.default_rng(0).integers(2, size=(len(last), 1))
+        rollouts = replace(rollouts, reward=(last * lot).astype(float))
+        table = trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), None)
         norms = trainer.measurer.norms(rollouts, np.arange(config.prompts))
         advantages = every_advantage(table, norms, np.ones(len(rollouts.group), bool))
         weights = rollouts.by_column(np.stack(list(advantages.values())) / config.group_size)
@@ -70,14 +68,6 @@ def run(config: GramConfig) -> Report:
     title = f"One measured step of {model}: {config.prompts} prompts × {config.group_size} rollouts, {counts}"
     names = {"name": f"gram_{model}", "settings": settings_of(config) | {"model": model}}
     return report_of(public, title, COLUMNS, rows, notes=notes_of(config, dim=DIM), **names)
-
-
-def _table(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
-    """The token table with rewards by lot, 0 or 1 at the last token."""
-    last = np.arange(rollouts.mask.shape[1]) == rollouts.attention_mask.sum(axis=1, keepdims=True) - 1
-    lot = np.random.default_rng(0).integers(2, size=(len(last), 1))
-    rollouts = replace(rollouts, reward=(last * lot).astype(float))
-    return trainer.table(rollouts, trainer.policy.forward(rollouts, False, trainer.wanted()), None)
 
 
 def _calls(

@@ -34,12 +34,8 @@ def growth(results: Path) -> str:
     for what, color in kinds.items():
         rows = [row for row in memory if row["name"] == what]
         held.append(Curve([r["tokens"] for r in rows], [r["memory"] / 2**20 for r in rows], what, color=color))
-    return svg(
-        [
-            Panel("Forward and backward passes", "norms of all tokens grow with T, gradients do not", "T", curves),
-            Panel("Peak memory of exact norms, MiB", "nothing grows with T²", "T", held),
-        ]
-    )
+    passes = Panel("Forward and backward passes", "norms of all tokens grow with T, gradients do not", "T", curves)
+    return svg([passes, Panel("Peak memory of exact norms, MiB", "nothing grows with T²", "T", held)])
 
 
 if __name__ == "__main__":

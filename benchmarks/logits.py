@@ -85,14 +85,21 @@ def _measure(config: LogitsConfig, vocabulary: int, dtype: str, number: int) -> 
     made |= {"device": config.device}
     inputs = head_inputs(**made)
     candidates = {name: timed(call, config.device) for name, call in _candidates(inputs).items()}
-    errors, exact = _errors(inputs)
+    # Errors on the first rows; the ways from logits are given the exact logits, rounded.
+    hidden, weight, token_ids = inputs[0][:CHECKED], inputs[1], inputs[2][:CHECKED]
+    exact = hidden.double() @ weight.double().T
+    rounded, errors = exact.to(hidden.dtype), dict[str, float]()
+    for name, call in _candidates((hidden, weight, token_ids), logits=rounded).items():
+        result = call()
+        logprob = result if isinstance(result, Tensor) else torch.from_numpy(result.logprob)
+        errors[name] = _gap(logprob, rounded.double() if "from logits" in name else exact, token_ids)
     memory: dict[str, int | None] = {}
     with ExitStack() as stack, threads(number):
         if config.trl_python is not None:
             spec = {"inputs": made, "threads": number, "checked": CHECKED}
             trl = stack.enter_context(peer(config.trl_python, SCRIPT, spec))
             candidates[TRL] = trl.turn
-            errors[TRL] = _gap(torch.tensor(trl.facts["logprob"]), exact, inputs[2])
+            errors[TRL] = _gap(torch.tensor(trl.facts["logprob"]), exact, token_ids)
             memory[TRL] = trl.facts["bytes"]
         timings = interleaved(candidates, config.repeats)
     memory = {name: in_fresh_process(peak_of, made, name) for name in errors if name != TRL} | memory
@@ -107,23 +114,7 @@ def _measure(config: LogitsConfig, vocabulary: int, dtype: str, number: int) -> 
         yield row
 
 
-def _errors(inputs: Inputs) -> tuple[dict[str, float], Tensor]:
-    """Return the largest error of every way on the first rows, and their exact logits [16, V].
-
-    The ways from logits are given the exact logits, rounded.
-    """
-    hidden, weight, token_ids = inputs[0][:CHECKED], inputs[1], inputs[2][:CHECKED]
-    exact = hidden.double() @ weight.double().T
-    rounded = exact.to(hidden.dtype)
-    errors = {}
-    for name, call in _candidates((hidden, weight, token_ids), logits=rounded).items():
-        result = call()
-        logprob = result if isinstance(result, Tensor) else torch.from_numpy(result.logprob)
-        errors[name] = _gap(logprob, rounded.double() if "from logits" in name else exact, token_ids)
-    return errors, exact
-
-
 def _gap(logprob: Tensor, logits: Tensor, token_ids: Tensor) -> float:
     """Largest |log π − log π of these logits in float64| / max(1, max |z|), on the first rows."""
-    exact = logits.log_softmax(-1).gather(-1, token_ids[:CHECKED, None])[:, 0]
+    exact = logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
     return float((logprob.to(exact) - exact).abs().max() / max(1.0, float(logits.abs().max())))

@@ -55,9 +55,8 @@ def run(config: LongConfig) -> Report:
                 whole = seconds * (config.prompts * config.group_size if name == NORMS else 1)
                 row = {"tokens": tokens, "what": name.format(config.prompts * config.group_size), "seconds": seconds}
                 rows.append(row | {"passes": whole / least[PASS], "memory": memory[name]})
-    title = (
-        f"Measuring answers of T tokens under {config.model}: {config.prompts} prompts × {config.group_size} rollouts"
-    )
+    size = f"{config.prompts} prompts × {config.group_size} rollouts"
+    title = f"Measuring answers of T tokens under {config.model}: {size}"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, before=BEFORE))
 
 

@@ -2,33 +2,24 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from benchmarks.config import RecordedBenchConfig
 from benchmarks.publish import Report, notes_of, report_of
-from otb_analysis.errors import InputError
+from benchmarks.timing import run_otb
 from otb_analysis.phases import phase
 
 COLUMNS = {
-    "command": "{what}",
-    "rollouts": "{rollouts:,}",
-    "tokens each": "{tokens}",
-    "code": "{code}",
-    "processor, s": "{processor:.2f}",
-    "against": "{against:.2f}",
-    "wall, s": "{wall:.1f}",
-    "peak, GB": "{peak:.2f}",
+    "command": "{what}", "rollouts": "{rollouts:,}", "tokens each": "{tokens}", "code": "{code}",
+    "processor, s": "{processor:.2f}", "against": "{against:.2f}", "wall, s": "{wall:.1f}", "peak, GB": "{peak:.2f}",
     "load": "{load:.0f}",
-}
+}  # fmt: skip
 GROUP, STEP, PROMPT = 8, 16, 40
 """Rollouts of a group, groups of a step, and tokens of a prompt."""
 
@@ -48,11 +39,14 @@ def run(config: RecordedBenchConfig) -> Report:
             file = Path(folder) / f"{rollouts}x{tokens}.jsonl"
             with phase(f"writing {rollouts:,} rollouts"), file.open("w", encoding="utf-8") as written:
                 written.writelines(f"{json.dumps(row)}\n" for row in records(rollouts, tokens))
+            words = [*what.split()[1:], str(file)]
+            words += ["--root", f"{folder}/runs", "--if-exists", "replace"] if what == "otb import" else []
             found: dict[str, list[dict[str, float]]] = {code: [] for code in clones}
             with phase(f"{what} of {rollouts:,} rollouts"):
                 for _ in range(config.repeats):
                     for code, clone in clones.items():
-                        found[code].append(measured([*what.split()[1:], str(file)], clone, Path(folder)))
+                        place = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(clone.resolve()), "TMPDIR": folder}
+                        found[code].append(run_otb(words, place, Path(folder))[0])
             for code, runs in found.items():
                 ratio = median(a["processor"] / b["processor"] for a, b in zip(runs, found["this clone"], strict=True))
                 best = min(runs, key=lambda one: one["processor"])
@@ -77,24 +71,3 @@ def records(rollouts: int, tokens: int) -> Iterator[dict[str, Any]]:
                 "logprobs": sampler.tolist(), "trainer_logprobs": (sampler + lot.normal(0, 0.01, length)).tolist(),
                 "advantages": [advantage[k]] * length,
             }  # fmt: skip
-
-
-def measured(words: list[str], clone: Path, folder: Path) -> dict[str, float]:
-    """Run a command of a clone's code in a process of its own; return what it took.
-
-    Raises:
-        InputError: It fails.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(clone.resolve()), "TMPDIR": str(folder)}
-    more = ["--root", str(folder / "runs"), "--if-exists", "replace"] if words[0] == "import" else []
-    start = perf_counter()
-    with (folder / "said.txt").open("w+", encoding="utf-8") as said:
-        command = [sys.executable, "-m", "otb_analysis", *words, *more]
-        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=said, stderr=subprocess.STDOUT)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        said.seek(0)
-        if process.returncode:
-            raise InputError(f"{' '.join(words[:1])} failed: {' '.join(said.read().split())[-300:]}")
-    processor = used.ru_utime + used.ru_stime
-    return {"processor": processor, "wall": perf_counter() - start, "peak": used.ru_maxrss * 1024 / 1e9}

@@ -45,9 +45,8 @@ def run(config: RegressionConfig) -> Report:
     """Return variances over that of `rloo`: all feature sets in the limit, and by prompts of a batch and ridge."""
     if max(config.prompts) > config.policies:
         raise InputError(f"--prompts has {max(config.prompts)} but there are {config.policies} policies; draw more.")
-    prompts = [
-        regressed(random_tree(GROUP, np.random.default_rng(seed)), GROUP_SIZE) for seed in range(config.policies)
-    ]
+    trees = (random_tree(GROUP, np.random.default_rng(seed)) for seed in range(config.policies))
+    prompts = [regressed(tree, GROUP_SIZE) for tree in trees]
     rloo = np.array([prompt.variance(("m",), np.ones(1)) for prompt in prompts])
     found = list[tuple[str, str, Sequence[float]]]()
     for label, names in SETS.items():

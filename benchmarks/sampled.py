@@ -27,14 +27,9 @@ SHARES = {"uniform": (0.15,), "proxy": (0.05, 0.06, 0.10), "above_cut": (0.03, 0
 """Shares of the tokens that are drawn, by size measure."""
 EXACT = "every token"
 COLUMNS = {
-    "drawn by": "{by}",
-    "tokens": "{tokens:,}",
-    "of all": "{share:.1%}",
-    "cost of exact": "{cost:.1%}",
-    "error": "{error:.2%}",
-    "stated error": "{stated:.2%}",
-    "95 % covers": "{coverage:.0%}",
-}
+    "drawn by": "{by}", "tokens": "{tokens:,}", "of all": "{share:.1%}", "cost of exact": "{cost:.1%}",
+    "error": "{error:.2%}", "stated error": "{stated:.2%}", "95 % covers": "{coverage:.0%}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

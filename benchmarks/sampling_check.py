@@ -132,16 +132,10 @@ PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS = 64, 8, 48
 SEEN = 5.0
 """z at which a fault counts as found, for the number of tokens it takes."""
 COLUMNS = {
-    "fault": "{fault}",
-    "recorded": "{recorded}",
-    "tokens": "{tokens:,.0f}",
-    "alarms": "{alarms} of {audits}",
-    "z": "{z:.1f}",
-    "z > 5": "{seen:.0%}",
-    "named": "{named:.0%}",
-    "tied": "{tied:.0%}",
+    "fault": "{fault}", "recorded": "{recorded}", "tokens": "{tokens:,.0f}", "alarms": "{alarms} of {audits}",
+    "z": "{z:.1f}", "z > 5": "{seen:.0%}", "named": "{named:.0%}", "tied": "{tied:.0%}",
     "tokens for z = 5": "{needed:,.0f}",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -217,13 +211,10 @@ def row_of(fault: Fault, audits: list[Any], recorded: bool) -> dict[str, Any]:
     tied = [len(report.causes) > 1 and fault.cause in report.causes for report in reports]
     tokens = float(np.mean([report.n_tokens for report in reports]))
     row: dict[str, Any] = {
-        "recorded": "yes" if recorded else "no",
-        "tokens": tokens,
-        "audits": len(reports),
-        "alarms": sum(report.alarm for report in reports),
-        "z": float(np.median([report.z for report in reports])),
+        "recorded": "yes" if recorded else "no", "tokens": tokens, "audits": len(reports),
+        "alarms": sum(report.alarm for report in reports), "z": float(np.median([report.z for report in reports])),
         "seen": float(np.mean([report.z > SEEN for report in reports])),
-    }
+    }  # fmt: skip
     if fault.cause:
         # z of the family that should see the fault, with its sign: noise lowers π_y
         if recorded:

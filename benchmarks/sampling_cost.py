@@ -10,13 +10,9 @@ from otb_analysis.config import SampleConfig
 from otb_analysis.measurement.forward import forward_statistics
 
 COLUMNS = {
-    "model": "{model}",
-    "V": "{vocabulary:,}",
-    "tokens": "{tokens:,}",
-    "scoring, s": "{scoring:.2f}",
-    "with the check, s": "{checked:.2f}",
-    "ratio": "{ratio:.2f}",
-}
+    "model": "{model}", "V": "{vocabulary:,}", "tokens": "{tokens:,}", "scoring, s": "{scoring:.2f}",
+    "with the check, s": "{checked:.2f}", "ratio": "{ratio:.2f}",
+}  # fmt: skip
 
 
 def run(config: SamplingCostConfig) -> Report:
@@ -31,12 +27,9 @@ def run(config: SamplingCostConfig) -> Report:
             sample = SampleConfig(prompts=config.prompts, group_size=4, max_new_tokens=48)
             trainer, rollouts = sampled_step(sample, model)
             score = partial(forward_statistics, trainer.model, rollouts, 1.0)
-            seconds = least_seconds(
-                {"plain": score, "checked": lambda score=score: score(observe=SamplingCheck().observe)}, config.repeats
-            )
-            plain, checked = seconds["plain"], seconds["checked"]
+            calls = {"scoring": score, "checked": lambda score=score: score(observe=SamplingCheck().observe)}
+            seconds = least_seconds(calls, config.repeats)
             row = {"model": model, "vocabulary": trainer.model.config.vocab_size, "tokens": int(rollouts.mask.sum())}
-            rows.append(row | {"scoring": plain, "checked": checked, "ratio": checked / plain})
-    return report_of(
-        config, "A scoring pass with and without the sampling check", COLUMNS, rows, notes=notes_of(config)
-    )
+            rows.append(row | seconds | {"ratio": seconds["checked"] / seconds["scoring"]})
+    title = "A scoring pass with and without the sampling check"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config))

@@ -66,16 +66,7 @@ def variance_in_pandas(path: Path) -> pd.DataFrame:
 
 def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
     """Return what reads a run, by name: the variance both ways, and what the first chart of each page needs."""
-    path = root / run
-
-    def estimators() -> pd.DataFrame:
-        grams = RunStore(path).reduced_grams((REFERENCE, standing_for_truth((), {})))
-        return statistics_table(grams, at=evenly(list(grams)))
-
-    def tokens() -> pd.DataFrame:
-        store = RunStore(path)
-        return store.tokens_df(store.complete_steps()[-1:], where='"group" = 0')
-
+    path, against = root / run, (REFERENCE, standing_for_truth((), {}))
     proxy = f"SELECT energy_proxy, grad_norm_sq FROM tokens WHERE {EXACT_ROWS}"
     return {
         DUCKDB: lambda: RunStore(path).sql(VARIANCE),
@@ -83,7 +74,11 @@ def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
         "Triage: list of runs": lambda: runs_df(root),
         "Run: every step": lambda: RunStore(path).steps_df(),
         "Rollouts: a search over all steps": lambda: find_rollouts(RunStore(path), RolloutFilter(text="token1")),
-        "Tokens: one prompt": tokens,
-        "Estimators: measures over steps": estimators,
+        "Tokens: one prompt": lambda: (store := RunStore(path)).tokens_df(
+            store.complete_steps()[-1:], where='"group" = 0'
+        ),
+        "Estimators: measures over steps": lambda: statistics_table(
+            grams := RunStore(path).reduced_grams(against), at=evenly(list(grams))
+        ),
         "Proxy: measured tokens": lambda: RunStore(path).sql(proxy),
     }

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -136,9 +138,8 @@ def peer(python: Path, script: Path, spec: Mapping[str, object]) -> Iterator[Pee
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
         except OSError as error:
-            raise InputError(
-                f"{python} cannot be run ({error.strerror}); pass the Python of the peer's environment."
-            ) from error
+            remedy = "pass the Python of the peer's environment"
+            raise InputError(f"{python} cannot be run ({error.strerror}); {remedy}.") from error
         try:
             yield Peer(_answer(process, errors), process, errors)
         finally:
@@ -171,6 +172,29 @@ def in_fresh_process(call: Callable[..., R], *args: object) -> R | None:
             return pool.submit(call, *args).result()
         except (RuntimeError, MemoryError):  # torch's errors and a broken pool are RuntimeErrors
             return None
+
+
+def run_otb(
+    words: Sequence[str], environment: Mapping[str, str], folder: Path | None = None
+) -> tuple[dict[str, float], str]:
+    """Run `otb` in a process of its own; return its seconds and its most memory in GB, and what it said in one line.
+
+    Raises:
+        InputError: It fails.
+    """
+    command, start = [sys.executable, "-m", "otb_analysis", *words], perf_counter()
+    with TemporaryFile("w+", encoding="utf-8") as told:
+        process = subprocess.Popen(
+            command, env=os.environ | environment, cwd=folder, stdout=told, stderr=subprocess.STDOUT
+        )
+        _, status, used = os.wait4(process.pid, 0)  # the resources of this process alone
+        wall = perf_counter() - start
+        told.seek(0)
+        text = " ".join(told.read().split())
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise InputError(f"otb {words[0]} failed: {text[-500:]}")
+    return {"wall": wall, "processor": used.ru_utime + used.ru_stime, "peak": used.ru_maxrss * 1024 / 1e9}, text
 
 
 def sampled_step(config: SampleConfig, model: str = "demo") -> tuple[Trainer, Rollouts]:

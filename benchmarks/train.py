@@ -84,17 +84,11 @@ def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
     """
     places = {"small": SHIPPED["demo"], "M": folder / model}
     config = TrainConfig(
-        run=model,
-        root=folder / "runs",
-        if_exists="replace",
-        model=str(places[model] if model in places else fetched("smollm2")),
-        sample=QUICK if quick else BUDGETS[model],
-        optimize=OptimizeConfig(learning_rate=LEARNING_RATE),
-        critic=CriticConfig(enabled=False),
-        measure=MeasureConfig(exact=Schedule()),
-        evaluate=EvaluateConfig(every=0),
-        checkpoint=CheckpointConfig(every=0),
-    )
+        run=model, root=folder / "runs", if_exists="replace",
+        model=str(places[model] if model in places else fetched("smollm2")), sample=QUICK if quick else BUDGETS[model],
+        optimize=OptimizeConfig(learning_rate=LEARNING_RATE), critic=CriticConfig(enabled=False),
+        measure=MeasureConfig(exact=Schedule()), evaluate=EvaluateConfig(every=0), checkpoint=CheckpointConfig(every=0),
+    )  # fmt: skip
     if model == "M":
         shape = Qwen3Config(**LARGE, max_position_embeddings=1024, pad_token_id=0, eos_token_id=1, bos_token_id=None)
         with torch.random.fork_rng(devices=[]):
@@ -189,7 +183,14 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
                 answer = rival.answer()
                 turn = Turn(answer["sample"], answer["update"], answer["seconds"], answer["tokens"])
                 turns.setdefault(TRL, []).append(turn)
-    yield from _phase_rows(turns, {} if bench.quick else _memory(config, MEMORY_STEPS[model], bench))
+    steps, held = MEMORY_STEPS[model], dict[str, list[int | None]]()
+    if not bench.quick:  # in processes of their own that time nothing
+        held[OURS] = in_fresh_process(peaks, config, steps, bench.threads) or [None]
+        if trl is not None:
+            with peer(trl, SCRIPT, _spec(config, steps, bench, memory=True)) as rival:
+                held[TRL] = [rival.answer()["bytes"] for _ in range(steps)]
+    known = {name: [value for value in values if value is not None] for name, values in held.items()}
+    yield from _phase_rows(turns, {name: int(median(values)) for name, values in known.items() if values})
     yield from _level_rows(model, config, bench, ours, turns[OURS])
 
 
@@ -211,17 +212,7 @@ def _spec(config: TrainConfig, repeats: int, bench: TrainBenchConfig, memory: bo
     }
 
 
-def _memory(config: TrainConfig, steps: int, bench: TrainBenchConfig) -> dict[str, int | None]:
-    """Median peak of a step of each, in processes of their own that time nothing."""
-    held = {OURS: in_fresh_process(peaks, config, steps, bench.threads) or [None]}
-    if bench.trl_python is not None:
-        with peer(bench.trl_python, SCRIPT, _spec(config, steps, bench, memory=True)) as rival:
-            held[TRL] = [rival.answer()["bytes"] for _ in range(steps)]
-    known = {name: [value for value in values if value is not None] for name, values in held.items()}
-    return {name: int(median(values)) if values else None for name, values in known.items()}
-
-
-def _phase_rows(turns: Mapping[str, list[Turn]], memory: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
+def _phase_rows(turns: Mapping[str, list[Turn]], memory: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     for phase in PHASES:
         rates = {name: [turn.rate(phase) for turn in steps] for name, steps in turns.items()}
         for name in (OURS, TRL):

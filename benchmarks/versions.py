@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.publish import machine
+from benchmarks.publish import Report, markdown
 
 WRITE = """
 import sys, time
@@ -93,18 +93,25 @@ def call(checkout: Path, code: str, *words: object) -> list[float]:
     return [float(number) for number in done.stdout.split()]
 
 
+COLUMNS = {"what": "{what}", "before": "{before:.3f}", "after": "{after:.3f}", "after / before": "{ratio:.2f}"}
+
+
 def measured(before: Path, after: Path, steps: int, grams: int, turns: int) -> list[dict[str, object]]:
     """Return a row for each thing that is done, with what both checkouts take: the least of some turns."""
-    rows = list[dict[str, object]]()
+    rows, checkouts = list[dict[str, object]](), {"before": before, "after": after}
+
+    def add(what: str, found: dict[str, list[float]], at: int) -> None:
+        old, new = (found[name][at] for name in checkouts)
+        rows.append({"what": what, "before": old, "after": new, "ratio": new / old if old else None})
+
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {name: Path(temporary) / name for name in ("before", "after")}
-        checkouts = dict(zip(folders, (before, after), strict=True))
+        folders = {name: Path(temporary) / name for name in checkouts}
         for run, length, due in (("live", steps, 0), ("ended", steps, 0), ("compared", grams, grams)):
             wrote = {name: call(checkouts[name], WRITE, folders[name], run, length, due, 2560) for name in folders}
-            rows += [_row(f"{run}: a step is written, ms", {n: w[0] for n, w in wrote.items()})] if not due else []
-            rows += (
-                [_row("ended: the end of the run, s", {n: w[1] for n, w in wrote.items()})] if run == "ended" else []
-            )
+            if not due:
+                add(f"{run}: a step is written, ms", wrote, 0)
+            if run == "ended":
+                add("ended: the end of the run, s", wrote, 1)
         for name, checkout in checkouts.items():
             for at in range(24):
                 call(checkout, WRITE, folders[name] / "many", f"run{at}", 200, 0, 640)
@@ -113,13 +120,9 @@ def measured(before: Path, after: Path, steps: int, grams: int, turns: int) -> l
             for run in kinds.get(what, ["live", "ended"]):
                 found = [{n: call(checkouts[n], READ, folders[n], run, what) for n in folders} for _ in range(turns)]
                 least = {n: [min(turn[n][i] for turn in found) for i in range(3)] for n in folders}
-                rows.append(_row(f"{run}: {what}, s", {n: one[0] for n, one in least.items()}))
-                rows.append(_row(f"{run}: {what}, MiB more", {n: one[2] for n, one in least.items()}))
+                add(f"{run}: {what}, s", least, 0)
+                add(f"{run}: {what}, MiB more", least, 2)
     return rows
-
-
-def _row(what: str, numbers: dict[str, float]) -> dict[str, object]:
-    return {"what": what, **numbers, "ratio": numbers["after"] / numbers["before"] if numbers["before"] else None}
 
 
 def main() -> None:
@@ -134,14 +137,10 @@ def main() -> None:
     asked = parser.parse_args()
     rows = measured(asked.before, asked.after, asked.steps, asked.grams, asked.turns)
     words = f"--out docs/results --steps {asked.steps} --grams {asked.grams} --turns {asked.turns}"
-    lines = [f"# `python -m benchmarks.versions ../before . {words}`", ""]
-    lines += [", ".join(f"{name} {value}" for name, value in machine().items()), ""]
-    lines += ["| what | before | after | after / before |", "|---|---|---|---|"]
-    for row in rows:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        lines.append(f"| {row['what']} | {row['before']:.3f} | {row['after']:.3f} | {ratio} |")
+    command = f"python -m benchmarks.versions ../before . {words}"
     how = "Every call is a process of its own, in turn; the least of some turns, by the clock, imports left out."
-    (asked.out / "store_versions.md").write_text("\n".join([*lines, "", how, ""]))
+    report = Report("store_versions", command, {}, "The store of two checkouts", COLUMNS, rows, notes=(how,))
+    (asked.out / "store_versions.md").write_text(markdown(report))
 
 
 if __name__ == "__main__":

@@ -40,14 +40,11 @@ def config_of(task: str, seed: int, quick: bool) -> TrainConfig:
     if not quick:
         return config
     return replace(
-        config,
-        chain_sum=ChainSumConfig(terms_min=2, terms_max=2, largest=10),
-        calculator=CalculatorConfig(operations_min=1, operations_max=1, largest=9),
-        small_model=QUICK_MODEL,
-        warm_start=QUICK_START,
-        optimize=replace(config.optimize, steps=QUICK_STEPS),
+        config, chain_sum=ChainSumConfig(terms_min=2, terms_max=2, largest=10),
+        calculator=CalculatorConfig(operations_min=1, operations_max=1, largest=9), small_model=QUICK_MODEL,
+        warm_start=QUICK_START, optimize=replace(config.optimize, steps=QUICK_STEPS),
         evaluate=replace(config.evaluate, every=QUICK_STEPS - 1, prompts=QUICK_PROMPTS),
-    )
+    )  # fmt: skip
 
 
 def cells(seeds: Mapping[str, Sequence[int]], quick: bool) -> list[Cell]:
@@ -72,11 +69,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     facts = {
         "steps": config.optimize.steps,
         "rollouts": config.sample.prompts * config.sample.group_size * config.optimize.steps,
-        "heldout_prompts": config.evaluate.prompts,
-        "heldout_samples": config.evaluate.samples,
+        "heldout_prompts": config.evaluate.prompts, "heldout_samples": config.evaluate.samples,
         "minutes_warm_start": round((trained_from - began) / 60, 2),
         "minutes_training": round((ended - trained_from) / 60, 2),
-    }
+    }  # fmt: skip
     key = {"task": config.task, "seed": config.seed}
     return {"runs": [{"cell": cell.name} | key | facts], "curves": [key | row for row in curve]}
 

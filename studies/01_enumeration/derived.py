@@ -109,24 +109,17 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
             quoted.append((name, setting, middle, low - 0.005 <= middle <= high + 0.005))
     claims = all_claims(of, derailed, [inside for *_, inside in quoted])
     tendencies = [claim for claim in claims.values() if not claim.identity]
+    known = {name: of[f"{name}, corr"] for name in GROUPS}
     return {
-        "claims": claims,
-        "identities": [claim for claim in claims.values() if claim.identity],
-        "tendencies": tendencies,
-        "always": [claim for claim in tendencies if claim.everywhere],
-        "never": [claim for claim in tendencies if not claim.holds],
-        "of": of,
-        "outside": [case for case in quoted if not case[-1]],
-        "rank": {
-            name: stats.spearmanr(of[f"{name}, corr"]["corr"], of[f"{name}, corr"]["v otb_loo"])[0] for name in GROUPS
-        },
-        "derailed": derailed,
+        "claims": claims, "identities": [claim for claim in claims.values() if claim.identity],
+        "tendencies": tendencies, "always": [claim for claim in tendencies if claim.everywhere],
+        "never": [claim for claim in tendencies if not claim.holds], "of": of, "derailed": derailed,
+        "outside": [case for case in quoted if not case[-1]], "spread": spread, "estimators": COMPARED,
+        "rank": {name: stats.spearmanr(own["corr"], own["v otb_loo"])[0] for name, own in known.items()},
         "sampled_mean": lambda at, n, name, measure: seed_mean(chunks(n, name, measure)[at], measure),
-        "spread": spread,
         "largest": lambda values: abs(values).max(),
         "other_ratios": [name for name in CASES if name not in KNOWN_RATIOS],
-        "estimators": COMPARED,
-    }
+    }  # fmt: skip
 
 
 def all_claims(of: Columns, derailed: Mapping[str, Any], quoted: Sequence[bool]) -> dict[str, Claim]:
@@ -222,22 +215,21 @@ def size_ratios(chunks: Derailed, measure: str) -> list[Interval]:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the variance of `otb_loo` over `rloo`, and the two ratios of fact 7, against corr(W_T, R)."""
-    sizes, rule = tables["sizes"], ((1.0, "equal"),)
-    left = [
-        _points(select(tables["groups"], setting=name), "v otb_loo", f"otb_loo, {name}", color)
-        for name, color in (("ragged", estimator_style("otb_loo").color), ("equal", GREY))
-    ]
-    right = [
-        _points(sizes, "variance", "raw variance", GREY),
-        _points(sizes, "sf", "SF", estimator_style("rloo").color),
-    ]
-    panels = [
-        Panel("otb_loo over rloo, N = 4", "variance, one point a policy", "corr(W_T, R)", left, rule),
-        Panel("otb at N = 4 over the mean at N = 32", "one point a policy", "corr(W_T, R)", right, rule),
-    ]
+    ragged, equal = (select(tables["groups"], setting=name) for name in ("ragged", "equal"))
+    loo, rloo, sizes = estimator_style("otb_loo").color, estimator_style("rloo").color, tables["sizes"]
+    drawn = {
+        ("otb_loo over rloo, N = 4", "variance, one point a policy"): (
+            (ragged, "v otb_loo", "otb_loo, ragged", loo), (equal, "v otb_loo", "otb_loo, equal", GREY),
+        ),
+        ("otb at N = 4 over the mean at N = 32", "one point a policy"): (
+            (sizes, "variance", "raw variance", GREY), (sizes, "sf", "SF", rloo),
+        ),
+    }  # fmt: skip
+    panels = []
+    for (title, note), parts in drawn.items():
+        curves = []
+        for rows, name, words, color in parts:
+            known = [row for row in rows if row["corr"] is not None]
+            curves.append(Curve(column(known, "corr"), column(known, name), words, width=0, color=color))
+        panels.append(Panel(title, note, "corr(W_T, R)", curves, ((1.0, "equal"),)))
     return {"corr.svg": svg(panels)}
-
-
-def _points(rows: Rows, name: str, words: str, color: str) -> Curve:
-    known = [row for row in rows if row["corr"] is not None]
-    return Curve(column(known, "corr"), column(known, name), words, width=0, color=color)

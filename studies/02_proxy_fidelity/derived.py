@@ -28,23 +28,17 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     middle = float(np.median(excluded)) if excluded else None
     raw = [row for row in select(apart, estimator="otb", source="proxy") if row["variance_low"] is not None]
     return {
-        "LIMIT": SampleConfig().max_new_tokens,
-        "gpt2": select(tested, source="proxy", model="gpt2-m"),
-        "half": sum(share <= (middle or 0) for share in excluded),
-        "raw_tested": raw,
-        "raw_above": [row for row in raw if above(row, 1, "variance")],
-        "apart": apart,
-        "proxy_apart": proxy,
+        "LIMIT": SampleConfig().max_new_tokens, "gpt2": select(tested, source="proxy", model="gpt2-m"),
+        "half": sum(share <= (middle or 0) for share in excluded), "raw_tested": raw,
+        "raw_above": [row for row in raw if above(row, 1, "variance")], "apart": apart, "proxy_apart": proxy,
         "proxy_within": [row for row in proxy if below(row, MARGIN, "disagreement")],
         "loo_apart": [r for r in select(apart, estimator="otb_loo", source="proxy") if r["variance_low"] is not None],
-        "pooled": pooled,
-        "tested": tested,
+        "pooled": pooled, "tested": tested,
         "told_apart": [row for row in tested if above(row, 1, "to_exact") or below(row, 1, "to_exact")],
         "exact_over_rloo": exact,
         "exact_told": [row for row in exact if above(row, 1, "to_rloo") or below(row, 1, "to_rloo")],
-        "excluded": excluded,
-        "middle_excluded": middle,
-    }
+        "excluded": excluded, "middle_excluded": middle,
+    }  # fmt: skip
 
 
 def _pooled(efficiency: Rows) -> Rows:

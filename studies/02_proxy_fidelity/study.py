@@ -24,7 +24,6 @@ from otb_analysis.config import (
     WarmStartConfig,
     plain_config,
 )
-from otb_analysis.energies import lm_head_energy
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import sketch_score_norms, token_score_norms
 from otb_analysis.statistics import (
@@ -42,7 +41,7 @@ from otb_analysis.types import Float, Gram, Label
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.formats import by_label, ratio_columns
 from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, trained, write
-from studies.lib.pools import agreement_rows, calibrated, promising_prompts, prompt_gram, proved_of_pool
+from studies.lib.pools import agreement_rows, energies_beside, promising_prompts, prompt_gram, proved_of_pool
 from studies.lib.record import Gathered
 
 MODELS = {
@@ -85,22 +84,21 @@ def config_of(name: str, quick: bool) -> TrainConfig:
     return TrainConfig(
         small_model=(QUICK_MODELS if quick else MODELS)[name][1],
         warm_start=QUICK_START if quick else STARTS.get(name, WarmStartConfig()),
-        sample=SampleConfig(prompts=8 if quick else 16, group_size=GROUP_SIZE),
-        estimator=EstimatorConfig(name="rloo"),
+        sample=SampleConfig(prompts=8 if quick else 16, group_size=GROUP_SIZE), estimator=EstimatorConfig(name="rloo"),
         optimize=OptimizeConfig(steps=2 if quick else RL_STEPS, learning_rate=RL_RATE),
-        measure=MeasureConfig(exact=Schedule(every=0)),
-        evaluate=EvaluateConfig(every=0),
+        measure=MeasureConfig(exact=Schedule(every=0)), evaluate=EvaluateConfig(every=0),
         checkpoint=CheckpointConfig(every=0),
-    )
+    )  # fmt: skip
 
 
 def cells(quick: bool) -> list[Cell]:
     """Return one cell per model."""
-    constants = {"temperatures": [1.0] if quick else list(TEMPERATURES), "directions": DIRECTIONS}
-    sizes = {"prompts": QUICK_PROMPTS if quick else PROMPTS, "group_size": GROUP_SIZE, "share": CALIBRATION_SHARE}
-    sizes |= {"pilot": 0 if quick else PILOT}
-    steps = {"rl_steps": 2 if quick else RL_STEPS, "rl_rate": RL_RATE, "updates": list(UPDATES)}
-    shared = {"quick": quick, **constants, **sizes, **steps}
+    shared = {
+        "quick": quick, "temperatures": [1.0] if quick else list(TEMPERATURES), "directions": DIRECTIONS,
+        "prompts": QUICK_PROMPTS if quick else PROMPTS, "group_size": GROUP_SIZE, "share": CALIBRATION_SHARE,
+        "pilot": 0 if quick else PILOT, "rl_steps": 2 if quick else RL_STEPS, "rl_rate": RL_RATE,
+        "updates": list(UPDATES),
+    }  # fmt: skip
     return [
         Cell(name, {"architecture": kind, "config": plain_config(config_of(name, quick)), **shared})
         for name, (kind, _) in (QUICK_MODELS if quick else MODELS).items()
@@ -135,8 +133,7 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: Gathered, bar
         else:
             chosen = draw_prompts(policy.task, "train", first, prompts)
         written = write(policy, chosen, sample, seed=k)
-        energies = energies_of(policy, written, k)
-        table = written.table
+        energies, table = energies_of(policy, written, k), written.table
         weights = weight_statistics(energies["exact"], table.mask, table.total_reward, table.group)
         facts = {
             "parameters": policy.model.num_parameters(), "success": float(table.total_reward.mean()),
@@ -156,7 +153,7 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: Gathered, bar
 
 def energies_of(policy: Policy, written: ScoredRollouts, seed: int) -> dict[str, Float]:
     """Return every source's token energies [N, T], the exact ones first."""
-    (first, back), stats = written.distinct(), written.table.stats
+    first, back = written.distinct()
     args = (policy.model, *(x[first] for x in written.batch))
     exact, sketch = (
         written.by_token(measured.norm_sq[back])
@@ -165,15 +162,8 @@ def energies_of(policy: Policy, written: ScoredRollouts, seed: int) -> dict[str,
             sketch_score_norms(*args, temperature=written.temperature, directions=DIRECTIONS, seed=seed),
         )
     )
-    hidden = 0.0 if stats.hidden_norm_sq is None else stats.hidden_norm_sq
-    proxy, hidden = (np.where(written.table.mask, x, 0.0) for x in (stats.energy, hidden))
-    return {
-        "exact": exact,
-        "proxy": proxy,
-        "calibrated": calibrated(exact, proxy, written.table.mask, CALIBRATION_SHARE, seed),
-        "sketch": np.maximum(sketch, 0.0),
-        "lm_head": lm_head_energy(proxy, hidden, written.temperature),
-    }
+    found = energies_beside(written, exact, CALIBRATION_SHARE, seed) | {"sketch": np.maximum(sketch, 0.0)}
+    return {name: found[name] for name in ("exact", *SOURCES)}
 
 
 def gram_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Float]) -> Gram:
@@ -227,36 +217,28 @@ def disagreement_rows(grams: Sequence[Gram], apart: Sequence[Mapping[Label, Floa
     gradients' difference over it, `variance` the ratio of the two variances. Intervals are over prompts.
     """
     rows, names = [], [prompt for gram in grams for prompt in gram.prompt or ()]
+    place = {name: k for k, name in enumerate(dict.fromkeys(names))}  # as `deleted_moments` orders them
+    code = np.array([place[name] for name in names])
     for name in ESTIMATORS:
         exact = deleted_moments(grams, (name, "exact"), (name, "exact"))
         variance = exact.power - exact.mean_sq
         pairs = by_label(paired_ratios(grams, (name, "exact")))
         for source in SOURCES:
             label = (name, source)
-            values = {
-                "disagreement": np.concatenate([one[label] for one in apart]),
-                "difference": np.concatenate([_difference(gram, label, (name, "exact")) for gram in grams]),
-            }
-            row = {"estimator": name, "source": source, "prompts": len(dict.fromkeys(names))}
-            for key, value in values.items():
-                share = _deleted_mean(value, names) / np.where(variance > 0, variance, np.nan)
+            square = list[Float]()  # ‖ḡ − ḡ with exact norms‖² of every prompt
+            for blocks in (gram.blocks(label, (name, "exact")) for gram in grams):
+                own, cross = np.einsum("jpp->jp", blocks)[[0, 2]].sum(axis=0), np.einsum("pp->p", blocks[1])
+                square.append(np.maximum(own - 2 * cross, 0.0))
+            values = {"disagreement": [one[label] for one in apart], "difference": square}
+            row = {"estimator": name, "source": source, "prompts": len(place)}
+            for key, value in ((key, np.concatenate(parts)) for key, parts in values.items()):
+                # The mean of all values, and without each prompt's
+                sums, counts = np.bincount(code, weights=value), np.bincount(code)
+                without = (value.sum() - sums) / (len(value) - counts)
+                share = np.concatenate([[value.mean()], without]) / np.where(variance > 0, variance, np.nan)
                 row |= interval_columns(key, jackknife_interval(share[0], share[1:], f"{key} over the variance"))
             rows.append(row | ratio_columns(pairs.get(label), {"variance": "variance"}))
     return rows
-
-
-def _deleted_mean(values: Float, names: Sequence[object]) -> Float:
-    """Return the mean of all values and without each name's [1 + K], names in the order of `deleted_moments`."""
-    place = {name: k for k, name in enumerate(dict.fromkeys(names))}
-    code = np.array([place[name] for name in names])
-    sums, counts = np.bincount(code, weights=values), np.bincount(code)
-    return np.concatenate([[values.mean()], (values.sum() - sums) / (len(values) - counts)])
-
-
-def _difference(gram: Gram, label: Label, exact: Label) -> Float:
-    """Return ‖ḡ − ḡ with exact norms‖² of every prompt [P]."""
-    blocks = gram.blocks(label, exact)
-    return np.maximum(np.einsum("jpp->jp", blocks)[[0, 2]].sum(axis=0) - 2 * np.einsum("pp->p", blocks[1]), 0.0)
 
 
 STUDY = Study(

@@ -53,7 +53,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "count": lambda against, word: sum(decision(row) == word for row in select(every, against=against)),
         "small": {word: sum(shown_order(row, UPDATES[0]) == word for row in every) for word in ("ahead", "behind")},
         "differs": lambda row: id(row) in marked,
-        "entry_name": name_of,
+        # With its source where it was measured with exact norms
+        "entry_name": lambda row: f"`{row['estimator']}`{' (exact)' if row['source'] == 'exact' else ''}",
         "best_first": lambda rows: sorted(rows, key=lambda row: -(row[f"gain{HEAD}"] or 1)),
         "find": lambda rows, **values: next(iter(select(rows, **values)), None),
         "sizes": sorted({(row["size"], row["pool"]) for row in rows if row["pool"] == "wide" or row["size"] > 16}),
@@ -93,11 +94,6 @@ def gain(row: Row | None, update: int) -> str:
         return ""
     mark = {"ahead": " ▲", "behind": " ▼", "equal": " =", "open": ""}[shown_order(row, update)]
     return interval(row, f"gain{update}") + mark
-
-
-def name_of(row: Row) -> str:
-    """Return an entry as the tables name it: with its source where it was measured with exact norms."""
-    return f"`{row['estimator']}`{' (exact)' if row['source'] == 'exact' else ''}"
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:

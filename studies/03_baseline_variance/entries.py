@@ -62,8 +62,7 @@ def gradients(pool: Pool, size: int, shuffles: int, mixed: Bool | None) -> Gradi
     for number in range(shuffles):
         cut = cuts_of(pool, size, number)
         advantages, updates = every_way(pool, cut, mixed, np.random.default_rng(number))
-        ways = tuple(advantages)
-        sums = group_sums(pool, cut, advantages, updates)
+        ways, sums = tuple(advantages), group_sums(pool, cut, advantages, updates)
         if total is None:
             total = sums
         else:  # in place: mean gradients of all ways are a gigabyte

@@ -47,7 +47,7 @@ from studies.lib.policies import (
     with_values,
     write,
 )
-from studies.lib.pools import Pool, load_pool, measure_pool, proved_of_pool
+from studies.lib.pools import Pool, load_pool, measured_tokens, proved_of_pool
 from studies.lib.record import Gathered, keep_arrays, keep_pickle, kept_pickle
 from studies.lib.seeds import taught_config
 
@@ -106,8 +106,9 @@ def measured(cell: Cell, size: Size, config: TrainConfig, work: Path, bar: Bar) 
     (weights, pools, mixed), kind = kept_pickle(cell.after[0], work), cell.name.partition("-")[0]
     policy = fresh_policy(config)
     policy.model.load_state_dict(weights)
-    pool = measure_pool(policy, pools[kind], size.buckets, bar=bar)
-    keep_arrays(work, **pool.arrays)
+    found = measured_tokens(policy, pools[kind], np.unique(pools[kind].table.group), size.buckets, bar=bar)
+    keep_arrays(work, **found)
+    pool = Pool.of(pools[kind], **found)
     key = {"policy": cell.settings["policy"]}
     inputs, paid = pool.inputs, pool.written.table.total_reward
     assert inputs.energy is not None
@@ -156,13 +157,9 @@ class Compared:
 FULL_COMPARED = Compared()
 SMALL_COMPARED = Compared((2, 4), (4,), shuffles=1)
 COMPARED_WITH: dict[str, Any] = {
-    "alone": list(ALONE),
-    "across": list(ACROSS),
-    "exact": list(EXACT),
-    "offset": list(OFFSET),
-    "updates": list(UPDATES),
-    "asked_sizes": list(ASKED_SIZES),
-}
+    "alone": list(ALONE), "across": list(ACROSS), "exact": list(EXACT), "offset": list(OFFSET),
+    "updates": list(UPDATES), "asked_sizes": list(ASKED_SIZES),
+}  # fmt: skip
 
 
 def comparison(cell: Cell, size: Compared, work: Path, bar: Bar) -> Tables:
@@ -227,11 +224,9 @@ def tables_of(moments: Mapping[Way, Moments], size: int, floor: float) -> dict[s
         projection = proved_of_pool([way[:2]], batch, size).projection.get(way[:2])
         values[way, update] = found, update, projection
     truth = moments[reference].truth_sq
-    signal = {
-        "prompts": truth.size - 1,
-        **interval_columns("signal", jackknife_interval(truth[0], truth[1:], "‖∇J‖²", "linear")),
-        **interval_columns("noise_scale", noise_scale(measures.with_projection(moments[reference], 1.0))),
-    }
+    signal = {"prompts": truth.size - 1}
+    signal |= interval_columns("signal", jackknife_interval(truth[0], truth[1:], "‖∇J‖²", "linear"))
+    signal |= interval_columns("noise_scale", noise_scale(measures.with_projection(moments[reference], 1.0)))
     rows = [entry_row(way, values, reference, floor) for way in heads]
     pairs = pair_rows(values, heads) if size in ASKED_SIZES else []
     return {"estimators": rows, "pairs": pairs, "signal": [signal]}
@@ -273,9 +268,8 @@ def entry_row(way: Way, values: Values, reference: Way, floor: float) -> dict[st
     noise = measures.quotient(np.array([floor]), raw.truth_sq[:1])
     row |= interval_cells("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"))
     equivalents = measures.rollout_equivalents(moments, HEAD, 100)
-    row |= interval_cells(
-        "equivalents", jackknife_interval(equivalents[0], equivalents[1:], "rollout-equivalents of 100")
-    )
+    of_100 = jackknife_interval(equivalents[0], equivalents[1:], "rollout-equivalents of 100")
+    row |= interval_cells("equivalents", of_100)
     if way == reference:
         return row
     for p in UPDATES:

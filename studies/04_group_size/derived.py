@@ -1,13 +1,14 @@
 """What the page of Group size needs beyond its tables: differences over seeds, their reading, learning curves."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from otb_analysis.config import SampleConfig
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
-from studies.lib.formats import above, ends, interval_curve, mean_curve
+from studies.lib.formats import above, below, interval_curve, mean_curve
 from studies.lib.seeds import best_rate, by_seed, later_success, paired_difference
 
 from .study import ARMS, MARGIN, UPDATES
@@ -46,21 +47,19 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         (arm, base): gained(shared[equal], arm, base)
         for equal, pairs in CONTRASTS.items()
         for arm, base in pairs
-        if arm in arms and base in arms
+        if {arm, base} <= set(arms)
     }
+    means, finals = dict[str, Interval | None](), dict[str, Interval | None]()
+    for name in arms:
+        later = later_success(select(shared["updates" if name in LONG else "rollouts"], arm=name))
+        means[name] = seed_mean(list(later.values()), "held-out success", "logit")
+        end = column(select(curves, arm=name, step=last[name]), "success")
+        finals[name] = seed_mean(end, "held-out success", "logit")
     return {
-        "LIMIT": SampleConfig().max_new_tokens,
-        "shared": shared,
-        "means": {
-            name: _mean(later_success(select(shared["updates" if name in LONG else "rollouts"], arm=name)).values())
-            for name in arms
-        },
-        "finals": {name: _mean(column(select(curves, arm=name, step=last[name]), "success")) for name in arms},
-        "gains": gains,
-        "readings": {pair: reading(found) for pair, found in gains.items()},
-        "chosen": rates,
+        "LIMIT": SampleConfig().max_new_tokens, "shared": shared, "means": means, "finals": finals, "gains": gains,
+        "readings": {pair: reading(found) for pair, found in gains.items()}, "chosen": rates,
         "at_the_edge": [name for name, rate in rates.items() if rate in (ARMS[name].rates[0], ARMS[name].rates[-1])],
-    }
+    }  # fmt: skip
 
 
 def at_all(curves: Rows, without: Sequence[str], name: str) -> Rows:
@@ -79,26 +78,22 @@ def gained(shared: Rows, arm: str, base: str) -> Interval | None:
 
 def reading(gain: Interval | None) -> str:
     """Read a difference against 0 and against the margin of non-inferiority."""
-    low, high = ends(gain)[1:]
-    if low is None or high is None:
-        return "not shown"
     if above(gain, 0):
         return "better"
     if above(gain, -MARGIN):
         return "no worse"
-    return "worse" if high < 0 else "not shown"
-
-
-def _mean(values: Any) -> Interval | None:
-    return seed_mean(list(values), "held-out success", "logit")
+    return "worse" if below(gain, 0) else "not shown"
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw mean learning curves over rollouts and over updates, and how far small groups are ahead of large ones."""
     curves = [dict(row, thousands=row["n_rollouts"] / 1000) for row in tables["curves"]]
     names = distinct(curves, "arm")
-    by_rollouts = [_curve(curves, name, "thousands") for name in names if name not in LONG]
-    by_updates = [_curve(curves, name, "step") for name in names if name not in LARGE]
+    drawn: dict[str, list[Curve]] = {"thousands": [], "step": []}
+    for name, (x, without) in product(names, (("thousands", LONG), ("step", LARGE))):
+        if name not in without:
+            looks = {"color": ARMS[name].color, "dashed": name in LONG or ARMS[name].updates < UPDATES}
+            drawn[x].append(mean_curve(select(curves, arm=name), x, "success", WORDS[name], **looks))
     shared, base, ahead = at_all(curves, LARGE, "step"), "mean32-long", []
     for arm in ("otb4", "regression4"):
         points = {}
@@ -106,17 +101,11 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             one, other = (by_seed(select(shared, arm=name, step=step), "success") for name in (arm, base))
             points[step] = paired_difference(one, other, f"held-out success of {arm} minus that of {base}")
         ahead += [interval_curve(points, "", WORDS[arm], ARMS[arm].color)] if points else []
+    note = "held-out success, mean over seeds"
     panels = [
-        Panel("As many rollouts", "held-out success, mean over seeds", "thousand rollouts", by_rollouts, percent=True),
-        Panel("As many updates", "held-out success, mean over seeds", "updates", by_updates, percent=True),
+        Panel("As many rollouts", note, "thousand rollouts", drawn["thousands"], percent=True),
+        Panel("As many updates", note, "updates", drawn["step"], percent=True),
         Panel(f"Minus {WORDS['mean32-long']}", "points, same seeds, 95 % interval", "updates", ahead,
               rules=[(0.0, ""), (-MARGIN, "margin")], percent=True),
     ]  # fmt: skip
     return {"learning.svg": svg(panels, columns=2)}
-
-
-def _curve(curves: Rows, name: str, x: str) -> Curve:
-    arm = ARMS[name]
-    return mean_curve(
-        select(curves, arm=name), x, "success", WORDS[name], arm.color, dashed=name in LONG or arm.updates < UPDATES
-    )

@@ -152,13 +152,8 @@ def base_config(seed: int, quick: bool) -> TrainConfig:
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return the pools, the sweep of each arm that has one, and the comparison, which comes after both."""
-    common = {
-        "quick": quick,
-        "size": asdict(size),
-        "clipping": CLIPPING,
-        "margin": MARGIN,
-        "config": plain_config(base_config(0, quick)),
-    }
+    common = {"quick": quick, "size": asdict(size), "clipping": CLIPPING, "margin": MARGIN}
+    common |= {"config": plain_config(base_config(0, quick))}
     arms = {name: asdict(ARMS[name]) for name in size.arms}
     pairs = [[asdict(ARMS[name]) for name in pair] for pair in PAIRS]
     pool = Cell("pool", common | {"labels": [list(label) for label in LABELS], "pairs": pairs})
@@ -168,14 +163,10 @@ def cells(size: Size, quick: bool) -> list[Cell]:
         if not ARMS[name].follows
     }
     runs = [
-        Cell(
-            f"run-{name}-s{seed}",
-            common | {"arm": name, "facts": facts, "seed": seed},
-            after=(sweeps[ARMS[name].follows or name],),
-        )
+        Cell(f"run-{k}-s{seed}", common | {"arm": k, "facts": facts, "seed": seed}, (sweeps[ARMS[k].follows or k],))
         for number, seed in enumerate(size.seeds)
-        for name, facts in arms.items()
-        if not ARMS[name].seeds or number < ARMS[name].seeds
+        for k, facts in arms.items()
+        if not ARMS[k].seeds or number < ARMS[k].seeds
     ]
     return [pool, *sweeps.values(), *runs]
 
@@ -189,9 +180,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         return pool_tables(starts, size.pool_prompts, size.pool, bar)
     name = cell.settings["arm"]
     if cell.name.startswith("sweep"):
-        plan = [(rate, seed) for rate in ARMS[name].rates for seed in size.sweep_seeds]
         rows = []
-        for rate, seed in plan:
+        for rate, seed in product(ARMS[name].rates, size.sweep_seeds):
             curve = trained(name, rate, seed, size, (quick, work, bar))
             after = [row["success"] for row in curve if row["step"] > 0]
             rows.append({"arm": name, "rate": rate, "seed": seed, "mean": float(np.mean(after)), "final": after[-1]})

@@ -1,6 +1,7 @@
 """What the page of Collapse needs beyond its tables: lifetimes, fatal steps, what detectors foretold, the figure."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,9 @@ PAIRS = (("otb", "rloo"), *LEVEL, *SHAPE, ("none", "rloo"))
 SUFFIXES = {"": "none", "-ratio": "token ratio"}
 """End of an arm's name → its correction, in words."""
 SHARES = {
-    "top_tokens": "top 1 % of tokens",
-    "top_prompt": "largest prompt",
-    "failed": "failed rollouts' share",
-    "failed_tokens": "failed rollouts' tokens",
-    "noise": "noise",
-}
+    "top_tokens": "top 1 % of tokens", "top_prompt": "largest prompt", "failed": "failed rollouts' share",
+    "failed_tokens": "failed rollouts' tokens", "noise": "noise",
+}  # fmt: skip
 """Columns that are shown in percent."""
 
 
@@ -40,25 +38,20 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     # By how many steps the level helps `rloo`, without ratios and where they take its force away
     plain, corrected = (effect_by_seed(staged, LEVEL[:1], suffix) for suffix in SUFFIXES)
     taken = paired_difference(plain, corrected, "effect of the level less with ratios") if corrected else None
+    contrasts = dict[tuple[str, str, int, str], dict[str, Any]]()
+    for suffix, staleness, (one, base) in product(SUFFIXES, STALENESSES, PAIRS):
+        names = (f"{one}-{staleness}{suffix}", f"{base}-{staleness}{suffix}")
+        if set(names) <= set(arms):
+            cut = {"bound": censored_words(staged, *names), "steps": contrast(staged, *names)}
+            contrasts[one, base, staleness, suffix] = cut
     return forecast_numbers(runs, tables["detectors"], tables["signals"]) | {
-        "staged": staged,
+        "staged": staged, "contrasts": contrasts, "effects": effects, "cause": cause_of_lasting(effects[""]),
         "lifetime": {name: seed_mean(list(of.values()), "steps survived") for name, of in lifetimes.items()},
-        "lasted": {name: never_collapsed(staged, name) for name in arms},
-        "contrasts": {
-            (one, base, staleness, suffix): {"bound": censored_words(staged, *names), "steps": contrast(staged, *names)}
-            for suffix in SUFFIXES
-            for staleness in STALENESSES
-            for one, base in PAIRS
-            if set(names := (f"{one}-{staleness}{suffix}", f"{base}-{staleness}{suffix}")) <= set(arms)
-        },
-        "effects": effects,
-        "cause": cause_of_lasting(effects[""]),
-        "ratio_takes": taken,
+        "lasted": {name: never_collapsed(staged, name) for name in arms}, "ratio_takes": taken,
         "columns": [f"{words}, {k} batches old" for words in SUFFIXES.values() for k in STALENESSES],
         "fatal": {name: fatal_shares(attribution, name) for name in ARMS if name in distinct(attribution, "arm")},
-        "pairs": pairs,
-        "changes": [against_control(pairs, name) for name in ("grad_norm", *SHARES)],
-    }
+        "pairs": pairs, "changes": [against_control(pairs, name) for name in ("grad_norm", *SHARES)],
+    }  # fmt: skip
 
 
 def effects_of(runs: Rows, suffix: str) -> dict[str, Interval | None]:
@@ -77,13 +70,9 @@ def effects_of(runs: Rows, suffix: str) -> dict[str, Interval | None]:
 
 def effect_by_seed(runs: Rows, pairs: Sequence[tuple[str, str]], suffix: str) -> dict[int, float]:
     """Return each seed's mean difference of steps survived, over pairs of baselines and stalenesses."""
-    arms = distinct(runs, "arm")
-    there = [
-        names
-        for staleness in STALENESSES
-        for pair in pairs
-        if set(names := tuple(f"{one}-{staleness}{suffix}" for one in pair)) <= set(arms)
-    ]
+    arms = set(distinct(runs, "arm"))
+    every = [tuple(f"{one}-{k}{suffix}" for one in pair) for k in STALENESSES for pair in pairs]
+    there = [names for names in every if set(names) <= arms]
     lived = {name: steps_survived(runs, name) for names in there for name in names}
     seeds = distinct(runs, "seed") if there else []
     return {seed: float(np.mean([lived[one][seed] - lived[base][seed] for one, base in there])) for seed in seeds}
@@ -129,21 +118,18 @@ def window_pairs(attribution: Rows) -> list[tuple[Row, Row]]:
     return [(row, control[key]) for row in fatal if (key := (row["arm"], row["seed"])) in control]
 
 
-def paired_change(pairs: list[tuple[Row, Row]], name: str) -> Interval | None:
-    """Return by how much fatal steps exceed control steps: the median over a seed's runs, then Student's over seeds."""
-    seeds = dict.fromkeys(fatal["seed"] for fatal, _ in pairs)
-    changes = [
-        float(np.median([fatal[name] - control[name] for fatal, control in pairs if fatal["seed"] == seed]))
-        for seed in seeds
-    ]
-    return seed_mean(changes, f"fatal minus control {name}")
-
-
 def against_control(pairs: list[tuple[Row, Row]], name: str) -> dict[str, Any]:
-    """Return a quantity at fatal and at control steps, and how it is shown: shares in percent, ‖ḡ‖ as it is."""
+    """Return a quantity at fatal and at control steps, and how it is shown: shares in percent, ‖ḡ‖ as it is.
+
+    `change` is by how much fatal steps exceed control steps: the median over a seed's runs, then Student's over seeds.
+    """
     fatal, control = ([pair[side][name] for pair in pairs] for side in (0, 1))
+    by_seed = dict[int, list[float]]()
+    for one, other in pairs:
+        by_seed.setdefault(one["seed"], []).append(one[name] - other[name])
+    changes = [float(np.median(values)) for values in by_seed.values()]
     return {
-        "name": name, "fatal": fatal, "control": control, "change": paired_change(pairs, name),
+        "name": name, "fatal": fatal, "control": control, "change": seed_mean(changes, f"fatal minus control {name}"),
         "higher": sum(a > b for a, b in zip(fatal, control, strict=True)),
         "form": ".0f" if name in SHARES else ".1f", "scale": 100 if name in SHARES else 1,
     }  # fmt: skip
@@ -159,15 +145,13 @@ def fatal_shares(attribution: Rows, name: str) -> dict[str, list[float]]:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the trailing reward of every arm: the seeds thin, their mean."""
-    curves = tables["curves"]
-    panels = [_panel(arm, select(curves, arm=arm)) for arm in ARMS if select(curves, arm=arm)]
+    panels, note = [], "mean reward of the last 6 steps"
+    for name, arm in ARMS.items():
+        if own := select(tables["curves"], arm=name):
+            middle = mean_curve(own, "step", "reward", name, arm.color, width=3.0)
+            drawn = [*seed_curves(own, "reward"), middle]
+            panels.append(Panel(name, note, "step", drawn, y_range=(0.0, 1.0), percent=True))
     return {"reward.svg": svg(panels, columns=4)}
-
-
-def _panel(name: str, curves: Rows) -> Panel:
-    middle = mean_curve(curves, "step", "reward", name, ARMS[name].color, width=3.0)
-    note = "mean reward of the last 6 steps"
-    return Panel(name, note, "step", [*seed_curves(curves, "reward"), middle], y_range=(0.0, 1.0), percent=True)
 
 
 CONDITIONS = ("sampling_certificate", "ratio_tails")
@@ -186,35 +170,33 @@ def forecast_numbers(runs: Rows, detectors: Rows, signals: Rows) -> dict[str, An
     broken, quiet = collapsed(runs), still_calm(runs)
     pending = [row for row in runs if not ARMS[row["arm"]].calm and row["collapse"] is None]
     arms = distinct(signals, "arm")
+    measured = [row["detector"] for row in detectors if row["level"] != MISSING]
+    watched = [name for name in DETECTORS if name in measured]  # those that had what they read in some run
     # no test of the detectors that call the staged conditions themselves
-    names = [name for name in measured_detectors(detectors) if name not in CONDITIONS]
+    names = [name for name in watched if name not in CONDITIONS]
     p_values = dict(zip(names, holm([p_value(seed_differences(runs, detectors, n)) for n in names]), strict=True))
-    told = {
-        name: {
-            "leads": sorted(leads_of(runs, detectors, name)),
-            "broken": number_called(broken, detectors, name),
-            "pending": number_called(pending, detectors, name),
-            "quiet": number_called(quiet, detectors, name),
-            "p": p_values.get(name),
-        }
-        for name in measured_detectors(detectors)
-    }
+    kinds = {"broken": broken, "pending": pending, "quiet": quiet}
+    told = dict[str, dict[str, Any]]()
+    for name in watched:
+        called = {kind: number_called(some, detectors, name) for kind, some in kinds.items()}
+        told[name] = {"leads": sorted(leads_of(runs, detectors, name)), **called, "p": p_values.get(name)}
     ends = [row for row in signals if any((r["arm"], r["seed"]) == (row["arm"], row["seed"]) for r in broken)]
+    changes = dict[str, dict[str, Any]]()
+    # Medians at the start, before the collapse and at the end, and in how many runs it rose
+    for name in SIGNALS if ends else ():
+        first, *later = ([row[f"{name}_{when}"] for row in ends] for when in WHEN)
+        rose = [sum(a > b for a, b in zip(values, first, strict=True)) for values in later]
+        changes[name] = {"medians": [float(np.median(values)) for values in (first, *later)], "rose": rose}
+    path = {
+        name: {a: [mean(column(select(signals, arm=a), f"{name}_{when}")) for when in WHEN] for a in arms}
+        for name in SIGNALS
+    }
     return {
-        "told": told,
-        "all_detectors": list(DETECTORS),
-        "p_values": p_values,
+        "told": told, "all_detectors": list(DETECTORS), "p_values": p_values,
         "forecast_shown": [name for name, p in p_values.items() if p <= SHOWN_BELOW],
         "blind": [name for name in p_values if not told[name]["broken"]],
-        "broken": broken,
-        "pending": pending,
-        "quiet": quiet,
-        "calm_runs": [row for row in runs if ARMS[row["arm"]].calm],
-        "signal_path": {
-            name: {a: [mean(column(select(signals, arm=a), f"{name}_{when}")) for when in WHEN] for a in arms}
-            for name in SIGNALS
-        },
-        "signal_change": {name: signal_change(ends, name) for name in SIGNALS} if ends else {},
+        "broken": broken, "pending": pending, "quiet": quiet,
+        "calm_runs": [row for row in runs if ARMS[row["arm"]].calm], "signal_path": path, "signal_change": changes,
     }  # fmt: skip
 
 
@@ -228,23 +210,22 @@ def still_calm(runs: Rows) -> Rows:
     return [row for row in runs if ARMS[row["arm"]].calm and row["collapse"] is None]
 
 
-def first_calls(runs: Rows, detectors: Rows, name: str) -> dict[tuple[str, int], int | None]:
-    """Return the step at which a detector first called each of some runs, None where it never did."""
-    watch = {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
-    return {(row["arm"], row["seed"]): watch[row["arm"], row["seed"]] for row in runs}
+def first_calls(detectors: Rows, name: str) -> dict[tuple[str, int], int | None]:
+    """Return the step at which a detector first called each run, None where it never did."""
+    return {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
 
 
 def leads_of(runs: Rows, detectors: Rows, name: str) -> list[int]:
     """Return a detector's lead in every run that collapsed and that it called at or before the collapse."""
-    broken = collapsed(runs)
-    first = first_calls(broken, detectors, name)
-    leads = [(row["collapse"], first[row["arm"], row["seed"]]) for row in broken]
+    first = first_calls(detectors, name)
+    leads = [(row["collapse"], first[row["arm"], row["seed"]]) for row in collapsed(runs)]
     return [end - at for end, at in leads if at is not None and at <= end]
 
 
 def number_called(runs: Rows, detectors: Rows, name: str) -> int:
     """Return how many of some runs a detector called at any time."""
-    return sum(at is not None for at in first_calls(runs, detectors, name).values())
+    first = first_calls(detectors, name)
+    return sum(first[row["arm"], row["seed"]] is not None for row in runs)
 
 
 def seed_differences(runs: Rows, detectors: Rows, name: str) -> list[float]:
@@ -277,15 +258,3 @@ def holm(p_values: list[float]) -> list[float]:
     adjusted = np.empty(p.size)
     adjusted[order] = np.minimum(raised, 1.0)
     return adjusted.tolist()
-
-
-def measured_detectors(detectors: Rows) -> list[str]:
-    """Return the detectors that had what they read in some run."""
-    return [name for name in DETECTORS if any(row["level"] != MISSING for row in select(detectors, detector=name))]
-
-
-def signal_change(rows: Rows, name: str) -> dict[str, Any]:
-    """Return a signal's medians at the start, before the collapse and at the end, and in how many runs it rose."""
-    medians = [float(np.median(column(rows, f"{name}_{when}"))) for when in WHEN]
-    rose = [sum(row[f"{name}_{when}"] > row[f"{name}_first"] for row in rows) for when in WHEN[1:]]
-    return {"medians": medians, "rose": rose}

@@ -57,16 +57,10 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
     reward = steps["reward_mean"].to_numpy(np.float64)
     end, mean = collapse_step(reward), trailing_mean(reward)
     lived = len(reward) if end is None else end + 1
-    facts = {
-        "rate": rate,
-        "steps": len(reward),
-        "collapse": end,
-        "best": float(mean.max()),
-        "last": float(mean[-1]),
-        "clip_fraction": float(np.mean(steps["clipped"].to_numpy(np.float64)[:lived])),
-        "baseline": float(store.sql(MEAN_BASELINE, [EARLY])["baseline"].to_numpy(np.float64)[0]),
-        "reward": float(reward[:EARLY].mean()),
-    }
+    clipped, level = steps["clipped"].to_numpy(np.float64)[:lived], store.sql(MEAN_BASELINE, [EARLY])["baseline"]
+    facts = {"rate": rate, "steps": len(reward), "collapse": end, "best": float(mean.max()), "last": float(mean[-1])}
+    facts |= {"clip_fraction": float(np.mean(clipped)), "baseline": float(level.to_numpy(np.float64)[0])}
+    facts |= {"reward": float(reward[:EARLY].mean())}
     fired = [
         {"detector": found.detector, "level": found.level, "watch": found.watch_step, "alarm": found.alarm_step}
         for found in diagnose(step_series(steps))
@@ -162,12 +156,9 @@ RATIO = "token"
 """ρ_t: with it a constant in B drops out of the mean, whoever sampled."""
 LEVELS = f"study_{Path(__file__).parent.name}.levels"
 BASELINES = {
-    "rloo": ("rloo", BLUE),
-    "lowered": (f"{LEVELS}:lowered", GREEN),
-    "otb": ("otb", ORANGE),
-    "raised": (f"{LEVELS}:raised", AMBER),
-    "none": ("none", GREY),
-}
+    "rloo": ("rloo", BLUE), "lowered": (f"{LEVELS}:lowered", GREEN), "otb": ("otb", ORANGE),
+    "raised": (f"{LEVELS}:raised", AMBER), "none": ("none", GREY),
+}  # fmt: skip
 CORRECTED = ("rloo", "lowered", "otb", "none")
 """Baselines that are trained with importance ratios, too."""
 ARMS = {
@@ -225,14 +216,10 @@ def config_of(seed: int, size: Size, quick: bool, arm: Arm) -> TrainConfig:
     measured = replace(FORWARD_ONLY, attribution=AttributionSchedule(every=size.attribute_every * arm.attributed))
     rising = replace(CONFIG.optimize, steps=size.steps, warmup_steps=size.steps)
     config = replace(
-        CONFIG,
-        seed=seed,
-        measure=measured,
-        optimize=rising,
+        CONFIG, seed=seed, measure=measured, optimize=rising, estimator=EstimatorConfig(name=arm.estimator),
         objective=ObjectiveConfig(staleness=arm.staleness, ratio=arm.ratio),
-        estimator=EstimatorConfig(name=arm.estimator),
-    )
-    config = replace(config, checkpoint=replace(config.checkpoint, every=0))
+        checkpoint=replace(CONFIG.checkpoint, every=0),
+    )  # fmt: skip
     if quick:
         fast = replace(rising, learning_rate=QUICK_RATE)
         config = replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START, optimize=fast, sample=QUICK_SAMPLE)

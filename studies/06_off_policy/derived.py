@@ -44,7 +44,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
 def over_none(policies: Rows) -> Rows:
     """Return every ratio's mean efficiency over that of `none`, paired by policy, with interval, p and q.
 
-    The q-values are Benjamini–Yekutieli's over all comparisons of all drifts, divergences and budgets together.
+    The q-values are Benjamini–Yekutieli's over all comparisons of all drifts, divergences and budgets together: the
+    least rate of false discoveries at which each stands. `differs` is `more` or `less` than 1, and nothing where no
+    difference is shown or nothing was tested.
     """
     rows = []
     for drift in distinct(policies, "drift"):
@@ -56,22 +58,13 @@ def over_none(policies: Rows) -> Rows:
                 row = {"drift": drift, "divergence": divergence, "budget": budget, "ratio": name}
                 row |= interval_columns("over_none", found)
                 rows.append(row | {"over_none_p": None if found is None else rounded(found.p_value)})
-    return with_q(rows, "over_none")
-
-
-def with_q(rows: Rows, name: str) -> list[dict[str, Any]]:
-    """Return rows with `q`, the least rate of false discoveries at which each stands among all, and how it `differs`.
-
-    `differs` is `more` or `less` than 1, and nothing where no difference is shown or nothing was tested.
-    """
-    tested = [row[f"{name}_p"] for row in rows if row[f"{name}_p"] is not None]
-    found = iter(stats.false_discovery_control(tested, method="by") if tested else ())
-    judged = []
+    tested = [row["over_none_p"] for row in rows if row["over_none_p"] is not None]
+    qs = iter(stats.false_discovery_control(tested, method="by") if tested else ())
     for row in rows:
-        q = None if row[f"{name}_p"] is None else float(next(found))
+        q = None if row["over_none_p"] is None else float(next(qs))
         told = q is not None and q <= RATE
-        judged.append(dict(row) | {"q": q, "differs": ("more" if row[name] > 1 else "less") if told else ""})
-    return judged
+        row |= {"q": q, "differs": ("more" if row["over_none"] > 1 else "less") if told else ""}
+    return rows
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:

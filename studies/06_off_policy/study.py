@@ -10,7 +10,6 @@ import numpy as np
 
 from otb_analysis.statistics import cluster_jackknife
 from otb_analysis.training.runtime import Bar
-from otb_analysis.types import Float
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.enumeration.off_policy import (
     CASES,
@@ -51,13 +50,14 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """
     drift, instances = cell.settings["drift"], cell.settings["instances"]
     found: dict[tuple[float, str], list[dict[str, float]]] = {}
-    policies = []
+    policies, most = [], max(DIVERGENCES)
     for seed in range(instances):
         rng = np.random.default_rng(seed)
         tree = random_tree(SPEC, rng)
         direction = -tree.gradient if drift == "behind" else rng.normal(size=tree.gradient.shape)
         direction /= np.linalg.norm(direction)
-        if not usable(tree, direction):
+        # A sampler at every distance, with something left of the sample at the largest
+        if farthest(tree, direction) < most or effective_share(sampled_at(tree, direction, most)) < LEAST_ESS:
             continue
         for distance in DIVERGENCES:
             figures = one_policy(tree, sampled_at(tree, direction, distance))
@@ -77,12 +77,6 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     return {"exact": means, "policies": policies}
 
 
-def usable(tree: Tree, direction: Float) -> bool:
-    """Return True where there is a sampler at every distance, with something left of the sample at the largest."""
-    most = max(DIVERGENCES)
-    return farthest(tree, direction) >= most and effective_share(sampled_at(tree, direction, most)) >= LEAST_ESS
-
-
 def one_policy(tree: Tree, off: Tree) -> dict[str, dict[str, float]]:
     """Return the exact figures of every ratio on a policy with its sampler.
 
@@ -92,13 +86,10 @@ def one_policy(tree: Tree, off: Tree) -> dict[str, dict[str, float]]:
     for name, case in CASES.items():
         moments = case_moments(off, case)
         figures[name] = {
-            "ess": effective_share(off),
-            "touched": touched(off, case),
-            "baseline_shift": mean_shift(off, case),
-            "bias": moments.relative_bias,
-            "projection": moments.projection,
+            "ess": effective_share(off), "touched": touched(off, case), "baseline_shift": mean_shift(off, case),
+            "bias": moments.relative_bias, "projection": moments.projection,
             "variance": moments.variance / fresh.variance,
-        } | {f"efficiency_{n}": moments.efficiency(n) if moments.mean.any() else 0.0 for n in BUDGETS}
+        } | {f"efficiency_{n}": moments.efficiency(n) if moments.mean.any() else 0.0 for n in BUDGETS}  # fmt: skip
     return figures
 
 

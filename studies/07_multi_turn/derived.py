@@ -6,7 +6,7 @@ from typing import Any
 
 from otb_analysis.figures.styles import ESTIMATOR_STYLES, SKY
 from otb_analysis.figures.svg import Panel, svg
-from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.statistics import seed_mean
 from studies.lib import Rows, distinct, select
 from studies.lib.formats import above, below, interval_curve, mean_curve
 from studies.lib.seeds import later_success, paired_difference
@@ -23,22 +23,18 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     points, rows = tables["curves"], [row for row in tables["estimators"] if row["estimator"] in TURNS]
     means = {name: later_success(select(points, estimator=name)) for name in distinct(points, "estimator")}
     success = {name: seed_mean(list(of.values()), "mean held-out success", "logit") for name, of in means.items()}
-    gains = {name: _gain(means, name) for name in means if name != "rloo"}
+    gains = {
+        name: paired_difference(means[name], means["rloo"], "held-out success minus that of rloo")
+        for name in means
+        if name != "rloo"
+    }
     calmer = {name: [row for row in select(rows, estimator=name) if below(row, 1, "sf_ratio")] for name in TURNS}
     noisier = {name: [row for row in select(rows, estimator=name) if above(row, 1, "sf_ratio")] for name in TURNS}
     return {
-        "success": success,
-        "gains": gains,
-        "calmer": calmer,
-        "noisier": noisier,
-        "cells": len(rows) // len(TURNS),
+        "success": success, "gains": gains, "calmer": calmer, "noisier": noisier, "cells": len(rows) // len(TURNS),
         "learns_more": [name for name in TURNS if above(gains.get(name), 0)],
         "learns_less": [name for name in TURNS if below(gains.get(name), 0)],
-    }
-
-
-def _gain(means: Mapping[str, dict[int, float]], name: str) -> Interval | None:
-    return paired_difference(means[name], means["rloo"], "held-out success minus that of rloo")
+    }  # fmt: skip
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:

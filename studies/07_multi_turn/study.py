@@ -69,13 +69,10 @@ SMALL = Size(
     seeds=(0,), prompts=20, pool=4, sizes=(2, 4), steps=1, train_seeds=(0, 1), train_steps=2, heldout=32
 )  # fmt: skip
 CONFIG = replace(
-    BASE,
-    task="calculator",
-    sample=SampleConfig(prompts=UPDATE_PROMPTS, group_size=8),
-    estimator=EstimatorConfig(name="rloo"),
-    optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
+    BASE, task="calculator", sample=SampleConfig(prompts=UPDATE_PROMPTS, group_size=8),
+    estimator=EstimatorConfig(name="rloo"), optimize=OptimizeConfig(steps=1000, learning_rate=1e-3),
     warm_start=WarmStartConfig(success_low=0.15, success_high=0.35),
-)
+)  # fmt: skip
 QUICK_TASK = CalculatorConfig(operations_min=1, operations_max=1, largest=9)
 
 
@@ -139,9 +136,8 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
 
 def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | None]:
     """Return what matters to a baseline about a pool: success, turns, tool tokens, corr(W_T, R)."""
-    weights = weight_statistics(
-        np.where(table.mask, table.stats.energy, 0), table.mask, table.total_reward, table.group
-    )
+    energy = np.where(table.mask, table.stats.energy, 0)
+    weights = weight_statistics(energy, table.mask, table.total_reward, table.group)
     turns = np.array([len(turns) for turns in rollouts.turns])
     spread = [np.ptp(turns[rollouts.group == g]) > 0 for g in range(len(rollouts.prompts))]
     known_corr = weights.total_reward_corr[np.isfinite(weights.total_reward_corr)]

@@ -1,13 +1,12 @@
 """What a pool says: agreement of energies, every estimator's variance and efficiency, and regression across prompts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from otb_analysis.energies import lm_head_energy
 from otb_analysis.estimators import estimate, options_from_dict
 from otb_analysis.estimators.spec import FEATURES, RegressionOptions
 from otb_analysis.statistics import (
@@ -28,7 +27,7 @@ from studies.lib.pools import (
     REFERENCE,
     Pool,
     agreement_rows,
-    calibrated,
+    energies_beside,
     every_estimate,
     gram_of_prompts,
     in_batches,
@@ -46,27 +45,27 @@ ACROSS, AGAINST = "energy_regression", ("otb", "rloo", "sequence_optimal", "none
 """Is the baseline from other prompts ahead of each of these, all with the proxy?"""
 CALIBRATION_SHARE = 0.1
 """Tokens on which the calibrated proxy is fitted."""
+FACTS = ("prompts", "rollouts", "tokens", "distinct_tokens", "success", "mixed", "corr", "explained", "top_share")
+"""What was written: success, tokens, tails, and corr(W_T, R) within prompts."""
 
 
 def comparison(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
     """Return agreement of every energy, and variance, SF and efficiency of every estimator."""
     s, key = cell.settings, {"policy": cell.settings["policy"]}
     table, exact = pool.written.table, pool.inputs.energy
-    hidden = table.stats.hidden_norm_sq
-    assert exact is not None and hidden is not None
-    energies = {
-        "exact": exact,
-        "proxy": pool.proxy,
-        "calibrated": calibrated(exact, pool.proxy, table.mask, CALIBRATION_SHARE, seed=0),
-        "lm_head": lm_head_energy(pool.proxy, np.where(table.mask, hidden, 0.0), pool.written.temperature),
-    }
+    assert exact is not None
+    energies = energies_beside(pool.written, exact, CALIBRATION_SHARE, seed=0)
     agreement = agreement_rows(table, energies, ("proxy", "calibrated", "lm_head"))
     sketched = np.isfinite(hybrid) & table.mask
     if sketched.any():
         some = {"exact": exact, "hybrid": np.where(sketched, hybrid, 0.0)}
         agreement += agreement_rows(replace(table, mask=sketched), some, ("hybrid",))
+    energy = np.sort(exact[table.mask])[::-1]
+    paid = table.total_reward.reshape(len(np.unique(table.group)), -1)
+    mixed, top = (np.ptp(paid, axis=1) > 0).mean(), energy[: max(1, energy.size // 100)].sum() / energy.sum()
+    facts = pool.facts() | {"rollouts": paid.size, "mixed": float(mixed), "top_share": rounded(float(top))}
     tables = Gathered()
-    tables.add(key, policies=[facts(pool, exact)], agreement=agreement)
+    tables.add(key, policies=[{name: facts[name] for name in FACTS}], agreement=agreement)
     for n in SIZES:
         by_batch = {
             p: gram_of_prompts(pool, n, s["shuffles"], seed=n, estimates=partial(every_estimate, batch=p))
@@ -78,17 +77,6 @@ def comparison(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
         compared = {"estimators": estimator_rows(grams, known, s["buckets"]), "pairs": pair_rows(grams, known)}
         tables.add(key | {"size": n}, **compared, signal=[signal])
     return tables
-
-
-def facts(pool: Pool, exact: Float) -> dict[str, Any]:
-    """Return what was written: success, tokens, tails, and corr(W_T, R) within prompts."""
-    table = pool.written.table
-    energy = np.sort(exact[table.mask])[::-1]
-    paid = table.total_reward.reshape(len(np.unique(table.group)), -1)
-    mixed, top = (np.ptp(paid, axis=1) > 0).mean(), energy[: max(1, energy.size // 100)].sum() / energy.sum()
-    own = {"rollouts": paid.size, "mixed": float(mixed), "top_share": rounded(float(top))}
-    names = ("prompts", "rollouts", "tokens", "distinct_tokens", "success", "mixed", "corr", "explained", "top_share")
-    return {name: (pool.facts() | own)[name] for name in names}
 
 
 def estimator_rows(grams: Mapping[int, Gram], known: Proved, buckets: int) -> list[dict[str, Any]]:
@@ -158,7 +146,7 @@ ENDLESS = "energy_across_loo"
 def regressions(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
     """Return variance over that of `rloo` by prompts of a batch, and by ridge or features."""
     s, batches = cell.settings, [count for count in BATCHES if count <= cell.settings["prompts"]]
-    gram = gram_of_prompts(pool, GROUP, s["shuffles"], seed=GROUP, estimates=Batched(tuple(batches), s["tokens"]))
+    gram = gram_of_prompts(pool, GROUP, s["shuffles"], seed=GROUP, estimates=batched(batches, s["tokens"]))
     ratios = by_label(paired_ratios([gram]))
     tables: Tables = {"regressions": [], "features": []}
     for (name, setting), pair in ratios.items():
@@ -170,28 +158,29 @@ def regressions(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
     return tables
 
 
-class Batched:
-    """The regression with every ridge and set of features, on batches of prompts drawn afresh from every cut."""
+def batched(batches: Sequence[int], limit: int) -> Callable[[Pool, Partition], dict[Label, Float]]:
+    """Return the regression with every ridge and set of features, on batches of prompts drawn afresh from every cut.
 
-    def __init__(self, batches: tuple[int, ...], limit: int) -> None:
-        self.batches, self.limit, self.random = batches, limit, np.random.default_rng(0)
+    It gives advantages [N, T] by batch size and estimator, and by ridge or features, beside those of `rloo`.
+    """
+    random = np.random.default_rng(0)
+    ways: dict[str, Any] = {
+        f"{ridge:g}": options_from_dict("energy_regression", {"ridge": str(ridge), "T_max": str(limit)})
+        for ridge in RIDGES
+    }
+    ways |= {label: RegressionOptions(features=names, T_max=limit) for label, names in SETS.items()}
 
-    def __call__(self, pool: Pool, cut: Partition) -> dict[Label, Float]:
-        """Return advantages [N, T] by batch size and estimator, and by ridge or features, beside those of `rloo`."""
+    def estimates(pool: Pool, cut: Partition) -> dict[Label, Float]:
         inputs = replace(pool.inputs, group=cut.group, energy=pool.proxy)
         advantages: dict[Label, Float] = {REFERENCE: estimate("rloo", inputs).advantage}
         prompts = int(cut.prompt.max()) + 1
-        for count in self.batches:
-            place = self.random.permutation(prompts) // count
+        for count in batches:
+            place = random.permutation(prompts) // count
             batch = (turns(cut) * prompts + place[cut.prompt])[cut.group]
             advantages[f"{count} {ENDLESS}", "none"] = in_batches(ENDLESS, inputs, batch, None)
-            for ridge in RIDGES:
-                options = options_from_dict("energy_regression", {"ridge": str(ridge), "T_max": str(self.limit)})
-                label = (f"{count} energy_regression", f"{ridge:g}")
-                advantages[label] = in_batches("energy_regression", inputs, batch, options)
-            for label, names in SETS.items():
-                options = RegressionOptions(features=names, T_max=self.limit)
-                advantages[f"{count} energy_regression", label] = in_batches(
-                    "energy_regression", inputs, batch, options
-                )
+            for label, options in ways.items():
+                found = in_batches("energy_regression", inputs, batch, options)
+                advantages[f"{count} energy_regression", label] = found
         return advantages
+
+    return estimates

@@ -11,7 +11,7 @@ from otb_analysis.figures.styles import BLUE, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
-from studies.lib.formats import below, interval_curve
+from studies.lib.formats import above, below, interval_curve
 from studies.lib.record import read_tables
 from studies.lib.seeds import paired_difference
 
@@ -42,43 +42,40 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     trainings = {name: arms_of(tables[name]) for name in ("training", "common_rate")}
     regression = next((row for row in trainings["training"] if row["arm"] == "energy_regression"), None)
     rewards = sorted(column(select(tables["sweep"], arm="energy_regression"), "reward"))
+    # Arms of which an interval of the difference from `rloo`, in success or in reward, leaves 0 out
+    told = dict[str, list[str]]()
+    for name, arms in trainings.items():
+        over = {row["arm"]: [row["after_over"], row["reward_over"], row["late_over"]] for row in arms}
+        told[name] = [arm for arm, three in over.items() if any(above(x, 0) or below(x, 0) for x in three)]
     # Today's default ridge in training: without memory; with the memory of the arm first, and later
     remembering = RegressionOptions(memory=MEMORY["energy_regression"]["memory"])
     ridges = [RegressionOptions().ridge_for(FULL.prompts)]
     ridges += [remembering.ridge_for(FULL.prompts, later) for later in (False, True)]
+    # Policies all of whose parameters are measured, in groups of 4, and where an interval shows a ratio below 1
+    full = [row for row in select(rows, size=4) if not row["policy"].endswith("-lora")]
+    across, toy = select(full, estimator="energy_regression", source="proxy"), toy_agreement()
+    at_eight = select(tables["regressions"], policy="sums", batch=FULL.prompts)
     return {
         "memory": remembering.memory,
         "ridges": ridges,
-        "at_eight": {
-            r["ridge"]: r["variance"] for r in select(tables["regressions"], policy="sums", batch=FULL.prompts)
-        },
+        "at_eight": {row["ridge"]: row["variance"] for row in at_eight},
         "longest": POOL.tokens,
-        "regression": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf"),
-        "regression_bare": shown_lower(select(rows, estimator="energy_regression", source="proxy", size=4), "sf_bare"),
-        "none_rows": full_parameter_rows(select(rows, estimator="none", size=4)),
-        "otb_rows": full_parameter_rows(select(rows, estimator="otb", source="proxy", size=4)),
+        "regression": [row for row in across if below(row, 1, "sf")],
+        "regression_bare": [row for row in across if below(row, 1, "sf_bare")],
+        "none_rows": select(full, estimator="none"),
+        "otb_rows": select(full, estimator="otb", source="proxy"),
         "proxy_log": column(select(tables["agreement"], source="proxy", of="w"), "log_within"),
-        "toy_log": column(select(toy_agreement(), source="proxy", of="w"), "log_within"),
+        "toy_log": column(select(toy, source="proxy", of="w"), "log_within"),
         "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]],
-        "toy_agreement": toy_agreement(),
+        "toy_agreement": toy,
         "trainings": trainings,
-        "told": {name: [row["arm"] for row in rows if differs(row)] for name, rows in trainings.items()},
+        "told": told,
         "after": [row["after"].estimate for row in trainings["common_rate"]],
         "own_rate": regression,
         "sweep_lead": rewards[-1] - rewards[-2] if rewards else None,
         "swept": sorted(distinct(tables["sweep"], "rate")),
         "seeds": len(distinct(tables["training"], "seed")),
     }
-
-
-def full_parameter_rows(rows: Rows) -> Rows:
-    """Return the rows of policies all of whose parameters are measured."""
-    return [row for row in rows if not row["policy"].endswith("-lora")]
-
-
-def shown_lower(rows: Rows, name: str) -> Rows:
-    """Return the rows of whole policies of which an interval shows a ratio below 1."""
-    return [row for row in full_parameter_rows(rows) if below(row, 1, name)]
 
 
 def listed(rows: Rows) -> Rows:
@@ -111,24 +108,16 @@ def arms_of(training: Rows) -> Rows:
         mine = select(rows, arm=arm)
         return {seed: float(np.mean(column(select(mine, seed=seed), name))) for seed in distinct(mine, "seed")}
 
-    return [
-        {
-            "arm": arm,
-            "rate": select(training, arm=arm)[0]["rate"],
-            "clipped": float(np.mean(column(select(training, arm=arm), "clipped"))),
-            **{name: seed_mean(list(by_seed(arm, name).values()), name, "logit") for name in measures},
-            **{
-                f"{name}_over": paired_difference(by_seed(arm, name), by_seed(AGAINST, name), name) for name in measures
-            },
-        }
-        for arm in distinct(training, "arm")
-    ]
-
-
-def differs(row: Mapping[str, Any]) -> bool:
-    """Return whether an interval of an arm's difference from `rloo`, in success or in reward, leaves 0 out."""
-    over = [row[f"{name}_over"] for name in ("after", "reward", "late")]
-    return any(one.low is not None and (one.low > 0 or one.high < 0) for one in over if one is not None)
+    found = []
+    for arm in distinct(training, "arm"):
+        mine = select(training, arm=arm)
+        row = {"arm": arm, "rate": mine[0]["rate"], "clipped": float(np.mean(column(mine, "clipped")))}
+        for name in measures:
+            own = by_seed(arm, name)
+            row[name] = seed_mean(list(own.values()), name, "logit")
+            row[f"{name}_over"] = paired_difference(own, by_seed(AGAINST, name), name)
+        found.append(row)
+    return found
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:

@@ -13,7 +13,6 @@ import numpy as np
 from otb_analysis.config import (
     CriticConfig,
     LoraConfig,
-    MeasureConfig,
     OptimizeConfig,
     ReasoningGymConfig,
     SampleConfig,
@@ -23,7 +22,6 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.gradients import sketch_score_norms
 from otb_analysis.measurement.level import by_policy_token
-from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.training.loop import train
 from otb_analysis.training.policy import quiet_peft
 from otb_analysis.training.runtime import Bar
@@ -39,7 +37,7 @@ from studies.lib.policies import (
     with_values,
     write,
 )
-from studies.lib.pools import load_pool, token_sketches
+from studies.lib.pools import load_pool, measured_tokens
 from studies.lib.record import keep_arrays, keep_pickle, kept_pickle
 from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, started
 
@@ -112,21 +110,14 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
     policy, written = policy_of(cell.settings, size, start, work, bar), kept_pickle(cell.after[0], work)
     groups = np.arange(size.prompts)[cell.settings["number"] * size.block :][: size.block]
     rows = np.isin(written.rollouts.group, groups)
-    norms = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
-    exact, sketched = (np.full(written.table.mask.shape, np.nan) for _ in range(2))
-    whole = np.full(len(rows), np.nan)
-    for done, group in enumerate(groups):
-        one, of = norms.norms(written.rollouts, np.array([group])), written.rollouts.group == group
-        exact[of], whole[of] = one.norm_sq[of], one.rollout_norm_sq[of]
-        if group < size.hybrid:
-            sketched[of] = hybrid(policy, written, int(group), size)[of]
-        bar(done + 1, len(groups), f"{cell.name}: exact norms")
-    part = written.rollouts.take(np.flatnonzero(rows))
-    sketch, node = token_sketches(policy.model, part, written.temperature, size.buckets, bar=bar)
-    wide = np.pad(node, ((0, 0), (0, written.table.mask.shape[1] - node.shape[1])))
-    keep_arrays(work, exact=exact[rows], hybrid=sketched[rows], whole=whole[rows], sketch=sketch, node=wide)
-    tokens = int(written.table.mask[rows].sum())
-    return {"measured": [{"cell": cell.name, "tokens": tokens, "distinct_tokens": len(sketch)}]}
+    sketched = np.full(written.table.mask.shape, np.nan)
+    for group in groups[groups < size.hybrid]:
+        of = written.rollouts.group == group
+        sketched[of] = hybrid(policy, written, int(group), size)[of]
+    found = measured_tokens(policy, written, groups, size.buckets, bar=bar)
+    keep_arrays(work, hybrid=sketched[rows], **found)
+    facts = {"tokens": int(written.table.mask[rows].sum()), "distinct_tokens": len(found["sketch"])}
+    return {"measured": [{"cell": cell.name} | facts]}
 
 
 def hybrid(policy: Policy, written: ScoredRollouts, group: int, size: Size) -> Float:

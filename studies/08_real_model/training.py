@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,10 @@ MODEL = "smollm2"
 LORA = LoraConfig(rank=16)
 
 COLUMNS = {
-    "reward": "reward_mean",
-    "heldout": "heldout_success",
-    "heldout_low": "heldout_success_low",
-    "heldout_high": "heldout_success_high",
-    "grad_norm": "grad_norm",
-    "clipped": "CAST(clipped AS DOUBLE)",
-    "entropy": "entropy_mean",
-    "length": "length_mean",
-}
+    "reward": "reward_mean", "heldout": "heldout_success", "heldout_low": "heldout_success_low",
+    "heldout_high": "heldout_success_high", "grad_norm": "grad_norm", "clipped": "CAST(clipped AS DOUBLE)",
+    "entropy": "entropy_mean", "length": "length_mean",
+}  # fmt: skip
 """What is kept of each update, by its name in a run's `steps`."""
 
 
@@ -74,16 +70,13 @@ def config_of(size: Size, arm: str, rate: float, seed: int, start: TrainConfig |
     """Return the configuration of a run, from SmolLM2 or from another start."""
     start = start or TrainConfig(model=MODEL, task="reasoning_gym", reasoning_gym=SUMS, lora=LORA)
     return replace(
-        start,
-        seed=seed,
+        start, seed=seed,
         sample=SampleConfig(prompts=size.prompts, group_size=size.group_size, max_new_tokens=size.tokens),
         estimator=EstimatorConfig(name=arm, options={k: str(v) for k, v in MEMORY.get(arm, {}).items()}),
         optimize=OptimizeConfig(steps=size.steps, learning_rate=rate, precision="bfloat16"),
-        critic=CriticConfig(enabled=False),
-        measure=MeasureConfig(exact=Schedule()),
-        evaluate=EvaluateConfig(every=size.steps, prompts=size.heldout),
-        checkpoint=CheckpointConfig(every=0),
-    )
+        critic=CriticConfig(enabled=False), measure=MeasureConfig(exact=Schedule()),
+        evaluate=EvaluateConfig(every=size.steps, prompts=size.heldout), checkpoint=CheckpointConfig(every=0),
+    )  # fmt: skip
 
 
 def cells(size: Size, common: Mapping[str, Any]) -> list[Cell]:
@@ -106,12 +99,11 @@ def measure(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar: 
     arm = cell.settings["arm"]
     if "seed" not in cell.settings:
         short = replace(size, steps=size.sweep_steps)
-        plan = [(rate, seed) for rate in size.rates for seed in size.sweep_seeds]
-        runs = [(rate, seed, trained(config_of(short, arm, rate, seed, start), work, 0, bar)) for rate, seed in plan]
-        means = [{"reward": float(np.mean([row["reward"] for row in rows]))} for *_, rows in runs]
-        return {
-            "sweep": [{"arm": arm, "rate": r, "seed": k} | mean for (r, k, _), mean in zip(runs, means, strict=True)]
-        }
+        sweep = []
+        for rate, seed in product(size.rates, size.sweep_seeds):
+            rewards = [row["reward"] for row in trained(config_of(short, arm, rate, seed, start), work, 0, bar)]
+            sweep.append({"arm": arm, "rate": rate, "seed": seed, "reward": float(np.mean(rewards))})
+        return {"sweep": sweep}
     if "rate" not in cell.settings:
         table, rate = "training", best_rate(cell.given["sweep"], "reward")
     elif cell.given["training"][0]["rate"] == cell.settings["rate"]:

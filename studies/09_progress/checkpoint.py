@@ -113,8 +113,7 @@ def flattened(parts: Iterable[Tensor]) -> Tensor:
 def trained_checkpoint(cell: Cell, training: Training, quick: bool, work: Path, bar: Bar) -> Tables:
     """Train a policy to its checkpoint and keep it, AdamW's moments and a critic beside the cells."""
     settings = cell.settings
-    start = config_of(settings["task"], settings["band"], training, quick)
-    config = started(start, work)
+    config = started(config_of(settings["task"], settings["band"], training, quick), work)
     facts = json.loads((Path(config.model) / "warm_start.json").read_text())
     trainer = Trainer.from_config(config)
     unclipped = _unclipped_moments(trainer)
@@ -123,33 +122,25 @@ def trained_checkpoint(cell: Cell, training: Training, quick: bool, work: Path, 
         steps.append(train_step(trainer, step).steps)
         bar(step + 1, training.updates, f"{cell.name}: training")
     state, parameters = trainer.optimizer.optimizer.state, trainer.policy.parameters
+    kept = {"clipped": [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in parameters]}
+    kept["unclipped"] = [(unclipped[p][0], unclipped[p][1]) for p in parameters]
     # AdamW descends; its first moment is that of −ĝ.
-    moments = {
-        "clipped": (
-            -flattened(state[p]["exp_avg"] for p in parameters),
-            flattened(state[p]["exp_avg_sq"] for p in parameters),
-        ),
-        "unclipped": (-flattened(unclipped[p][0] for p in parameters), flattened(unclipped[p][1] for p in parameters)),
-    }
+    moments = {name: (-flattened(m for m, _ in both), flattened(v for _, v in both)) for name, both in kept.items()}
     policy = Policy(trainer.model, trainer.tokenizer, trainer.task)
     lesson = replace(config.sample, prompts=training.lesson_prompts, group_size=8)
-    critic = fitted_critic(
-        policy, CRITIC, critic_batches(policy, FIRST_LESSON, training.lessons, lesson, 1000, bar), bar
-    )
+    lessons = critic_batches(policy, FIRST_LESSON, training.lessons, lesson, 1000, bar)
+    critic = fitted_critic(policy, CRITIC, lessons, bar)
     trainer.save(work / "model")
     torch.save({"moments": moments, "critic": critic.state()}, work / STATE)
     norms = np.array([step["grad_norm"] for step in steps], float)
     scale = (moments["unclipped"][1] / moments["clipped"][1])[moments["clipped"][1] > 0].sqrt()
-    return {
-        "policies": [
-            {
-                "policy": settings["policy"], "task": settings["task"], "parameters": policy.model.num_parameters(),
-                "supervised_steps": facts["steps"], "updates": training.updates,
-                "grad_norm": rounded(float(norms.mean())), "clipped": float((norms > OPTIMIZE.max_grad_norm).mean()),
-                "unclipped_scale": rounded(float(scale.median())), "scale_spread": rounded(float(scale.log().std())),
-            }
-        ]
+    row = {
+        "policy": settings["policy"], "task": settings["task"], "parameters": policy.model.num_parameters(),
+        "supervised_steps": facts["steps"], "updates": training.updates, "grad_norm": rounded(float(norms.mean())),
+        "clipped": float((norms > OPTIMIZE.max_grad_norm).mean()), "unclipped_scale": rounded(float(scale.median())),
+        "scale_spread": rounded(float(scale.log().std())),
     }  # fmt: skip
+    return {"policies": [row]}
 
 
 def _unclipped_moments(trainer: Trainer) -> Mapping[Any, list[Tensor]]:
@@ -198,17 +189,8 @@ UNBIASED = ("rloo", "none", "otb_loo", "energy_regression", "value")
 """Proved unbiased: their mean is ∇J."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The gradients of one batch; made by `batch_gradients`."""
-
-    gradient: Tensor  # ĝ of every arm, by ascent [A, D]
-    mixed: float  # Share of prompts answered both rightly and wrongly
-    success: float
-
-
-def batch_gradients(at: Checkpoint, number: int) -> Batch:
-    """Sample the batch of a number, the same for all arms, and return every arm's ĝ = (1/N) Σ A·∇log π."""
+def batch_gradients(at: Checkpoint, number: int) -> Tensor:
+    """Sample the batch of a number, alike for all arms; return every arm's ĝ = (1/N) Σ A·∇log π [A, D], by ascent."""
     prompts = draw_prompts(at.policy.task, "train", FIRST_BATCH + number * at.sample.prompts, at.sample.prompts)
     written = with_values(at.policy, at.critic, write(at.policy, prompts, at.sample, seed=10_000 + number))
     table = written.table
@@ -219,8 +201,7 @@ def batch_gradients(at: Checkpoint, number: int) -> Batch:
     for name in ARMS:
         weights = torch.as_tensor(advantages[name] / len(table.mask)).to(logprob)
         rows.append(flattened(torch.autograd.grad((weights * logprob).sum(), parameters, retain_graph=True)))
-    paid = table.total_reward.reshape(len(prompts), -1)
-    return Batch(torch.stack(rows), float((np.ptp(paid, axis=1) > 0).mean()), float(paid.mean()))
+    return torch.stack(rows)
 
 
 def arm_advantages(inputs: EstimatorInputs, limit: int) -> dict[str, Float]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from scipy.special import log_softmax
 
 from otb_analysis.types import Float
 from studies.lib.enumeration.derailment import ON, Derailment
@@ -29,7 +30,7 @@ def process(band: str, horizon: int) -> Derailment:
 
 def exact_success(logits: Float, follows: np.ndarray) -> Float:
     """Return P(on at the end) [...] of logits [..., T, 2, 4]."""
-    policy = np.exp(log_policy(logits))
+    policy = np.exp(log_softmax(logits, axis=-1))
     value = np.zeros((*logits.shape[:-3], 2))
     value[..., ON] = 1.0
     for t in range(logits.shape[-3] - 1, -1, -1):
@@ -42,17 +43,11 @@ def exact_ess(old: Float, new: Float, follows: np.ndarray) -> Float:
 
     E ρ² = E Π_t (π'_t/π_t)² under π is a sum over paths as J is.
     """
-    weight = np.exp(np.minimum(2 * log_policy(new) - log_policy(old), 300.0))
+    weight = np.exp(np.minimum(2 * log_softmax(new, axis=-1) - log_softmax(old, axis=-1), 300.0))
     total = np.ones((*new.shape[:-3], 2))
     for t in range(new.shape[-3] - 1, -1, -1):
         total = np.minimum((weight[..., t, :, :] * total[..., follows]).sum(axis=-1), 1e150)
     return 1 / total[..., ON]
-
-
-def log_policy(logits: Float) -> Float:
-    """Return log π of logits [..., 4]."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def batch_gradients(at: Derailment, prompts: int, group: int, rng: np.random.Generator) -> Float:

@@ -30,13 +30,11 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the rows of the correlations by kind and optimiser, and what the pilot said."""
     models = select(tables["points"], kind="model")
     # The point of each checkpoint's arm with the highest predicted efficiency
-    foremost = {
-        name: [
-            max(select(models, policy=policy, optimiser=name), key=lambda row: row["predicted"])
-            for policy in distinct(models, "policy")
-        ]
+    best_of = {
+        name: [select(models, policy=policy, optimiser=name) for policy in distinct(models, "policy")]
         for name in (*BEST, *STEPS)
     }
+    foremost = {name: [max(rows, key=lambda row: row["predicted"]) for rows in each] for name, each in best_of.items()}
     # How much longer all of what training makes of a batch is than the best step of `rloo` along AdamW's line: AdamW
     # spreads a batch over later steps, which together move by rate·ĝ·(clipping)/(√v + ε).
     best = {row["policy"]: row["length"] for row in select(tables["pilot"], line="adamw", arm="rloo")}

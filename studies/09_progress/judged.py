@@ -63,8 +63,16 @@ def pool_of(model: PreTrainedModel, rollouts: Rollouts, paid: Float, blocks: Seq
     first = row[back.reshape(-1)]
     distinct, place = np.unique(first, return_inverse=True)
     old = sequence_logprob(model, rollouts.take(distinct))[place]
-    slopes = [_slope(model, rollouts, np.bincount(first[rows], paid[rows], len(old)) / len(rows)) for rows in blocks]
-    return HeldOut(rollouts, old, paid, tuple(blocks), torch.stack(slopes), first)
+    slopes = torch.zeros(len(blocks), model.num_parameters(), device=model.device)
+    for slope, block in zip(slopes, blocks, strict=True):
+        weight = np.bincount(first[block], paid[block], len(old)) / len(block)
+        rows = np.flatnonzero(weight)
+        for start in range(0, len(rows), AT_ONCE // 4):
+            some = rows[start : start + AT_ONCE // 4]
+            logprob = completion_logprobs(model, rollouts.take(some), 1.0).logprob.sum(dim=1)
+            loss = (logprob * torch.as_tensor(weight[some]).to(logprob)).sum()
+            slope += flattened(torch.autograd.grad(loss, list(model.parameters())))
+    return HeldOut(rollouts, old, paid, tuple(blocks), slopes, first)
 
 
 def weighted_gain(old: Float, new: Float, paid: Float) -> tuple[float, float]:
@@ -126,17 +134,6 @@ def parameters_moved(model: PreTrainedModel, base: Tensor, step: Tensor) -> Iter
         vector_to_parameters(base, model.parameters())
 
 
-def _slope(model: PreTrainedModel, rollouts: Rollouts, weight: Float) -> Tensor:
-    """Return Σ weight·∇log π [D]."""
-    rows, total = np.flatnonzero(weight), torch.zeros(model.num_parameters(), device=model.device)
-    for start in range(0, len(rows), AT_ONCE // 4):
-        some = rows[start : start + AT_ONCE // 4]
-        logprob = completion_logprobs(model, rollouts.take(some), 1.0).logprob.sum(dim=1)
-        loss = (logprob * torch.as_tensor(weight[some]).to(logprob)).sum()
-        total += flattened(torch.autograd.grad(loss, list(model.parameters())))
-    return total
-
-
 LINES = ("sgd", "adamw")
 """Directions that are measured along a line: ĝ, and ĝ/(√v + ε)."""
 STEPS = ("adamw_step", "adamw_step_unclipped")
@@ -169,11 +166,11 @@ def pilot(at: Checkpoint, judging: Judging, key: Mapping[str, Any], bar: Bar) ->
     """
     pool = held_out(at, judging.prompts, judging.rollouts, judging.blocks)
     slope, bent, ess = (np.zeros((len(LINES), len(ARMS), judging.pilot)) for _ in range(3))
-    candidates = (batch_gradients(at, PILOT_FROM + k).gradient[0] for k in range(1000))
+    candidates = (batch_gradients(at, PILOT_FROM + k)[0] for k in range(1000))
     first = next(gradient for gradient in candidates if gradient.norm() > 0)
     probe = [_probe_length(at, pool, step) for step in (first, first * at.scale)]
     for k in range(judging.pilot):
-        gradient = batch_gradients(at, PILOT_FROM + k).gradient
+        gradient = batch_gradients(at, PILOT_FROM + k)
         for m, steps in enumerate((gradient, gradient * at.scale)):
             for a, step in enumerate(steps):
                 gain, ess[m, a, k] = pool_gain(at.base, probe[m] * step, at.policy.model, pool, k % judging.blocks)
@@ -213,19 +210,17 @@ def _probe_length(at: Checkpoint, pool: HeldOut, step: Tensor) -> float:
 
 def inner_products(at: Checkpoint, judging: Judging, bar: Bar) -> dict[str, Float]:
     """Return ⟨ĝ, ĝ'⟩ of all arms and batches, plain and in Adam's metric ⟨ĝ, ĝ'/(√v + ε)⟩, both [A, A, B, B]."""
-    gradients, mixed = [], []
+    made = list[Tensor]()
     for k in range(judging.batches):
-        batch = batch_gradients(at, k)
-        gradients.append(batch.gradient)
-        mixed.append(batch.mixed)
+        made.append(batch_gradients(at, k))
         bar(k + 1, judging.batches, "gradients")
-    stacked = torch.stack(gradients, dim=1)
+    stacked = torch.stack(made, dim=1)
     count, flat = len(ARMS), stacked.reshape(len(ARMS) * judging.batches, -1)
     out = {}
     for line, scaled in (("sgd", flat), ("adamw", flat * at.scale.sqrt())):
         inner = (scaled @ scaled.T).double().cpu().numpy().reshape(count, judging.batches, count, judging.batches)
         out[line] = inner.transpose(0, 2, 1, 3)
-    return out | {"norm": stacked.norm(dim=2).double().cpu().numpy(), "mixed": np.array(mixed)}
+    return out
 
 
 def gains(at: Checkpoint, pool: HeldOut, judging: Judging, part: int, lengths: Rows, bar: Bar) -> dict[str, Float]:
@@ -234,14 +229,14 @@ def gains(at: Checkpoint, pool: HeldOut, judging: Judging, part: int, lengths: R
     prompts = draw_prompts(at.policy.task, "heldout", 0, judging.sampled_prompts)
     numbers, count = range(part * judging.part, (part + 1) * judging.part), len(ARMS)
     best = {line: best_lengths(lengths, line) for line in LINES}
-    out: dict[str, Any] = {f"{line}_slope": np.zeros((count, judging.part)) for line in LINES}
-    out |= {f"{line}_{name}": np.zeros((count, judging.part)) for line in LINES for name in ("gain", "ess")}
-    out |= {f"{name}{more}": np.zeros((count, judging.part)) for name in STEPS for more in ("", "_ess")}
-    out |= {f"{name}_alone": np.zeros(judging.part) for name in STEPS} | {"norm": np.zeros((count, judging.part))}
+    names = [f"{line}_{name}" for line in LINES for name in ("slope", "gain", "ess")] + ["norm"]
+    names += [f"{name}{more}" for name in STEPS for more in ("", "_ess")]
+    out: dict[str, Any] = {name: np.zeros((count, judging.part)) for name in names}
+    out |= {f"{name}_alone": np.zeros(judging.part) for name in STEPS}
     out["sampled"] = np.zeros((2, count, judging.sampled, len(prompts)))
     start = sampled_success(at, prompts) if judging.sampled else np.zeros(len(prompts))
     for k, number in enumerate(numbers):
-        gradient, block = batch_gradients(at, number).gradient, number % judging.blocks
+        gradient, block = batch_gradients(at, number), number % judging.blocks
         alone = {name: at.adamw_step(torch.zeros_like(at.base), name == STEPS[0]) for name in STEPS}
         out["norm"][:, k] = gradient.norm(dim=1).double().cpu().numpy()
         for line, steps in zip(LINES, (gradient, gradient * at.scale), strict=True):

@@ -72,10 +72,6 @@ class Judged:
     allowed: Mapping[str, np.ndarray]  # Optimiser → lengths with enough ESS [A, G]
     metrics: Mapping[str, Metric]  # sgd and adamw
 
-    def ratios(self, weight: Float) -> dict[str, tuple[Float, Float, Float, Float]]:
-        """Return `over_rloo` of every optimiser."""
-        return {name: self.over_rloo(name, weight) for name in self.gains}
-
     def over_rloo(self, optimiser: str, weight: Float) -> tuple[Float, Float, Float, Float]:
         """Return predicted and realised ratios to `rloo` [A], gains [A], and the realised ratios of two halves [2, A].
 
@@ -157,11 +153,11 @@ def of_process(name: str, found: Mapping[str, Any]) -> Judged:
 def tables(judged: Sequence[Judged], replicates: int, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     """Return the points with intervals over batches, and correlations with those over checkpoints and batches."""
     rng = np.random.default_rng(seed)  # Bayesian bootstrap: no batch has weight 0, so no product of one with itself
-    batches = {one.name: one.metrics["sgd"].power.shape[1] for one in judged}
-    whole = {one.name: one.ratios(np.ones(batches[one.name])) for one in judged}
-    again = {
-        one.name: [one.ratios(rng.exponential(size=batches[one.name])) for _ in range(replicates)] for one in judged
-    }
+    whole, again = dict[str, dict[str, Any]](), dict[str, list[dict[str, Any]]]()
+    for one in judged:
+        batches = one.metrics["sgd"].power.shape[1]
+        weights = [np.ones(batches), *(rng.exponential(size=batches) for _ in range(replicates))]
+        whole[one.name], *again[one.name] = ({k: one.over_rloo(k, weight) for k in one.gains} for weight in weights)
     points = list[dict[str, Any]]()
     for one in judged:  # with percentile intervals over its batches
         for optimiser, (predicted, realised, gain, _) in whole[one.name].items():

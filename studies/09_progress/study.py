@@ -118,8 +118,8 @@ def compared(cell: Cell, size: Size, work: Path) -> Tables:
         best = np.array([judged.best_lengths(lengths, line) for line in judged.LINES])
         found.append(points.of_policy(policy, arrays[f"products-{policy}"], parts, best))
         checks += [{"policy": policy} | row for row in points.check_rows(parts)]
-    found += [points.of_process(name, arrays[name]) for name in arrays if name.startswith("derailment-")]
     processes = [name for name in arrays if name.startswith("derailment-")]
+    found += [points.of_process(name, arrays[name]) for name in processes]
     facts = [{"policy": name, "success": rounded(float(arrays[name]["success"]))} for name in processes]
     return points.tables(found, size.replicates) | {"checks": checks, "processes": facts}
 

@@ -9,6 +9,7 @@ from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import seed_mean
 from studies.lib import Rows, column, distinct, interval_columns, select
 from studies.lib.formats import interval_curve
+from studies.lib.seeds import by_seed
 
 POLICIES = {
     ("direct", "untrained"): "untrained",
@@ -35,11 +36,10 @@ def chance(width: int) -> float:
 
 def over_seeds(rows: Rows, scales: Mapping[str, str]) -> dict[str, Any]:
     """Return means over seeds with Student's intervals."""
-    return {
-        end: value
-        for name, scale in scales.items()
-        for end, value in interval_columns(name, seed_mean(column(rows, name), name, scale)).items()
-    }
+    found = dict[str, Any]()
+    for name, scale in scales.items():
+        found |= interval_columns(name, seed_mean(column(rows, name), name, scale))
+    return found
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
@@ -52,31 +52,23 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         | over_seeds(select(answers, start=start, arm=arm), ANSWERS)
         for (start, arm), words in POLICIES.items()
     ]
-    found = {
-        "policies": policies,
-        "gains": [gain(curves, start, arm) for start in distinct(curves, "start") for arm in ("rows", "all")],
-        "chance_small": chance(layers[0]["width"]),
-    }
+    gains = [gain(curves, start, arm) for start in distinct(curves, "start") for arm in ("rows", "all")]
+    found = {"policies": policies, "gains": gains, "chance_small": chance(layers[0]["width"])}
     if "real_layers" not in tables:  # the quick setting has no pretrained model
         return found | {"real": None}
-    real = tables["real_layers"]
-    ends = {arm: select(tables["real_curves"], arm=arm)[-1] for arm in ("rows", "all")}
+    real, learned = tables["real_layers"], tables["real_curves"]
+    ends = {arm: select(learned, arm=arm)[-1] for arm in ("rows", "all")}
     return found | {
-        "real": real[-1],
-        "best": max(real, key=lambda row: row["r_squared"]),
-        "chance_real": chance(real[0]["width"]),
-        "before": tables["real_curves"][0],
-        "ends": ends,
-        "best_of_all": max(select(tables["real_curves"], arm="all"), key=lambda row: row["right"]),
-    }
+        "real": real[-1], "best": max(real, key=lambda row: row["r_squared"]), "ends": ends,
+        "chance_real": chance(real[0]["width"]), "before": learned[0],
+        "best_of_all": max(select(learned, arm="all"), key=lambda row: row["right"]),
+    }  # fmt: skip
 
 
 def gain(curves: Rows, start: str, arm: str) -> dict[str, Any]:
     """Return what training an arm adds to π of the right digit, seed by seed."""
     rows = select(curves, start=start, arm=arm)
-    first, last = (
-        {row["seed"]: row["right"] for row in select(rows, step=end(column(rows, "step")))} for end in (min, max)
-    )
+    first, last = (by_seed(select(rows, step=end(column(rows, "step"))), "right") for end in (min, max))
     added = seed_mean([last[seed] - first[seed] for seed in first], "gain in π of the right digit")
     return {"start": start, "arm": arm, "seeds": len(first)} | interval_columns("gain", added)
 
@@ -93,21 +85,16 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     real = tables["real_layers"]
     by_layer = {row["layer"]: row for row in real}
     by_chance = {k: {"c": chance(row["width"])} for k, row in by_layer.items()}
-    layers = [
-        Panel(
-            "SmolLM2: the count in its states", "R² of a linear probe on new prompts", "layer",
-            [interval_curve(by_layer, "r_squared", "probe", BLUE)], y_range=(0.0, 1.0),
-        ),
-        Panel(
-            "SmolLM2: angle with the digit rows", "mean |cos| over ten digits", "layer",
-            [
-                interval_curve(by_layer, "cos_probe", "probe", BLUE),
-                interval_curve(by_layer, "cos_shift", "movement of the state with the count", ORANGE),
-                interval_curve(by_chance, "c", "chance", GREY, dashed=True),
-            ],
-            y_range=(0.0, 0.2),
-        ),
-    ]  # fmt: skip
+    held = [interval_curve(by_layer, "r_squared", "probe", BLUE)]
+    angles = [
+        interval_curve(by_layer, "cos_probe", "probe", BLUE),
+        interval_curve(by_layer, "cos_shift", "movement of the state with the count", ORANGE),
+        interval_curve(by_chance, "c", "chance", GREY, dashed=True),
+    ]
+    title, of = "SmolLM2: the count in its states", "R² of a linear probe on new prompts"
+    layers = [Panel(title, of, "layer", held, y_range=(0.0, 1.0))]
+    title, of = "SmolLM2: angle with the digit rows", "mean |cos| over ten digits"
+    layers.append(Panel(title, of, "layer", angles, y_range=(0.0, 0.2)))
     own = [dict(row) | {"seed": 0} for row in tables["real_curves"]]
     panels.append(learning(own, "SmolLM2", f"{note}, 95 % over prompts"))
     return {"layers.svg": svg(layers), "training.svg": svg(panels, columns=3)}

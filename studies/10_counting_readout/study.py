@@ -5,7 +5,7 @@ SmolLM2-135M is read in the same way, with intervals over prompts. Its output ma
 digit rows count, and are trained, in their output use alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -69,9 +69,8 @@ def digit_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def padded(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and attention mask [N, L], padded on the left, so that all texts end in one column."""
     ids = [torch.tensor(text) for text in texts]
-    ids, seen = (
-        pad_sequence(rows, batch_first=True, padding_side="left") for rows in (ids, [torch.ones_like(x) for x in ids])
-    )
+    both = (ids, [torch.ones_like(x) for x in ids])
+    ids, seen = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in both)
     return ids, seen
 
 
@@ -106,12 +105,9 @@ def readings(states: States, rows: Float, fitted: Bool, ridge: float) -> list[di
     found = []
     for hidden in states.hidden:
         probe = linear_probe(hidden, states.count, fitted, ridge)
-        shift = count_shift(hidden, states.count)
-        cosines = {"probe": row_cosines(probe.direction, rows), "shift": row_cosines(shift, rows)}
-        found.append(
-            {"r_squared": probe.r_squared, "exact": probe.exact}
-            | {f"cos_{name}": float(np.nanmean(np.abs(cos))) for name, cos in cosines.items()}
-        )
+        along = {"cos_probe": probe.direction, "cos_shift": count_shift(hidden, states.count)}
+        cosines = {name: float(np.nanmean(np.abs(row_cosines(one, rows)))) for name, one in along.items()}
+        found.append({"r_squared": probe.r_squared, "exact": probe.exact} | cosines)
     return found
 
 
@@ -123,9 +119,8 @@ def shares(
     Shares of sums over the prompts. The rows count in their output use, also where the matrix is tied.
     """
     with torch.no_grad():
-        logprob = (
-            torch.cat([last_position(model, [text]).logits[:, -1] for text in texts]).cpu().double().log_softmax(-1)
-        )
+        logits = torch.cat([last_position(model, [text]).logits[:, -1] for text in texts])
+    logprob = logits.cpu().double().log_softmax(-1)
     drawn = torch.Generator().manual_seed(seed)
     token = torch.multinomial(logprob.exp(), 1, generator=drawn)
     ids, seen = padded([[*text, int(y)] for text, y in zip(texts, token, strict=True)])
@@ -134,12 +129,9 @@ def shares(
     layer, whole = (
         token_score_norms(model, ids, mask, seen.bool(), scope=scope).norm_sq[:, -1] for scope in ("lm_head", "all")
     )
-    rows = rows_share(logprob.numpy(), token[:, 0].numpy(), digits) * layer
-    return {
-        "of_layer": rounded(float(np.nansum(rows) / layer.sum())),
-        "of_score": rounded(float(np.nansum(rows) / whole.sum())),
-        "norm_sq": rounded(float(whole.mean())),
-    }
+    rows = np.nansum(rows_share(logprob.numpy(), token[:, 0].numpy(), digits) * layer)
+    found = {"of_layer": rows / layer.sum(), "of_score": rows / whole.sum(), "norm_sq": whole.mean()}
+    return {name: rounded(float(value)) for name, value in found.items()}
 
 
 def digit_rows(model: PreTrainedModel, digits: Sequence[int]) -> Float:
@@ -161,11 +153,14 @@ RATES = {"rows": 3e-2, "rest": 3e-3, "all": 3e-3}
 SEEDS, STEPS, CHECK, HELDOUT, NORMS, RIDGE = 6, 600, 50, 1024, 96, 1e-3
 
 
-def small_cells(quick: bool) -> list[Cell]:
-    """Return one cell per start and seed."""
+def cells(quick: bool) -> list[Cell]:
+    """Return one cell per start and seed; then one that reads the real model and trains its rows, one that trains all.
+
+    The real model is too large for a quick run.
+    """
     size = {"steps": STEPS, "check": CHECK, "heldout": HELDOUT, "norms": NORMS}
     size |= {"steps": 20, "check": 10, "heldout": 64, "norms": 8} if quick else {}
-    return [
+    made = [
         Cell(
             f"{start}-s{seed}",
             {"start": start, "seed": seed, "task": asdict(TASK), "model": asdict(MODEL), "rates": RATES, "ridge": RIDGE}
@@ -174,6 +169,11 @@ def small_cells(quick: bool) -> list[Cell]:
         for start, (shown, before) in STARTS.items()
         for seed in range(1 if quick else SEEDS)
     ]  # fmt: skip
+    facts = {"model": "smollm2", "task": asdict(TASK), "prompts": SEED, "examples": EXAMPLES, "judged": JUDGED}
+    facts |= {"batch": BATCH}
+    look = {"fitted": FITTED, "norms": REAL_NORMS, "ridge": REAL_RIDGE, "blocks": BLOCKS}
+    real = [Cell("smollm2", facts | look | {"rows": ROWS}), Cell("smollm2-all", facts | {"all": ALL})]
+    return made if quick else [*made, *real]
 
 
 def measure_small(cell: Cell, bar: Bar) -> Tables:
@@ -183,8 +183,7 @@ def measure_small(cell: Cell, bar: Bar) -> Tables:
     prompts = distinct_prompts(policy.task, "heldout", s["heldout"])
     mark = policy.tokenizer("#", add_special_tokens=False)["input_ids"]
     texts = [[*encode_prompt(policy.tokenizer, prompt), *mark] for prompt in prompts]
-    count = np.array([int(prompt.answer) for prompt in prompts])
-    digits = digit_ids(policy.tokenizer)
+    count, digits = counts(prompts), digit_ids(policy.tokenizer)
     key = {"model": "small", "start": s["start"], "seed": s["seed"]}
     tables: dict[str, list[dict[str, Any]]] = {"layers": [], "answers": [], "curves": []}
 
@@ -262,14 +261,6 @@ ALL = {"rate": 1e-4, "steps": 60, "check": 20}
 """AdamW. Training all parameters is dear, so it has fewer steps and one rate, which no pilot chose."""
 
 
-def real_cells() -> list[Cell]:
-    """Return a cell that reads and trains rows, and one that trains all; too large for a quick run."""
-    facts = {"model": "smollm2", "task": asdict(TASK), "prompts": SEED, "examples": EXAMPLES, "judged": JUDGED}
-    facts |= {"batch": BATCH}
-    look = {"fitted": FITTED, "norms": REAL_NORMS, "ridge": REAL_RIDGE, "blocks": BLOCKS}
-    return [Cell("smollm2", facts | look | {"rows": ROWS}), Cell("smollm2-all", facts | {"all": ALL})]
-
-
 def measure_real(cell: Cell, bar: Bar) -> Tables:
     """Read the states of the model and train its digit rows on them, or train all of the model."""
     s = cell.settings
@@ -284,13 +275,9 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
     states = read(model, texts, counts(prompts), digits, at_once=s["batch"])
     bar(1, 3, "states")
     rows = digit_rows(model, digits)
-    curve = [
-        curve_row("rows", step, right, top)
-        for step, right, top in rows_trained(states, rows, fitted, s["rows"], s["batch"])
-    ]
-    layers = [
-        {"layer": k, "width": rows.shape[1]} | row for k, row in enumerate(layer_intervals(states, rows, fitted, s), 1)
-    ]
+    curve = [curve_row("rows", *point) for point in rows_trained(states, rows, fitted, s["rows"], s["batch"])]
+    found = layer_intervals(states, rows, fitted, s)
+    layers = [{"layer": k, "width": rows.shape[1]} | row for k, row in enumerate(found, 1)]
     bar(2, 3, "probes and rows")
     share = shares(model, texts[-s["norms"] :], digits, seed=0)
     bar(3, 3, "norms")
@@ -347,21 +334,21 @@ def rows_trained(states: States, rows: Float, fitted: Bool, how: Any, batch: int
     total = (logits - torch.tensor(states.logprob)).mean(dim=1)  # log Σ_v exp z_v, the same from each digit
     others = total + torch.tensor(np.log1p(-np.minimum(np.exp(states.logprob).sum(axis=1), 1 - 1e-12)))
     weight.requires_grad_()
-    optimizer = torch.optim.AdamW([weight], lr=how["rate"], betas=(0.9, 0.98), weight_decay=0.0)
     train, judged = (torch.tensor(np.flatnonzero(part)) for part in (fitted, ~fitted))
 
     def logprob(at: torch.Tensor) -> torch.Tensor:
         return torch.cat([hidden[at] @ weight.T, others[at, None]], dim=1).log_softmax(-1)
 
-    drawn = torch.Generator().manual_seed(0)
-    for step in range(how["steps"] + 1):
-        if step % how["check"] == 0:
-            with torch.no_grad():
-                found = logprob(judged)
-            right = found.gather(1, count[judged, None])[:, 0].exp()
-            yield step, right.numpy(), (found[:, :DIGITS].argmax(1) == count[judged]).double().numpy()
+    def loss(step: int) -> torch.Tensor:
         at = train[torch.randint(len(train), (batch,), generator=drawn)]
-        descend(cross_entropy(logprob(at), count[at]), [weight], optimizer)
+        return cross_entropy(logprob(at), count[at])
+
+    drawn = torch.Generator().manual_seed(0)
+    for step in descended([weight], how, loss):
+        with torch.no_grad():
+            found = logprob(judged)
+        right = found.gather(1, count[judged, None])[:, 0].exp()
+        yield step, right.numpy(), (found[:, :DIGITS].argmax(1) == count[judged]).double().numpy()
 
 
 def curve_of_all(
@@ -374,36 +361,37 @@ def curve_of_all(
 ) -> Iterator[dict[str, Any]]:
     """Train all parameters on new prompts in every batch; yield the curve."""
     how, digits = s["all"], digit_ids(tokenizer)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=how["rate"], betas=(0.9, 0.98), weight_decay=0.0)
     prompts = distinct_prompts(task, "train", how["steps"] * s["batch"])
     texts, answers, count = encoded(tokenizer, judged), torch.tensor(digits)[counts(prompts)], counts(judged)
-    for step in range(how["steps"] + 1):
-        if step % how["check"] == 0:
-            states = read(model, texts, count, digits, at_once=s["batch"])
-            yield curve_row("all", step, states.right, states.top)
+
+    def loss(step: int) -> torch.Tensor:
         bar(step, how["steps"], "all parameters")
         at = slice(step * s["batch"], (step + 1) * s["batch"])
+        logits = last_position(model, encoded(tokenizer, prompts[at])).logits[:, -1]
+        return cross_entropy(logits, answers[at].to(logits.device))
+
+    for step in descended(list(model.parameters()), how, loss):
+        states = read(model, texts, count, digits, at_once=s["batch"])
+        yield curve_row("all", step, states.right, states.top)
+
+
+def descended(parameters: Sequence[torch.Tensor], how: Any, loss: Callable[[int], torch.Tensor]) -> Iterator[int]:
+    """Train parameters by AdamW, the gradient clipped at 1; yield the steps at which to look at them, from 0 on."""
+    optimizer = torch.optim.AdamW(parameters, lr=how["rate"], betas=(0.9, 0.98), weight_decay=0.0)
+    for step in range(how["steps"] + 1):
+        if step % how["check"] == 0:
+            yield step
         if step < how["steps"]:
-            logits = last_position(model, encoded(tokenizer, prompts[at])).logits[:, -1]
-            descend(cross_entropy(logits, answers[at].to(logits.device)), parameters, optimizer)
-
-
-def descend(loss: torch.Tensor, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Take one step, the gradient clipped at 1."""
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
+            optimizer.zero_grad()
+            loss(step).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
 
 
 def curve_row(arm: str, step: int, right: Float, top: Float) -> dict[str, Any]:
     """Return a point of a learning curve with intervals over the judged prompts."""
-    return (
-        {"arm": arm, "step": step}
-        | interval_columns("right", share_interval(right, "π of the right digit"))
-        | interval_columns("top", share_interval(top, "right digit likeliest"))
-    )
+    row = {"arm": arm, "step": step} | interval_columns("right", share_interval(right, "π of the right digit"))
+    return row | interval_columns("top", share_interval(top, "right digit likeliest"))
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -415,7 +403,7 @@ STUDY = Study(
     title="Counting readout",
     question="Do a model's states hold a count that the digit rows of its output layer do not read, and does training "
     "only those rows make it answer?",
-    cells=[*small_cells(quick=False), *real_cells()],
-    quick=small_cells(quick=True),
+    cells=cells(quick=False),
+    quick=cells(quick=True),
     measure=measure,
 )

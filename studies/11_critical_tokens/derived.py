@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,36 +23,24 @@ FEW = 30
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return rank correlations with a token's effect and with its size, by policy and kind of rollout."""
     policies = distinct(tables["found"], "policy")
-    rows = [
-        row
-        for policy in policies
-        for kind in KINDS
-        for row in correlations(select(tables["sums"], policy=policy, kind=kind), policy, kind)
-    ]
+    targets, rows = (("effect", SCORES, "logprob"), ("size", SIZES, "uncertain")), list[dict[str, Any]]()
+    # Spearman's correlation of each score with the effect, and of each size with |effect|, less that of π
+    for policy, kind, (target, names, plain) in product(policies, KINDS, targets):
+        sums = select(tables["sums"], policy=policy, kind=kind)
+        for name, words in names.items():
+            row = {"policy": policy, "kind": kind, "target": target, "score": name, "words": words}
+            row |= interval_columns("correlation", correlation(sums, name, target))
+            more = None if name == plain else correlation(sums, name, target, plain)
+            rows.append(row | interval_columns("over_plain", more))
     decided = [decisive(select(tables["found"], policy=policy), policy) for policy in policies]
     return {"correlations": rows, "decisive": decided, "DECISIVE": DECISIVE, "LOWEST": LOWEST, "FEW": FEW}
 
 
-def correlations(sums: Rows, policy: str, kind: str) -> list[dict[str, Any]]:
-    """Return Spearman's correlation of each score with the effect, and of each size with |effect|, less that of π.
+def correlation(sums: Rows, name: str, target: str, less: str = "") -> Interval | None:
+    """Return the correlation of a score's and its target's ranks, less that of another score where one is named.
 
     Ranks were taken within a seed; intervals delete one prompt at a time.
     """
-    out = []
-    for target, names, plain in (("effect", SCORES, "logprob"), ("size", SIZES, "uncertain")):
-        for name, words in names.items():
-            whole = correlation(sums, name, target)
-            more = None if name == plain else correlation(sums, name, target, plain)
-            out.append(
-                {"policy": policy, "kind": kind, "target": target, "score": name, "words": words}
-                | interval_columns("correlation", whole)
-                | interval_columns("over_plain", more)
-            )
-    return out
-
-
-def correlation(sums: Rows, name: str, target: str, less: str = "") -> Interval | None:
-    """Return the correlation of a score's and its target's ranks, less that of another score where one is named."""
     names = [f"{target}_sq", *(part for one in (name, less) if one for part in (f"{one}_sq", f"{one}_{target}"))]
     table = np.array([column(sums, part) for part in names], dtype=float).T
 
@@ -74,9 +63,8 @@ def decisive(rows: Rows, policy: str) -> dict[str, Any]:
     row: dict[str, Any] = {"policy": policy, "tokens": tokens, "decisive": int(table[:, 0].sum())}
     for name, at in place.items():
         row |= interval_columns(f"found_by_{name}", found_share(table, lambda s, at=at: s[..., at]))
-    return row | interval_columns(
-        "more", found_share(table, lambda s: s[..., place["contrast"]] - s[..., place["logprob"]])
-    )
+    more = found_share(table, lambda s: s[..., place["contrast"]] - s[..., place["logprob"]])
+    return row | interval_columns("more", more)
 
 
 def found_share(table: Float, found: Callable[[Float], Float]) -> Interval | None:

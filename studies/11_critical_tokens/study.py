@@ -253,38 +253,27 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     right = written.table.total_reward >= RIGHT
     bar(0, 3, f"{cell.name}: {right.mean():.0%} right")
     chosen = chosen_tokens(written, right, s["each"], s["positions"], s["seed"])
-    columns = scores(policy, written, right, np.flatnonzero(chosen.any(axis=1)), s)
+    # What is said of every token without replacing it, the update being that of `rloo` over all these rollouts
+    advantage = estimate("rloo", written.table.inputs(None)).advantage / len(right)
+    contrast = contrasts(policy.model, written.rollouts, right, ContrastSchedule(**s["plan"]), s["seed"])
+    columns: dict[str, Any] = {"contrast": contrast, "logprob": written.table.stats.logprob}
+    columns |= shares(MeasuredPolicy(policy.model, "all", 1.0), written.rollouts, advantage, split=True)
+    n, t = np.nonzero(chosen)
+    columns["norm"] = exact_norms(policy, written, written.table.mask & np.isin(np.arange(len(right)), n)[:, None])
     bar(2, 3, f"{cell.name}: continuing")
     kept, other = token_effects(policy, written.rollouts, chosen, RIGHT, s["draws"], s["length"], 2000 + s["seed"], bar)
     columns |= {"kept": kept, "replaced": other}
-    n, t = np.nonzero(chosen)
     tokens = [
         {"prompt": int(written.table.group[i]), "right": bool(right[i])}
         | {name: rounded(float(x[i, j])) for name, x in columns.items()}
         for i, j in zip(n.tolist(), t.tolist(), strict=True)
     ]
-    mixed = {int(g) for g in np.unique(written.table.group) if 0 < right[written.table.group == g].mean() < 1}
-    facts = {"policy": s["policy"], "seed": s["seed"], "success": float(right.mean()), "mixed": len(mixed)}
-    facts |= {"rollouts": len(right), "policy_tokens": int(written.table.mask.sum()), "tokens": len(tokens)}
-    tables = Gathered(policies=[facts])
-    tables.add({"policy": s["policy"], "seed": s["seed"]}, **summaries(tokens))
+    share = np.bincount(written.table.group, right) / np.bincount(written.table.group)
+    facts = {"success": float(right.mean()), "mixed": int(((share > 0) & (share < 1)).sum()), "rollouts": len(right)}
+    facts |= {"policy_tokens": int(written.table.mask.sum()), "tokens": len(tokens)}
+    tables = Gathered()
+    tables.add({"policy": s["policy"], "seed": s["seed"]}, policies=[facts], **summaries(tokens))
     return tables
-
-
-def scores(policy: Policy, written: ScoredRollouts, right: Bool, rows: Int, s: Any) -> dict[str, Any]:
-    """Return what is said of every token [N, T] without replacing it.
-
-    The update is that of `rloo` over all these rollouts; norms are exact, and of some rows alone.
-    """
-    table = written.table
-    advantage = estimate("rloo", table.inputs(None)).advantage
-    columns: dict[str, Any] = {
-        "contrast": contrasts(policy.model, written.rollouts, right, ContrastSchedule(**s["plan"]), s["seed"]),
-        "logprob": table.stats.logprob,
-    }
-    columns |= shares(MeasuredPolicy(policy.model, "all", 1.0), written.rollouts, advantage / len(right), split=True)
-    some = np.isin(np.arange(len(right)), rows)[:, None]
-    return columns | {"norm": exact_norms(policy, written, table.mask & some)}
 
 
 def chosen_tokens(written: ScoredRollouts, right: Bool, each: int, positions: int, seed: int) -> Bool:

@@ -30,17 +30,6 @@ class Laws:
     single: Float  # a [P]
     pair: Float  # b [P]
 
-    def variance(self, size: Float) -> Float:
-        """V_p(n_p) of each prompt [P]."""
-        return self.single / size + self.pair / (size * (size - 1))
-
-    def table(self, most: int) -> Float:
-        """V_p(n) for n up to `most` [P, most + 1], as `allocate` takes it."""
-        n = np.arange(2, most + 1)
-        out = np.full((len(self.single), most + 1), np.inf)
-        out[:, 2:] = self.single[:, None] / n + self.pair[:, None] / (n * (n - 1))
-        return out
-
 
 def from_rollouts(score: Float, reward: Float) -> tuple[Float, float, float, float]:
     """Return gradient, q, a and b of one prompt, unbiased: means over pairs, triples and quadruples of rollouts.
@@ -110,11 +99,8 @@ def cells(quick: bool) -> list[Cell]:
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Return efficiencies of every population of enumerated prompts, or what each prompt of a pool is worth."""
-    return enumerated(cell, bar) if cell.name.startswith("exact") else pooled(cell, bar)
-
-
-def enumerated(cell: Cell, bar: Bar) -> Tables:
-    """Return one row per population, N and arm."""
+    if cell.name.startswith("pool"):
+        return pooled(cell, bar)
     rows, s = [], cell.settings
     for world in range(s["worlds"]):
         rng = np.random.default_rng(world)
@@ -166,7 +152,9 @@ def arms(laws: Laws, p: Float, won: dict[int, Int], size: int) -> dict[str, tupl
     for k, successes in won.items():
         sizes[f"vip{k}"] = allocate(vip_variance(bernoulli_variance(successes, k), most), budget)
     sizes["vip"] = allocate(vip_variance(p * (1 - p), most), budget)
-    sizes["best"] = allocate(laws.table(most), budget)
+    n, table = np.arange(2, most + 1), np.full((count, most + 1), np.inf)  # V_p(n), as `allocate` takes it
+    table[:, 2:] = laws.single[:, None] / n + laws.pair[:, None] / (n * (n - 1))
+    sizes["best"] = allocate(table, budget)
     found = {arm: (n.astype(float), one) for arm, n in sizes.items()}
     first = min(won)
     return found | {"averaged": (found[f"vip{first}"][0], sizes[f"vip{first}"] / size)}
@@ -178,17 +166,13 @@ def worth(laws: Laws, n: Float, weight: Float, update: int) -> dict[str, float |
     An update of U prompts is (1/U) Σ w_p ḡ_p over prompts drawn from the population: m = E[w_p ∇J_p].
     """
     truth, mean = laws.gradient.mean(axis=0), (weight[:, None] * laws.gradient).mean(axis=0)
-    within = float((weight**2 * laws.variance(n)).mean())
+    within = float((weight**2 * (laws.single / n + laws.pair / (n * (n - 1)))).mean())
     between = float((weight**2 * laws.square).mean() - mean @ mean)
-    true_sq = float(truth @ truth)
-    along = float(mean @ truth)
-    return {
-        "within": rounded(within),
-        "between": rounded(between),
-        "efficiency": rounded(along**2 / (true_sq * (float(mean @ mean) + (within + between) / update))),
-        "bias": rounded(float(np.linalg.norm(mean - truth)) / true_sq**0.5),
-        "projection": rounded(along / true_sq),
-    }
+    true_sq, along = float(truth @ truth), float(mean @ truth)
+    efficiency = along**2 / (true_sq * (float(mean @ mean) + (within + between) / update))
+    values = {"within": within, "between": between, "efficiency": efficiency}
+    values |= {"bias": float(np.linalg.norm(mean - truth)) / true_sq**0.5, "projection": along / true_sq}
+    return {name: rounded(value) for name, value in values.items()}
 
 
 def pooled(cell: Cell, bar: Bar) -> Tables:

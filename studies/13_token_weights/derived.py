@@ -24,13 +24,11 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     real = [row for row in tables["policies"] if row["silenced"] is None]
     return {
         "shares": clipped(tables["thresholds"]),
-        "default": {row["policy"]: row for row in select(tables["thresholds"], **at)},
-        "small": small,
-        "real": real,
+        "default": {row["policy"]: row for row in select(tables["thresholds"], **at)}, "small": small, "real": real,
         "names": distinct(tables["arms"], "policy"),
         "compared": [row for row in tables["arms"] if row["arm"] != "rloo"],
         "scored": sum(row["tokens"] for row in small),
-    }
+    }  # fmt: skip
 
 
 def clipped(rows: Rows) -> Rows:

@@ -116,10 +116,10 @@ def _block(
     stands_for = np.divide(times * likely.sum(), LOT * likely, out=np.zeros(likely.shape), where=times > 0)
     columns = [table.mask, table.mask & (advantage > 0), silenced, silenced * norm, silenced * power, drawn]
     columns += [drawn * norm, stands_for * power]
-    found.sums.append(np.stack([_per_prompt(x, prompt) for x in columns], axis=1))
+    found.sums.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in columns], axis=1).astype(float))
     options = [StapoOptions(*pair) for pair in setting.pairs]
     counts = [table.mask & (token_weights("stapo", inputs, one) == 0) for one in options]
-    found.grid.append(np.stack([_per_prompt(x, prompt) for x in counts], axis=1))
+    found.grid.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in counts], axis=1).astype(float))
     for counter, where in ((found.silenced, silenced), (found.every, table.mask)):
         ids, times = np.unique(table.token_id[where], return_counts=True)
         for i, n in zip(ids, times, strict=True):
@@ -136,18 +136,8 @@ def _by_lot(where: Bool, count: int, rng: np.random.Generator) -> Bool:
     return out
 
 
-def _per_prompt(x: Float | Bool, prompt: Int) -> Float:
-    return np.bincount(prompt, x.sum(axis=1)).astype(float)
-
-
 REAL_TASK = ReasoningGymConfig(name=("letter_counting",), config=('{"min_words": 1, "max_words": 2}',))
 PROMPTS, ROLLOUTS, TOKENS, NORMS, FIRST = 48, 8, 24, 48, 80_000_000
-
-
-def real_cell(pairs: tuple[tuple[float, float], ...]) -> Cell:
-    """Return the cell of the pretrained model."""
-    facts = {"model": "smollm2", "task": asdict(REAL_TASK), "prompts": PROMPTS, "rollouts": ROLLOUTS, "tokens": TOKENS}
-    return Cell("smollm2-letters", facts | {"norms": NORMS, "pairs": [list(pair) for pair in pairs]})
 
 
 def measure_real(cell: Cell, bar: Bar) -> Tables:
@@ -167,13 +157,9 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
     default = s["pairs"].index([StapoOptions().probability, StapoOptions().entropy])
     norms = rare_norms(policy, written, rare, mass[:, default], s["norms"])
     bar(3, 3, "norms")
-    whole = {
-        "policy": cell.name,
-        "parameters": policy.model.num_parameters(),
-        "tokens": len(prompt),
-        "prompts": s["prompts"],
-    }
-    whole |= {"rollouts": s["rollouts"], "success": float(written.table.total_reward.mean()), "norms": len(norms)}
+    whole = {"policy": cell.name, "parameters": policy.model.num_parameters(), "tokens": len(prompt)}
+    whole |= {"prompts": s["prompts"], "rollouts": s["rollouts"], "success": float(written.table.total_reward.mean())}
+    whole |= {"norms": len(norms)}
     ratio = ratio_interval(norms[:, 0], norms[:, 1], "mean ‖s‖² of silenced over drawn tokens")
     return {"thresholds": rows, "policies": [whole | interval_columns("norm_ratio", ratio)]}
 
@@ -219,11 +205,8 @@ def rare_norms(policy: Policy, written: ScoredRollouts, rare: Int, mass: Float, 
             row = ids[n : n + 1, : at + 1].clone()
             if side == 0:
                 row[0, at] = int(rare[token])
-            only = torch.zeros_like(row, dtype=torch.bool)
-            only[0, at] = True
-            found = token_score_norms(
-                policy.model, row, only, attention[n : n + 1, : at + 1], temperature=written.temperature
-            )
+            only, real = torch.arange(at + 1)[None] == at, attention[n : n + 1, : at + 1]
+            found = token_score_norms(policy.model, row, only, real, temperature=written.temperature)
             out[k, side] = found.norm_sq[0, at]
     return out
 
@@ -253,7 +236,9 @@ def cells(quick: bool) -> list[Cell]:
         learner = {"model": asdict(config.small_model), "start": asdict(config.warm_start)}
         learner |= {"task": task, "task_settings": asdict(getattr(config, task)), "update": UPDATE}
         made.append(Cell(name, size | learner | options | {"length": length, "quick": quick, "arms": list(ARMS)}))
-    return made[:1] if quick else [*made, real_cell(PAIRS)]
+    facts = {"model": "smollm2", "task": asdict(REAL_TASK), "prompts": PROMPTS, "rollouts": ROLLOUTS, "tokens": TOKENS}
+    real = Cell("smollm2-letters", facts | {"norms": NORMS, "pairs": size["pairs"]})
+    return made[:1] if quick else [*made, real]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:

@@ -108,18 +108,12 @@ def measured(policy: Policy, s: Any) -> dict[str, float | None]:
         variance[label[0]] = float(moments.power[0] - moments.mean_sq[0])
         if label[0] == "rloo" and moments.mean_sq[0] > 0:
             scale = variance["rloo"] / float(moments.mean_sq[0])
-    rollouts = len(table.mask)
-    return {
-        "answer_tokens": float(table.mask.sum() / rollouts),
-        "digit_tokens": float(digits.sum() / rollouts),
-        "norm_digit": rounded(float(norm[digits].mean())),
-        "norm_other": rounded(float(norm[table.mask & ~digits].mean())),
-        "norm_answer": rounded(float(norm[digits].sum() / rollouts)),
-        "entropy_digit": rounded(float(table.stats.entropy[digits].mean())),
-        "variance": rounded(variance["rloo"]),
-        "variance_digits": rounded(variance["digits"]),
-        "noise_scale": rounded(scale),
-    }
+    rollouts, other = len(table.mask), table.mask & ~digits
+    counts = {"answer_tokens": float(table.mask.sum() / rollouts), "digit_tokens": float(digits.sum() / rollouts)}
+    found = {"norm_digit": norm[digits].mean(), "norm_other": norm[other].mean()}
+    found |= {"norm_answer": norm[digits].sum() / rollouts, "entropy_digit": table.stats.entropy[digits].mean()}
+    found |= {"variance": variance["rloo"], "variance_digits": variance["digits"], "noise_scale": scale}
+    return counts | {name: rounded(None if value is None else float(value)) for name, value in found.items()}
 
 
 STUDY = Study(

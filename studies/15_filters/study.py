@@ -32,12 +32,9 @@ TOGETHER = 4
 def cells(policies: int) -> list[Cell]:
     """Return one cell per filter, the profiled rewards, and the batches of several prompts."""
     same: dict[str, Any] = {"policies": policies, "n": N, "update": UPDATE, "estimators": list(ESTIMATORS)}
-    made = [Cell(name, {**same, "options": repr(options)}) for name, (_, options) in FILTERS.items()]
-    return [
-        *made,
-        Cell("profiled", {**same, "options": repr(PROFILED)}),
-        Cell("batches", {**same, "together": TOGETHER}),
-    ]
+    options = {name: repr(chosen) for name, (_, chosen) in FILTERS.items()} | {"profiled": repr(PROFILED)}
+    made = [Cell(name, {**same, "options": words}) for name, words in options.items()]
+    return [*made, Cell("batches", {**same, "together": TOGETHER})]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -46,11 +43,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     trees = [random_tree(GROUP, np.random.default_rng(seed)) for seed in range(count)]
     if cell.name == "batches":
         return {"batches": batches(trees)}
-    rows = []
+    rows = list[dict[str, Any]]()
     for seed, tree in enumerate(trees):
-        for estimator in ESTIMATORS:
-            key = {"filter": cell.name, "policy": seed, "estimator": estimator}
-            rows.append(key | row_of(tree, cell.name, estimator))
+        key = {"filter": cell.name, "policy": seed}
+        rows += [key | {"estimator": name} | row_of(tree, cell.name, name) for name in ESTIMATORS]
         bar(seed + 1, count, f"{cell.name}: policy {seed + 1}")
     return {"filters": rows}
 

@@ -10,16 +10,16 @@ from otb_analysis.figures.styles import BLUE, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
-from studies.lib.formats import ends, or_nan
+from studies.lib.formats import ends, interval_curve, or_nan
 from studies.lib.seeds import by_seed
 
 PARTS = {"": ("all parameters", BLUE), "_rest": ("without the table of embeddings", ORANGE)}
 
 
-def over_discrete(rows: Rows, arm: str, name: str, against: str = "") -> Interval | None:
+def over_discrete(rows: Rows, arm: str, name: str, against: str = "", scale: Any = "log") -> Interval | None:
     """Return the mean over policies of a number over that of the discrete arm, policy by policy."""
     base = by_seed(select(rows, arm="discrete"), against or name)
-    return seed_mean([row[name] / base[row["seed"]] for row in select(rows, arm=arm)], name, "log")
+    return seed_mean([row[name] / base[row["seed"]] for row in select(rows, arm=arm)], name, scale)
 
 
 def large(of: Interval | None, digits: int = 0) -> str:
@@ -37,30 +37,22 @@ def mean_of(rows: Rows, arm: str, name: str, scale: str = "linear") -> Interval 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return functions for the cells of the page, and its arms."""
     rows, slopes = tables["arms"], tables["slopes"]
+    slope = {(row["arm"], row["seed"]): row["slope"] for row in slopes}
 
     def table_share(arm: str) -> Interval | None:
         """Return the share of V that lies in the table of embeddings, the mean over policies."""
         return seed_mean([1 - row["variance_rest"] / row["variance"] for row in select(rows, arm=arm)], "share")
 
-    def slope_ratio(arm: str) -> Interval | None:
-        """Return the mean over policies of the slope of J over that of the discrete arm."""
-        base = by_seed(select(slopes, arm="discrete"), "slope")
-        own = by_seed(select(slopes, arm=arm), "slope")
-        return seed_mean([slope / base[seed] for seed, slope in own.items()], "slope over discrete")
-
     def progress(arm: str) -> Interval | None:
-        """Return the mean over policies of V/slope² over that of the discrete arm."""
-        cost = [
-            {seed: v / slope[seed] ** 2 for seed, v in by_seed(select(rows, arm=name), "variance").items()}
-            for name in (arm, "discrete")
-            for slope in [by_seed(select(slopes, arm=name), "slope")]
-        ]
-        return seed_mean([cost[0][seed] / cost[1][seed] for seed in distinct(rows, "seed")], "V over slope²", "log")
+        """Return the mean over policies of V/slope² over that of the discrete arm: variance at equal progress."""
+        both = [row for row in rows if row["arm"] in (arm, "discrete")]
+        costs = [dict(row) | {"cost": row["variance"] / slope[row["arm"], row["seed"]] ** 2} for row in both]
+        return over_discrete(costs, arm, "cost")
 
     return {
         "over_discrete": partial(over_discrete, rows), "mean_of": partial(mean_of, rows), "table_share": table_share,
-        "slope_of": lambda arm: mean_of(slopes, arm, "slope"), "slope_ratio": slope_ratio, "progress": progress,
-        "names": distinct(rows, "arm"),
+        "slope_of": partial(mean_of, slopes, name="slope"), "progress": progress, "names": distinct(rows, "arm"),
+        "slope_ratio": partial(over_discrete, slopes, name="slope", scale="linear"),
     }  # fmt: skip
 
 
@@ -69,25 +61,17 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     rows = tables["arms"]
     arms = {row["arm"]: float(np.log10(row["noise"])) for row in rows if row["soft"] == 8}
 
-    def curve(found: list[Interval | None], words: str, color: str, log: bool) -> Curve:
-        y, low, high = ([or_nan(ends(one)[end]) for one in found] for end in range(3))
-        if log:
-            y, low, high = (np.log10(values).tolist() for values in (y, low, high))
-        return Curve(list(arms.values()), y, words, low, high, color)
-
-    curves = [
-        curve([over_discrete(rows, arm, f"variance{part}") for arm in arms], words, color, log=True)
-        for part, (words, color) in PARTS.items()
-    ]
-    success = [mean_of(rows, arm, "success") for arm in arms]
+    curves = []
+    for part, (words, color) in PARTS.items():
+        found = [over_discrete(rows, arm, f"variance{part}") for arm in arms]
+        y, low, high = (np.log10([or_nan(ends(one)[end]) for one in found]).tolist() for end in range(3))
+        curves.append(Curve(list(arms.values()), y, words, low, high, color))
+    success = interval_curve({at: mean_of(rows, arm, "success") for arm, at in arms.items()}, "", "8 soft tokens", BLUE)
     discrete = mean_of(rows, "discrete", "success")
     rule = ((discrete.estimate, "discrete"),) if discrete else ()
     axis = "noise of 8 soft tokens, powers of ten"
     panels = [
         Panel("Variance over that of discrete tokens", "powers of ten", axis, curves, y_range=(0.0, 3.5)),
-        Panel(
-            "Success", "mean over policies", axis, [curve(success, "8 soft tokens", BLUE, log=False)], rule, (0.0, 1.0),
-            percent=True,
-        ),
+        Panel("Success", "mean over policies", axis, [success], rule, (0.0, 1.0), percent=True),
     ]  # fmt: skip
     return {"variance.svg": svg(panels, columns=2)}

@@ -95,13 +95,18 @@ def slopes(policy: Policy, s: Any, base: SampleConfig) -> list[dict[str, Any]]:
     prompts = distinct_prompts(policy.task, "train", s["prompts"] + s["others"])
     direction = discrete_gradient(policy, prompts[: s["prompts"]], replace(base, prompts=s["prompts"]), s["seed"])
     length = float(torch.sqrt(torch.stack([d.double().square().sum() for d in direction]).sum()))
-    rows = []
+    rows, generator, beside = [], TransformersGenerator(policy.model, policy.tokenizer), prompts[s["prompts"] :]
     for arm, (soft, noise) in s["arms"].items():
         config = replace(base, soft=soft, soft_noise=noise)
         ends = []
         for sign in (1, -1):
             move_parameters(policy, direction, sign * s["step"] / length)
-            ends.append(mean_reward(policy, prompts[s["prompts"] :], config, 5000 + s["seed"]))
+            totals = list[float]()  # of a group of rollouts of every prompt; the same seed draws the same noise
+            for first in range(0, len(beside), AT_ONCE):
+                torch.manual_seed(5000 + s["seed"] + first)
+                drawn = sample(generator, policy.tokenizer, policy.task, beside[first : first + AT_ONCE], config)
+                totals += compute_rewards(policy.task, drawn).rewards().sum(axis=1).tolist()
+            ends.append(float(np.mean(totals)))
             move_parameters(policy, direction, -sign * s["step"] / length)
         rows.append({"arm": arm, "slope": (ends[0] - ends[1]) / (2 * s["step"]), "above": ends[0], "under": ends[1]})
     return rows
@@ -122,16 +127,6 @@ def move_parameters(policy: Policy, direction: Sequence[Tensor], step: float) ->
     """Move the policy's parameters in place."""
     for parameter, d in zip(policy.model.parameters(), direction, strict=True):
         parameter.add_(step * d)
-
-
-def mean_reward(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int) -> float:
-    """Return the mean reward of a group of rollouts of every prompt; the same seed draws the same noise."""
-    generator, totals = TransformersGenerator(policy.model, policy.tokenizer), list[float]()
-    for first in range(0, len(prompts), AT_ONCE):
-        torch.manual_seed(seed + first)
-        rollouts = sample(generator, policy.tokenizer, policy.task, prompts[first : first + AT_ONCE], config)
-        totals += compute_rewards(policy.task, rollouts).rewards().sum(axis=1).tolist()
-    return float(np.mean(totals))
 
 
 TASK = ChainSumConfig(terms_min=3, terms_max=3, largest=19)

@@ -7,16 +7,6 @@ from studies.lib.formats import column, interval_columns, mean, or_nan, rounded
 from studies.lib.record import Cell, Row, Rows, Study, Tables, distinct, select
 
 __all__ = [
-    "Cell",
-    "Row",
-    "Rows",
-    "Study",
-    "Tables",
-    "column",
-    "distinct",
-    "interval_columns",
-    "mean",
-    "or_nan",
-    "rounded",
+    "Cell", "Row", "Rows", "Study", "Tables", "column", "distinct", "interval_columns", "mean", "or_nan", "rounded",
     "select",
-]
+]  # fmt: skip

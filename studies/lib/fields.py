@@ -112,7 +112,9 @@ def section(name: str, example: Mapping[str, Any]) -> str:
     for path in places(example):
         label = ".".join(str(key) for key in path if isinstance(key, str))
         gone = record_of(kind, changed(example, path))
-        alike = [record_of(kind, changed(example, path, _other)), record_of(kind, changed(example, path, _others))]
+        # Another value, and in a list another one in every place
+        ways = (_other, lambda x: [_other(one) for one in x] if isinstance(x, list) else _other(x))
+        alike = [record_of(kind, changed(example, path, way)) for way in ways]
         read = [one for one in (gone, *alike) if isinstance(one, dict)]
         found = [key for one in read for key in whole if one.get(key) != whole[key]]
         if not found and any(record_of(kind, changed(example, path, lambda _, x=odd: x)) != whole for odd in ODD):
@@ -171,10 +173,6 @@ def changed(example: Mapping[str, Any], path: Path_, change: Callable[[Any], Any
     if change is not None:
         holder[path[-1]] = change(value)
     return row
-
-
-def _others(value: Any) -> Any:
-    return [_other(one) for one in value] if isinstance(value, list) else _other(value)
 
 
 def _other(value: Any) -> Any:

@@ -155,8 +155,11 @@ def interval_curves(
 
 
 def side_by_side(found: Sequence[Measured], place: int, name: str, words: str, color: str) -> Curve:
-    """Return intervals as points at 1, 2 …, moved a little aside by the place of their kind among three."""
-    points = {at + 0.12 * (place - 1): one for at, one in enumerate(found, 1)}
+    """Return intervals as points at 1, 2 …, moved a little aside by the place of their kind among three.
+
+    What is undefined has no point, so that a panel may be empty.
+    """
+    points = {at + 0.12 * (place - 1): one for at, one in enumerate(found, 1) if ends(one, name)[0] is not None}
     return interval_curve(points, name, words, color, width=0)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from otb_analysis.config import CriticConfig, SampleConfig, SmallModelConfig, TrainConfig
+from otb_analysis.config import CriticConfig, SampleConfig, TrainConfig
 from otb_analysis.devices import device_of, random_forked
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.gradients import gradient_sketch, token_score_norms
@@ -82,6 +82,9 @@ class ScoredRollouts:
 def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
     """Return a randomly initialised policy of the configured sizes for the configured task.
 
+    A GPT-2-type model has learned positions, biases, layer norms, and one head per key: `key_value_heads` has no
+    counterpart. The global random state is left as it was.
+
     Raises:
         InputError: The architecture is not known.
     """
@@ -89,24 +92,17 @@ def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
         raise InputError(f"architecture is {architecture!r}; {nearest(architecture, ARCHITECTURES)}")
     task = make_task(config)
     tokenizer = small_tokenizer(config.tokenizer, task.alphabet)
-    make = small_model if architecture == "qwen3" else small_gpt2
-    return Policy(make(config.small_model, tokenizer, config.seed), tokenizer, task)
-
-
-def small_gpt2(config: SmallModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> GPT2LMHeadModel:
-    """Make a randomly initialised GPT-2-type model: learned positions, biases, layer norms, one head per key.
-
-    `key_value_heads` has no counterpart. The global random state is left as it was.
-    """
+    if architecture == "qwen3":
+        return Policy(small_model(config.small_model, tokenizer, config.seed), tokenizer, task)
+    size = config.small_model
     shape = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=config.width, n_layer=config.layers,
-        n_head=config.heads, n_inner=config.feed_forward, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        tie_word_embeddings=config.tied, eos_token_id=special_id(tokenizer, "eos"), bos_token_id=None,
-        pad_token_id=special_id(tokenizer, "pad"),
+        vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=size.width, n_layer=size.layers, n_head=size.heads,
+        n_inner=size.feed_forward, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=size.tied,
+        eos_token_id=special_id(tokenizer, "eos"), bos_token_id=None, pad_token_id=special_id(tokenizer, "pad"),
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # the CPU's alone: layers are made there
-        return GPT2LMHeadModel(shape).eval()
+        torch.default_generator.manual_seed(config.seed)  # the CPU's alone: layers are made there
+        return Policy(GPT2LMHeadModel(shape).eval(), tokenizer, task)
 
 
 def pretrained(config: TrainConfig) -> Policy:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from otb_analysis.arrays import policy_position
 from otb_analysis.config import MeasureConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.devices import random_forked
-from otb_analysis.energies import calibrate, realized_energy
+from otb_analysis.energies import calibrate, lm_head_energy, realized_energy
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, entry_of, estimate, proved, with_limit
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram
@@ -48,7 +48,7 @@ REFERENCE: Label = ("rloo", "none")
 
 @dataclass(frozen=True)
 class Pool:
-    """Rollouts of several prompts with the score of every token as a count sketch; made by `measure_pool`."""
+    """Rollouts of several prompts with the score of every token as a count sketch; measured by `measured_tokens`."""
 
     written: ScoredRollouts
     inputs: EstimatorInputs  # With exact energies and rollout norms; group = prompt
@@ -62,12 +62,6 @@ class Pool:
         proxy = np.where(written.table.mask, written.table.stats.energy, 0.0)
         return cls(written, written.table.inputs(np.nan_to_num(exact), whole), proxy, sketch, node)
 
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """What `of` takes beside the rollouts."""
-        exact, whole = self.inputs.energy, self.inputs.rollout_norm_sq
-        return {"exact": exact, "whole": whole, "sketch": self.sketch, "node": self.node}
-
     def facts(self) -> dict[str, Any]:
         """Return what the rollouts are: success, tokens, corr(W_T, R) within prompts, and what a critic explains."""
         table = self.written.table
@@ -75,14 +69,10 @@ class Pool:
         weights = weight_statistics(self.inputs.energy, table.mask, table.total_reward, table.group)
         prompts = len(self.written.rollouts.prompts)
         return {
-            "prompts": prompts,
-            "rollouts": len(table.group) // prompts,
-            "tokens": int(table.mask.sum()),
-            "distinct_tokens": len(self.sketch),
-            "success": float(table.total_reward.mean()),
-            "explained": rounded(explained_variance(table)),
-            "corr": rounded(weights.pooled_total_reward_corr),
-        }
+            "prompts": prompts, "rollouts": len(table.group) // prompts, "tokens": int(table.mask.sum()),
+            "distinct_tokens": len(self.sketch), "success": float(table.total_reward.mean()),
+            "explained": rounded(explained_variance(table)), "corr": rounded(weights.pooled_total_reward_corr),
+        }  # fmt: skip
 
     def features(self, rows: Int) -> NDArray[np.float32]:
         """Return the sketched scores of some rollouts, as wide as the longest [n, t, K], zero outside the mask."""
@@ -106,23 +96,25 @@ def promising_prompts(policy: Policy, first: int, count: int, config: SampleConf
     paid = pilot.total_reward.reshape(len(distinct), -1)
     chosen = [prompt for prompt, one in zip(distinct, paid, strict=True) if np.ptp(one) > 0][:count]
     if len(chosen) < count:
-        raise InputError(
-            f"{len(chosen)} of {len(distinct)} prompts are answered rightly sometimes but {count} are wanted; "
-            "start from another success rate."
-        )
+        there = f"{len(chosen)} of {len(distinct)} prompts are answered rightly sometimes"
+        raise InputError(f"{there} but {count} are wanted; start from another success rate.")
     return chosen
 
 
-def measure_pool(policy: Policy, written: ScoredRollouts, dim: int, seed: int = 0, bar: Bar = silent) -> Pool:
-    """Measure every token of a pool: exact norms, and sketches of the scores in `dim` buckets.
+def measured_tokens(
+    policy: Policy, written: ScoredRollouts, groups: Int, dim: int, bar: Bar = silent
+) -> dict[str, Any]:
+    """Return what `Pool.of` takes beside the rollouts, of some prompts: exact norms, and sketches in `dim` buckets.
 
-    A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. The
-    seed is that of the hash. B* is not: from half a pool it is noisier than what it is compared with (studies/LOG.md).
+    A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. B* is
+    not: from half a pool it is noisier than what it is compared with (studies/LOG.md).
     """
-    measurer = GradientMeasurer(policy.model, MeasureConfig(), written.temperature)
-    norms = measurer.norms(written.rollouts, np.unique(written.rollouts.group))
-    sketch, node = token_sketches(policy.model, written.rollouts, written.temperature, dim, seed, bar)
-    return Pool.of(written, norms.norm_sq, norms.rollout_norm_sq, sketch, node)
+    rows, temperature = np.isin(written.rollouts.group, groups), written.temperature
+    norms = GradientMeasurer(policy.model, MeasureConfig(), temperature).norms(written.rollouts, groups)
+    part = written.rollouts.take(np.flatnonzero(rows))
+    sketch, node = token_sketches(policy.model, part, temperature, dim, bar)
+    wide = np.pad(node, ((0, 0), (0, written.table.mask.shape[1] - node.shape[1])))
+    return {"exact": norms.norm_sq[rows], "whole": norms.rollout_norm_sq[rows], "sketch": sketch, "node": wide}
 
 
 def load_pool(written: ScoredRollouts, cells: Sequence[Cell], work: Path) -> tuple[Pool, dict[str, Any]]:
@@ -133,17 +125,17 @@ def load_pool(written: ScoredRollouts, cells: Sequence[Cell], work: Path) -> tup
     Raises:
         StoreError: A block is missing.
     """
-    parts = [np.load(kept_file(cell, work)) for cell in cells]
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    parts = [dict(np.load(kept_file(cell, work))) for cell in cells]
     first = np.cumsum([0, *(len(part["sketch"]) for part in parts)])
-    node = np.concatenate([part["node"] + k for part, k in zip(parts, first[:-1], strict=True)])
-    own = {name: joined.pop(name) for name in ("exact", "whole", "sketch")}
-    pool = Pool.of(written, **own, node=np.where(written.table.mask, node, 0))
-    return pool, {name: x for name, x in joined.items() if name != "node"}
+    for part, start in zip(parts, first[:-1], strict=True):
+        part["node"] = part["node"] + start
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    exact, whole, sketch, node = (joined.pop(name) for name in ("exact", "whole", "sketch", "node"))
+    return Pool.of(written, exact, whole, sketch, np.where(written.table.mask, node, 0)), joined
 
 
 def token_sketches(
-    model: PreTrainedModel, rollouts: Rollouts, temperature: float, dim: int, seed: int = 0, bar: Bar = silent
+    model: PreTrainedModel, rollouts: Rollouts, temperature: float, dim: int, bar: Bar = silent
 ) -> tuple[NDArray[np.float32], Int]:
     """Return count sketches of all distinct scores [U, K] and the one of each token [N, T], 0 outside the mask.
 
@@ -161,7 +153,7 @@ def token_sketches(
             weight[np.arange(len(columns)), columns] = 1.0
         ids, mask, attention = rollouts.tensors(model.device, own)
         found = gradient_sketch(
-            model, ids, mask, weights, np.arange(len(rows)), attention, dim=dim, seed=seed, temperature=temperature
+            model, ids, mask, weights, np.arange(len(rows)), attention, dim=dim, temperature=temperature
         )  # a cluster for each rollout, and a row for each of its tokens
         for n, columns, rollout in zip(rows, at, found, strict=True):
             sketch[node[n, columns]] = rollout[: len(columns)]
@@ -257,7 +249,16 @@ def gram_of_prompts(
     for cut in cuts:
         advantages = estimates(pool, cut)
         labels = list(advantages)
-        flat = _gradients(pool, cut, advantages, labels).reshape(len(labels) * cut.prompt.size, -1)
+        # Mean gradient of every group [M, G, K], prompt by prompt; float32, as the sketches are
+        gradients = np.zeros((len(labels), cut.prompt.size, pool.sketch.shape[1]), np.float32)
+        for prompt in range(prompts):
+            groups = np.flatnonzero(cut.prompt == prompt)
+            rows = np.flatnonzero(np.isin(cut.group, groups))
+            part = Partition(cut.group[rows] - groups[0], np.zeros(groups.size, np.int64))
+            features = pool.features(rows)
+            weights = np.stack([advantages[label][rows, : features.shape[1]] for label in labels])
+            gradients[:, groups] = group_gradients(features, weights, part)
+        flat = gradients.reshape(len(labels) * cut.prompt.size, -1)
         shape = (len(labels), cut.prompt.size)
         inner = np.asarray(flat @ flat.T, dtype=float).reshape(*shape, *shape).transpose(0, 2, 1, 3)
         total = total + mean_over_subgroups(inner, cut.prompt.size // prompts) / len(cuts)
@@ -272,21 +273,6 @@ def proved_of_pool(labels: Iterable[Label], prompts: int, size: int) -> Proved:
     outcome. So the conditions of the registry are met (`estimators.unproved_because`), and c = 1 for unbiased entries.
     """
     return proved(labels, plain_config(TrainConfig(sample=SampleConfig(prompts=prompts, group_size=size))))
-
-
-def _gradients(
-    pool: Pool, cut: Partition, estimates: Mapping[Label, Float], labels: Sequence[Label]
-) -> NDArray[np.float32]:
-    """Mean gradient of every group [M, G, K], prompt by prompt; float32, as the sketches are."""
-    out = np.zeros((len(labels), cut.prompt.size, pool.sketch.shape[1]), np.float32)
-    for prompt in range(int(cut.prompt.max()) + 1):
-        groups = np.flatnonzero(cut.prompt == prompt)
-        rows = np.flatnonzero(np.isin(cut.group, groups))
-        part = Partition(cut.group[rows] - groups[0], np.zeros(groups.size, np.int64))
-        features = pool.features(rows)
-        weights = np.stack([estimates[label][rows, : features.shape[1]] for label in labels])
-        out[:, groups] = group_gradients(features, weights, part)
-    return out
 
 
 PROMPTS_FROM = 1_000_000
@@ -312,16 +298,6 @@ def prompt_gram(
     return Gram(inner, tuple(coefficient), len(rollouts.group), prompt=tuple(p.id for p in rollouts.prompts))
 
 
-def estimator_gram(trainer: Trainer, rollouts: Rollouts, table: TokenTable, labels: Sequence[Label]) -> Gram:
-    """Return the Gram matrix of estimators on rollouts in their present groups, with proxy energies.
-
-    The token table may be of the same rollouts in other groups.
-    """
-    inputs = replace(table.inputs(table.stats.energy), group=rollouts.group)
-    advantages = {k: estimate(k[0], inputs, with_limit(k[0], None, table.limit)).advantage for k in labels}
-    return prompt_gram(trainer.model, rollouts, advantages)
-
-
 def drawn_groups(
     trainer: Trainer, n_prompts: int, group_size: int, seed: int = 1, start: int = PROMPTS_FROM
 ) -> Rollouts:
@@ -336,19 +312,23 @@ def drawn_groups(
         return sample(trainer.generator, trainer.tokenizer, trainer.task, prompts, settings)
 
 
-def scored_table(trainer: Trainer, rollouts: Rollouts) -> TokenTable:
-    """Return the token table of rollouts under the trainer's policy as it is now, whoever sampled them."""
-    forward = trainer.policy.forward(rollouts, keep_graph=False)
-    return trainer.table(compute_rewards(trainer.task, rollouts), forward, None)
-
-
 def pooled_grams(
     trainer: Trainer, prompts: int, rollouts: int, sizes: Sequence[int], labels: Sequence[Label]
 ) -> tuple[Rollouts, TokenTable, dict[int, Gram]]:
-    """Return groups drawn from the trainer's policy, their token table, and the Gram matrix in groups of each size."""
+    """Return groups drawn from the trainer's policy, their token table, and the Gram matrix in groups of each size.
+
+    Estimators that read energies have the proxy.
+    """
     drawn = drawn_groups(trainer, prompts, rollouts)
-    table = scored_table(trainer, drawn)
-    return drawn, table, {n: estimator_gram(trainer, regrouped(drawn, n), table, labels) for n in sizes}
+    forward = trainer.policy.forward(drawn, keep_graph=False)
+    table = trainer.table(compute_rewards(trainer.task, drawn), forward, None)
+    whole, grams = table.inputs(table.stats.energy), dict[int, Gram]()
+    for size in sizes:
+        cut = regrouped(drawn, size)
+        inputs = replace(whole, group=cut.group)
+        advantages = {k: estimate(k[0], inputs, with_limit(k[0], None, table.limit)).advantage for k in labels}
+        grams[size] = prompt_gram(trainer.model, cut, advantages)
+    return drawn, table, grams
 
 
 def regrouped(rollouts: Rollouts, size: int) -> Rollouts:
@@ -366,13 +346,20 @@ def regrouped(rollouts: Rollouts, size: int) -> Rollouts:
     return replace(rollouts, prompts=tuple(prompts), group=np.arange(len(rollouts.group)) // size)
 
 
-def calibrated(exact: Float, proxy: Float, mask: Bool, share: float, seed: int) -> Float:
-    """Return the proxy calibrated on a share of the tokens, drawn by the proxy as the level `sampled` does it."""
-    prob = np.full(mask.shape, np.nan)
+def energies_beside(written: ScoredRollouts, exact: Float, share: float, seed: int) -> dict[str, Float]:
+    """Return exact energies [N, T] with those that stand in for them and need no further backward pass, by name.
+
+    `calibrated` is the proxy calibrated on a share of the tokens, drawn by the proxy as the level `sampled` does it.
+    """
+    mask, stats = written.table.mask, written.table.stats
+    hidden = 0.0 if stats.hidden_norm_sq is None else stats.hidden_norm_sq
+    proxy, hidden = (np.where(mask, x, 0.0) for x in (stats.energy, hidden))
+    prob, drawn = np.full(mask.shape, np.nan), np.zeros(mask.shape, bool)
     prob[mask] = inclusion_probabilities(proxy[mask], round(share * int(mask.sum())))
-    drawn = np.zeros(mask.shape, bool)
     drawn[mask] = systematic_sample(prob[mask], seed)
-    return calibrate(np.where(drawn, exact, np.nan), proxy, prob).predict(proxy)
+    calibrated = calibrate(np.where(drawn, exact, np.nan), proxy, prob).predict(proxy)
+    last = lm_head_energy(proxy, hidden, written.temperature)
+    return {"exact": exact, "proxy": proxy, "calibrated": calibrated, "lm_head": last}
 
 
 def agreement_rows(table: TokenTable, energies: Mapping[str, Float], sources: Sequence[str]) -> list[dict[str, Any]]:
@@ -388,15 +375,10 @@ def agreement_rows(table: TokenTable, energies: Mapping[str, Float], sources: Se
             )
             pair = energies[source], energies["exact"], table.mask
             agree = fidelity(*pair, cells) if of == "w" else realized_fidelity(*pair, table.group)
-            rows.append({
-                "source": source,
-                "of": of,
-                **interval_columns("pooled", correlation(x, y, prompt)),
-                **interval_columns("within", correlation(x, y, prompt, cells[table.mask])),
-                **interval_columns("log_pooled", log_correlation(x, y, prompt)),
-                **interval_columns("log_within", log_correlation(x, y, prompt, cells[table.mask])),
-                "positive": float(np.mean((x > 0) & (y > 0))),
-                "spearman": agree.pooled.spearman,
-                "spearman_within": agree.within.spearman if agree.within else None,
-            })  # fmt: skip
+            row: dict[str, Any] = {"source": source, "of": of}
+            for prefix, corr in (("", correlation), ("log_", log_correlation)):
+                row |= interval_columns(f"{prefix}pooled", corr(x, y, prompt))
+                row |= interval_columns(f"{prefix}within", corr(x, y, prompt, cells[table.mask]))
+            row |= {"positive": float(np.mean((x > 0) & (y > 0))), "spearman": agree.pooled.spearman}
+            rows.append(row | {"spearman_within": agree.within.spearman if agree.within else None})
     return rows

@@ -53,11 +53,6 @@ class Cell:
     given: Tables = field(default_factory=dict)  # Their tables, one below the other; filled in when it is measured
 
 
-def nothing(tables: Mapping[str, Rows]) -> Mapping[str, Any]:
-    """Return nothing beside the tables."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Study:
     """A question and how it is answered.
@@ -73,9 +68,9 @@ class Study:
     quick: Sequence[Cell]  # The same work at constants that take less than two minutes on two cores
     measure: Callable[[Cell, Path, Bar], Tables]  # (cell, empty directory of its own, progress) → rows; on one thread
     # Tables → what the template needs beyond them: differences over seeds, tests, functions for its cells
-    numbers: Callable[[Mapping[str, Rows]], Mapping[str, Any]] = nothing
+    numbers: Callable[[Mapping[str, Rows]], Mapping[str, Any]] = lambda tables: {}
     # Tables → SVG text by file name; the page shows them in this order, below the verdict
-    figures: Callable[[Mapping[str, Rows]], Mapping[str, str]] = nothing
+    figures: Callable[[Mapping[str, Rows]], Mapping[str, str]] = lambda tables: {}
     # Constants and functions of `study.py` and `derived.py`, which the template may use
     names: Mapping[str, Any] = field(default_factory=dict)
 
@@ -119,19 +114,17 @@ def load_study(folder: Path) -> Study:
         del sys.modules[name]
     sys.modules[package.__name__] = package
     importlib.invalidate_caches()
-    names = _names(package, FILE)
+    public = dict[str, dict[str, Any]]()
+    for file in (FILE, DERIVED):
+        if (folder / file).is_file():
+            found = vars(importlib.import_module(f"{package.__name__}.{Path(file).stem}"))
+            public[file] = {name: value for name, value in found.items() if not name.startswith("_")}
+    names, derived = public[FILE], public.get(DERIVED, {})
     study = names.get("STUDY")
     if not isinstance(study, Study):
         raise InputError(f"{folder / FILE} defines no STUDY; assign a studies.lib.Study to that name.")
-    derived = _names(package, DERIVED) if (folder / DERIVED).is_file() else {}
     told = {name: derived[name] for name in ("numbers", "figures") if name in derived}
     return replace(study, names=names | derived, **told)
-
-
-def _names(package: ModuleType, file: str) -> dict[str, Any]:
-    """Return what a file of a study defines or imports under a public name."""
-    module = importlib.import_module(f"{package.__name__}.{Path(file).stem}")
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
 def write_tables(folder: Path, tables: Tables) -> None:
@@ -207,13 +200,8 @@ class Finished:
 
     def cost(self, cell: str) -> dict[str, Value]:
         """Return the row of the cost table."""
-        return {
-            "cell": cell,
-            "minutes": round(self.minutes, 2),
-            "processor_minutes": round(self.processor_minutes, 2),
-            "peak_mib": self.peak_mib,
-            "machine": self.machine,
-        }
+        minutes = {"minutes": round(self.minutes, 2), "processor_minutes": round(self.processor_minutes, 2)}
+        return {"cell": cell, **minutes, "peak_mib": self.peak_mib, "machine": self.machine}
 
 
 class CellCache:
@@ -257,9 +245,8 @@ class CellCache:
             with atomic_file(path) as file:
                 file.write(text.encode())
         except OSError as error:
-            raise StoreError(
-                f"cannot keep {path} ({error.strerror}); free some space or pass another --out."
-            ) from error
+            words = "free some space or pass another --out"
+            raise StoreError(f"cannot keep {path} ({error.strerror}); {words}.") from error
 
 
 def keep_arrays(work: Path, **arrays: Any) -> None:

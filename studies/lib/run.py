@@ -141,15 +141,10 @@ def _environment(folder: Path) -> Environment:
     names = ("number", "interval", "percent", "span", "median", "column", "mean")
     environment.filters |= {name: getattr(formats, name) for name in names}
     environment.filters |= {"where": select, "distinct": distinct, "minutes": minutes_words}
-    environment.filters |= {"thousands": "{:,}".format, "line": one_line}
+    environment.filters |= {"thousands": "{:,}".format, "line": lambda text: " ".join(text.split())}
     environment.tests |= {name: getattr(formats, name) for name in ("above", "below", "spanning")}
     environment.globals |= {"grid": formats.grid, "heads": formats.heads, "outdated": OUTDATED}
     return environment
-
-
-def one_line(text: str) -> str:
-    """Return a text that was wrapped as one line."""
-    return " ".join(text.split())
 
 
 @dataclass(frozen=True)
@@ -188,11 +183,14 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
     if COST not in tables:
         raise InputError(f"{target} has no result tables; run otb study {folder.name} first.")
     page, figures = study_page(folder, study, tables, setting.quick)
-    written = {target / "results" / name: svg for name, svg in figures.items()} | {target / "README.md": page}
-    for path, text in written.items():
-        _write(path, text)
-    if target == folder:
-        _write(folder.parent / "README.md", index_page(folder.parent))
+    try:
+        for name, picture in figures.items():
+            (target / "results" / name).write_text(picture, encoding="utf-8")
+        (target / "README.md").write_text(page, encoding="utf-8")
+        if target == folder:
+            (folder.parent / "README.md").write_text(index_page(folder.parent), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write the page to {target} ({error.strerror}); pass another --out.") from error
     return target
 
 
@@ -210,26 +208,14 @@ def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Seque
             if missing:
                 raise InputError(f"cell {cell.name!r} comes after {', '.join(missing)}; measure those first.")
             given = joined_tables([finished for finished in earlier.values() if finished is not None])
-            cache.keep(cell, _finish(study, replace(cell, given=given), cache.work(cell), bar))
+            work = cache.work(cell)  # measured from its beginning, so that the minutes are those of all of it
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True, exist_ok=True)
+            forget_peak_memory()
+            torch.set_num_threads(1)  # models as small as those of studies gain nothing from a second thread
+            clock, processor = perf_counter(), process_time()
+            tables = study.measure(replace(cell, given=given), work, bar)
+            took = (perf_counter() - clock) / 60, peak_memory_mib(), machine_words(), (process_time() - processor) / 60
+            cache.keep(cell, Finished(tables, *took, default_options()))
         bar(number + 1, len(cells), cell.name)
     return [finished for cell in cells if (finished := cache.load(cell)) is not None]
-
-
-def _finish(study: Study, cell: Cell, work: Path, bar: Bar) -> Finished:
-    """Measure a cell from its beginning, so that the minutes are those of all of it."""
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    forget_peak_memory()
-    torch.set_num_threads(1)  # models as small as those of studies gain nothing from a second thread
-    clock, processor = perf_counter(), process_time()
-    tables = study.measure(cell, work, bar)
-    minutes, processor_minutes = (perf_counter() - clock) / 60, (process_time() - processor) / 60
-    return Finished(tables, minutes, peak_memory_mib(), machine_words(), processor_minutes, default_options())
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write {path} ({error.strerror}); pass another --out.") from error

@@ -23,11 +23,8 @@ from studies.lib.record import Rows, distinct, select
 MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
 FORWARD_ONLY = MeasureConfig(exact=Schedule())
 BASE = TrainConfig(
-    small_model=MODEL,
-    measure=FORWARD_ONLY,
-    critic=CriticConfig(enabled=False),
-    evaluate=EvaluateConfig(every=0),
-)
+    small_model=MODEL, measure=FORWARD_ONLY, critic=CriticConfig(enabled=False), evaluate=EvaluateConfig(every=0),
+)  # fmt: skip
 """What the studies train, with nothing beside it."""
 QUICK_TASK = ChainSumConfig(terms_min=2, terms_max=2, largest=10)
 QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)

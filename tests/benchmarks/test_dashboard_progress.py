@@ -7,7 +7,9 @@ from benchmarks import dashboard
 from benchmarks.config import DashboardBenchConfig
 from otb_analysis.phases import OPEN, phase
 
-TAB = SimpleNamespace(wait_for_selector=lambda *_, **__: None, close=lambda: None)
+TAB = SimpleNamespace(
+    wait_for_selector=lambda *_, **__: None, wait_for_timeout=lambda *_: None, close=lambda: None
+)  # fmt: skip
 PAGES = {"Triage": "", "Run": "run", "Tokens": "tokens"}
 
 
@@ -23,17 +25,17 @@ def test_every_part_of_the_work_is_a_phase_and_counts_its_pages(tmp_path, monkey
 
     @contextmanager
     def server(*_):
-        yield SimpleNamespace(address="", memory=(0, 1), processor=0.0)
+        yield SimpleNamespace(address="", memory=1.0, processor=0.0)
 
     def write_run(root, *_, **__):
         root.mkdir()
-        return SimpleNamespace(write_step=None)
+        return SimpleNamespace(write_step=lambda *_: None)
 
     replaced = {
         "browser": lambda: nullcontext(None), "server": server, "menu": lambda *_: PAGES, "open_tab": lambda *_: TAB,
         "wait_until_done": lambda *_: None, "write_runs": lambda root, *_: works(root)(),
         "timed_page": works({"controls": {}}),
-        "one_point_page": works({}), "first_chart": works(), "write_until_shown": works(), "write_and_wait": works(),
+        "one_point_page": works({}), "first_chart": works(), "write_until_shown": works(),
         "write_synthetic_run": write_run,
     }  # fmt: skip
     for name, by in replaced.items():

@@ -12,7 +12,7 @@ from otb_analysis.estimators import estimate, options_from_dict
 from otb_analysis.statistics import Partition, partitions
 from otb_analysis.tasks.task_calls import draw_prompts
 from studies.lib.policies import fresh_policy, write
-from studies.lib.pools import every_estimate, measure_pool
+from studies.lib.pools import Pool, every_estimate, measured_tokens
 from studies.lib.record import load_study
 
 FOLDER = Path(__file__).parent.parent.parent / "studies" / "03_baseline_variance"
@@ -44,7 +44,7 @@ def pool():
     paid = np.random.default_rng(0).random(40) < 0.4
     written.table.reward[np.flatnonzero(paid), ends[paid]] = 1.0
     written = replace(written, table=replace(written.table, value=np.zeros(written.table.mask.shape)))
-    return measure_pool(policy, written, 64)
+    return Pool.of(written, **measured_tokens(policy, written, np.unique(written.table.group), 64))
 
 
 def test_power_and_products_are_those_of_the_groups_own_gradients(entries, pool):

@@ -207,7 +207,7 @@ def test_fatal_and_control_steps_are_paired_by_run(parts):
     ]  # fmt: skip
     # seed 0: the median of .4 and 2 is 1.2; seed 1: −.2, since otb has no control; their mean is .5
     pairs = parts["derived"].window_pairs(rows)
-    assert parts["derived"].paired_change(pairs, "noise").estimate == pytest.approx(0.5)
+    assert parts["derived"].against_control(pairs, "noise")["change"].estimate == pytest.approx(0.5)
     noise = parts["derived"].against_control(pairs, "noise")
     assert (noise["fatal"], noise["control"], noise["higher"]) == ([0.9, 3.0, 0.6], [0.5, 1.0, 0.8], 2)
     shares = parts["derived"].fatal_shares(rows, "otb-4")

@@ -70,11 +70,12 @@ def test_rows_trained_on_states_are_rows_trained_in_the_model(policy):
     model = deepcopy(policy.model)
     weight = model.lm_head.weight
     with study.only(model, "rows", digits):
-        optimizer = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
-        for step, right, _ in curve:
-            logprob = model(input_ids=torch.tensor([text])).logits[0, -1].log_softmax(-1)[digits[3]]
-            assert right[0] == pytest.approx(float(logprob.detach().exp()), rel=1e-3), step
-            study.descend(-logprob, [weight], optimizer)
+
+        def logprob():
+            return model(input_ids=torch.tensor([text])).logits[0, -1].log_softmax(-1)[digits[3]]
+
+        for step in study.descended([weight], how, lambda _: -logprob()):
+            assert curve[step][1][0] == pytest.approx(float(logprob().detach().exp()), rel=1e-3), step
     assert curve[2][1][0] > curve[0][1][0]
 
 

@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval
 from studies.lib import interval_columns, or_nan, rounded
 from studies.lib.formats import (
@@ -15,6 +16,7 @@ from studies.lib.formats import (
     median,
     number,
     percent,
+    side_by_side,
     span,
     spanning,
 )
@@ -74,6 +76,13 @@ def test_a_curve_has_gaps_where_nothing_is_known():
     curve = interval_curve({2: interval_columns("x", FOUND), 4: interval_columns("x", None)}, "x", "words", "#000000")
     assert (list(curve.x), curve.y[0], curve.name) == ([2, 4], 0.4142, "words")
     assert math.isnan(curve.y[1]) and math.isnan(or_nan(None)) and or_nan(1) == 1.0
+
+
+def test_points_stand_where_something_is_known_and_a_panel_without_one_is_drawn_empty():
+    points = side_by_side([None, FOUND, interval_columns("", None)], 2, "", "words", "#000000")
+    assert (list(points.x), points.y) == ([2.12], [0.4142])
+    none = side_by_side([None, None], 1, "", "words", "#000000")
+    assert list(none.x) == [] and svg([Panel("title", "note", "x", [none], [(1.0, "rule")])]).startswith("<svg")
 
 
 def test_a_mean_curve_has_one_point_a_step():

@@ -7,7 +7,7 @@ import torch
 from otb_analysis.errors import InputError
 from otb_analysis.gradients import weighted_score_norms
 from otb_analysis.training.setup import Trainer
-from studies.lib.pools import drawn_groups, prompt_gram, regrouped, scored_table
+from studies.lib.pools import drawn_groups, prompt_gram, regrouped
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def trainer(tiny_config, tmp_path):
 def pool(trainer):
     """Rollouts of three prompts, with two sets of random coefficients."""
     rollouts = drawn_groups(trainer, 3, 4, 1, start=0)
-    return rollouts, np.random.default_rng(0).normal(size=(2, *scored_table(trainer, rollouts).mask.shape))
+    return rollouts, np.random.default_rng(0).normal(size=(2, *rollouts.policy_tokens().shape))
 
 
 def test_gram_of_two_labels_holds_the_gram_of_each(trainer, pool):

@@ -10,10 +10,11 @@ from otb_analysis.statistics import Partition, mean_over_subgroups, partitions
 from otb_analysis.tasks.task_calls import draw_prompts
 from studies.lib.policies import fresh_policy, write
 from studies.lib.pools import (
+    Pool,
     distinct_tokens,
     every_estimate,
     gram_of_prompts,
-    measure_pool,
+    measured_tokens,
     promising_prompts,
     proved_of_pool,
     update_batches,
@@ -38,7 +39,7 @@ def pool(policy):
     found.table.reward[:] = 0.0  # nothing is right by chance: pay every other rollout
     ends = found.table.mask.cumsum(axis=1).argmax(axis=1)
     found.table.reward[np.arange(0, 8, 2), ends[::2]] = 1.0
-    return measure_pool(policy, found, DIM)
+    return Pool.of(found, **measured_tokens(policy, found, np.arange(2), DIM))
 
 
 def test_tokens_with_one_prefix_share_a_number():

@@ -107,9 +107,9 @@ def bias_table() -> str:
 
 def moment_cells(pairs: Sequence[tuple[GroupMoments, GroupMoments]]) -> list[str]:
     """Return the medians of bias, c, and of V and SF over those of `rloo`, from moments beside those of `rloo`."""
-    variance, sf = ([getattr(m, name) / getattr(r, name) for m, r in pairs] for name in ("variance", "sf"))
-    return [*(_median([getattr(m, name) for m, _ in pairs]) for name in ("relative_bias", "projection")),
-            _median(variance), _median(sf)]  # fmt: skip
+    own = [[getattr(m, name) for m, _ in pairs] for name in ("relative_bias", "projection")]
+    over = [[getattr(m, name) / getattr(r, name) for m, r in pairs] for name in ("variance", "sf")]
+    return [_median(values) for values in own + over]
 
 
 def weight_table() -> str:

@@ -33,9 +33,9 @@ class Law:
     moments: Moments  # Exact, all rows in one array [M]
 
     @property
-    def noise_scale(self) -> float:
-        """V/‖∇J‖² of RLOO in prompts."""
-        return float((self.moments.reference_power[0] - self.moments.truth_sq[0]) / self.moments.truth_sq[0])
+    def noise_scale(self) -> Float:
+        """V/‖m‖² of each row [M], in prompts."""
+        return measures.batch_variance(self.moments, 1) / self.moments.mean_sq
 
 
 def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str] = ("rloo", "otb")) -> Law:
@@ -58,7 +58,7 @@ def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str
     # Exact over outcomes; sampling a group is then one draw from the cumulative probabilities.
     mean, power = np.einsum("o,mod->md", p, g), np.einsum("o,mod->m", p, g**2)
     law = Law("", lambda rng, n: g[:, np.searchsorted(cumulative, rng.random(n), side="right")], _moments(mean, power))
-    return Law(f"enumerated policies, noise scale {law.noise_scale:.0f} prompts", law.draw, law.moments)
+    return Law(f"enumerated policies, noise scale {law.noise_scale[0]:.0f} prompts", law.draw, law.moments)
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,8 @@ def measure(
     m = law.moments
     variance, sf, efficiency = (f(m, prompts) for f in (measures.batch_variance, measures.sf, measures.efficiency))
     equivalents = measures.rollout_equivalents(m, prompts, prompts)
-    truth = (
-        variance,
-        measures.projection(m),
-        sf,
-        measures.relative_bias(m),
-        equivalents,
-        efficiency,
-        _noise_scale(law),
-    )
+    bias, scale = measures.relative_bias(m), law.noise_scale
+    truth = (variance, measures.projection(m), sf, bias, equivalents, efficiency, scale)
     ratios = [float(v[1] / v[0]) for v in (variance, sf, efficiency)]
     found = _count(law, (steps, prompts), repetitions, seed, intervals, [float(v[1]) for v in truth] + ratios)
     return dict(zip(QUANTITIES, found, strict=True))
@@ -195,19 +188,17 @@ def measure_by_scale(law: Law, prompts: int, repetitions: int = REPETITIONS, see
         alone = [row.intervals[name] for name in ("efficiency", "noise_scale") for row in (unbiased, other)]
         return [*alone, pairs[UNBIASED], pairs[OTHER]]
 
-    efficiency, scale = measures.efficiency(law.moments, prompts), _noise_scale(law)
+    efficiency, scale = measures.efficiency(law.moments, prompts), law.noise_scale
     truth = [float(x[row]) for x in (efficiency, scale, efficiency / efficiency[0]) for row in (2, 1)]
     found = _count(law, (1, prompts), repetitions, seed, intervals, truth)
     return [found[2 * k : 2 * k + 2] for k in range(len(BY_SCALE))]
 
 
+Intervals = Callable[[Sequence[Gram]], Sequence[Interval | None]]
+
+
 def _count(
-    law: Law,
-    size: tuple[int, int],
-    repetitions: int,
-    seed: int,
-    intervals: Callable[[Sequence[Gram]], Sequence[Interval | None]],
-    truth: Sequence[float],
+    law: Law, size: tuple[int, int], repetitions: int, seed: int, intervals: Intervals, truth: Sequence[float]
 ) -> list[Coverage]:
     rng = np.random.default_rng(seed)
     covered, given = np.zeros(len(truth)), np.zeros(len(truth))
@@ -223,10 +214,6 @@ def _count(
                 given[index] += 1
                 covered[index] += interval.low <= truth[index] <= interval.high
     return [Coverage(float(c / n) if n else 0.0, float(n / repetitions)) for c, n in zip(covered, given, strict=True)]
-
-
-def _noise_scale(law: Law) -> Float:
-    return measures.batch_variance(law.moments, 1) / law.moments.mean_sq
 
 
 def row_text(index: int, repetitions: int = REPETITIONS) -> str:

@@ -116,14 +116,12 @@ class Derailment:
         mean_energy = weighted.sum(axis=1)
         final = (self.realized[-1] @ self.value[-1]) / self.realized[-1].sum()
         baselines = {
-            "none": np.zeros((1, 1)),
-            "group_mean": np.full((1, 1), self.success),
+            "none": np.zeros((1, 1)), "group_mean": np.full((1, 1), self.success),
             "sequence_optimal": np.full((1, 1), final),
             "otb": ((self.realized * self.value[1:]).sum(axis=1) / self.realized.sum(axis=1))[:, None],
             "token_optimal": ((self.occupancy * alone).sum(axis=1) / (self.occupancy @ mean_energy))[:, None],
-            "value": self.value[:-1],
-            "prefix": alone / mean_energy,
-        }
+            "value": self.value[:-1], "prefix": alone / mean_energy,
+        }  # fmt: skip
         return np.broadcast_to(baselines[name], (self.horizon, 2))
 
     def variance(self, baseline: Float) -> float:

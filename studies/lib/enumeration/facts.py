@@ -32,13 +32,9 @@ SETTINGS = {
     "shared, dense": TreeSpec(shared=6, dense=True),
 }
 CLOSERS = (
-    ("classic_optimal", "exact"),
-    ("sequence_optimal", "exact"),
-    ("otb", "exact"),
-    ("otb", "proxy"),
-    ("token_optimal", "exact"),
-    ("token_optimal", "proxy"),
-)
+    ("classic_optimal", "exact"), ("sequence_optimal", "exact"), ("otb", "exact"), ("otb", "proxy"),
+    ("token_optimal", "exact"), ("token_optimal", "proxy"),
+)  # fmt: skip
 """Estimators and energies whose share of the gap closed is listed."""
 GROUP, GROUP_SIZE = TreeSpec(horizon=3, shared=5, end_token=True), 4
 GROUPS = {"ragged": GROUP, "equal": replace(GROUP, end_token=False)}
@@ -138,19 +134,13 @@ def population_row(setting: str, seed: int) -> dict[str, Any]:
         population_moments(tree, b).variance
         for b in (position_optimum(tree), population_baseline("group_mean", tree), values(tree), prefix_optimum(tree))
     )
-    off_policy = drifted(SETTINGS[setting], seed)
-    return {
-        "setting": setting,
-        "policy": seed,
-        "overlap": score_overlap(tree),
-        "regret_error": regret_error(tree, rng.normal(size=tree.mask.shape[1])),
-        "regret_error_off_policy": regret_error(off_policy, rng.normal(size=tree.mask.shape[1])),
-        "first_token_error": first_token_error(tree),
-        **{f"{name} {source}": gap_closed(name, tree, source) for name, source in CLOSERS},
-        "gap": 1 - best / mean,
-        "value": value / best,
-        "prefix": prefix / best,
-    }
+    off_policy, width = drifted(SETTINGS[setting], seed), tree.mask.shape[1]
+    row = {"setting": setting, "policy": seed, "overlap": score_overlap(tree)}
+    row |= {"regret_error": regret_error(tree, rng.normal(size=width))}
+    row |= {"regret_error_off_policy": regret_error(off_policy, rng.normal(size=width))}
+    row |= {"first_token_error": first_token_error(tree)}
+    row |= {f"{name} {source}": gap_closed(name, tree, source) for name, source in CLOSERS}
+    return row | {"gap": 1 - best / mean, "value": value / best, "prefix": prefix / best}
 
 
 def group_row(setting: str, seed: int) -> dict[str, Any]:
@@ -161,17 +151,12 @@ def group_row(setting: str, seed: int) -> dict[str, Any]:
     unbiased = [moments[name] for name in COMPARED if name in ("none", "rloo") or name.endswith("_loo")] + tails[:1]
     reference, mean = moments["rloo"], moments["group_mean"]
     best = population_moments(tree, position_optimum(tree)).variance
-    row = {
-        "setting": setting,
-        "policy": seed,
-        "corr": energy_reward_corr(tree),
-        "loo_bias": max(m.relative_bias for m in unbiased),
-        "zero_tail_bias": tails[1].relative_bias,
-        "mean_length_error": abs(mean.projection - (1 - 1 / GROUP_SIZE)),
-        "mean_sideways": sideways(mean),
-        "otb_sideways": sideways(moments["otb"]),
-        "self_inclusion_error": self_inclusion_error(tree, GROUP_SIZE),
-    }
+    row: dict[str, Any] = {
+        "setting": setting, "policy": seed, "corr": energy_reward_corr(tree),
+        "loo_bias": max(m.relative_bias for m in unbiased), "zero_tail_bias": tails[1].relative_bias,
+        "mean_length_error": abs(mean.projection - (1 - 1 / GROUP_SIZE)), "mean_sideways": sideways(mean),
+        "otb_sideways": sideways(moments["otb"]), "self_inclusion_error": self_inclusion_error(tree, GROUP_SIZE),
+    }  # fmt: skip
     for name, m in moments.items():
         row[f"v {name}"], row[f"sf {name}"] = m.variance / reference.variance, m.sf / reference.sf
         row[f"e1 {name}"], row[f"e1000 {name}"] = (m.efficiency(p) / reference.efficiency(p) for p in (1, 1000))
@@ -203,10 +188,5 @@ def size_row(seed: int) -> dict[str, Any]:
     """Return `otb` in groups of 4 over the group mean in groups of 32 on one policy, every group enumerated."""
     tree = random_tree(LONG_GROUPS, np.random.default_rng(seed))
     small, large = group_moments("otb", tree, SMALL), group_moments("group_mean", tree, LARGE)
-    return {
-        "policy": seed,
-        "corr": energy_reward_corr(tree),
-        "variance": small.variance / large.variance,
-        "sf": small.sf / large.sf,
-        "efficiency": small.efficiency(1) / large.efficiency(1),
-    }
+    row = {"policy": seed, "corr": energy_reward_corr(tree), "variance": small.variance / large.variance}
+    return row | {"sf": small.sf / large.sf, "efficiency": small.efficiency(1) / large.efficiency(1)}

@@ -42,8 +42,14 @@ def multisets(tree: Tree, n: int, chance: Float | None = None) -> tuple[Int, Flo
 
 def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:
     """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio."""
-    advantage = _advantage(name, tree, members, options, source)
-    return linear_gradients(tree, members, advantage * tree.ratio[members.reshape(-1)])
+    rows, group = members.reshape(-1), np.repeat(np.arange(len(members)), members.shape[1])
+    if entry_of(name).batch_coupled:  # it would look at all enumerated groups; each one is a batch of its own here
+        batches = [tree.inputs(one, np.zeros(len(one), np.int64), source) for one in members]
+    else:
+        optimum = np.broadcast_to(position_optimum(tree), tree.mask.shape)[rows]
+        batches = [replace(tree.inputs(rows, group, source), value=values(tree)[rows], position_baseline=optimum)]
+    advantage = np.concatenate([estimate(name, inputs, options).advantage for inputs in batches])
+    return linear_gradients(tree, members, advantage * tree.ratio[rows])
 
 
 def linear_gradients(tree: Tree, members: Int, weight: Float) -> Float:
@@ -60,18 +66,3 @@ def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: st
     """Return the exact moments of an estimator's group gradient."""
     members, prob = multisets(tree, n)
     return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)
-
-
-def _advantage(name: str, tree: Tree, members: Int, options: Any, source: str) -> Float:
-    rows = members.reshape(-1)
-    group = np.repeat(np.arange(len(members)), members.shape[1])
-    inputs = tree.inputs(rows, group, source)
-    optimum = np.broadcast_to(position_optimum(tree), tree.mask.shape)
-    inputs = replace(inputs, value=values(tree)[rows], position_baseline=optimum[rows])
-    if not entry_of(name).batch_coupled:
-        return estimate(name, inputs, options).advantage
-    # A batch-coupled estimator would look at all enumerated groups; each one is a batch of its own here.
-    parts = [
-        estimate(name, tree.inputs(one, np.zeros(len(one), np.int64), source), options).advantage for one in members
-    ]
-    return np.concatenate(parts)

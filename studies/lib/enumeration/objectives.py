@@ -157,9 +157,8 @@ def weighed_moments(tree: Tree, name: str, n: int, options: object = None) -> tu
     inputs = tree.inputs(rows, np.repeat(np.arange(len(members)), n))
     advantage = estimate("rloo", inputs).advantage
     contrast = exact_contrast(tree)[rows] if "contrast" in TOKEN_WEIGHTS[name].needs else None
-    weight = token_weights(
-        name, TokenWeightInputs(inputs.mask, advantage, tree.logprob[rows], tree.entropy[rows], contrast), options
-    )
+    read = TokenWeightInputs(inputs.mask, advantage, tree.logprob[rows], tree.entropy[rows], contrast)
+    weight = token_weights(name, read, options)
     low = (inputs.mask & (weight < 0.5)).reshape(len(members), -1).sum(axis=1)
     tokens = inputs.mask.reshape(len(members), -1).sum(axis=1)
     moments = weighted_moments(linear_gradients(tree, members, advantage * weight), prob, tree.gradient, n)

@@ -34,7 +34,10 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
         return values(tree)
     if name == "position_optimal":
         return masked_rows(position_optimum(tree), tree)
-    batch = _batch(tree, source)
+    # The whole population is one group of an estimator's own batch code, so weights are defined in one place only.
+    energy, whole = {"exact": tree.energy, "proxy": tree.proxy}[source], Groups.of(np.zeros(len(tree.prob), np.int64))
+    alive = tree.mask.astype(np.float64)
+    batch = Batch(tree.returns, tree.total, tree.mask, alive, whole, energy=energy, ratio=tree.ratio * alive)
     rollout_norm_sq = (tree.score.sum(axis=1) ** 2).sum(axis=1)
     # `otb_carry` keeps finished rollouts in the average, with their total return.
     total, carried = tree.total[:, None], np.where(tree.mask, tree.returns, tree.total[:, None])
@@ -120,11 +123,3 @@ def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:
     out = np.zeros(tree.mask.shape)
     out[tree.mask] = (top / bottom)[at]
     return out
-
-
-def _batch(tree: Tree, source: str) -> Batch:
-    energy = {"exact": tree.energy, "proxy": tree.proxy}[source]
-    whole = Groups.of(np.zeros(len(tree.prob), np.int64))
-    # The whole population is one group of an estimator's own batch code, so weights are defined in one place only.
-    alive = tree.mask.astype(np.float64)
-    return Batch(tree.returns, tree.total, tree.mask, alive, whole, energy=energy, ratio=tree.ratio * alive)

@@ -90,16 +90,11 @@ class Tree:
         """
         energy = {"exact": self.energy, "proxy": self.proxy}[source]
         return EstimatorInputs(
-            self.reward[rows],
-            self.mask[rows],
-            group,
-            energy=energy[rows],
-            rollout_norm_sq=(self.score.sum(axis=1) ** 2).sum(axis=1)[rows],
-            ratio=self.ratio[rows],
-            turn=np.broadcast_to(np.arange(self.mask.shape[1]) // 2, self.mask[rows].shape),
-            token_id=self.token[rows],
+            self.reward[rows], self.mask[rows], group, energy=energy[rows],
+            rollout_norm_sq=(self.score.sum(axis=1) ** 2).sum(axis=1)[rows], ratio=self.ratio[rows],
+            turn=np.broadcast_to(np.arange(self.mask.shape[1]) // 2, self.mask[rows].shape), token_id=self.token[rows],
             entropy=None if self.entropy is None else self.entropy[rows],
-        )
+        )  # fmt: skip
 
     def sampled_by(self, behavior: "Tree") -> "Tree":
         """Return the same completions sampled by another policy over the same prefixes."""
@@ -140,16 +135,10 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
         reward = np.zeros(mask.shape)
         reward[np.arange(n), mask.sum(axis=1) - 1] = success
     return Tree(
-        logprob=logprob,
-        mask=mask,
-        prefix=np.where(mask, prefix, -1),
-        reward=reward,
-        score=np.where(mask[:, :, None], score_of[at], 0.0),
-        proxy=masked(proxy_of[at], mask),
-        behavior_logprob=logprob,
-        token=token,
-        entropy=masked(-(pi * log_pi).sum(axis=1)[prefix], mask),
-    )
+        logprob=logprob, mask=mask, prefix=np.where(mask, prefix, -1), reward=reward,
+        score=np.where(mask[:, :, None], score_of[at], 0.0), proxy=masked(proxy_of[at], mask), behavior_logprob=logprob,
+        token=token, entropy=masked(-(pi * log_pi).sum(axis=1)[prefix], mask),
+    )  # fmt: skip
 
 
 def _completions(spec: TreeSpec) -> tuple[Int, Int, Bool]:
