@@ -6,6 +6,7 @@ Work opens phases and counts what is done in them. These are a few assignments, 
 
 from collections import deque
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -68,6 +69,15 @@ def counted(items: Collection[T], unit: str) -> Iterator[T]:
     for item in items:
         yield item
         advance()
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield items, each made in a thread beside the work on the one before: reading goes on while files are written."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
 
 
 def note(sentence: str) -> None:

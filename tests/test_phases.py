@@ -3,7 +3,7 @@
 import pytest
 
 from otb_analysis import phases
-from otb_analysis.phases import EXPECTED, NOTES, OPEN, Phase, advance, count_to, counted, duration, note, phase
+from otb_analysis.phases import EXPECTED, NOTES, OPEN, Phase, advance, ahead, count_to, counted, duration, note, phase
 
 
 class Clock:
@@ -78,3 +78,15 @@ def test_notes_are_kept_for_whoever_watches_and_do_not_pile_up():
         note(str(number))
     assert len(NOTES) == 100 and NOTES[-1] == "499"
     NOTES.clear()
+
+
+def test_what_is_made_ahead_keeps_its_order_and_an_error_comes_behind_what_was_made_before_it():
+    def items():
+        yield from (1, 2)
+        raise ValueError("of the third")
+
+    seen = list[int]()
+    with pytest.raises(ValueError, match="of the third"):
+        for item in ahead(items()):
+            seen.append(item)
+    assert seen == [1, 2] and list(ahead(iter("abc"))) == ["a", "b", "c"]

@@ -101,7 +101,22 @@ class Encoder:
             return self._ids(chat_text(self.tokenizer, [Message("user", text, False)], place, goes_on=True))
         if self.text == "auto" and record.stripped and self.tokenizer.chat_template:
             self.tally[RESTORED] += 1
-            return self._ids(restored(self.tokenizer, text, place))
+            # The template, filled with marks and stripped of special tokens, says where the messages stand. The result
+            # counts only if stripping it gives the recorded text again.
+            for roles in (("user",), ("system", "user")):
+                pieces = _pieces(self.tokenizer, roles, place)
+                match = re.fullmatch("(.*?)".join(map(re.escape, pieces)), text, re.DOTALL) if pieces else None
+                if match is None:
+                    continue
+                messages = [Message(role, content, False) for role, content in zip(roles, match.groups(), strict=True)]
+                whole = chat_text(self.tokenizer, messages, place, goes_on=True)
+                if _stripped(self.tokenizer, whole) == text:
+                    return self._ids(whole)
+            raise InputError(
+                f"{place}: its prompt was recorded without special tokens, and the chat template does not give the "
+                "same text; pass --text plain if no template was used, --text chat if the prompt is the bare question, "
+                "or record token ids."
+            )
         ids = tuple(self.tokenizer(text)["input_ids"])
         if not ids:
             raise InputError(f"{place} has a prompt without tokens; give every prompt at least one.")
@@ -227,30 +242,6 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], p
         raise InputError(
             f"{place}: the chat template refuses its messages ({reason}); record texts or token ids instead."
         ) from error
-
-
-def restored(tokenizer: PreTrainedTokenizerBase, text: str, place: Place) -> str:
-    """Return a prompt with its special tokens, of which only the text without them was recorded.
-
-    The template, filled with marks and stripped of special tokens, says where the messages stand. The result counts
-    only if stripping it gives the recorded text again.
-
-    Raises:
-        InputError: The text is not that of one user message, with or without a system message, in this template.
-    """
-    for roles in (("user",), ("system", "user")):
-        pieces = _pieces(tokenizer, roles, place)
-        contents = re.fullmatch("(.*?)".join(map(re.escape, pieces)), text, re.DOTALL) if pieces else None
-        if contents is not None:
-            messages = [Message(role, content, False) for role, content in zip(roles, contents.groups(), strict=True)]
-            whole = chat_text(tokenizer, messages, place, goes_on=True)
-            if _stripped(tokenizer, whole) == text:
-                return whole
-    raise InputError(
-        f"{place}: its prompt was recorded without special tokens, and the chat template does not give the "
-        "same text; pass --text plain if no template was used, --text chat if the prompt is the bare question, or "
-        "record token ids."
-    )
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], place: Place) -> list[str] | None:

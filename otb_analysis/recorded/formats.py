@@ -21,7 +21,6 @@ from otb_analysis.recorded.readers import (
     art,
     first_filter,
     inspect,
-    inspect_samples,
     last_outputs,
     lm_eval,
     nemo_rl,
@@ -140,7 +139,8 @@ FORMATS: dict[str, Format] = {
     ),
     "inspect": Format(
         "Inspect's logs: .json, or .eval where inspect_ai is installed; epochs of a sample are a group",
-        frozenset({"id", "epoch", "input", "scores"}), inspect, names=("*.eval", "*.json"), unfold=inspect_samples,
+        frozenset({"id", "epoch", "input", "scores"}), inspect, names=("*.eval", "*.json"),
+        unfold=lambda row: iter(row["samples"] if isinstance(row.get("samples"), list) else [row]),
     ),
     "plain": Format(
         "JSON lines or Parquet with prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs]",
@@ -206,8 +206,16 @@ class Source:
         kind = self.format
         place: object = f"the first record of {self.path}"
         rows = chain.from_iterable(rows_of(file, self.tally) for file in self.files)
+        names = self.renamed
+
+        def named(row: Row) -> Row:
+            """Return a row in which fields have our names; a name that the file has for something else is gone."""
+            rest = {name: value for name, value in row.items() if name not in names and name not in names.values()}
+            return rest | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+
         try:
-            unfolded = ((place, one) for place, row in rows for one in kind.unfold(under(self.renamed, row)))
+            ours = ((place, named(row) if names else row) for place, row in rows)
+            unfolded = ((place, one) for place, row in ours for one in kind.unfold(row))
             for place, row in kind.fold(unfolded, self.files, self.tally):
                 paid = row.get(kind.reward, 0.0)
                 if paid is None or (isinstance(paid, float) and not np.isfinite(paid)):
@@ -258,14 +266,6 @@ def renamed_fields(pairs: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def under(names: Mapping[str, str], row: Row) -> Row:
-    """Return a row in which fields have our names; a name that the file has for something else is gone."""
-    if not names:
-        return row
-    rest = {name: value for name, value in row.items() if name not in names and name not in names.values()}
-    return rest | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
-
-
 def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | None = None) -> Source:
     """Return the files at a path, a file or a directory, with their format; fields are `renamed` in `plain` alone.
 
@@ -287,12 +287,9 @@ def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | Non
     def first_row(file: Path) -> Row:
         return next((row for _, row in rows_of(file, Tally())), {})
 
-    def fields_of(file: Path, kind: Format) -> frozenset[str]:
-        """Return the names of the first rollout's fields, none where a file has no rows."""
-        return frozenset(next(kind.unfold(first_row(file)), {}))
-
     # A package's formats come before `plain`, which many files fit.
     tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
+    fields: Row = {}  # Of the first rollout; none where a file has no rows
     for one in tried:
         try:
             kind = format_of(one)
@@ -302,7 +299,9 @@ def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | Non
             note(str(error))
             continue
         files = _files(path, kind)
-        if files and (name != "auto" or _fits(kind, fields_of(files[0], kind))):
+        fields = next(kind.unfold(first_row(files[0])), {}) if files and name == "auto" else {}
+        fits = all(field in fields or kind.instead.get(field) in fields for field in kind.fields)
+        if files and (fits or name != "auto"):
             return Source(path, one, files, Tally())
     files = _files(path, FORMATS["plain"])
     if not files:
@@ -313,10 +312,9 @@ def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | Non
     if name != "auto":
         called = " or ".join(format_of(name).names)
         raise InputError(f"{path} has no file of the format {name}, which are called {called}.")
-    fields = ", ".join(sorted(fields_of(files[0], FORMATS["plain"]))) or "nothing"
     raise InputError(
-        f"{path} is in no known format: {files[0].name} has {fields}; write prompt, completion, reward (and group) "
-        f"into each record, or name the format by --format: {', '.join(FORMATS)}."
+        f"{path} is in no known format: {files[0].name} has {', '.join(sorted(fields)) or 'nothing'}; write prompt, "
+        f"completion, reward (and group) into each record, or name the format by --format: {', '.join(FORMATS)}."
     )
 
 
@@ -324,21 +322,15 @@ def _files(path: Path, kind: Format) -> tuple[Path, ...]:
     """Return the files that a format may have at a path, in the order of the numbers in their names."""
     if path.is_file():
         return (path,) if kind.folder in ("", path.resolve().parent.name) else ()
-    found: set[Path] = set()
+    files: set[Path] = set()
     for pattern in kind.names:
-        found = found or {
+        files = files or {
             file
             for file in path.rglob(pattern)
             if file.is_file() and suffix_of(file) and not (kind.not_named and kind.not_named in file.name)
         }
-    kept = [file for file in found if file.suffix != ".zst" or file.with_suffix("") not in found]  # being compressed
-
-    def natural(file: Path) -> list[tuple[int, str]]:  # step_10 stands behind step_9, and numbers behind letters
-        parts = re.findall(r"\d+|\D", file.relative_to(path).as_posix())
-        return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-
-    return tuple(sorted(kept, key=natural))
-
-
-def _fits(kind: Format, has: frozenset[str]) -> bool:
-    return all(name in has or kind.instead.get(name) in has for name in kind.fields)
+    kept = [file for file in files if file.suffix != ".zst" or file.with_suffix("") not in files]  # being compressed
+    parts = {file: re.findall(r"\d+|\D", file.relative_to(path).as_posix()) for file in kept}
+    # step_10 stands behind step_9, and numbers behind letters
+    natural = {file: [(int(p), "") if p.isdecimal() else (-1, p) for p in names] for file, names in parts.items()}
+    return tuple(sorted(kept, key=natural.__getitem__))

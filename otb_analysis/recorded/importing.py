@@ -23,7 +23,7 @@ from otb_analysis.recorded.runs import (
     stored_config,
 )
 from otb_analysis.store import RunStore, StepTables
-from otb_analysis.types import Bool, Float
+from otb_analysis.types import Float
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,17 +100,12 @@ def _texts(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None")
     if (mask := record.policy_tokens) is not None:
         length = int(np.count_nonzero(mask))
         if not record.messages:
-            turns = int(length > 0) if record.mask is None else int(_turn_starts(mask).sum())
+            turns = int((np.diff(mask, prepend=False) & mask).sum())
     elif tokenizer is not None:
         texts = sampled or [record.completion or ""]
         length = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
     prompt = record.shown_prompt or decoded(record.prompt_ids)
     return {"prompt": prompt, "completion": completion, "length": length, "turns": turns}
-
-
-def _turn_starts(sampled: Bool) -> Bool:
-    """Return True where a turn begins: at a sampled token behind one that was not [T]."""
-    return sampled & ~np.concatenate([[False], sampled[:-1]])
 
 
 def _scalars(step: RecordedStep, texts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
@@ -162,11 +157,11 @@ def _token_rows(step: RecordedStep, tokenizer: "PreTrainedTokenizerBase | None")
     rollout = np.repeat(np.arange(len(lengths)), lengths)
     t = np.arange(n) - start[rollout]
     sampled = np.flatnonzero(mask)
-    paid, last = np.unique(rollout[sampled][::-1], return_index=True)
-    reward = np.zeros(n)
-    reward[sampled[::-1][last]] = np.array([record.reward for record in step.records])[paid]
+    last, reward = np.full(len(lengths), -1), np.zeros(n)
+    last[rollout[sampled]] = sampled  # of several the last one stays
+    reward[last[last >= 0]] = np.array([record.reward for record in step.records])[last >= 0]
     # A turn begins at a sampled token behind one that was not.
-    begins = np.cumsum(mask & ~(np.concatenate([[False], mask[:-1]]) & (t > 0)))
+    begins = np.cumsum(mask & (np.diff(mask, prepend=False) | (t == 0)))
     before = np.concatenate([[0], begins])[start[rollout]]
     columns: dict[str, object] = {
         "group": step.group[rollout],

@@ -195,12 +195,6 @@ def lm_eval(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recor
     )
 
 
-def inspect_samples(row: Row) -> Iterator[Row]:
-    """Yield the samples of an Inspect log."""
-    samples = row.get("samples")
-    yield from samples if isinstance(samples, list) else [row]
-
-
 def inspect(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout | None:
     """Read a sample of an Inspect log: its messages, and its first score; epochs of one sample are a group.
 
@@ -492,28 +486,30 @@ def nemo_rl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recor
     if "advantages" in fields:  # one per token, or one of the rollout
         one = np.size(alone["advantages"]) == 1
         columns["advantage"] = np.full(len(ids), fields.number("advantages")) if one else fields.numbers("advantages")
-    for name, values in {"token_loss_mask": mask, **columns}.items():
-        if len(values) != len(ids):
-            raise InputError(
-                f"{fields.place}: {name} has {len(values)} entries but token_ids has {len(ids)}; write one per token."
-            )
-    paid = "filtered_rewards" if "filtered_rewards" in fields else "rewards"
-    columns = {name: values[:length] for name, values in columns.items()}
-    columns["reward"] = np.full(length, fields.number(paid))
-    return _split(fields, ids[:length], mask[:length], columns, number_in(fields.place.file))
+    paid = fields.number("filtered_rewards" if "filtered_rewards" in fields else "rewards")
+    columns["reward"] = np.full(max(length, len(ids)), paid)  # a length beyond the tokens is refused below
+    return _split(fields, ids, mask, columns, number_in(fields.place.file), length)
 
 
 def _split(
-    fields: Fields, ids: tuple[int, ...], mask: Bool, columns: dict[str, Float], step: int | None
+    fields: Fields,
+    ids: tuple[int, ...],
+    mask: Bool,
+    columns: dict[str, Float],
+    step: int | None,
+    length: int | None = None,
 ) -> RecordedRollout:
-    """Return a rollout of which prompt and completion stand in one list: the completion begins with the mask."""
+    """Return a rollout of which prompt and completion stand in one list: the completion begins with the mask.
+
+    What stands behind `length` tokens is padding.
+    """
     for name, values in {"the mask": mask, **columns}.items():
         if len(values) != len(ids):
             raise InputError(
                 f"{fields.place}: {name} has {len(values)} entries but there are {len(ids)} token ids; write one "
                 "per token."
             )
-    sampled = np.flatnonzero(mask)
+    sampled = np.flatnonzero(mask[:length])
     if not len(sampled) or not sampled[0]:
         what = "no token" if not len(sampled) else "the first token, so there is no prompt"
         raise InputError(f"{fields.place}: the mask has {what}; a rollout is a prompt and sampled tokens.")
@@ -526,7 +522,7 @@ def _split(
         reward=float(paid[0]),
         step=step,
         prompt_ids=ids[:first],
-        ids=ids[first:],
-        mask=mask[first:],
-        columns={name: values[first:] for name, values in columns.items()},
+        ids=ids[first:length],
+        mask=mask[first:length],
+        columns={name: values[first:length] for name, values in columns.items()},
     )

@@ -13,13 +13,15 @@ import re
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -40,10 +42,23 @@ SUFFIXES = (
 COMPRESSED = {".zst": "zstd", ".gz": "gzip"}
 BATCH = 64
 """Rows of a Parquet file that are in memory at once."""
+READ = 1 << 20
+"""Bytes of a text file that are read at once: records of long rollouts are long lines."""
 NAMED = 3
 """Places that are told with each sentence."""
 CUT = "record at the end of a file was cut off and left out; all before it were kept"
 UNREAD = "placeholder outside the mask was not read"
+# What rebuilds NumPy's numbers and arrays, also as another version of NumPy calls it; it runs no code.
+_REBUILD: Any = [np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+_DTYPES = {type(np.dtype(name)) for name in ("bool", *np.typecodes["AllInteger"], *np.typecodes["Float"])}
+NUMPY_PARTS = [
+    *_REBUILD,
+    np.ndarray,
+    np.dtype,
+    *_DTYPES,
+    *((o, f"numpy.core.multiarray.{o.__name__}") for o in _REBUILD),
+]
+"""All that is unpickled beside PyTorch's own."""
 LOGPROBS = ("behavior_logprob", "logprob")
 COLUMNS = (*LOGPROBS, "entropy", "advantage")
 """Per-token columns: the sampler's and the trainer's log-probabilities in nats, entropy in nats, advantages."""
@@ -128,25 +143,26 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             f"{', '.join(SUFFIXES)}."
         )
     try:
-        if suffix == ".pt":
-            yield from ((Place(path, number), row) for number, row in enumerate(_pickled(path), start=1))
-        elif suffix == ".eval":
-            yield Place(path, 1), _inspected(path)
-        elif suffix == ".parquet":
-            with pq.ParquetFile(path) as file:
-                rows = (row for batch in file.iter_batches(batch_size=BATCH) for row in batch.to_pylist())
-                yield from ((Place(path, number), row) for number, row in enumerate(rows, start=1))
-        elif suffix == ".arrow":
-            with pa.memory_map(str(path)) as mapped:
-                try:
-                    batches = iter(pa.ipc.open_stream(mapped))  # as Hugging Face's datasets write it
-                except pa.ArrowInvalid:
-                    opened = pa.ipc.open_file(mapped)
-                    batches = (opened.get_batch(n) for n in range(opened.num_record_batches))
+        with ExitStack() as opened:
+            if suffix == ".pt":
+                rows: Iterable[Row] = _pickled(path)
+            elif suffix == ".eval":
+                rows = [_inspected(path)]
+            elif suffix in (".parquet", ".arrow"):
+                if suffix == ".parquet":
+                    batches = opened.enter_context(pq.ParquetFile(path)).iter_batches(batch_size=BATCH)
+                else:
+                    mapped = opened.enter_context(pa.memory_map(str(path)))
+                    try:
+                        batches = iter(pa.ipc.open_stream(mapped))  # as Hugging Face's datasets write it
+                    except pa.ArrowInvalid:
+                        file = pa.ipc.open_file(mapped)
+                        batches = map(file.get_batch, range(file.num_record_batches))
                 rows = (row for batch in batches for row in batch.to_pylist())
-                yield from ((Place(path, number), row) for number, row in enumerate(rows, start=1))
-        else:
-            yield from _json_rows(path, tally)
+            else:
+                yield from _json_rows(path, tally)
+                return
+            yield from ((Place(path, number), row) for number, row in enumerate(rows, start=1))
     except (OSError, pa.ArrowException) as error:
         whole = "a Parquet file is read from its end, so one that was cut off is lost; " if suffix == ".parquet" else ""
         raise InputError(f"{path} cannot be read ({_first_line(error)}); {whole}write it again.") from error
@@ -168,15 +184,15 @@ def _json_rows(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
     if compression := COMPRESSED.get(path.suffix.lower()):
         opened = io.BufferedReader(cast(io.RawIOBase, pa.input_stream(str(path), compression=compression)))
     else:
-        opened = path.open("rb")
+        opened = io.BufferedReader(path.open("rb", buffering=0), READ)
     with opened as file:
         first = file.peek(1)[:1]
         while first.isspace():
             file.read(1)
             first = file.peek(1)[:1]
         if first == b"[":
-            for number, row in enumerate(_parsed(file.read(), Place(path, 1), "an array of objects"), start=1):
-                yield Place(path, number), _object(row, Place(path, number))
+            rows = _objects(file.read(), Place(path, 1), array=True)
+            yield from ((Place(path, number), row) for number, row in enumerate(rows, start=1))
             return
         for number in count(1):
             try:
@@ -194,7 +210,7 @@ def _json_rows(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             if number == 1 and line.strip() == b"{":  # one object over many lines
                 line += file.read()
             try:
-                row = _object(_parsed(line, place, "one object per line"), place)
+                row = next(_objects(line, place))
             except InputError:
                 if line.endswith(b"\n"):
                     raise
@@ -207,27 +223,33 @@ def _json_rows(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             yield place, row
 
 
-def _parsed(text: bytes, place: Place, expected: str) -> Any:
+def _objects(text: bytes, place: Place, array: bool = False) -> Iterator[Row]:
+    """Yield the objects of a JSON text, one or an array of them, as the standard library reads them.
+
+    orjson refuses NaN and half a surrogate pair, and rounds integers beyond 64 bits: at least 19 digits behind another
+    sign than a point.
+    """
+    signs = np.frombuffer(text, np.uint8)
+    digits = run = signs - ord("0") < 10
+    for further in (1, 2, 4, 8, 3):
+        run = run[:-further] & run[further:]
+    before = np.flatnonzero(run) - 1
     try:
-        return json.loads(text)
+        if (~digits[before] & (signs[before] != ord("."))).any():
+            parsed = json.loads(text)
+        else:
+            try:
+                parsed = orjson.loads(text)
+            except orjson.JSONDecodeError:
+                parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
+        expected = "an array of objects" if array else "one object per line"
         raise InputError(f"{place} is no JSON ({_first_line(error)}); write {expected}.") from error
-
-
-def _object(row: object, place: Place) -> Row:
-    if not isinstance(row, dict):
-        raise InputError(f"{place} is a {type(row).__name__}; write one JSON object per record.")
-    return row
-
-
-def _numpy_parts() -> list[Any]:
-    """Return what rebuilds NumPy's numbers and arrays, all that is unpickled beside PyTorch's own; it runs no code."""
-    types = {type(np.dtype(name)) for name in ("bool", *np.typecodes["AllInteger"], *np.typecodes["Float"])}
-    array: Any = np.array(0).__reduce__()[0]
-    scalar: Any = np.float64(0).__reduce__()[0]
-    # What another version of NumPy calls them.
-    old = [(one, f"numpy.core.multiarray.{one.__name__}") for one in (array, scalar)]
-    return [array, scalar, np.ndarray, np.dtype, *types, *old]
+    for number, row in enumerate(parsed if array else [parsed], start=place.number):
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise InputError(f"{place.file}, record {number} is a {kind}; write one JSON object per record.")
+        yield row
 
 
 def _pickled(path: Path) -> list[Row]:
@@ -245,7 +267,7 @@ def _pickled(path: Path) -> list[Row]:
                     raise InputError(
                         f"{path}: {changed} has another checksum than its own; copy or save the file again."
                     )
-        with torch.serialization.safe_globals(_numpy_parts()):
+        with torch.serialization.safe_globals(NUMPY_PARTS):
             pack = torch.load(path, map_location="cpu", weights_only=True)
     except InputError:
         raise
@@ -388,21 +410,21 @@ def checked(record: RecordedRollout, tally: Tally, names: Mapping[str, str]) -> 
                 f"tokens{shift}; write one per token."
             )
     for name, values in record.columns.items():
-        theirs, inside = names.get(name, name), np.arange(len(values)) if sampled is None else np.flatnonzero(sampled)
-        if len(odd := inside[~np.isfinite(values[inside])]):
-            tally.fault(f"{theirs} not a finite number, and so not recorded", f"{place.short}, token {odd[0]}")
+        theirs, inside = names.get(name, name), np.ones(len(values), bool) if sampled is None else sampled
+        if (odd := inside & ~np.isfinite(values)).any():
+            where = f"{place.short}, token {odd.argmax()}"
+            tally.fault(f"{theirs} not a finite number, and so not recorded", where)
             values = np.where(np.isfinite(values), values, np.nan)
             record = replace(record, columns={**record.columns, name: values})
-        if name in LOGPROBS and len(above := inside[values[inside] > ABOVE_ZERO]):
-            t = above[0]
+        if name in LOGPROBS and (above := inside & (values > ABOVE_ZERO)).any():
+            t = above.argmax()
             raise InputError(
                 f"{place}: {theirs} of completion token {t} is {values[t]:.4g}, and no log-probability is above 0; "
                 "write natural logarithms of probabilities."
             )
-        if name in LOGPROBS and len(inside) > 1 and not values[inside].any():
+        if name in LOGPROBS and (tokens := np.count_nonzero(inside)) > 1 and not values[inside].any():
             raise InputError(
-                f"{place}: {theirs} is 0 at all {len(inside)} policy tokens, which is a placeholder; leave the list "
-                "out."
+                f"{place}: {theirs} is 0 at all {tokens} policy tokens, which is a placeholder; leave the list out."
             )
     if record.advantage is not None and not np.isfinite(record.advantage):
         tally.fault(f"{names.get('advantage', 'advantage')} not a finite number, and so not recorded", place)

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from otb_analysis.config import RecordedConfig, plain_config
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
 from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.phases import advance, count_to, note, phase, plural
+from otb_analysis.phases import advance, ahead, count_to, note, phase, plural
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.recorded.formats import Source, find_source, renamed_fields
 from otb_analysis.recorded.records import RecordedRollout, Tally, suffix_of
@@ -105,38 +106,29 @@ def steps_of(records: Iterable[RecordedRollout], layout: Layout, tally: Tally | 
     if first.step is None:
         yield from _counted_steps(chain([first], stream), layout, tally)
         return
-    part, before = [first], first.step
-    sizes: dict[int, int] = {}  # Step → rollouts of the attempt that counts
-    for record in stream:
-        if record.step is None:
-            raise InputError(f"{record.place} has no step but those before it have; write it into every record.")
-        if record.step != before:
-            yield from _finished(part, sizes, layout, tally)
-            if record.step < before and record.step not in sizes:
+    before, sizes = first.step, dict[int, int]()  # Step → rollouts of the attempt that counts
+    for number, attempt in groupby(chain([first], stream), lambda record: record.step):
+        part, step = list[RecordedRollout](), int(number or 0)
+        for record in attempt:
+            if number is None:
+                raise InputError(f"{record.place} has no step but those before it have; write it into every record.")
+            if step < before and step not in sizes:
                 raise InputError(
-                    f"{record.place} is of step {record.step} but comes behind step {before}; sort the records by "
-                    "step, or pass each run's files alone."
+                    f"{record.place} is of step {step} but comes behind step {before}; sort the records by step, or "
+                    "pass each run's files alone."
                 )
-            part, before = [], record.step
-        part.append(record)
-    yield from _finished(part, sizes, layout, tally)
-
-
-def _finished(
-    part: list[RecordedRollout], sizes: dict[int, int], layout: Layout, tally: Tally
-) -> Iterator[RecordedStep]:
-    """Yield a step; one that was there before must be a whole second attempt, and takes the later ones away."""
-    step, place = int(part[0].step or 0), part[0].place
-    if step in sizes and sizes[step] != len(part):
-        raise InputError(
-            f"{place} goes on with step {step}, of which there were {sizes[step]} records before and are {len(part)} "
-            "here; sort the records by step, or pass each attempt of a resumed run alone."
-        )
-    for later in [one for one in sizes if one >= step]:
-        tally.note("step was replaced by a later attempt (the run was resumed)", f"step {later}, {place.short}")
-        del sizes[later]
-    sizes[step] = len(part)
-    yield grouped(step, part, layout, tally)
+            part.append(record)
+        before, earlier, place = step, sizes.get(step, len(part)), part[0].place
+        if earlier != len(part):
+            raise InputError(
+                f"{place} goes on with step {step}, of which there were {earlier} records before and are {len(part)} "
+                "here; sort the records by step, or pass each attempt of a resumed run alone."
+            )
+        for later in [one for one in sizes if one >= step]:
+            tally.note("step was replaced by a later attempt (the run was resumed)", f"step {later}, {place.short}")
+            del sizes[later]
+        sizes[step] = len(part)
+        yield grouped(step, part, layout, tally)
 
 
 def _counted_steps(records: Iterable[RecordedRollout], layout: Layout, tally: Tally) -> Iterator[RecordedStep]:
@@ -333,24 +325,6 @@ def note_tally(tally: Tally) -> None:
         note(line)
 
 
-def usual_size(step: RecordedStep) -> int:
-    """Return the size of group that most rollouts of a step are in, the larger one of two."""
-    times = np.bincount(np.bincount(step.group))
-    rollouts = times * np.arange(len(times))
-    return int(len(times) - 1 - rollouts[::-1].argmax())
-
-
-def note_sizes(step: RecordedStep, usual: int, tally: Tally) -> None:
-    """Note groups that lack members, or hold more, against the usual size of the first step."""
-    count = np.bincount(step.group)
-    for g in np.flatnonzero(count != usual):
-        first = step.records[int(np.argmax(step.group == g))].place
-        if count[g] < usual:
-            tally.note(f"group has fewer rollouts than the usual {usual}", first)
-        elif usual > 1:
-            tally.note(f"group has more than the usual {usual} rollouts: two attempts of a step, or ranks?", first)
-
-
 class _Run:
     """A run that is made, or gone on with, once there is something to write."""
 
@@ -369,16 +343,17 @@ class _Run:
 
     def write(self, source: Source, make: Callable[[RecordedStep], StepTables]) -> None:
         """Write the steps that are not there yet, every one in one of the processes."""
-        layout = Layout(source.format.runs_of_prompts, self.config.group_size, self.config.prompts)
-        due = before = usual = 0
+        due = 0
         last = -1
-        for step in islice(steps_of(source.records(), layout, source.tally), self.config.first or None):
-            here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
-            source.tally[REPEATED] += here == before
-            usual = usual or usual_size(step)
-            note_sizes(step, usual, source.tally)
-            if step.step <= last:
-                self.go_back(step.step)
+        steps = self._read(source)
+        # Scoring takes far longer than reading, and its records are many: one step of them is in memory.
+        for step in steps if self.machine else ahead(steps):
+            if step.step <= last:  # another attempt replaces the steps from this one on
+                self.writer()
+                self.done = {stored: n for stored, n in self.done.items() if stored < step.step}
+                self.processes.barrier()
+                again = partial(RunWriter.resume, self.path, step.step, self.machine)
+                self._writer = self.processes.broadcast_from_main(again)
             n, n_stored, last = len(step.records), self.done.get(step.step, 0), step.step
             if n_stored > n:
                 raise InputError(
@@ -387,17 +362,30 @@ class _Run:
                 )
             if n_stored < n:
                 if due % self.processes.size == self.processes.rank:
-                    self.writer().write_step(step.step, make(replace(step, repeated=here == before)))
+                    self.writer().write_step(step.step, make(step))
                 due += 1
-            before = here
             advance()
 
-    def go_back(self, step: int) -> None:
-        """Remove the steps from this one on: those of an attempt that another one replaced."""
-        self.writer()
-        self.done = {stored: n for stored, n in self.done.items() if stored < step}
-        self.processes.barrier()
-        self._writer = self.processes.broadcast_from_main(lambda: RunWriter.resume(self.path, step, self.machine))
+    def _read(self, source: Source) -> Iterator[RecordedStep]:
+        """Yield the source's steps, and count what is odd about them."""
+        layout = Layout(source.format.runs_of_prompts, self.config.group_size, self.config.prompts)
+        tally, before, usual = source.tally, 0, 0
+        for step in islice(steps_of(source.records(), layout, tally), self.config.first or None):
+            here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
+            tally[REPEATED] += here == before
+            count = np.bincount(step.group)
+            # The size of group that most rollouts of the first step are in, the larger one of two
+            usual = usual or max(set(count.tolist()), key=lambda size: (size * np.sum(count == size), size))
+            for g in np.flatnonzero(count != usual):
+                first = step.records[int(np.argmax(step.group == g))].place
+                if count[g] < usual:
+                    tally.note(f"group has fewer rollouts than the usual {usual}", first)
+                elif usual > 1:
+                    tally.note(
+                        f"group has more than the usual {usual} rollouts: two attempts of a step, or ranks?", first
+                    )
+            yield replace(step, repeated=here == before)
+            before = here
 
     def _stored_steps(self) -> dict[int, int]:
         """Return the steps of a run that goes on; refuse other settings than those it was made with."""

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -117,9 +116,12 @@ def joined(rows: Iterable[Sample], files: Sequence[Path], tally: Tally) -> Itera
 def _matched(sampled: list[Sample], trained: list[Sample], tally: Tally) -> list[Sample]:
     """Return a step's samples as they trained, with what the sampler's dump says of them where there is one."""
     parts = dict[object, list[Sample]]()
+    # What tells a sample from others of its step: its place in the sampler's dump, or its index.
+    marks = dict.fromkeys(("rollout_position", "partition"), "position")
+    marks |= dict.fromkeys(("sample_index", "sample_indices"), "index")
     for n, sample in enumerate(trained):
-        key = _key(sample[1])
-        parts.setdefault(("row", n) if key is None else key, []).append(sample)
+        keys = ((kind, int(sample[1][name])) for name, kind in marks.items() if sample[1].get(name) is not None)
+        parts.setdefault(next(keys, ("row", n)), []).append(sample)
     whole = {key: _assembled(ranks) for key, ranks in parts.items()}
     if not sampled:
         ordered = sorted(whole, key=lambda key: key[1] if isinstance(key, tuple) else 0)
@@ -148,65 +150,47 @@ def _matched(sampled: list[Sample], trained: list[Sample], tally: Tally) -> list
 
 
 def _tokens(row: Row) -> list[int]:
-    return [int(token) for token in _listed(row["tokens"])]
-
-
-def _listed(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-def _key(row: Row) -> tuple[str, int] | None:
-    """Return what tells a sample from others of its step: its place in the sampler's dump, or its index."""
-    for kind, names in (("position", ("rollout_position", "partition")), ("index", ("sample_index", "sample_indices"))):
-        for name in names:
-            if row.get(name) is not None:
-                return kind, int(row[name])
-    return None
+    return np.asarray(row["tokens"], np.int64).tolist()
 
 
 def _assembled(ranks: Sequence[Sample]) -> Sample:
-    """Return a sample of which every rank has a copy, or its slice of the lists per token."""
-    place, row = ranks[0]
-    size = int(row.get("cp_size") or 1)
-    lists = dict[str, object]()
-    for name in SLIME_COLUMNS.values():
-        # Pipeline stages leave out what the last one alone computes; tensor-parallel ranks have the same.
-        slices = {
-            int(one.get("cp_rank") or 0): np.array(_listed(one[name]), np.float64)
-            for _, one in ranks[::-1]
-            if one.get(name) is not None
-        }
-        if slices and size == 1:
-            lists[name] = slices[0]
-        elif slices:
-            lists[name] = _placed(slices, row, name, place)
-    return place, {**row, **lists}
+    """Return a sample of which every rank has a copy, or its slice of the lists per token.
 
-
-def _placed(slices: Mapping[int, Float], row: Row, name: str, place: Place) -> Float:
-    """Return a list over the response [T] of the slices that context-parallel ranks hold.
-
-    Rank r of s has chunks r and 2s − 1 − r of 2s equal ones of the sequence, the prompt included; a log-probability
-    stands where its logit does, one place before its token.
+    Context-parallel rank r of s has chunks r and 2s − 1 − r of 2s equal ones of the sequence, the prompt included; a
+    log-probability stands where its logit does, one place before its token.
 
     Raises:
         InputError: A rank's slice is missing, or has another length.
     """
-    size, length, total = int(row["cp_size"]), int(row["response_lengths"]), len(row["tokens"])
-    widest = row.get("max_seq_lens") if row.get("qkv_format", "thd") != "thd" else None  # padded to it
-    whole = np.full(length, np.nan)
-    chunk = -(-int(total if widest is None else widest) // (2 * size))
-    for rank in range(size):
-        at: Int = np.concatenate([np.arange(chunk) + part * chunk for part in (rank, 2 * size - 1 - rank)])
-        at = at[(at >= total - length - 1) & (at < total - 1)] - (total - length - 1)
-        if rank not in slices or len(slices[rank]) != len(at):
-            has = f"{len(slices[rank])} entries, not {len(at)}" if rank in slices else "none"
-            raise InputError(
-                f"{place}: {name} is cut into slices of {size} context-parallel ranks (cp_size), and of cp_rank {rank} "
-                f"there are {has}; pass the files of all ranks, or rollout_data alone."
-            )
-        whole[at] = slices[rank]
-    return whole
+    place, row = ranks[0]
+    size, lists = int(row.get("cp_size") or 1), dict[str, object]()
+    for name in SLIME_COLUMNS.values():
+        # Pipeline stages leave out what the last one alone computes; tensor-parallel ranks have the same.
+        slices = dict[int, Float]()
+        for _, one in ranks[::-1]:
+            if (values := one.get(name)) is not None:
+                listed = values.tolist() if hasattr(values, "tolist") else values
+                slices[int(one.get("cp_rank") or 0)] = np.array(listed, np.float64)
+        if not slices:
+            continue
+        if size == 1:
+            lists[name] = slices[0]
+            continue
+        length, total = int(row["response_lengths"]), len(row["tokens"])
+        widest = row.get("max_seq_lens") if row.get("qkv_format", "thd") != "thd" else None  # padded to it
+        lists[name] = whole = np.full(length, np.nan)
+        chunk = -(-int(total if widest is None else widest) // (2 * size))
+        for rank in range(size):
+            at: Int = np.concatenate([np.arange(chunk) + part * chunk for part in (rank, 2 * size - 1 - rank)])
+            at = at[(at >= total - length - 1) & (at < total - 1)] - (total - length - 1)
+            if rank not in slices or len(slices[rank]) != len(at):
+                has = f"{len(slices[rank])} entries, not {len(at)}" if rank in slices else "none"
+                raise InputError(
+                    f"{place}: {name} is cut into slices of {size} context-parallel ranks (cp_size), and of cp_rank "
+                    f"{rank} there are {has}; pass the files of all ranks, or rollout_data alone."
+                )
+            whole[at] = slices[rank]
+    return place, {**row, **lists}
 
 
 def _with_raw_rewards(samples: list[Sample]) -> list[Sample]:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from otb_analysis.atomic import atomic_file
 from otb_analysis.errors import InputError, StoreError
-from otb_analysis.phases import advance, count_to
+from otb_analysis.phases import advance, ahead, count_to
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier
 from otb_analysis.store.catalogue import ARROW, LARGE, SMALL, transaction
@@ -143,11 +143,11 @@ def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
     path = run_dir / f"{table}.parquet"
     with atomic_file(path) as file:
         with pq.ParquetWriter(file, schema, **parquet_options(schema)) as writer:
-            for rows in _row_groups(run_dir, parts, schema):
+            for rows in ahead(_row_groups(run_dir, parts, schema)):
                 writer.write_table(rows, row_group_size=ROW_GROUP)
         file.flush()
         written, at = pq.ParquetFile(file.name), 0
-        for rows in _row_groups(run_dir, parts, schema):
+        for rows in ahead(_row_groups(run_dir, parts, schema)):
             groups = list(range(at, at + max(1, -(-len(rows) // ROW_GROUP))))
             if not _bits(written.read_row_groups(groups, use_threads=False)).equals(_bits(rows)):
                 raise StoreError(f"{path} would not hold the rows of its parts; nothing was changed, please report it.")

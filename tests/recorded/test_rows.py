@@ -102,3 +102,17 @@ def test_the_last_number_of_a_name_is_its_step(tmp_path):
     assert number_in(tmp_path / "train_data_step12.jsonl") == 12
     assert number_in(tmp_path / "0007.parquet") == 7
     assert number_in(tmp_path / "rollouts.jsonl.zst") is None
+
+
+TEXTS = (
+    "2e400", "18446744073709551616", "-9223372036854775809", "[0.1, 123456789012345678901]", '"\\ud800"', "-0.0",
+    "0.00012345678901234567", "18446744073709551615", '"12345678901234567890"', "[1.5e-7, 0.1234567890123456789]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_json_means_what_the_standard_library_reads(text, tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text(f'{{"a": {text}}}\n{{"a": [NaN, {text}]}}\n')
+    rows = [row for _, row in rows_of(path, Tally())]
+    assert repr(rows) == repr([json.loads(line) for line in path.read_text().splitlines()])
