@@ -4,18 +4,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.errors import InputError
-from otb_analysis.recorded.records import Message, Place, RecordedRollout, Tally
+from otb_analysis.recorded.records import Message, Place, RecordedRollout, Row, Tally
 from otb_analysis.recorded.runs import RecordedStep
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, Rollouts, collate, draft_of
 from otb_analysis.tasks import Prompt
 
+CALLS = "message with tool calls, which the chat template writes: the model may have written them otherwise"
+OTHER_SPLIT = "text splits into another number of tokens than the trainer counted"
 NOT_ENDED = "completion without its end token, because the record does not say that it ended (--ended all scores one)"
 RESTORED = "prompt was put back into the chat template, because its text had lost its special tokens"
 IDLE = "rollout without policy tokens keeps its reward in its group, but no baseline of ours counts it"
@@ -66,7 +68,8 @@ class Encoder:
 
     def _draft(self, record: RecordedRollout) -> Draft:
         """Return a record as a rollout that ended as recorded, or with `stop` where its last token is the end token."""
-        if record.ids is None and any(message.sampled for message in record.messages[:-1]):
+        chat = record.messages
+        if record.ids is None and (any(message.sampled for message in chat[:-1]) or (chat and chat[-1].calls)):
             prompt, tokens = self._chat(record)
         elif record.ids is None:
             prompt, tokens = self._prompt(record), [(token, True) for token in self._completion(record)]
@@ -76,6 +79,10 @@ class Encoder:
             prompt = self._prompt(record)
             tokens = list(zip(record.ids, record.policy_tokens.tolist(), strict=True))
         self._check_ids(record, (*prompt, *(token for token, _ in tokens)))
+        if record.n_tokens not in (None, len(tokens)):
+            self.tally.note(OTHER_SPLIT, record.place)
+        if any(message.calls for message in record.messages):
+            self.tally.note(CALLS, record.place)
         logprobs = record.columns.get("behavior_logprob")
         if logprobs is not None and len(tokens) != len(logprobs):
             raise InputError(
@@ -95,11 +102,11 @@ class Encoder:
             return record.prompt_ids
         text, place = record.prompt, record.place
         if record.messages:
-            return self._ids(chat_text(self.tokenizer, record.prompt_messages, place, goes_on=True))
+            return self._ids(chat_text(self.tokenizer, record.prompt_messages, place, True, record.tools))
         assert text is not None
         if self.text == "chat":
             return self._ids(chat_text(self.tokenizer, [Message("user", text, False)], place, goes_on=True))
-        if self.text == "auto" and record.stripped and self.tokenizer.chat_template:
+        if self.text == "auto" and record.special == "removed" and self.tokenizer.chat_template:
             self.tally[RESTORED] += 1
             # The template, filled with marks and stripped of special tokens, says where the messages stand. The result
             # counts only if stripping it gives the recorded text again.
@@ -117,7 +124,7 @@ class Encoder:
                 "same text; pass --text plain if no template was used, --text chat if the prompt is the bare question, "
                 "or record token ids."
             )
-        ids = tuple(self.tokenizer(text)["input_ids"])
+        ids = self._ids(text) if record.special == "kept" else tuple(self.tokenizer(text)["input_ids"])
         if not ids:
             raise InputError(f"{place} has a prompt without tokens; give every prompt at least one.")
         return ids
@@ -126,7 +133,15 @@ class Encoder:
         """Return a completion's tokens from its text, with the end token where it ended."""
         text = record.messages[-1].content if record.messages else record.completion
         assert text is not None
-        if self.text == "auto" and record.stripped and self.tokenizer.chat_template:
+        ids, end = self._ids(text), special_id(self.tokenizer, "eos")
+        if record.special == "kept":
+            if end in ids[:-1]:
+                raise InputError(
+                    f"{record.place}: its completion has the end token {self.tokenizer.eos_token!r} before its end, so "
+                    "it has several turns, and no mask says which the policy sampled; record token ids with a mask."
+                )
+            return ids
+        if self.text == "auto" and record.special == "removed" and self.tokenizer.chat_template:
             # What the template writes behind a user's message, and in a completion the beginning of another turn.
             mark = (_pieces(self.tokenizer, ("user",), Place(Path(), 0)) or [""])[-1]
             if mark.strip() and mark in text:
@@ -135,7 +150,6 @@ class Encoder:
                     "no mask says which tokens the policy sampled; record token ids with a mask, or pass --text plain "
                     "if it wrote all of it."
                 )
-        ids, end = self._ids(text), special_id(self.tokenizer, "eos")
         return (*ids, end) if ids[-1:] != (end,) and self._has_ended(record) else ids
 
     def _has_ended(self, record: RecordedRollout) -> bool:
@@ -150,13 +164,13 @@ class Encoder:
         The policy wrote its messages up to the end token; what the template adds behind that is not its own.
         """
         messages, first = record.messages, len(record.prompt_messages)
-        before = chat_text(self.tokenizer, messages[:first], record.place, goes_on=True)
+        before = chat_text(self.tokenizer, messages[:first], record.place, True, record.tools)
         prompt, end = self._ids(before), str(self.tokenizer.eos_token)
         tokens: list[tuple[int, bool]] = []
         for i in range(first, len(messages)):
             last = i + 1 == len(messages)
             goes_on = not last and messages[i + 1].sampled
-            whole = chat_text(self.tokenizer, messages[: i + 1], record.place, goes_on)
+            whole = chat_text(self.tokenizer, messages[: i + 1], record.place, goes_on, record.tools)
             if not whole.startswith(before):
                 raise InputError(
                     f"{record.place}: the chat template rewrites earlier messages when message {i} comes, so its "
@@ -217,8 +231,16 @@ class Encoder:
         return str(self.tokenizer.decode(list(ids)))
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: Place, goes_on: bool) -> str:
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    place: Place,
+    goes_on: bool,
+    tools: Sequence[Row] = (),
+) -> str:
     """Return messages in the tokenizer's chat template, with the beginning of an answer where one `goes_on`.
+
+    The template is told of the tools, where there are any.
 
     Raises:
         InputError: The tokenizer has no template, or the template refuses the messages.
@@ -234,9 +256,13 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], p
             f"{place} is a chat, but the model's tokenizer has no chat template; pass the model that sampled it, or "
             "record texts or token ids."
         )
-    rows = [{"role": message.role, "content": message.content} for message in messages]
+    rows: list[Any] = [
+        {"role": message.role, "content": message.content} | ({"tool_calls": [*message.calls]} if message.calls else {})
+        for message in messages
+    ]
     try:
-        return str(tokenizer.apply_chat_template(rows, add_generation_prompt=goes_on, tokenize=False))
+        given: Any = [*tools] or None
+        return str(tokenizer.apply_chat_template(rows, tools=given, add_generation_prompt=goes_on, tokenize=False))
     except Exception as error:  # a template is a program of the model's makers
         reason = " ".join(str(error).split())[:120].rstrip(".")
         raise InputError(

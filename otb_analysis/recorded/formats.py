@@ -18,6 +18,7 @@ from otb_analysis.recorded.readers import (
     PLAIN_COLUMNS,
     PLAIN_FIELDS,
     PRIME_RL_COLUMNS,
+    areal,
     art,
     first_filter,
     inspect,
@@ -92,6 +93,11 @@ FORMATS: dict[str, Format] = {
     "art": Format(
         "ART's trajectories/{split}/{step}.parquet",
         frozenset({"group_index", "messages", "reward"}), art, names=("*.parquet",), reward="reward",
+    ),
+    "areal": Format(
+        "AReaL's rollout/{version}/{task_id}.jsonl (dump_to_file)",
+        frozenset({"task_id", "sample_idx", "prompt_len", "tail_version", "reward"}), areal,
+        names=("rollout/*/*.jsonl", "*/[0-9]*.jsonl"), reward="reward",
     ),
     "prime_rl": Format(
         "prime-rl's token_exports/step_N/rank_R.jsonl (before September 2026)",
@@ -327,7 +333,9 @@ def _files(path: Path, kind: Format) -> tuple[Path, ...]:
         files = files or {
             file
             for file in path.rglob(pattern)
-            if file.is_file() and suffix_of(file) and not (kind.not_named and kind.not_named in file.name)
+            if file.is_file()
+            and suffix_of(file) not in ("", ".db")
+            and not (kind.not_named and kind.not_named in file.name)
         }
     kept = [file for file in files if file.suffix != ".zst" or file.with_suffix("") not in files]  # being compressed
     parts = {file: re.findall(r"\d+|\D", file.relative_to(path).as_posix()) for file in kept}

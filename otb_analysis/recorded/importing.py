@@ -101,6 +101,8 @@ def _texts(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None")
         length = int(np.count_nonzero(mask))
         if not record.messages:
             turns = int((np.diff(mask, prepend=False) & mask).sum())
+    elif record.n_tokens is not None:
+        length = record.n_tokens
     elif tokenizer is not None:
         texts = sampled or [record.completion or ""]
         length = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)

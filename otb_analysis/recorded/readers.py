@@ -4,6 +4,7 @@ Each is one function of a row's fields, a tally and the reward columns' weights;
 files of their own.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -259,7 +260,7 @@ def trl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedR
         reward=sum(used[name] * value for name, value in parts.items()),
         prompt=fields.text("prompt"),
         completion=fields.text("completion"),
-        stripped=True,
+        special="removed",
         step=fields.whole_number("step"),
         advantage=fields.real("advantage"),
         reward_parts=parts,
@@ -402,7 +403,7 @@ def verl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorded
         reward=fields.number("score"),
         prompt=fields.text("input"),
         completion=fields.text("output"),
-        stripped=True,
+        special="removed",
         group=None if uid is None else uid.rsplit("_", 2)[0],
         step=fields.whole_number("step"),
     )
@@ -449,8 +450,27 @@ def art(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedR
         place=fields.place,
         reward=fields.number("reward"),
         messages=tuple(messages),
+        tools=tuple(json.loads(fields.row.get("tools") or "[]")),
         group=fields.whole_number("group_index"),
         step=number_in(fields.place.file),
+    )
+
+
+def areal(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> RecordedRollout:
+    """Read a trajectory of AReaL, whose texts have their special tokens.
+
+    A task is a group, and its step the newest weights that wrote a token of it (`tail_version`). Tasks that AReaL
+    rejected are written like others.
+    """
+    return RecordedRollout(
+        place=fields.place,
+        reward=fields.number("reward"),
+        prompt=fields.text("prompt"),
+        completion=fields.text("completion"),
+        special="kept",
+        n_tokens=fields.whole_number("seqlen") - fields.whole_number("prompt_len"),
+        group=fields.whole_number("task_id"),
+        step=fields.whole_number("tail_version"),
     )
 
 

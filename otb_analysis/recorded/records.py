@@ -10,15 +10,17 @@ import io
 import json
 import pickle
 import re
+import sqlite3
 import sys
 import zipfile
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import orjson
@@ -27,6 +29,7 @@ import pyarrow.parquet as pq
 
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require
+from otb_analysis.phases import note
 from otb_analysis.types import Bool, FinishReason, Float
 
 Row = Mapping[str, Any]
@@ -38,6 +41,7 @@ SUFFIXES = (
     ".arrow",
     ".pt",
     ".eval",
+    ".db",
 )
 COMPRESSED = {".zst": "zstd", ".gz": "gzip"}
 BATCH = 64
@@ -148,6 +152,8 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
                 rows: Iterable[Row] = _pickled(path)
             elif suffix == ".eval":
                 rows = [_inspected(path)]
+            elif suffix == ".db":
+                rows = map(_object, _logged(path), map(partial(Place, path), count(1)))
             elif suffix in (".parquet", ".arrow"):
                 if suffix == ".parquet":
                     batches = opened.enter_context(pq.ParquetFile(path)).iter_batches(batch_size=BATCH)
@@ -163,7 +169,7 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
                 yield from _json_rows(path, tally)
                 return
             yield from ((Place(path, number), row) for number, row in enumerate(rows, start=1))
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, sqlite3.Error) as error:
         whole = "a Parquet file is read from its end, so one that was cut off is lost; " if suffix == ".parquet" else ""
         raise InputError(f"{path} cannot be read ({_first_line(error)}); {whole}write it again.") from error
 
@@ -177,6 +183,17 @@ def _inspected(path: Path) -> Row:
         )
     log = importlib.import_module("inspect_ai.log")
     return log.read_eval_log(str(path), resolve_attachments=True).model_dump(mode="json")
+
+
+def _logged(path: Path) -> list[Row]:
+    """Return the rows of the tables that a run sent to trackio, the newest run where a project has several."""
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+        query = "SELECT run_name, metrics FROM metrics WHERE metrics LIKE '%trackio.table%' ORDER BY id"
+        logged = [(run, json.loads(metrics)) for run, metrics in database.execute(query)]
+    if len(runs := dict.fromkeys(run for run, _ in logged)) > 1:
+        note(f"{path.name} has tables of {len(runs)} runs ({', '.join(runs)}); the newest, {logged[-1][0]}, is read.")
+    tables = [value for run, metrics in logged if run == logged[-1][0] for value in metrics.values()]
+    return [row for table in tables if isinstance(table, dict) for row in table.get("_value", ())]
 
 
 def _json_rows(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
@@ -216,6 +233,10 @@ def _json_rows(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
                     raise
                 tally[CUT] += 1
                 return
+            if row.get("_type") == "trackio.table":
+                for n, one in enumerate(row["_value"], start=1):
+                    yield Place(path, n), _object(one, Place(path, n))
+                return
             if isinstance(names := row.get("columns"), list) and isinstance(row.get("data"), list) and number == 1:
                 for n, values in enumerate(row["data"], start=1):
                     yield Place(path, n), dict(zip(names, values, strict=True))
@@ -246,10 +267,13 @@ def _objects(text: bytes, place: Place, array: bool = False) -> Iterator[Row]:
         expected = "an array of objects" if array else "one object per line"
         raise InputError(f"{place} is no JSON ({_first_line(error)}); write {expected}.") from error
     for number, row in enumerate(parsed if array else [parsed], start=place.number):
-        if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise InputError(f"{place.file}, record {number} is a {kind}; write one JSON object per record.")
-        yield row
+        yield _object(row, Place(place.file, number))
+
+
+def _object(row: object, place: Place) -> Row:
+    if not isinstance(row, dict):
+        raise InputError(f"{place} is a {type(row).__name__}; write one JSON object per record.")
+    return row
 
 
 def _pickled(path: Path) -> list[Row]:
@@ -309,13 +333,15 @@ class Message:
     role: str
     content: str
     sampled: bool  # True where the policy wrote it
-    lacks: str = ""  # What of it is not in the text, so that its tokens are not known: tool calls, images
+    lacks: str = ""  # What of it is not in the text, so that its tokens are not known: images
+    calls: tuple[Row, ...] = ()  # Its tool calls as chat templates take them
 
 
 def messages_of(values: object, name: str, place: Place, sampled: bool = False) -> list[Message]:
     """Return the messages of a field, a text or a list of them; those of the assistant count as sampled, if any do.
 
-    A null content is an empty text; parts of a content that are no texts, and tool calls, are named in `lacks`.
+    A null content is an empty text; parts of a content that are no texts, and tool calls of a form that no template
+    takes, are named in `lacks`.
 
     Raises:
         InputError: It is neither, or a message is no object, or its content neither text nor list.
@@ -328,7 +354,8 @@ def messages_of(values: object, name: str, place: Place, sampled: bool = False) 
         parts = [content or ""] if content is None or isinstance(content, str) else content
         if not isinstance(row, dict) or not isinstance(parts, list):
             raise InputError(f"{place}: {name} must be a text, or a list of messages with role and content.")
-        texts, lacks = list[str](), "tool calls" if row.get("tool_calls") else ""
+        texts, calls = list[str](), calls_of(row.get("tool_calls"))
+        lacks = "tool calls" if row.get("tool_calls") and not calls else ""
         for part in parts:
             text = part.get("text") if isinstance(part, dict) else part
             if not isinstance(text, str):
@@ -337,8 +364,25 @@ def messages_of(values: object, name: str, place: Place, sampled: bool = False) 
                 text, lacks = f"<{kind} {hashlib.blake2b(repr(part).encode(), digest_size=4).hexdigest()}>", kind
             texts.append(text)
         role = str(row.get("role", "user"))
-        messages.append(Message(role, "".join(texts), sampled and role == "assistant", lacks))
+        messages.append(Message(role, "".join(texts), sampled and role == "assistant", lacks, calls))
     return messages
+
+
+def calls_of(value: Any) -> tuple[Row, ...]:
+    """Return tool calls with their arguments as objects, which chat templates expect; none where one has another form.
+
+    All of them may be one text of JSON, and so may the arguments of each.
+    """
+    calls = list[Row]()
+    try:
+        for call in json.loads(value) if isinstance(value, str) else value or []:
+            function = call.get("function", call)
+            name, given = function["name"], function["arguments"]
+            given = json.loads(given) if isinstance(given, str) else given
+            calls.append({"type": "function", "function": {"name": name, "arguments": given}})
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError):
+        return ()
+    return tuple(calls)
 
 
 @dataclass(frozen=True)
@@ -351,7 +395,9 @@ class RecordedRollout:
     completion: str | None = None
     answer: str | None = None  # Reference answer of the prompt
     messages: tuple[Message, ...] = ()  # A chat, which stands for prompt and completion
-    stripped: bool = False  # True where the texts were decoded without their special tokens
+    special: Literal["unknown", "removed", "kept"] = "unknown"  # Whether the texts have their special tokens
+    n_tokens: int | None = None  # Completion tokens as the trainer counted them, where only texts were recorded
+    tools: tuple[Row, ...] = ()  # What a chat template is told of tools
     group: Hashable = None  # Names its group within the step; None where the prompt does
     step: int | None = None
     prompt_ids: tuple[int, ...] | None = None

@@ -20,12 +20,19 @@ FILE = 7
 IDS, LOGPROBS = [7, 8, 9], [-0.5, -0.25, -0.75]
 LIST, GIVEN = [0, 0, *LOGPROBS], [0.5, 0.5, 0.5]
 MESSAGES = [("user", "q", False), ("assistant", "a", True)]
+CALL = '{"type": "function", "function": {"name": "add", "arguments": "{}"}}'
 EXAMPLES: dict[str, dict[str, Any]] = {
     "trl": {"step": 1, "prompt": "p", "completion": "c", "right": 1.0, "advantage": 0.5},
     "verl": {"input": "p", "output": "c", "gts": "1", "score": 1.0, "step": 1, "num_turns": 2, "uid": "u0_0_0"},
     "art": {
-        "group_index": 0, "reward": 1.0, "metrics": None,
-        "messages": [{"role": r, "content": c, "tool_calls": None, "trainable": t} for r, c, t in MESSAGES],
+        "group_index": 0, "reward": 1.0, "metrics": None, "tools": f"[{CALL}]",
+        "messages": [
+            {"role": r, "content": c, "tool_calls": f"[{CALL}]" if t else None, "trainable": t} for r, c, t in MESSAGES
+        ],
+    },
+    "areal": {
+        "task_id": 0, "sample_idx": 0, "seqlen": 5, "prompt_len": 2, "head_version": 1, "tail_version": 1,
+        "reward": 1.0, "prompt": "p", "completion": "c",
     },
     "prime_rl": {
         "token_ids": [5, 6, *IDS], "loss_mask": [0, 0, 1, 1, 1], "inference_logprobs": LIST, "trainer_logprobs": LIST,
@@ -83,7 +90,8 @@ ODD = (5, 0.0, "eval", "aborted", False, [{}])
 WORDS = {
     "behavior_logprob": "sampler's log-probabilities", "logprob": "trainer's log-probabilities",
     "entropy": "entropies", "advantage": "advantages", "ids": "completion's ids", "prompt_ids": "prompt's ids",
-    "messages": "chat", "finish_reason": "how it ended", "reward_parts": "named rewards", "grad_norm": "gradient norm",
+    "messages": "chat", "tools": "tools of the chat template", "finish_reason": "how it ended",
+    "reward_parts": "named rewards", "grad_norm": "gradient norm", "n_tokens": "number of completion tokens",
 }  # fmt: skip
 """What parts of a record are called where their names do not say it."""
 PAGE = """# Fields of every format
@@ -145,7 +153,7 @@ def record_of(kind: Format, row: Mapping[str, Any]) -> dict[str, Any] | str:
         return str(error)
     if record is None:
         return "left out"
-    parts = {name: value for name, value in vars(record).items() if name not in ("place", "columns", "stripped")}
+    parts = {name: value for name, value in vars(record).items() if name not in ("place", "columns", "special")}
     parts |= {**record.columns, "note": +tally}
     return {
         name: repr(value.tolist() if isinstance(value, np.ndarray) else value)

@@ -1,12 +1,13 @@
 """Records become rollouts: tokens as recorded or from texts, masks, chat templates; what does not fit is refused."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.recorded.encoding import NOT_ENDED, RESTORED, Encoder
+from otb_analysis.recorded.encoding import CALLS, NOT_ENDED, OTHER_SPLIT, RESTORED, Encoder
 from otb_analysis.recorded.records import Message, Place, RecordedRollout
 from otb_analysis.recorded.runs import Layout, grouped
 from otb_analysis.rollouts.models import character_tokenizer
@@ -58,6 +59,37 @@ def test_the_end_token_is_scored_where_the_record_says_so_or_all_ended(tokenizer
     assert rollouts.input_ids[0, 1:].tolist() == [end] and rollouts.finish_reason == ("stop",)
 
 
+def test_a_text_with_its_special_tokens_is_taken_whole_and_its_tokens_are_counted(chatty):
+    prompt, answer = "<s>user\nq<end>\n<s>assistant\n", "12<end>"
+    one = record(prompt=prompt, completion=answer, special="kept", n_tokens=3)
+    cut = record(2, prompt=prompt, completion="1=2", special="kept", n_tokens=2)
+    rollouts, tally = encoded(chatty, one, cut)
+    ids = chatty(prompt + answer, add_special_tokens=False)["input_ids"]
+    assert rollouts.input_ids[0].tolist() == ids and rollouts.finish_reason == ("stop", "unknown")
+    assert tally == {OTHER_SPLIT: 1} and tally.places[OTHER_SPLIT] == ["r.jsonl, record 2"]
+    with pytest.raises(InputError, match=r"'<end>' before its end.*several turns"):
+        encoded(chatty, record(prompt=prompt, completion=f"1<end>{prompt}2", special="kept"))
+
+
+def test_tools_and_calls_reach_the_chat_template(chatty):
+    tokenizer = copy.deepcopy(chatty)
+    tokenizer.chat_template = "{% for t in tools or [] %}#{{ t.function.name }}{% endfor %}" + TEMPLATE.replace(
+        "{{ m['content'] }}",
+        "{{ m['content'] }}{% for c in m.tool_calls or [] %}={{ c.function.name }}{{ c.function.arguments.a }}"
+        "{% endfor %}",
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    chat = (Message("user", "q", False), Message("assistant", "", True, calls=(call,)))
+    rollouts, tally = encoded(tokenizer, record(messages=chat, tools=(tool,), finish_reason="stop"))
+    text = tokenizer.decode(rollouts.input_ids[0])
+    assert text == "#add<s>user\nq<end>\n<s>assistant\n=add1<end>" and tally == {CALLS: 1}
+    turns = (*chat, Message("tool", "2", False), Message("assistant", "2", True))
+    rollouts, _ = encoded(tokenizer, record(messages=turns, tools=(tool,), finish_reason="stop"))
+    assert tokenizer.decode(rollouts.input_ids[0]).startswith(text)
+    assert [turn.text for turn in rollouts.turns[0]] == ["=add1", "2"]
+
+
 def test_recorded_ids_are_taken_as_they_are_with_mask_turns_and_log_probabilities(tokenizer):
     ids = tokenizer("12=34")["input_ids"]
     one = record(
@@ -80,19 +112,19 @@ def test_prompts_that_lost_their_special_tokens_are_put_back_into_the_template(c
         ("user\n1+1=\nassistant\n", "<s>user\n1+1=<end>\n<s>assistant\n"),
         ("system\nbe brief\nuser\n1+1=\nassistant\n", "<s>system\nbe brief<end>\n<s>user\n1+1=<end>\n<s>assistant\n"),
     ):
-        rollouts, tally = encoded(chatty, record(prompt=text, completion="2", stripped=True))
+        rollouts, tally = encoded(chatty, record(prompt=text, completion="2", special="removed"))
         assert chatty.decode(rollouts.input_ids[0, : rollouts.prompt_length[0]]) == whole
         assert tally[RESTORED] == 1
     with pytest.raises(InputError, match=r"record 1: its prompt was recorded without special tokens.*--text plain"):
-        encoded(chatty, record(prompt="1+1=", completion="2", stripped=True))
-    plain, _ = encoded(chatty, record(prompt="1+1=", completion="2", stripped=True), text="plain")
+        encoded(chatty, record(prompt="1+1=", completion="2", special="removed"))
+    plain, _ = encoded(chatty, record(prompt="1+1=", completion="2", special="removed"), text="plain")
     assert plain.prompt_length.tolist() == [4]
     chat, _ = encoded(chatty, record(prompt="1+1=", completion="2"), text="chat")
     assert chatty.decode(chat.input_ids[0, : chat.prompt_length[0]]) == "<s>user\n1+1=<end>\n<s>assistant\n"
 
 
 def test_a_stripped_text_of_several_turns_is_refused_with_the_reason(chatty):
-    several = record(prompt="user\n1+1=\nassistant\n", completion="2\nuser\nsure\nassistant\nyes", stripped=True)
+    several = record(prompt="user\n1+1=\nassistant\n", completion="2\nuser\nsure\nassistant\nyes", special="removed")
     with pytest.raises(InputError, match=r"holds '\\nassistant\\n', with which the chat template begins a turn"):
         encoded(chatty, several)
     rollouts, _ = encoded(chatty, several, text="plain")

@@ -1,5 +1,9 @@
 """Each format: what its files look like, how they are recognised, what becomes of a row, what is refused."""
 
+import json
+import sqlite3
+from contextlib import closing
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,6 +11,7 @@ import pytest
 import torch
 
 from otb_analysis.errors import InputError
+from otb_analysis.phases import NOTES
 from otb_analysis.recorded.formats import FORMATS, find_source
 from otb_analysis.recorded.readers import (
     ONE_SCORED,
@@ -103,6 +108,12 @@ INSPECT = {
 }  # fmt: skip
 
 
+AREAL = {
+    "task_id": 1, "sample_idx": 0, "seqlen": 5, "prompt_len": 2, "head_version": 8, "tail_version": 9, "reward": 1.0,
+    "prompt": "<s>q", "completion": "abc",
+}  # fmt: skip
+
+
 def art_rows():
     messages = [
         {"role": "system", "content": "s", "tool_calls": None, "tool_call_id": None, "trainable": False},
@@ -123,6 +134,7 @@ def test_every_format_is_recognised_in_its_directory_and_named(tmp_path, jsonl):
         jsonl([EPISODE], f"prime_rl_traces/monitors/file/traces/stream/{step:05d}.jsonl")
         jsonl([NEMO], f"nemo_rl/train_data_step{step}.jsonl")
         jsonl([OPEN_INSTRUCT], f"open_instruct/run_rollouts_{step:06d}.jsonl")
+        jsonl([AREAL | {"tail_version": step}], f"areal/logs/rollout/{step}/1.jsonl")
         jsonl([{"run_name": "run"}], "open_instruct/run_metadata.jsonl")
         (tmp_path / "slime").mkdir(exist_ok=True)
         torch.save({"rollout_id": step, "samples": [SLIME]}, tmp_path / "slime" / f"{step}.pt")
@@ -156,7 +168,7 @@ def test_plain_records_have_what_their_fields_say(jsonl):
     assert (record.prompt_ids, record.ids, record.finish_reason) == ((1,), (2, 3, 4), "length")
     assert record.mask.tolist() == [True, False, True]
     np.testing.assert_array_equal(record.columns["behavior_logprob"], [-0.5, NAN, -0.25])
-    assert not record.stripped
+    assert record.special == "unknown"
 
 
 def test_a_prompt_may_be_a_chat(jsonl):
@@ -170,7 +182,7 @@ def test_rewards_of_trl_are_the_weighted_sum_of_its_reward_columns(tmp_path):
     records = list(source.records())
     assert [record.reward for record in records] == [1.5, 0.5, 0.75]
     assert source.tally == {UNSCORED: 1}
-    assert records[0].reward_parts == {"correct": 1.0, "form": 0.5} and records[0].stripped
+    assert records[0].reward_parts == {"correct": 1.0, "form": 0.5} and records[0].special == "removed"
     # 2·1 and 2·0.25; TRL leaves a completion without any number out of the baseline.
     source = find_source(tmp_path).weighed({"correct": 2.0})
     assert [record.reward for record in source.records()] == [2.0, 0.5] and +source.tally == {UNSCORABLE: 1}
@@ -408,6 +420,44 @@ def test_art_messages_say_what_the_policy_wrote(tmp_path):
     rows[0]["messages"][-1] = {**rows[0]["messages"][-1], "tool_calls": "[{}]"}
     parquet(tmp_path / "0003.parquet", rows)
     assert [message.lacks for message in read(tmp_path)[0].messages] == ["", "", "tool calls"]
+    called = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    rows[0]["messages"][-1]["tool_calls"] = json.dumps([called])
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    parquet(tmp_path / "0003.parquet", [{**row, "tools": json.dumps(tools)} for row in rows])
+    record = read(tmp_path)[0]
+    assert record.messages[-1].calls == ({"type": "function", "function": {"name": "add", "arguments": {"a": 1}}},)
+    assert list(record.tools) == tools and not record.messages[-1].lacks
+
+
+def test_areal_tasks_are_groups_and_its_newest_weights_the_step(tmp_path, jsonl):
+    for version, task in ((9, 40), (10, 41)):
+        rows = [AREAL | {"task_id": task, "sample_idx": n, "tail_version": version} for n in range(2)]
+        jsonl(rows, f"logs/rollout/{version}/{task}.jsonl")
+    jsonl([AREAL], "logs/eval-rollout/9/3.jsonl")
+    records = read(tmp_path / "logs")
+    assert [(r.step, r.group, r.n_tokens, r.special) for r in records] == [
+        *[(9, 40, 3, "kept")] * 2,
+        *[(10, 41, 3, "kept")] * 2,
+    ]
+
+
+def test_tables_that_trackio_holds_are_read_of_its_newest_run(tmp_path, jsonl):
+    tables = [{"_type": "trackio.table", "_value": trl_rows(step)} for step in (1, 2)]
+    with closing(sqlite3.connect(tmp_path / "project.db")) as database, database:
+        database.execute("CREATE TABLE metrics (id INTEGER PRIMARY KEY, run_name TEXT, step INTEGER, metrics TEXT)")
+        logged = [("old", 1, {"completions": tables[0]}), ("new", 1, {"loss": 0.5})]
+        logged += [("new", step, {"completions": table}) for step, table in enumerate(tables, start=1)]
+        rows = [(run, step, json.dumps(metrics)) for run, step, metrics in logged]
+        database.executemany("INSERT INTO metrics (run_name, step, metrics) VALUES (?, ?, ?)", rows)
+    records = read(tmp_path / "project.db")
+    assert [r.step for r in records] == [row["step"] for step in (1, 2) for row in trl_rows(step)]
+    assert "2 runs (old, new); the newest, new" in NOTES[-1]
+    assert [r.completion for r in read(jsonl(tables[:1], "completions.json"))] == [
+        row["completion"] for row in trl_rows(1)
+    ]
+    (tmp_path / "other.db").write_bytes(b"no database, but long enough to be looked at" * 9)
+    with pytest.raises(InputError, match=r"other\.db cannot be read"):
+        read(tmp_path / "other.db")
 
 
 PLAIN = {"prompt": "p", "completion": "c", "reward": 1.0}

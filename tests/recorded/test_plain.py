@@ -23,7 +23,7 @@ FIELDS = ("prompt=question", "completion=generations", "reward=correctness", "gr
 RESULT = {
     "example_id": 3, "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
     "completion": [
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "name": "add", "arguments": "{}"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "name": "add", "arguments": "{"}]},
         {"role": "tool", "tool_call_id": "c1", "content": "4"}, {"role": "assistant", "content": "four"},
     ],
     "answer": "4", "info": {"level": 1}, "reward": 1.25, "metrics": {"right": 1.0, "form": 0.5}, "right": 1.0,
