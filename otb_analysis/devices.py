@@ -115,11 +115,9 @@ def random_forked(device: torch.device, enabled: bool = True) -> AbstractContext
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Return the random states of the CPU and of a device, for a checkpoint."""
     states = {"cpu": torch.get_rng_state()}
-    return (
-        states
-        if device.type == "cpu"
-        else states | {device.type: torch.get_device_module(device).get_rng_state(device)}
-    )
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
 
 
 def set_random_state(device: torch.device, states: Mapping[str, Tensor] | Tensor) -> None:

@@ -10,7 +10,6 @@ are enough: Σe, Σe², Σe³, Σe·d, Σe·d². Every term has one sign, so not
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,54 +31,6 @@ MERGED = 1 << 11
 """Slices times rows that are merged at once, in float64."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where the logits of R rows come from: logits [R, V], or hidden states [R, d] and an output layer [V, d]."""
-
-    values: Tensor  # logits where there is no weight, else hidden states
-    weight: Tensor | None
-    bias: Tensor | None
-    temperature: float
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.values.shape[-1] if self.weight is None else self.weight.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the arithmetic: float32 or better, so bfloat16 and float16 are promoted."""
-        return torch.promote_types(self.values.dtype, torch.float32)
-
-    def chunk(self) -> tuple[int, int]:
-        """Rows and vocabulary entries per tile: few rows get long tiles, so that every tile is worth its calls."""
-        rows = max(1, min(ROWS["logits" if self.weight is None else "hidden"], len(self.values)))
-        columns = working_set(self.values.device, ENTRIES) // rows
-        if self.weight is not None and self.weight.dtype != self.dtype:
-            columns = min(columns, max(PROMOTED // self.weight.shape[1], 128))
-        if columns > self.vocabulary:  # a small vocabulary gets more rows, for the same reason
-            rows = max(rows, min(rows * columns // self.vocabulary, len(self.values)))
-        return rows, columns
-
-    def columns(self, low: int, high: int) -> "_Source":
-        """The part of the source for vocabulary entries low..high, promoted once for all rows."""
-        if self.weight is None:
-            return replace(self, values=self.values[:, low:high])
-        bias = None if self.bias is None else self.bias[low:high].to(self.dtype)
-        return replace(self, weight=self.weight[low:high].to(self.dtype), bias=bias)
-
-    def fill(self, rows: slice, z: Tensor) -> None:
-        """Write the logits of some rows, divided by the temperature."""
-        if self.weight is None:
-            z.copy_(self.values[rows])
-        else:
-            torch.mm(self.values[rows], self.weight.T, out=z)
-            if self.bias is not None:
-                z.add_(self.bias)
-        if self.temperature != 1:
-            z.div_(self.temperature)
-
-
 def _merged(sums: Tensor) -> Tensor:
     """Bring the sums of every slice to the largest top and add them up [6, R], float64."""
     tops, e, e2, e3, ed, ed2 = widenable(sums).double()
@@ -91,29 +42,55 @@ def _merged(sums: Tensor) -> Tensor:
     return torch.stack([top, *(x.sum(0) for x in (e, e2, e3, ed, ed2))])
 
 
-def _sum_over_tiles(source: _Source, y: Tensor, chunk: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _tile(values: Tensor, weight: Tensor | None, vocabulary: int) -> tuple[int, int]:
+    """Rows and vocabulary entries per tile: few rows get long tiles, so that every tile is worth its calls."""
+    rows = max(1, min(ROWS["logits" if weight is None else "hidden"], len(values)))
+    columns = working_set(values.device, ENTRIES) // rows
+    if weight is not None and weight.dtype != torch.promote_types(values.dtype, torch.float32):
+        columns = min(columns, max(PROMOTED // weight.shape[1], 128))
+    if columns > vocabulary:  # a small vocabulary gets more rows, for the same reason
+        rows = max(rows, min(rows * columns // vocabulary, len(values)))
+    return rows, columns
+
+
+def _sum_over_tiles(
+    values: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float, y: Tensor, chunk: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
     """Sum over all other logits of every row.
 
     Vocabulary outside, rows inside: each slice of the output matrix is read and promoted once.
 
+    Args:
+        values: Logits [R, V] where there is no output layer, else hidden states [R, d].
+
     Returns:
         float64: m, the largest z_v of v ≠ y, then Σe, Σe², Σe³, Σe·d and Σe·d² [6, R]; and z_y [R].
     """
-    across, down = list(_spans(source.vocabulary, chunk[1])), list(_spans(len(y), chunk[0]))
+    dtype = torch.promote_types(values.dtype, torch.float32)  # of the arithmetic: bfloat16 and float16 are promoted
+    vocabulary = values.shape[-1] if weight is None else len(weight)
+    across, down = list(_spans(vocabulary, chunk[1])), list(_spans(len(y), chunk[0]))
     entries = max(b - a for a, b in across) * max(b - a for a, b in down)
-    z, e, product = source.values.new_empty(3, entries, dtype=source.dtype)
-    sums = source.values.new_empty(6, len(across), len(y), dtype=source.dtype)
-    drawn = source.values.new_empty(len(y), dtype=source.dtype)
-    # Hidden states in the dtype of the arithmetic: d numbers a row, where the logits would be V.
-    promoted = source if source.weight is None else replace(source, values=source.values.to(source.dtype))
-    halves = source.weight is not None and {source.values.dtype, source.weight.dtype} == {torch.bfloat16}
-    with _bfloat16_products() if halves and source.values.device.type == "cpu" else nullcontext():
+    z, e, product = values.new_empty(3, entries, dtype=dtype)
+    sums = values.new_empty(6, len(across), len(y), dtype=dtype)
+    drawn = values.new_empty(len(y), dtype=dtype)
+    halves = weight is not None and {values.dtype, weight.dtype} == {torch.bfloat16}
+    # Of hidden states all at once: d numbers a row, where the logits would be V.
+    values = values if weight is None else values.to(dtype)
+    with _bfloat16_products() if halves and values.device.type == "cpu" else nullcontext():
         for s, (low, high) in enumerate(across):
-            part = promoted.columns(low, high)
+            part = values[:, low:high] if weight is None else weight[low:high].to(dtype)
+            shift = None if bias is None or weight is None else bias[low:high].to(dtype)
             for first, last in down:
                 shape = last - first, high - low
                 tile = [x[: shape[0] * shape[1]].view(shape) for x in (z, e, product)]
-                part.fill(slice(first, last), tile[0])
+                if weight is None:
+                    tile[0].copy_(part[first:last])
+                else:
+                    torch.mm(values[first:last], part.T, out=tile[0])
+                if shift is not None:
+                    tile[0].add_(shift)
+                if temperature != 1:
+                    tile[0].div_(temperature)
                 _sum_tile(tile, y[first:last] - low, sums[:, s, first:last], drawn[first:last])
     rows = max(1, MERGED // len(across))
     merged = torch.cat([_merged(slices) for slices in sums.split(rows, dim=-1)], dim=-1)
@@ -193,16 +170,19 @@ def logit_stats(
         NonFiniteError: A logit is NaN or infinite; the sentence names row and position.
     """
     shape = tuple(token_ids.shape)
-    source = _source(logits, hidden, weight, bias, shape, temperature)
-    y = token_ids.reshape(-1).long()
-    outside = (y < 0) | (y >= source.vocabulary)
+    values = _checked(logits, hidden, weight, shape, temperature)
+    y, vocabulary = token_ids.reshape(-1).long(), values.shape[-1] if weight is None else len(weight)
+    if vocabulary < 2:
+        raise InputError("logits has a vocabulary of one entry; pass at least two.")
+    outside = (y < 0) | (y >= vocabulary)
     if outside.any():
         index = int(outside.nonzero()[0])
         raise InputError(
-            f"token_ids is {int(y[index])} at {_place(index, shape)} but the vocabulary has {source.vocabulary} "
+            f"token_ids is {int(y[index])} at {_place(index, shape)} but the vocabulary has {vocabulary} "
             "entries; pass ids of drawn tokens, without padding."
         )
-    sums, drawn = _sum_over_tiles(source, y.to(source.values.device), chunk or source.chunk())
+    tile = chunk or _tile(values, weight, vocabulary)
+    sums, drawn = _sum_over_tiles(values, weight, bias, temperature, y.to(values.device), tile)
     # Any NaN or infinity among the other logits has turned Σe·d into NaN; the drawn one is looked at itself.
     bad = ~(sums[4].isfinite() & drawn.isfinite())
     if bad.any():
@@ -210,9 +190,9 @@ def logit_stats(
             f"logits are not finite at {_place(int(bad.nonzero()[0]), shape)}; "
             "check the model's weights for NaN or infinity, or load it in float32."
         )
-    values = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(sums, drawn).items()}
+    columns = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(sums, drawn).items()}
     norm_sq = None if hidden is None else widenable(hidden).double().square().sum(-1).reshape(shape).cpu().numpy()
-    return LogitStats(hidden_norm_sq=norm_sq, **values)
+    return LogitStats(hidden_norm_sq=norm_sq, **columns)
 
 
 def _finish(sums: Tensor, drawn: Tensor) -> dict[str, Tensor]:
@@ -236,14 +216,10 @@ def _finish(sums: Tensor, drawn: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _source(
-    logits: Tensor | None,
-    hidden: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    temperature: float,
-) -> _Source:
+def _checked(
+    logits: Tensor | None, hidden: Tensor | None, weight: Tensor | None, shape: tuple[int, ...], temperature: float
+) -> Tensor:
+    """Return logits [R, V] or hidden states [R, d] of the rows."""
     if not 0 < temperature < float("inf"):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
     if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
@@ -260,10 +236,7 @@ def _source(
             f"weight has shape {tuple(weight.shape)} but hidden has {values.shape[-1]} features; "
             "pass the output matrix, shape [V, d]."
         )
-    source = _Source(values.reshape(-1, values.shape[-1]), weight, bias, temperature)
-    if source.vocabulary < 2:
-        raise InputError("logits has a vocabulary of one entry; pass at least two.")
-    return source
+    return values.reshape(-1, values.shape[-1])
 
 
 def _place(index: int, shape: tuple[int, ...]) -> str:

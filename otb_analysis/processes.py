@@ -128,10 +128,6 @@ class Processes:
         """Wait until every process is here."""
         self.gather(None)
 
-    def rows(self, x: Float, width: int) -> Float:
-        """Return [n, T'] of all processes as one [N, width], padded with zeros."""
-        return np.concatenate([widened(part, width) for part in self.gather(x)])
-
     def sum_gradients(self, parameters: "Iterable[torch.nn.Parameter]") -> None:
         """Sum `.grad` over processes, in place. Without a gradient on some process, a parameter counts as zero there.
 
@@ -218,18 +214,6 @@ SINGLE_PROCESS = Processes()
 def widened(x: Float, width: int) -> Float:
     """Return rows [n, T'] with zeros up to `width` columns."""
     return np.pad(x, ((0, 0), (0, width - x.shape[1])))
-
-
-def total_of(processes: Processes, sums: dict[str, float]) -> dict[str, float]:
-    """Return named numbers summed over processes; a missing name counts as zero."""
-    parts = processes.gather(sums)
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for p in parts for n in p)}
-
-
-def full(x: "torch.Tensor") -> "torch.Tensor":
-    """Return a tensor whole, whether or not it is sharded."""
-    whole: Callable[[], torch.Tensor] | None = getattr(x, "full_tensor", None)
-    return x if whole is None else whole()
 
 
 def _store() -> "Store":

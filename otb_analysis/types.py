@@ -6,7 +6,7 @@ Column t of an [N, T] array describes completion token y_t: its own log-probabil
 `mask` is true where the policy sampled the token; entries outside it are never read.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -240,9 +240,15 @@ class Gram:
 
     def reduced(self, references: Iterable["Label | frozenset[Label]"]) -> "ReducedGram":
         """Return what `blocks` with these references, and `products`, need: much less than M² blocks."""
-        return ReducedGram.of(
-            self.labels, self.n_rollouts, self.prompt, self.group_index, self.sketch_dim, references,
-            lambda m, other: self.inner[m, other], self.products,
+        every, means = np.arange(len(self.labels)), dict[frozenset[Label], tuple[Float, Float]]()
+        for measured in {_members(reference) & set(self.labels) for reference in references} - {frozenset[Label]()}:
+            rows = np.array([self.labels.index(label) for label in sorted(measured)])
+            # One m at a time: all products with several references at once are tens of MB.
+            with_every = np.stack([self.inner[m, rows].mean(axis=0) for m in every])
+            means[measured] = with_every, with_every[rows].mean(axis=0)
+        return ReducedGram(
+            np.empty((len(every), len(every), 0, 0)), self.labels, self.n_rollouts, self.prompt, self.group_index,
+            self.sketch_dim, self.inner[every, every], self.products, means,
         )  # fmt: skip
 
     def _fill(self, block: Float, rows: list[int], measured: frozenset[Label]) -> None:
@@ -264,34 +270,6 @@ class ReducedGram(Gram):
     totals: Float = field(default_factory=lambda: np.empty((0, 0)))  # Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]
     # The mean of these estimators with every m [M, P, P], and with itself [P, P]
     means: Mapping[frozenset[Label], tuple[Float, Float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        labels: tuple[Label, ...],
-        n_rollouts: int,
-        prompt: tuple[object, ...] | None,
-        groups: Int,
-        sketch_dim: int | None,
-        references: Iterable["Label | frozenset[Label]"],
-        blocks: Callable[[Int, Int], Float],
-        products: Float,
-    ) -> "ReducedGram":
-        """Reduce a Gram matrix, of which only the blocks that are needed are asked for.
-
-        Args:
-            blocks: Returns `inner` of some m and m' [..., P, P], whose indices broadcast.
-        """
-        every, means = np.arange(len(labels)), dict[frozenset[Label], tuple[Float, Float]]()
-        for measured in {_members(reference) & set(labels) for reference in references} - {frozenset[Label]()}:
-            rows = np.array([labels.index(label) for label in sorted(measured)])
-            # One m at a time: all products with several references at once are tens of MB.
-            with_every = np.stack([blocks(m, rows).mean(axis=0) for m in every[:, None]])
-            means[measured] = with_every, with_every[rows].mean(axis=0)
-        return cls(
-            np.empty((len(labels),) * 2 + (0, 0)), labels, n_rollouts, prompt, groups, sketch_dim,
-            blocks(every, every), products, means,
-        )  # fmt: skip
 
     @property
     def n_prompts(self) -> int:

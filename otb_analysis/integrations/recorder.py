@@ -84,23 +84,54 @@ class RolloutRecorder:
         """Write the rollouts, and pay nothing. A file that cannot be written is a warning; training goes on."""
         trainer = getattr(kwargs.get("log_metric"), "__self__", None)  # TRL passes a method of its trainer
         model = getattr(trainer, "model", None)
-        if model is None or model.training:
-            rows = self._rows(prompts, completions, completion_ids, kwargs, trainer)
-            self._write(_from_all_processes(rows), int(getattr(kwargs.get("trainer_state"), "global_step", 0)))
+        if model is not None and not model.training:
+            return [None] * len(prompts)
+        rows = self._rows(prompts, completions, completion_ids, kwargs, trainer)
+        # TRL can generate twice within one step of its optimizer.
+        self._step = max(int(getattr(kwargs.get("trainer_state"), "global_step", 0)), self._step + 1)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            parts: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, rows)
+            if torch.distributed.get_rank():
+                return [None] * len(prompts)
+            rows = [row for part in parts for row in part]
+        groups: dict[str, int] = {}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                for row in rows:
+                    group = groups.setdefault(repr(row["prompt"]), len(groups))
+                    if row["reward"] is not None:  # what no function could score is left out, as TRL does
+                        whole = {"step": self._step, "group": group, **row}
+                        file.write(json.dumps(whole, ensure_ascii=False, default=str) + "\n")
+        except OSError as error:
+            message = f"step {self._step} is missing from {self.path}, training goes on: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         return [None] * len(prompts)
 
     def _rows(
         self, prompts: list[Any], completions: list[Any], completion_ids: list[Any] | None, kwargs: Any, trainer: Any
     ) -> list[dict[str, Any]]:
+        """Return this process's rollouts as records; TRL writes chats as lists of messages."""
         listed = {name: values for name, values in kwargs.items() if name not in PASSED and isinstance(values, list)}
         columns = {name: values for name, values in listed.items() if len(values) == len(prompts)}
-        weights = self._weights(trainer)
+        # Weights as given here, or TRL's own, or 1
+        names, given = self.names, self.weights
+        if given is None:
+            names, given = list[str](), getattr(trainer, "reward_weights", [])
+            for name in getattr(trainer, "reward_func_names", []):
+                names.append(_unlike(name, names))
+        weights = dict.fromkeys(self.names, 1.0) | dict(zip(names, map(float, given), strict=True))
         rows = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             paid = {name: self._paid[name][i] for name in self.names}
             known = {name: one for name, one in paid.items() if not math.isnan(one)}
-            text, turns = _text(completion)
-            row = {"prompt": _plain(prompt), "completion": text, "turns": turns}
+            texts = [completion]
+            if not isinstance(completion, str):
+                texts = [_content(message) for message in completion if message.get("role") == "assistant"]
+            if not isinstance(prompt, str):
+                prompt = [{"role": message["role"], "content": _content(message)} for message in prompt]
+            row = {"prompt": prompt, "completion": "\n".join(texts), "turns": len(texts)}
             row["reward"] = sum(weights[name] * one for name, one in known.items()) if known else None
             row["rewards"] = known
             if completion_ids is not None:
@@ -110,58 +141,6 @@ class RolloutRecorder:
             row["columns"] = {name: values[i] for name, values in columns.items()}
             rows.append(row)
         return rows
-
-    def _weights(self, trainer: Any) -> dict[str, float]:
-        """Return each function's weight: as given here, or TRL's own, or 1."""
-        if self.weights is not None:
-            return dict(zip(self.names, self.weights, strict=True))
-        names = list[str]()
-        for name in getattr(trainer, "reward_func_names", []):
-            names.append(_unlike(name, names))
-        theirs = getattr(trainer, "reward_weights", [])
-        known = dict(zip(names, [float(one) for one in theirs], strict=True))
-        return {name: known.get(name, 1.0) for name in self.names}
-
-    def _write(self, rows: list[dict[str, Any]], global_step: int) -> None:
-        """Append a step from the first process; a rollout that no function could score is left out, as TRL does."""
-        self._step = max(global_step, self._step + 1)  # TRL can generate twice within one step of its optimizer
-        if torch.distributed.is_initialized() and torch.distributed.get_rank():
-            return
-        groups: dict[str, int] = {}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                for row in rows:
-                    group = groups.setdefault(repr(row["prompt"]), len(groups))
-                    if row["reward"] is not None:
-                        whole = {"step": self._step, "group": group, **row}
-                        file.write(json.dumps(whole, ensure_ascii=False, default=str) + "\n")
-        except OSError as error:
-            message = f"step {self._step} is missing from {self.path}, training goes on: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _from_all_processes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of all processes, in the order of their ranks."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return rows
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, rows)
-    return [row for part in parts for row in part]
-
-
-def _text(completion: Any) -> tuple[str, int]:
-    """Return a completion's text, and the turns that the policy wrote; TRL writes chats as lists of messages."""
-    if isinstance(completion, str):
-        return completion, 1
-    texts = [_content(message) for message in completion if message.get("role") == "assistant"]
-    return "\n".join(texts), len(texts)
-
-
-def _plain(prompt: Any) -> Any:
-    if isinstance(prompt, str):
-        return prompt
-    return [{"role": message["role"], "content": _content(message)} for message in prompt]
 
 
 def _content(message: dict[str, Any]) -> str:

@@ -56,8 +56,11 @@ class RunLog:
             return
         (step, tables), self._kept = self._kept, None
         try:
-            if self._writer is None:
-                self._writer = self._create_or_reopen(step)
+            if self._writer is None and self.record.if_exists == "resume" and self.path.exists():
+                self._writer = RunWriter.resume(self.path, step)
+            elif self._writer is None:
+                again = "replace" if self.record.if_exists == "replace" else "error"
+                self._writer = RunWriter.create(self.path.parent, self.path.name, self.config, if_exists=again)
             self._writer.write_step(step, replace(tables, steps={**tables.steps, **scalars}))
         except Exception as error:
             self._warn(step, error)
@@ -71,9 +74,3 @@ class RunLog:
     def _warn(self, step: int, error: Exception) -> None:
         message = f"step {step} is missing from the run {self.path}, training goes on: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-    def _create_or_reopen(self, step: int) -> RunWriter:
-        if self.record.if_exists == "resume" and self.path.exists():
-            return RunWriter.resume(self.path, step)
-        again = "replace" if self.record.if_exists == "replace" else "error"
-        return RunWriter.create(self.path.parent, self.path.name, self.config, if_exists=again)

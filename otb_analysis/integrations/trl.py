@@ -63,7 +63,14 @@ class OTBGRPOTrainer(Trainer):
     ) -> None:
         self._estimator = estimator
         self._options = options_from_dict(estimator, options or {})
-        refuse_needs(estimator, tools=bool(kwargs.get("tools") or kwargs.get("environment_factory")))
+        entry = entry_of(estimator)
+        if lacking := sorted(set(entry.needs) - GIVEN):
+            raise InputError(f"estimator {estimator!r} needs {lacking[0]}, which TRL does not have; choose another.")
+        if not entry.takes_gaps and (kwargs.get("tools") or kwargs.get("environment_factory")):
+            raise InputError(
+                f"estimator {estimator!r} takes positions from columns, but tools write tokens in between; use "
+                f"{counting_tokens(estimator)!r}."
+            )
         super().__init__(*args, **kwargs)
         self._refuse_settings()
         self._options = with_limit(estimator, self._options, self.args.max_completion_length)
@@ -80,18 +87,19 @@ class OTBGRPOTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as GRPOTrainer does; the run records how that ended."""
+        status: Literal["complete", "failed"] = "failed"
+        reason = ""
         try:
             result = super().train(*args, **kwargs)
+            status = "complete"
         except BaseException as error:
-            self._end("failed", f"{type(error).__name__}: {error}".rstrip(": "))
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise
-        self._end("complete")
+        finally:
+            if self._log is not None:
+                self._log.release(self._update_scalars())
+                self._log.finish(status, reason)
         return result
-
-    def _end(self, status: Literal["complete", "failed"], reason: str = "") -> None:
-        if self._log is not None:
-            self._log.release(self._update_scalars())
-            self._log.finish(status, reason)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Keep ‖ḡ‖ before clipping, of each of the optimizer's steps."""
@@ -227,19 +235,3 @@ class OTBGRPOTrainer(Trainer):
             },
             "trl": {name: getattr(args, name) for name in copied},
         }
-
-
-def refuse_needs(name: str, *, tools: bool) -> None:
-    """Raise where an estimator cannot be formed inside TRL.
-
-    Raises:
-        InputError: It needs what TRL does not have, or takes no tool tokens and there are tools.
-    """
-    entry = entry_of(name)
-    if lacking := sorted(set(entry.needs) - GIVEN):
-        raise InputError(f"estimator {name!r} needs {lacking[0]}, which TRL does not have; choose another.")
-    if tools and not entry.takes_gaps:
-        other = counting_tokens(name)
-        raise InputError(
-            f"estimator {name!r} takes positions from columns, but tools write tokens in between; use {other!r}."
-        )

@@ -21,10 +21,23 @@ class OTBTrainerSync(PPOTrainerSync):
 
     Nothing of verl is copied: its two methods run as they are, with the flag set before the first and the energies
     within reach of the second. verl's own optimal token baseline still does not get its Σπ² here.
+
+    Raises:
+        InputError: No Σπ² exists: fused kernels never hold the logits, bypass mode makes no pass at all.
     """
 
     def __init__(self, config: Any) -> None:
-        refuse(config)
+        if config.actor_rollout_ref.model.get("use_fused_kernels", False):
+            raise InputError(
+                "actor_rollout_ref.model.use_fused_kernels is true, and fused kernels hold no logits to sum π² over; "
+                "set it to false."
+            )
+        correction = config.algorithm.get("rollout_correction", None)
+        if correction and correction.get("bypass_mode", False):
+            raise InputError(
+                "algorithm.rollout_correction.bypass_mode is true, so verl makes no pass that could compute Σπ²; set "
+                "it to false."
+            )
         config.trainer.v1.trainer_mode = "sync"  # verl compares this name to choose its queue and its settings
         super().__init__(config)
 
@@ -52,22 +65,3 @@ class OTBTrainerSync(PPOTrainerSync):
         energy = proxy_energy(*(x.to_padded_tensor(0.0).double().cpu().numpy() for x in (data["old_log_probs"], sums)))
         with delivered_energy(energy):
             return super()._compute_advantage(batch, metrics)
-
-
-def refuse(config: Any) -> None:
-    """Refuse settings under which no Σπ² exists.
-
-    Raises:
-        InputError: Fused kernels never hold the logits; bypass mode makes no pass at all.
-    """
-    if config.actor_rollout_ref.model.get("use_fused_kernels", False):
-        raise InputError(
-            "actor_rollout_ref.model.use_fused_kernels is true, and fused kernels hold no logits to sum π² over; set "
-            "it to false."
-        )
-    correction = config.algorithm.get("rollout_correction", None)
-    if correction and correction.get("bypass_mode", False):
-        raise InputError(
-            "algorithm.rollout_correction.bypass_mode is true, so verl makes no pass that could compute Σπ²; set it to "
-            "false."
-        )

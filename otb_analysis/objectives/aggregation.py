@@ -23,37 +23,18 @@ from scipy.special import expit
 
 from otb_analysis.arrays import Groups
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.registry import (
-    Formula,
-    NoOptions,
-    boolean_mask,
-    checked_options,
-    group_vector,
-    lookup,
-    policy_values,
-)
+from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, checked_options, lookup
 from otb_analysis.types import Bool, Float, Int
 
 
 @dataclass(frozen=True)
-class AggregationInputs:
+class AggregationInputs(CheckedInputs):
     """What an aggregation may look at; made by `training`."""
 
+    columns = ("advantage",)
     mask: Bool  # True at policy tokens [N, T]
     group: Int  # Prompt of each rollout [N]
     advantage: Float | None = None  # A [N, T], for the aggregations that read its sign
-
-    def __post_init__(self) -> None:
-        """Check shapes and values."""
-        mask = boolean_mask(self.mask)
-        group_vector(self.group, len(mask))
-        if self.advantage is not None:
-            object.__setattr__(self, "advantage", policy_values("advantage", self.advantage, mask))
-
-    @property
-    def length(self) -> Float:
-        """L_i, policy tokens of each rollout [N]."""
-        return np.count_nonzero(self.mask, axis=1).astype(np.float64)
 
     @property
     def present(self) -> Float:
@@ -62,14 +43,14 @@ class AggregationInputs:
 
 
 @dataclass(frozen=True)
-class ConstantOptions:
+class ConstantOptions(LimitedOptions):
     """The constant of `constant`."""
 
+    valid = (
+        lambda o: o.length >= 1,
+        "length is {self.length} but must be at least 1; pass the generation limit in tokens.",
+    )
     length: int = 1024  # Tokens that every rollout's sum is divided by: the generation limit, the same at every step
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise InputError(f"length is {self.length} but must be at least 1; pass the generation limit in tokens.")
 
 
 def _weights(inputs: AggregationInputs, part: Float, whole: Float | float) -> Float:
@@ -166,45 +147,38 @@ def aggregation_weights(name: str, inputs: AggregationInputs, options: Any = Non
 
 
 @dataclass(frozen=True)
-class TokenWeightInputs:
+class TokenWeightInputs(CheckedInputs):
     """What a token weight may look at; made by `training` and studies."""
 
+    columns = ("advantage", "logprob", "entropy", "contrast")
     mask: Bool  # True at policy tokens [N, T]
     advantage: Float  # A [N, T]
     logprob: Float  # log π(y_t) in nats [N, T]
     entropy: Float  # H of the distribution that y_t was drawn from, in nats [N, T]
     contrast: Float | None = None  # softmax(2z₊ − z₋)[y_t] [N, T], where it was measured
 
-    def __post_init__(self) -> None:
-        """Check shapes and values; keep float64 that is zero outside the mask."""
-        mask = boolean_mask(self.mask)
-        for name in ("advantage", "logprob", "entropy"):
-            object.__setattr__(self, name, policy_values(name, getattr(self, name), mask))
-        if self.contrast is not None:
-            object.__setattr__(self, "contrast", policy_values("contrast", self.contrast, mask))
-
 
 @dataclass(frozen=True)
-class StapoOptions:
+class StapoOptions(LimitedOptions):
     """Options of `stapo`, both fixed before sampling."""
 
+    valid = (
+        lambda o: 0 <= o.probability <= 1 and o.entropy >= 0,
+        "{self} is out of range; choose probability from 0 to 1 and entropy of at least 0 nats.",
+    )
     probability: float = 0.01  # τ_p: only tokens less likely than this are silenced
     entropy: float = 0.5  # τ_h in nats: only where the policy was surer than this
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.probability <= 1 and self.entropy >= 0):
-            raise InputError(f"{self} is out of range; choose probability from 0 to 1 and entropy of at least 0 nats.")
-
 
 @dataclass(frozen=True)
-class DelightOptions:
+class DelightOptions(LimitedOptions):
     """Options of `delightful`."""
 
+    valid = (
+        lambda o: o.temperature > 0,
+        "temperature is {self.temperature} but must be positive; 1 is the paper's form.",
+    )
     temperature: float = 1.0  # η: the larger, the closer the gate is to ½ everywhere
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise InputError(f"temperature is {self.temperature} but must be positive; 1 is the paper's form.")
 
 
 def none(inputs: TokenWeightInputs, options: NoOptions) -> Float:
@@ -235,14 +209,11 @@ def delightful(inputs: TokenWeightInputs, options: DelightOptions) -> Float:
 
 
 @dataclass(frozen=True)
-class CriticalOptions:
+class CriticalOptions(LimitedOptions):
     """Options of `critical`."""
 
+    valid = (lambda o: 0 <= o.strength <= 1, "strength is {self.strength}; choose it from 0 to 1.")
     strength: float = 1.0  # κ: 0 weighs every token alike, 1 spares a token that right rollouts are sure to write
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.strength <= 1:
-            raise InputError(f"strength is {self.strength}; choose it from 0 to 1.")
 
 
 def critical(inputs: TokenWeightInputs, options: CriticalOptions) -> Float:

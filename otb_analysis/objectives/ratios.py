@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from otb_analysis.arrays import masked, policy_position
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.registry import Formula, NoOptions, boolean_mask, checked_options, lookup, policy_values
+from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, checked_options, lookup
 from otb_analysis.types import Bool, Float
 
 LOG_2 = np.log(2.0)  # Beyond it a raw ratio counts as far from 1
@@ -48,16 +48,16 @@ def mismatch_scalars(log_ratio: ArrayLike) -> dict[str, float | None]:
 
 
 @dataclass(frozen=True)
-class ClipOptions:
+class ClipOptions(LimitedOptions):
     """A clip around 1."""
 
+    valid = (
+        lambda o: o.low >= 0 and o.high >= 0 and o.dual > 1,
+        "{self} does not clip; low and high are 0 or more, and dual is above 1.",
+    )
     low: float = 0.2  # Below 1 − low a negative advantage has no gradient
     high: float = 0.2  # Above 1 + high a positive advantage has none (DAPO takes .28)
     dual: float = float("inf")  # Above it a negative advantage has none (dual clip, usually 3); infinite turns it off
-
-    def __post_init__(self) -> None:
-        if not (self.low >= 0 and self.high >= 0 and self.dual > 1):
-            raise InputError(f"{self} does not clip; low and high are 0 or more, and dual is above 1.")
 
 
 @dataclass(frozen=True)
@@ -69,51 +69,41 @@ class GspoOptions(ClipOptions):
 
 
 @dataclass(frozen=True)
-class BoundOptions:
+class BoundOptions(LimitedOptions):
     """Bounds of a logarithm that widen with the square root of the position."""
 
+    valid = (lambda o: o.low >= 0 and o.high >= 0, "{self} has no room for a ratio of 1; low and high are 0 or more.")
     low: float = 0.025  # The log ratio is held at −low·√t or above, t counting policy tokens from 1
     high: float = 0.05  # And at high·√t or below
-
-    def __post_init__(self) -> None:
-        if not (self.low >= 0 and self.high >= 0):
-            raise InputError(f"{self} has no room for a ratio of 1; low and high are 0 or more.")
 
 
 @dataclass(frozen=True)
 class PositionOptions(BoundOptions):
     """A clip at the same bounds."""
 
+    valid = (lambda o: o.dual > 1, "dual is {self.dual} but must be above 1; 3 is usual and infinity turns it off.")
     dual: float = 3.0  # Above it a negative advantage has no gradient (dual clip); infinite turns it off
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.dual > 1:
-            raise InputError(f"dual is {self.dual} but must be above 1; 3 is usual and infinity turns it off.")
-
 
 @dataclass(frozen=True)
-class TruncationOptions:
+class TruncationOptions(LimitedOptions):
     """A cap."""
 
+    valid = (lambda o: o.cap > 0, "cap is {self.cap} but must be above 0; 2 is usual.")
     cap: float = 2.0  # Ratios above it are replaced by it
-
-    def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise InputError(f"cap is {self.cap} but must be above 0; 2 is usual.")
 
 
 @dataclass(frozen=True)
-class MaskOptions:
+class MaskOptions(LimitedOptions):
     """Which rollouts count."""
 
+    valid = (
+        lambda o: o.low >= 0 and o.high >= 0 and o.veto >= 0,
+        "{self} is no mask; low, high and veto are 0 or more.",
+    )
     low: float = 0.001  # Rollouts whose geometric mean ratio is below 1 − low are dropped
     high: float = 0.001  # And those above 1 + high
     veto: float = 1e-4  # And those with any token ratio below it
-
-    def __post_init__(self) -> None:
-        if not (self.low >= 0 and self.high >= 0 and self.veto >= 0):
-            raise InputError(f"{self} is no mask; low, high and veto are 0 or more.")
 
 
 @dataclass(frozen=True)
@@ -129,18 +119,13 @@ FREE = Limits(np.array(0.0), np.array(np.inf), np.array(np.inf))  # No clip
 
 
 @dataclass(frozen=True)
-class RatioInputs:
+class RatioInputs(CheckedInputs):
     """What an importance ratio may look at; made by `training`."""
 
+    columns = ("logprob", "behavior_logprob")
     logprob: Float  # log π(y_t) in nats under the parameters being updated [N, T]
     behavior_logprob: Float  # log μ(y_t) under the policy that sampled [N, T]
     mask: Bool  # True at policy tokens [N, T]; entries outside are never read
-
-    def __post_init__(self) -> None:
-        """Check shapes and values; keep float64 columns that are zero outside the mask."""
-        mask = boolean_mask(self.mask)
-        for name in ("logprob", "behavior_logprob"):
-            object.__setattr__(self, name, policy_values(name, getattr(self, name), mask))
 
     @cached_property
     def log_ratio(self) -> Float:
@@ -235,7 +220,7 @@ def none(inputs: RatioInputs, options: NoOptions) -> Ratio:
 
     r_t = 1: the on-policy gradient; off-policy nothing corrects for the sampler.
     """
-    return _ratio(inputs, np.ones(inputs.mask.shape))
+    return _ratio(inputs, np.zeros(inputs.mask.shape))
 
 
 def token(inputs: RatioInputs, options: NoOptions) -> Ratio:
@@ -243,7 +228,7 @@ def token(inputs: RatioInputs, options: NoOptions) -> Ratio:
 
     r_t = ρ_t. A constant baseline drops out; the distribution of prefixes stays the sampler's.
     """
-    return _ratio(inputs, np.exp(inputs.log_ratio))
+    return _ratio(inputs, inputs.log_ratio)
 
 
 def sequence(inputs: RatioInputs, options: NoOptions) -> Ratio:
@@ -251,7 +236,7 @@ def sequence(inputs: RatioInputs, options: NoOptions) -> Ratio:
 
     r = Π_j ρ_j, a constant in the gradient: Σ_t r A_t s_t is unbiased for ∇J with any constant baseline. Proved.
     """
-    return _ratio(inputs, _exp(inputs.log_ratio.sum(axis=1, keepdims=True)))
+    return _ratio(inputs, inputs.log_ratio.sum(axis=1, keepdims=True))
 
 
 def cumulative(inputs: RatioInputs, options: NoOptions) -> Ratio:
@@ -260,7 +245,7 @@ def cumulative(inputs: RatioInputs, options: NoOptions) -> Ratio:
     r_t = Π_{j≤t} ρ_j, gradient through the current token only. Prefix and token are corrected, what follows stays the
     sampler's: E = Σ_t E_π[s_t Q^μ_t], whatever constant baseline. Proved; arXiv 2605.07331.
     """
-    return _ratio(inputs, _exp(inputs.log_cumulative))
+    return _ratio(inputs, inputs.log_cumulative)
 
 
 def minpro(inputs: RatioInputs, options: NoOptions) -> Ratio:
@@ -271,7 +256,7 @@ def minpro(inputs: RatioInputs, options: NoOptions) -> Ratio:
     """
     so_far = np.minimum.accumulate(np.where(inputs.mask, inputs.log_ratio, np.inf), axis=1)
     before = np.concatenate([np.full((len(so_far), 1), np.inf), so_far], axis=1)[:, : so_far.shape[1]]
-    return _ratio(inputs, _exp(inputs.log_ratio + np.where(np.isinf(before), 0.0, before)))
+    return _ratio(inputs, inputs.log_ratio + np.where(np.isinf(before), 0.0, before))
 
 
 def ppo(inputs: RatioInputs, options: ClipOptions) -> Ratio:
@@ -280,7 +265,7 @@ def ppo(inputs: RatioInputs, options: ClipOptions) -> Ratio:
     Surrogate min(ρ_t u_t, clip(ρ_t, 1 − low, 1 + high) u_t), not below dual·u_t. Public code.
     """
     limits = Limits(*map(np.asarray, (1 - options.low, 1 + options.high, options.dual)))
-    return _ratio(inputs, np.exp(inputs.log_ratio), limits)
+    return _ratio(inputs, inputs.log_ratio, limits)
 
 
 def gspo(inputs: RatioInputs, options: GspoOptions) -> Ratio:
@@ -289,7 +274,7 @@ def gspo(inputs: RatioInputs, options: GspoOptions) -> Ratio:
     r = (Π_j ρ_j)^{1/L}, ∇r = r (1/L) Σ_k s_k; surrogate as `ppo`, for the whole rollout. Public code.
     """
     limits = Limits(*map(np.asarray, (1 - options.low, 1 + options.high, options.dual)))
-    return _ratio(inputs, np.exp(inputs.log_mean), limits, through="rollout")
+    return _ratio(inputs, inputs.log_mean, limits, through="rollout")
 
 
 def ctpo(inputs: RatioInputs, options: PositionOptions) -> Ratio:
@@ -299,7 +284,7 @@ def ctpo(inputs: RatioInputs, options: PositionOptions) -> Ratio:
     through the current token only. Public code of CTPO, arXiv 2605.07331.
     """
     low, high = _bounds(inputs, options)
-    return _ratio(inputs, _exp(inputs.log_cumulative), Limits(low, high, np.asarray(options.dual)))
+    return _ratio(inputs, inputs.log_cumulative, Limits(low, high, np.asarray(options.dual)))
 
 
 def cumulative_truncated(inputs: RatioInputs, options: BoundOptions) -> Ratio:
@@ -308,7 +293,7 @@ def cumulative_truncated(inputs: RatioInputs, options: BoundOptions) -> Ratio:
     r_t = clip(Π_{j≤t} ρ_j, e^{−low √t}, e^{high √t}), a weight whatever the sign of A.
     """
     low, high = _bounds(inputs, options)
-    return _truncated(inputs, _exp(inputs.log_cumulative), low, high)
+    return _truncated(inputs, inputs.log_cumulative, low, high)
 
 
 def tis(inputs: RatioInputs, options: TruncationOptions) -> Ratio:
@@ -316,7 +301,7 @@ def tis(inputs: RatioInputs, options: TruncationOptions) -> Ratio:
 
     r_t = min(ρ_t, cap), a weight whatever the sign of A. Public code (truncated importance sampling).
     """
-    return _truncated(inputs, np.exp(inputs.log_ratio), np.asarray(0.0), np.asarray(options.cap))
+    return _truncated(inputs, inputs.log_ratio, np.asarray(0.0), np.asarray(options.cap))
 
 
 def sequence_mask(inputs: RatioInputs, options: MaskOptions) -> Ratio:
@@ -325,10 +310,10 @@ def sequence_mask(inputs: RatioInputs, options: MaskOptions) -> Ratio:
     r_t = ρ_t where (Π_j ρ_j)^{1/L} ∈ [1 − low, 1 + high] and every ρ_j ≥ veto; else no gradient for the whole rollout.
     Public code of Dr. Kernel, arXiv 2602.05885.
     """
-    ratio, mean = np.exp(inputs.log_ratio), np.exp(inputs.log_mean)
-    vetoed = (inputs.mask & (ratio < options.veto)).any(axis=1, keepdims=True)
+    mean = np.exp(inputs.log_mean)
+    vetoed = (inputs.mask & (np.exp(inputs.log_ratio) < options.veto)).any(axis=1, keepdims=True)
     kept = (mean >= 1 - options.low) & (mean <= 1 + options.high) & ~vetoed
-    return _ratio(inputs, ratio, kept=inputs.mask & kept)
+    return _ratio(inputs, inputs.log_ratio, kept=inputs.mask & kept)
 
 
 # fmt: off
@@ -369,23 +354,21 @@ def importance_ratio(name: str, inputs: RatioInputs, options: Any = None) -> Rat
 
 def _ratio(
     inputs: RatioInputs,
-    value: Float,
+    log: Float,
     limits: Limits = FREE,
     kept: Bool | None = None,
     through: Literal["token", "rollout"] = "token",
 ) -> Ratio:
-    mask = inputs.mask
+    """Return the ratio e^log, log any shape that broadcasts to [N, T]."""
+    mask, value = inputs.mask, np.exp(np.clip(log, -LOG_LIMIT, LOG_LIMIT))
     kept = mask if kept is None else kept
     return Ratio(masked(np.broadcast_to(value, mask.shape), mask), mask, limits, kept, mask & ~kept, through)
 
 
-def _truncated(inputs: RatioInputs, ratio: Float, low: Float, high: Float) -> Ratio:
-    outside = inputs.mask & ((ratio < low) | (ratio > high))
-    return replace(_ratio(inputs, np.clip(ratio, low, high)), limited=outside)
-
-
-def _exp(log: Float) -> Float:
-    return np.exp(np.clip(log, -LOG_LIMIT, LOG_LIMIT))
+def _truncated(inputs: RatioInputs, log: Float, low: Float, high: Float) -> Ratio:
+    whole, mask = _ratio(inputs, log), inputs.mask
+    outside = mask & ((whole.value < low) | (whole.value > high))
+    return replace(whole, value=masked(np.clip(whole.value, low, high), mask), limited=outside)
 
 
 def _bounds(inputs: RatioInputs, options: BoundOptions) -> tuple[Float, Float]:

@@ -6,7 +6,7 @@ Ratios, aggregations and reward shapings are dict literals of `Formula`; estimat
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,6 +23,39 @@ Provenance = Literal["code", "proved", "abstract", "guess"]
 @dataclass(frozen=True)
 class NoOptions:
     """A formula without options."""
+
+
+class LimitedOptions:
+    """Options some values of which make no sense: each class may have a test of its own beside those it inherits."""
+
+    # A test of the options, and the sentence where it fails; NaN must fail
+    valid: ClassVar[tuple[Callable[[Any], bool], str]]
+
+    def __post_init__(self) -> None:
+        for holds, sentence in [vars(kind)["valid"] for kind in type(self).__mro__[::-1] if "valid" in vars(kind)]:
+            if not holds(self):
+                raise InputError(sentence.format(self=self))
+
+
+class CheckedInputs:
+    """Inputs of formulas, with a mask [N, T] and maybe a group [N]; `columns` are kept zero outside the mask."""
+
+    columns: ClassVar[tuple[str, ...]]  # Names of the float64 arrays [N, T]
+    mask: Bool
+
+    def __post_init__(self) -> None:
+        """Check shapes and values; a column whose default is None may be left out."""
+        mask, given = boolean_mask(self.mask), vars(self)
+        if "group" in given:
+            group_vector(given["group"], len(mask))
+        for name in self.columns:
+            if given[name] is not None or not hasattr(type(self), name):
+                object.__setattr__(self, name, policy_values(name, given[name], mask))
+
+    @property
+    def length(self) -> Float:
+        """L_i, policy tokens of each rollout [N]."""
+        return np.count_nonzero(self.mask, axis=1).astype(np.float64)
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,7 @@ import numpy as np
 from scipy.special import expit
 
 from otb_analysis.arrays import Groups
-from otb_analysis.errors import InputError
-from otb_analysis.objectives.registry import (
-    Formula,
-    NoOptions,
-    boolean_mask,
-    checked_options,
-    group_vector,
-    lookup,
-    policy_values,
-)
+from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, checked_options, lookup
 from otb_analysis.types import Bool, Float, Int
 
 ROUNDING = 1e-12
@@ -34,29 +25,19 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class ShapingInputs:
+class ShapingInputs(CheckedInputs):
     """What a reward shaping may look at; made by `training`."""
 
+    columns = ("reward",)
     reward: Float  # Reward per token [N, T]
     mask: Bool  # True at policy tokens [N, T]
     group: Int  # Prompt of each rollout [N]
     turn: Int | None = None  # Turn of each token [N, T]; None where there is one turn
 
-    def __post_init__(self) -> None:
-        """Check shapes and values; keep float64 rewards that are zero outside the mask."""
-        mask = boolean_mask(self.mask)
-        group_vector(self.group, len(mask))
-        object.__setattr__(self, "reward", policy_values("reward", self.reward, mask))
-
     @property
     def total(self) -> Float:
         """R_i [N]."""
         return self.reward.sum(axis=1)
-
-    @property
-    def length(self) -> Float:
-        """L_i, policy tokens of each rollout [N]."""
-        return np.count_nonzero(self.mask, axis=1).astype(np.float64)
 
     @property
     def calls(self) -> Float:
@@ -74,41 +55,41 @@ class Shaped:
 
 
 @dataclass(frozen=True)
-class LambdaOptions:
+class LambdaOptions(LimitedOptions):
     """Options of `grpo_lambda`."""
 
+    valid = (
+        lambda o: 0 <= o.share <= 1 and 0 <= o.alpha <= 1,
+        "{self} is out of range; choose share and alpha from 0 to 1.",
+    )
     share: float = 0.2  # The share of groups, best by accuracy, whose rewards depend on length
     alpha: float = 0.6  # α, the most a long correct rollout can lose
     correct: float = 0.5  # Total reward at or above which a rollout is correct
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.share <= 1 and 0 <= self.alpha <= 1):
-            raise InputError(f"{self} is out of range; choose share and alpha from 0 to 1.")
-
 
 @dataclass(frozen=True)
-class OverlongOptions:
+class OverlongOptions(LimitedOptions):
     """Options of `overlong`."""
 
+    valid = (
+        lambda o: 0 < o.buffer <= o.limit,
+        "buffer is {self.buffer} and limit is {self.limit}; pass 0 < buffer ≤ limit.",
+    )
     limit: int = 20480  # L_max, policy tokens at which the penalty is 1
     buffer: int = 4096  # Tokens before it over which the penalty grows from 0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.buffer <= self.limit:
-            raise InputError(f"buffer is {self.buffer} and limit is {self.limit}; pass 0 < buffer ≤ limit.")
-
 
 @dataclass(frozen=True)
-class SpentOptions:
+class SpentOptions(LimitedOptions):
     """How the quality of a right rollout is measured: by what it spent."""
 
+    valid = (
+        lambda o: o.budget > 0 and o.call >= 0,
+        "budget is {self.budget} and call is {self.call}; pass budget > 0 and call ≥ 0.",
+    )
     budget: int = 64  # Tokens at which the quality is 0
     call: float = 8.0  # Tokens that a tool call counts as
     correct: float = 0.5  # Total reward at or above which a rollout is right
-
-    def __post_init__(self) -> None:
-        if self.budget <= 0 or self.call < 0:
-            raise InputError(f"budget is {self.budget} and call is {self.call}; pass budget > 0 and call ≥ 0.")
 
 
 @dataclass(frozen=True)
@@ -250,13 +231,9 @@ class FilterInputs:
 class RejectionOptions(SpentOptions):
     """Options of `prs`."""
 
+    valid = (lambda o: o.low < o.high, "low is {self.low} and high is {self.high}; pass low < high.")
     low: float = 0.0  # Quality at or below which a right rollout never stays
     high: float = 0.5  # Quality from which on it always does
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.low < self.high:
-            raise InputError(f"low is {self.low} and high is {self.high}; pass low < high.")
 
 
 @dataclass(frozen=True)

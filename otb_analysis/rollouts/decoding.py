@@ -101,15 +101,14 @@ def _draw(
         if bool(bad.any()):
             raise NonFiniteLogits(int(rows[bad][0]), t)
         if thinking is not None and t < draw.soft:  # no row has ended yet, so all are there
-            tokens[:, t], logprobs[:, t] = thinking.draw(scores, t)
-            batch.append(tokens[:, t])
-            advance()
-            continue
-        log_pi = scores.log_softmax(-1)
-        # for all n rows, also those that have left the batch: so a seed draws the same whatever rows are left
-        waiting = torch.empty(n, scores.shape[1], device=device).exponential_()
-        token = (log_pi.exp() / (waiting if len(rows) == n else waiting[rows])).argmax(-1)
-        tokens[rows, t], logprobs[rows, t] = token, log_pi.gather(1, token[:, None])[:, 0]
+            token, logprob = thinking.draw(scores, t)
+        else:
+            log_pi = scores.log_softmax(-1)
+            # for all n rows, also those that have left the batch: so a seed draws the same whatever rows are left
+            waiting = torch.empty(n, scores.shape[1], device=device).exponential_()
+            token = (log_pi.exp() / (waiting if len(rows) == n else waiting[rows])).argmax(-1)
+            logprob = log_pi.gather(1, token[:, None])[:, 0]
+        tokens[rows, t], logprobs[rows, t] = token, logprob
         ended |= torch.isin(token, ends)
         left = int((~ended).sum())
         if left == 0 or t + 1 == draw.max_new_tokens:
@@ -187,17 +186,19 @@ class _Batch:
 class _InPlace(DynamicLayer):
     """Keys and values of one layer in buffers with room for more, so that a token is written and nothing moved."""
 
-    buffers: tuple[Tensor, ...]  # Keys and values
+    buffers: tuple[Tensor, ...] = ()  # Of keys and values, once there are any
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [n, heads, new, d]; return all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            return self._hold(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if end > self.buffers[0].shape[-2]:
-            self._hold(*self._show(start))
+        if not self.buffers or end > self.buffers[0].shape[-2]:
+            full, room = self.buffers, end + max(ROOM, end // SHARE)
+            self.buffers = tuple(x.new_empty(*x.shape[:2], room, x.shape[-1]) for x in (key_states, value_states))
+            for buffer, old in zip(self.buffers, full, strict=bool(full)):
+                buffer[:, :, :start] = old[:, :, :start]
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
         return self._show(end)
@@ -208,15 +209,6 @@ class _InPlace(DynamicLayer):
         # whole buffers: rows without a gap are copied in long runs, and the room comes along
         self.buffers = tuple(buffer.index_select(0, rows) for buffer in self.buffers)
         self._show(length)
-
-    def _hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Move into new buffers with room."""
-        length = keys.shape[-2]
-        room = length + max(ROOM, length // SHARE)
-        self.buffers = tuple(x.new_empty(*x.shape[:2], room, x.shape[-1]) for x in (keys, values))
-        for buffer, x in zip(self.buffers, (keys, values), strict=True):
-            buffer[:, :, :length] = x
-        return self._show(length)
 
     def _show(self, length: int) -> tuple[Tensor, Tensor]:
         keys, values = (buffer[:, :, :length] for buffer in self.buffers)

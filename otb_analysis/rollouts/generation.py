@@ -7,14 +7,12 @@ little from the scored ones, and importance ratios show by how much.
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from typing import Protocol
 
 import torch
-from torch import nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -95,15 +93,13 @@ class TransformersGenerator:
 
     def generate(self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float) -> list[Generation]:
         """Continue each context; see `Generator.generate`."""
-        check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
         if not self.by_decode:
             return self.generate_plainly(contexts, max_new_tokens, temperature)
-        tokens, logprobs, _ = decode(self.model, contexts, Draw(max_new_tokens, temperature, self.ends, self.pad))
-        return self._all_cut(tokens, logprobs)
+        return self.generate_soft(contexts, max_new_tokens, temperature, soft=0, noise=0.0)[0]
 
     def generate_soft(
         self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, soft: int, noise: float
-    ) -> tuple[list[Generation], SoftTokens]:
+    ) -> tuple[list[Generation], SoftTokens | None]:
         """Continue each context by `soft` soft tokens, then by discrete ones; `max_new_tokens` counts both.
 
         Raises:
@@ -117,7 +113,6 @@ class TransformersGenerator:
             )
         draw = Draw(max_new_tokens, temperature, self.ends, self.pad, soft, noise)
         tokens, logprobs, vectors = decode(self.model, contexts, draw)
-        assert vectors is not None
         return self._all_cut(tokens, logprobs), vectors
 
     @torch.no_grad()
@@ -125,6 +120,7 @@ class TransformersGenerator:
         self, contexts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float
     ) -> list[Generation]:
         """Continue each context by `model.generate`, left-padded: slower, and for every architecture."""
+        check_contexts(self.model, [*contexts, [self.pad]], max_new_tokens)
         width = max(len(c) for c in contexts)
         ids = torch.tensor([[self.pad] * (width - len(c)) + list(c) for c in contexts], device=self.model.device)
         attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=self.model.device)
@@ -195,7 +191,8 @@ class VllmGenerator:
         check_contexts(self.model, contexts, max_new_tokens)
         if self._version() != self.sent:
             weights = [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
-            self.engine.apply_model(partial(_load, weights=weights))
+            # vLLM's own model knows how to fuse weights in the checkpoint's names.
+            self.engine.apply_model(lambda engine_model: engine_model.load_weights(weights))
             self.engine.reset_prefix_cache()
             self.sent = self._version()
         settings = [
@@ -228,11 +225,6 @@ class VllmGenerator:
     def _version(self) -> int:
         """Return a number that grows whenever a weight is changed in place."""
         return sum(parameter._version for parameter in self.model.parameters())
-
-
-def _load(engine_model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Hand weights in the checkpoint's names to vLLM's own model, which knows how to fuse them."""
-    engine_model.load_weights(weights)  # pyright: ignore[reportCallIssue]
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

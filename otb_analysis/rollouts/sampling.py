@@ -74,14 +74,14 @@ class Rollouts:
         parts = renumbered
         width = max(part.input_ids.shape[1] for part in parts)
         names = dict.fromkeys(name for part in parts for name in part.reward_parts)
-
-        def padded(name: str) -> NDArray:
-            arrays, fill = [getattr(part, name) for part in parts], BY_COLUMN[name]
-            return np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill) for x in arrays])
-
+        columns: dict[str, NDArray] = {}
+        for name, fill in BY_COLUMN.items():
+            arrays = [getattr(part, name) for part in parts]
+            wide = [np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill) for x in arrays]
+            columns[name] = np.concatenate(wide)
         return replace(
             parts[0],
-            **{name: padded(name) for name in BY_COLUMN},
+            **columns,
             **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ("group", "prompt_length")},
             turns=tuple(turns for part in parts for turns in part.turns),
             finish_reason=tuple(reason for part in parts for reason in part.finish_reason),
@@ -297,20 +297,18 @@ def collate(drafts: list[Draft], prompts: tuple[Prompt, ...], group: Int, pad: i
     """Return finished drafts as a batch, padded with the token `pad`; nothing is paid yet."""
     length = np.array([len(draft.ids) for draft in drafts], dtype=np.int64)
     attention = np.arange(length.max(initial=0)) < length[:, None]
-
-    def padded(name: str, fill: float) -> NDArray:
-        out = np.full(attention.shape, fill)
-        out[attention] = [x for draft in drafts for x in getattr(draft, name)]
-        return out
-
+    columns = {"ids": pad, "mask": False, "turn": 0, "logprob": np.nan}
+    arrays = {name: np.full(attention.shape, fill) for name, fill in columns.items()}
+    for name, array in arrays.items():
+        array[attention] = [x for draft in drafts for x in getattr(draft, name)]
     return Rollouts(
         prompts=prompts,
         group=group,
-        input_ids=padded("ids", pad),
+        input_ids=arrays["ids"],
         attention_mask=attention,
-        mask=padded("mask", False),
-        turn=padded("turn", 0),
-        behavior_logprob=padded("logprob", np.nan),
+        mask=arrays["mask"],
+        turn=arrays["turn"],
+        behavior_logprob=arrays["logprob"],
         prompt_length=np.array([d.prompt_length for d in drafts], dtype=np.int64),
         turns=tuple(tuple(d.turns) for d in drafts),
         finish_reason=tuple(d.finish_reason or "turns" for d in drafts),

@@ -79,10 +79,6 @@ class HeadNet(nn.Module):
                 nn.LayerNorm(hidden_size), nn.Linear(hidden_size, width), nn.SiLU(), nn.Linear(width, 1)
             )
 
-    def parts(self, batch: CriticBatch) -> Sequence[Int]:
-        """Return one part: the hidden states are there already."""
-        return [np.arange(len(batch.forward.mask))]
-
     def forward(self, batch: CriticBatch, rows: Int) -> Tensor:
         """Return the values of the rows' policy tokens, row after row [tokens]."""
         index = torch.as_tensor(rows, device=batch.forward.mask.device)
@@ -119,10 +115,6 @@ class BackboneNet(nn.Module):
             self.backbone.activation_checkpointing_enable({"use_reentrant": False})
         self.train(checkpointing)  # the library recomputes activations in training mode only
 
-    def parts(self, batch: CriticBatch) -> Sequence[Int]:
-        """Return the policy's micro-batches: the policy has about this size."""
-        return batch.parts
-
     def forward(self, batch: CriticBatch, rows: Int) -> Tensor:
         """Return the values of the rows' policy tokens, row after row [tokens]."""
         with torch.autocast(self.head.weight.device.type, torch.bfloat16, enabled=self.in_bfloat16):
@@ -146,12 +138,16 @@ class Critic:
         self.net, self.updates, self.processes = net, updates, processes
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, weight_decay=0.0)
 
+    def _parts(self, batch: CriticBatch) -> Sequence[Int]:
+        """Return micro-batches for a language model, which has about the policy's size; a head reads what is there."""
+        return batch.parts if isinstance(self.net, BackboneNet) else [np.arange(len(batch.forward.mask))]
+
     @torch.no_grad()
     def value(self, batch: CriticBatch) -> Float:
         """Return V(h_t) [N, T] in units of reward, zero outside the mask."""
         out = np.zeros(tuple(batch.forward.mask.shape))
         mask = batch.forward.mask.cpu().numpy()
-        for rows in self.net.parts(batch):
+        for rows in self._parts(batch):
             inside = np.zeros_like(mask)
             inside[rows] = mask[rows]
             out[inside] = self.net(batch, rows).cpu().double().numpy()
@@ -170,7 +166,7 @@ class Critic:
             return first
         for i in range(self.updates):
             total = 0.0  # this process's part of the loss
-            for rows in self.net.parts(batch):
+            for rows in self._parts(batch):
                 index = torch.as_tensor(rows, device=goal.device)
                 inside = batch.forward.mask[index]
                 if bool(inside.any()):

@@ -9,14 +9,13 @@ Everything recorded at a step describes the policy before that step's first upda
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.devices import first_line, random_forked
+from otb_analysis.devices import first_line, products, random_forked
 from otb_analysis.errors import STOPS, InputError, Interrupted, NonFiniteError, StoreError
 from otb_analysis.estimators import entry_of, estimate
 from otb_analysis.measurement.measurer import summarize
@@ -257,7 +256,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     with trainer.timed("estimate"):
         rollouts, stats, reference = gather_rollouts(processes, local, forward.stats, local_reference)
         forward = replace(forward, stats=stats)
-        table = trainer.with_contrast(rollouts, trainer.table(rollouts, forward, reference), step)
+        table = trainer.table(rollouts, forward, reference, step)
     if not trainer.cut_noted and processes.first and (warning := none_ends(config, step, rollouts)):
         trainer.cut_noted = True
         note(warning)
@@ -268,7 +267,7 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         measurer, groups = trainer.measurer, np.arange(len(local.prompts))
         norms = None
         if trainer.trains_on_exact:
-            with phase("exact norms"), trainer.measuring():
+            with phase("exact norms"), products(trainer.precision):
                 norms = shared_norms(measurer, processes, rollouts, groups)
     with trainer.timed("estimate"):
         inputs = table.inputs(table.proxy if config.estimator.energy == "proxy" else None)
@@ -277,9 +276,15 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         trained = estimate(config.estimator.name, replace(inputs, state=trainer.remembered), trainer.options)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
-    with trainer.timed("measure"), trainer.measuring():
-        weights = partial(trainer.objective.first_coefficients, batch, table.stats.logprob)
-        measurement = processes.broadcast_from_main(lambda: measurer.measure(step, rollouts, table, norms, weights))
+    with trainer.timed("measure"), products(trainer.precision):
+        # c of the whole batch before its first update. With several mini-batches their mean has these coefficients, up
+        # to how each normalises its part; the entropy bonus is left out, as its gradient is no sum of scores.
+        objective, logprob = trainer.objective, table.stats.logprob
+        measurement = processes.broadcast_from_main(
+            lambda: measurer.measure(
+                step, rollouts, table, norms, lambda: objective.coefficients(objective.with_weights(batch), logprob)[0]
+            )
+        )
     trainer.remember(trained.state)  # only now: measuring used what this step's advantages were made with
     with trainer.timed("update"):
         scalars |= trainer.update(batch, forward)

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +25,7 @@ from otb_analysis.measurement.forward import (
 )
 from otb_analysis.phases import advance, count_to
 from otb_analysis.processes import SINGLE_PROCESS, Processes
-from otb_analysis.rollouts.prefix_cache import PrefixCache, supports_prefix_cache
+from otb_analysis.rollouts.prefix_cache import supports_prefix_cache
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.runtime import gathered, shard
 from otb_analysis.types import Float, Int
@@ -42,7 +41,7 @@ class Policy:
         model: The model, in evaluation mode between passes: dropout would make scored and sampled policies differ.
         adapter: The PEFT wrapper when adapters are trained, else None; its layers are inside `model`.
         parameters: The trained parameters.
-        past: Older weights to sample from.
+        past: The weights before the last batches, oldest first, to sample from an older policy.
     """
 
     def __init__(self, model: PreTrainedModel, config: TrainConfig, processes: Processes = SINGLE_PROCESS):
@@ -71,7 +70,7 @@ class Policy:
             if whole is not None:
                 shard(whole, processes)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.past = StaleWeights(self.parameters, config.objective.staleness)
+        self.past: deque[list[Tensor]] = deque(maxlen=config.objective.staleness)
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Return the context in which the policy runs: autocast to bfloat16 where the run asks for it."""
@@ -80,8 +79,16 @@ class Policy:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Use the weights that rollouts are sampled from inside the block; every process must enter it."""
-        with self.whole_weights(), self.past.sampling(), self.arithmetic():
-            yield
+        stale = list(zip(self.parameters, self.past[0], strict=True)) if self.past else []
+        present = [parameter.data for parameter, _ in stale]
+        with self.whole_weights(), self.arithmetic():
+            for parameter, old in stale:
+                parameter.data = old
+            try:
+                yield
+            finally:
+                for (parameter, _), data in zip(stale, present, strict=True):
+                    parameter.data = data
 
     def whole_weights(self) -> AbstractContextManager[object]:
         """Return the context in which every process holds all weights; every process must enter it."""
@@ -97,13 +104,12 @@ class Policy:
         parts, more = self.shared_parts(rollouts)
         keeps = keep_graph and len(parts) + more == 1
         passes, outputs = [], []
-
-        def score(part: Rollouts, prompts: PrefixCache | None) -> ForwardPass:
-            return forward_pass(self.model, part, self.temperature, prompts, wanted)
-
         count_to(len(rollouts.group), "rollout")
-        with self.arithmetic(), self._recomputing() if keeps else torch.no_grad():
-            for rows, output in in_passes(self.model, rollouts, parts, self._shares, score):
+        with torch.set_grad_enabled(keeps), self.arithmetic(), self._recomputing():
+            for rows, output in in_passes(
+                *(self.model, rollouts, parts, self._shares),
+                lambda part, prompts: forward_pass(self.model, part, self.temperature, prompts, wanted),
+            ):
                 passes.append(rows)
                 outputs.append(output)
                 advance(len(rows))
@@ -111,10 +117,21 @@ class Policy:
         with wanted.timed():
             return ForwardPass.concatenate(outputs, rollouts, passes)
 
-    def score(self, rollouts: Rollouts, rows: Int, entropy: bool = False) -> CompletionLogprobs:
-        """Score some rollouts of a batch that fit into memory, with the graph."""
-        with self._recomputing():
-            return self._scored(self.model, rollouts, rows, entropy)
+    def score(
+        self, rollouts: Rollouts, rows: Int, entropy: bool = False, reference: PreTrainedModel | None = None
+    ) -> CompletionLogprobs:
+        """Score some rollouts of a batch that fit into memory, with the graph; by the policy or a `reference`."""
+        model = reference or self.model
+        with self._recomputing(), self.arithmetic():
+            passes = list(
+                in_passes(
+                    *(model, rollouts, [rows], self._shares),
+                    lambda part, prompts: completion_logprobs(model, part, self.temperature, entropy, prompts),
+                )
+            )
+        back = np.argsort(rows)  # rows may come in any order, and the answer has theirs
+        order = [back[np.searchsorted(rows, part, sorter=back)] for part, _ in passes]
+        return CompletionLogprobs.concatenate([one for _, one in passes], rollouts.take(rows), order)
 
     def reference_logprob(self, rollouts: Rollouts) -> Float | None:
         """Return log π_ref(y_t) in nats [N, T], π_ref the policy at the start; None when it was not kept."""
@@ -124,13 +141,13 @@ class Policy:
         off = self.adapter.disable_adapter() if self.adapter is not None else nullcontext()
         model = self._reference or self.model
         with torch.no_grad(), off:
-            scored = [self._scored(model, rollouts, rows) for rows in parts]
+            scored = [self.score(rollouts, rows, reference=model) for rows in parts]
         self.idle(rollouts, more, model)
         return CompletionLogprobs.concatenate(scored, rollouts, parts).logprob.cpu().double().numpy()
 
     def shared_parts(self, rollouts: Rollouts, rows: Int | None = None) -> tuple[list[Int], int]:
         """Return the micro-batches and how many more passes to take part in; with sharded weights all make the same."""
-        parts = self.micro_batches(rollouts, rows)
+        parts = micro_batches(self.model, rollouts, self.settings.micro_batch, rows)
         return parts, max(self.processes.gather(len(parts))) - len(parts) if self.processes.sharded else 0
 
     @torch.no_grad()
@@ -140,37 +157,10 @@ class Policy:
             with self.arithmetic():
                 completion_logprobs(model, rollouts.take(np.arange(1)), self.temperature)
 
-    def micro_batches(self, rollouts: Rollouts, rows: Int | None = None) -> list[Int]:
-        """Cut a batch, or some rows of it, into parts that fit into memory."""
-        return micro_batches(self.model, rollouts, self.settings.micro_batch, rows)
-
-    def _scored(
-        self, model: PreTrainedModel, rollouts: Rollouts, rows: Int, entropy: bool = False
-    ) -> CompletionLogprobs:
-        def score(part: Rollouts, prompts: PrefixCache | None) -> CompletionLogprobs:
-            return completion_logprobs(model, part, self.temperature, entropy, prompts)
-
-        with self.arithmetic():
-            passes = list(in_passes(model, rollouts, [rows], self._shares, score))
-        back = np.argsort(rows)  # rows may come in any order, and the answer has theirs
-        order = [back[np.searchsorted(rows, part, sorter=back)] for part, _ in passes]
-        return CompletionLogprobs.concatenate([one for _, one in passes], rollouts.take(rows), order)
-
-    def save(self, path: Path, parameters: dict[str, Tensor] | None = None) -> None:
-        """Write the model for `from_pretrained`, with adapters merged, and the adapters themselves beside it.
-
-        `parameters`: its whole parameters, where it holds parts of them.
-        """
-        if self.adapter is None:
-            self.model.save_pretrained(path, state_dict=parameters)
-            return
-        deepcopy(self.adapter).merge_and_unload().save_pretrained(path)  # pyright: ignore[reportCallIssue]
-        self.adapter.save_pretrained(str(path / "adapter"))
-
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Recompute activations inside, where the run asks for it; transformers does so in training mode only."""
-        if not self._checkpointing:
+        """Recompute activations of a graph inside, where the run asks for it; transformers does so in training mode."""
+        if not (self._checkpointing and torch.is_grad_enabled()):
             yield
             return
         self.model.train()
@@ -178,34 +168,6 @@ class Policy:
             yield
         finally:
             self.model.eval()
-
-
-class StaleWeights:
-    """The weights of the last batches, to sample from an older policy."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], staleness: int):
-        self.parameters = parameters
-        self.kept: deque[list[Tensor]] = deque(maxlen=staleness)
-
-    def remember(self) -> None:
-        """Keep the present weights; called before a batch's first update."""
-        if self.kept.maxlen:
-            self.kept.append([p.detach().clone() for p in self.parameters])
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Use the oldest kept weights inside the block."""
-        if not self.kept:
-            yield
-            return
-        present = [p.data for p in self.parameters]
-        for parameter, old in zip(self.parameters, self.kept[0], strict=True):
-            parameter.data = old
-        try:
-            yield
-        finally:
-            for parameter, data in zip(self.parameters, present, strict=True):
-                parameter.data = data
 
 
 def _adapted(model: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftModel | None":

@@ -4,21 +4,19 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Real
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
@@ -37,12 +35,8 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 
-class Bar(Protocol):
-    """Called with what is done so far; a terminal draws it, a test ignores it."""
-
-    def __call__(self, done: float, total: float, text: str) -> None:
-        """Report `done` of `total` and the numbers people watch."""
-        ...
+Bar = Callable[[float, float, str], None]
+"""Called with what is done of all and the numbers people watch; a terminal draws it, a test ignores it."""
 
 
 def silent(done: float, total: float, text: str) -> None:
@@ -132,9 +126,10 @@ def shard(model: PreTrainedModel, processes: Processes) -> None:
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for module in _units(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager
@@ -144,7 +139,7 @@ def gathered(model: PreTrainedModel) -> Iterator[None]:
     Inside, processes exchange nothing, so each makes as many forward passes as it needs. Otherwise every generated
     token would wait for all processes.
     """
-    units = _units(model)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False)
         unit.unshard()
@@ -154,10 +149,6 @@ def gathered(model: PreTrainedModel) -> Iterator[None]:
         for unit in units:
             unit.reshard()
             unit.set_reshard_after_forward(True)
-
-
-def _units(model: torch.nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def gather_rollouts(
@@ -172,12 +163,11 @@ def gather_rollouts(
         return shards[0]
     all_rollouts, all_stats, references = zip(*shards, strict=True)
     rollouts = Rollouts.concatenate(all_rollouts)
-
-    def tokens(arrays: Iterable[Float]) -> Float:
-        return np.concatenate([widened(x, rollouts.width) for x in arrays])
-
-    columns = {field.name: tokens(getattr(s, field.name) for s in all_stats) for field in fields(LogitStats)}
-    return rollouts, LogitStats(**columns), None if reference is None else tokens(references)
+    columns = {field.name: [getattr(s, field.name) for s in all_stats] for field in fields(LogitStats)}
+    columns |= {} if reference is None else {"reference": references}
+    whole = {name: np.concatenate([widened(x, rollouts.width) for x in parts]) for name, parts in columns.items()}
+    reference = whole.pop("reference", None)
+    return rollouts, LogitStats(**whole), reference
 
 
 def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: int) -> dict[str, object]:
@@ -297,22 +287,21 @@ class Trackers:
         self.names = tuple(dict.fromkeys(names))
         self.running: dict[str, GeneralTracker] = {}
         self._warned: set[str] = set()
-
-        def start(name: str) -> None:
-            from accelerate import tracking  # an extra, and half a second to import
-
-            if name == "tensorboard":
-                purge = {"purge_step": first} if first else {}
-                tracker = tracking.TensorBoardTracker("tensorboard", run_dir, **purge)
-            elif name == "wandb":
-                tracker = tracking.WandBTracker(PROJECT, name=run_dir.name, dir=str(run_dir))
-            else:
-                tracker = tracking.TrackioTracker(PROJECT, name=run_dir.name)
-            tracker.start()
-            self.running[name] = tracker
-
         for name in self.names:
-            self._attempt(name, "start", partial(start, name))
+            self._attempt(name, "start", partial(self._start, name, run_dir, first))
+
+    def _start(self, name: str, run_dir: Path, first: int) -> None:
+        from accelerate import tracking  # an extra, and half a second to import
+
+        if name == "tensorboard":
+            purge = {"purge_step": first} if first else {}
+            tracker = tracking.TensorBoardTracker("tensorboard", run_dir, **purge)
+        elif name == "wandb":
+            tracker = tracking.WandBTracker(PROJECT, name=run_dir.name, dir=str(run_dir))
+        else:
+            tracker = tracking.TrackioTracker(PROJECT, name=run_dir.name)
+        tracker.start()
+        self.running[name] = tracker
 
     def log(self, step: int, scalars: Mapping[str, object]) -> int | None:
         """Log a step's finite numbers; return how many trackers failed to take them, or None without trackers.
@@ -321,8 +310,11 @@ class Trackers:
         """
         if not self.names:
             return None
-        numbers = {name: float(value) for name, value in scalars.items() if isinstance(value, Real | np.bool_)}
-        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        numbers = {
+            name: float(value)
+            for name, value in scalars.items()
+            if isinstance(value, Real | np.bool_) and math.isfinite(value)
+        }
         done = [
             self._attempt(name, f"log step {step}", partial(tracker.log, numbers, step=step))
             for name, tracker in self.running.items()

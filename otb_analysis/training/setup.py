@@ -1,7 +1,8 @@
 """The state of a run between steps: policy, critic, optimizer, measurer, time by phase; how a run begins or resumes."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -13,12 +14,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import TrainConfig, plain_config
-from otb_analysis.devices import device_of, machine_facts, products, random_state, set_random_state
+from otb_analysis.devices import device_of, machine_facts, random_state, set_random_state
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, NormalEquations, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.gradients.exact.verdicts import arithmetic
-from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass
+from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass, micro_batches
 from otb_analysis.measurement.level import contrasts
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import TokenTable, token_ratio, token_table
@@ -26,7 +27,7 @@ from otb_analysis.objectives.aggregation import TOKEN_WEIGHTS
 from otb_analysis.objectives.ratios import LOG_LIMIT, learning_rate_factor
 from otb_analysis.objectives.shaping import FILTERS, SHAPINGS, ShapingInputs
 from otb_analysis.phases import EXPECTED, note, phase, plural
-from otb_analysis.processes import SINGLE_PROCESS, Processes
+from otb_analysis.processes import SINGLE_PROCESS, Processes, widened
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator, VllmGenerator
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.rollouts.sampling import Rollouts
@@ -81,7 +82,9 @@ class Trainer:
         self.critic = make_critic(config, model, tokenizer, processes)  # before the model gets adapters or is cut up
         self.policy = Policy(model, config, processes)
         self.model = self.policy.model
-        self.objective = Objective(config.objective)
+        objective, self.objective = config.objective, Objective(config.objective)
+        # A batch is updated on once and whole, so that one forward pass serves statistics and update
+        self.one_update = objective.epochs * objective.minibatches == 1 and objective.entropy_bonus == 0
         self.optimizer = PolicyOptimizer(self.policy.parameters, config.optimize, processes)
         options = options_from_dict(config.estimator.name, config.estimator.options)
         self.options = with_limit(config.estimator.name, options, config.sample.limit)
@@ -93,6 +96,7 @@ class Trainer:
         )
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
         precision = "float32" if processes.sharded else config.precision  # sharded weights are not measured
+        # Of products of matrices, where gradients are measured
         self.precision, self.why = arithmetic(model, precision, config.measure.scope, config.sample.temperature)
         custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if name not in ESTIMATORS}
         trained = custom | {config.estimator.name: self.options}
@@ -143,10 +147,6 @@ class Trainer:
             inside = sum(self.seconds.values()) - before
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start - inside
 
-    def measuring(self) -> AbstractContextManager[None]:
-        """Return the context in which gradients are measured: products of matrices as the run asked for."""
-        return products(self.precision)
-
     def wanted(self) -> ForwardOutputs:
         """Return what the pass before an update gives: hidden states for a critic, its statistics timed apart."""
         return ForwardOutputs(hidden=self.critic is not None, timed=lambda: self.timed("forward"))
@@ -184,36 +184,30 @@ class Trainer:
                 forward = self.seconds.get("forward", 0.0)
                 self.measurer.config = self.budget.begin(step, rollouts, each, usual - forward, forward)
 
-    @property
-    def one_update(self) -> bool:
-        """True when a batch is updated on once and whole, so that one forward pass serves statistics and update."""
-        objective = self.config.objective
-        return objective.epochs * objective.minibatches == 1 and objective.entropy_bonus == 0
+    def table(self, rollouts: Rollouts, forward: ForwardPass, reference: Float | None, step: int = 0) -> TokenTable:
+        """Return the step's token table: what the estimator will see, after shaping, penalties and ratios.
 
-    def table(self, rollouts: Rollouts, forward: ForwardPass, reference: Float | None) -> TokenTable:
-        """Return the step's token table: what the estimator will see, after shaping, penalties and ratios."""
+        Where the token weight reads the contrast it is there too; NaN where a step has too few rollouts of a kind.
+        """
         value = None
         if self.critic is not None:
-            local_value = self.critic.value(self._critic_batch(rollouts, forward))
-            value = self.processes.rows(local_value, rollouts.width)
+            parts = self.processes.gather(self.critic.value(self._critic_batch(rollouts, forward)))
+            value = np.concatenate([widened(part, rollouts.width) for part in parts])
         table = token_table(rollouts, forward, value)
-        penalty = self.objective.penalty(table.stats.logprob, reference, table.mask)
-        shaped = self.objective.shaped(ShapingInputs(table.reward, table.mask, table.group, table.turn), penalty)
+        paid = ShapingInputs(table.reward, table.mask, table.group, table.turn)
+        shaped = self.objective.shaped(paid, table.stats.logprob, reference)
         ratio = token_ratio(table) if self.objective.off_policy else None
         limit = self.config.sample.limit
-        return replace(table, reward=shaped.reward, keep=shaped.keep, ratio=ratio, limit=limit)
-
-    def with_contrast(self, rollouts: Rollouts, table: TokenTable, step: int) -> TokenTable:
-        """Return the table with the contrast that the token weight reads; NaN where a step has too few of a kind."""
+        table = replace(table, reward=shaped.reward, keep=shaped.keep, ratio=ratio, limit=limit)
         if "contrast" not in TOKEN_WEIGHTS[self.config.objective.token_weight].needs:
             return table
         plan = self.config.measure.contrast
         try:
-            found = contrasts(self.measurer.model, rollouts, table.total_reward >= plan.threshold, plan, step)
+            contrast = contrasts(self.measurer.model, rollouts, table.total_reward >= plan.threshold, plan, step)
         except InputError as error:
             note(f"step {step} weighs all tokens alike: {error}")
-            found = np.full(table.mask.shape, np.nan)
-        return replace(table, contrast=found)
+            contrast = np.full(table.mask.shape, np.nan)
+        return replace(table, contrast=contrast)
 
     def remember(self, state: NormalEquations | None) -> None:
         """Keep what the estimator gives its next step; measuring then sees it too."""
@@ -227,7 +221,8 @@ class Trainer:
         Raises:
             NonFiniteError: A loss or its gradient is not finite; the updates before it stay.
         """
-        self.policy.past.remember()
+        if (past := self.policy.past).maxlen:
+            past.append([p.detach().clone() for p in self.policy.parameters])
         if self.config.optimize.scale_by_ess:
             difference = forward.stats.logprob - np.nan_to_num(batch.behavior)
             log_ratio = np.where(batch.mask, difference, 0.0).sum(axis=1)  # of each rollout under the two policies
@@ -252,7 +247,8 @@ class Trainer:
     def _critic_batch(self, rollouts: Rollouts, forward: ForwardPass) -> CriticBatch:
         """Return this process's shard of all rollouts with its forward pass over them, for the critic."""
         local = rollouts.take(self.processes.shard(np.arange(len(rollouts.group))))
-        return CriticBatch(local, forward, self.policy.micro_batches(local))
+        parts = micro_batches(self.model, local, self.config.optimize.micro_batch)
+        return CriticBatch(local, forward, parts)
 
     def save(self, path: Path) -> None:
         """Write the policy and its tokenizer so that plain `from_pretrained` loads them; whole or not at all.
@@ -264,7 +260,11 @@ class Trainer:
         if not self.processes.first:
             return
         with model_folder(path, "cannot write the trained model to", "every step is stored, free some space.") as draft:
-            self.policy.save(draft, parameters)
+            if (adapter := self.policy.adapter) is None:
+                self.model.save_pretrained(draft, state_dict=parameters)
+            else:  # for `from_pretrained` with adapters merged, and the adapters themselves beside it
+                deepcopy(adapter).merge_and_unload().save_pretrained(draft)  # pyright: ignore[reportCallIssue]
+                adapter.save_pretrained(str(draft / "adapter"))
             self.tokenizer.save_pretrained(draft)
 
     def state(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class Trainer:
         return {
             **weights,
             "sharded": self.processes.sharded,
-            "past": [[t.detach() for t in old] for old in self.policy.past.kept],
+            "past": [[t.detach() for t in old] for old in self.policy.past],
             "batch": self.optimizer.batch,
             "critic": None if self.critic is None else self.critic.state(),
             "estimator": sums,
@@ -303,7 +303,7 @@ class Trainer:
                 if parameter.requires_grad:
                     parameter.copy_(state["parameters"][name])
             self.optimizer.optimizer.load_state_dict(state["optimizer"])
-        self.policy.past.kept.extend([t.to(self.model.device) for t in old] for old in state["past"])
+        self.policy.past.extend([t.to(self.model.device) for t in old] for old in state["past"])
         self.optimizer.batch = state["batch"]
         if self.critic is not None:
             self.critic.load_state(state["critic"])

@@ -7,11 +7,12 @@ entropy bonus).
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from otb_analysis.config import ObjectiveConfig, OptimizeConfig
 from otb_analysis.errors import NonFiniteError
@@ -31,7 +32,7 @@ from otb_analysis.objectives.ratios import RATIOS, RatioInputs, importance_ratio
 from otb_analysis.objectives.registry import lookup, options_from_table
 from otb_analysis.objectives.shaping import SHAPINGS, Shaped, ShapingInputs, shape_rewards
 from otb_analysis.phases import counted
-from otb_analysis.processes import SINGLE_PROCESS, Processes, full, total_of
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.policy import Policy
 from otb_analysis.types import Bool, Float, Int
@@ -61,14 +62,6 @@ class TokenBatch:
         return replace(self, rollouts=rollouts, number=self.number[rows], **cut)
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """Coefficients of scores: ĝ = Σ c·∇ log π(y_t) ascends the objective."""
-
-    value: Float  # c [n, T], zero outside the mask
-    by_token: dict[str, Float]  # Other numbers of each token [n, T]; their means become scalars of these names
-
-
 class Objective:
     """Ratio, aggregation, token weight, shaping and divergence of the catalogue, turned into coefficients."""
 
@@ -81,13 +74,17 @@ class Objective:
             name, given = getattr(config, kind), getattr(config, f"{kind}_options")
             self._options[kind] = options_from_table(name, lookup(kind, name, entries).options, given)
 
-    def shaped(self, inputs: ShapingInputs, penalty: Float | None) -> Shaped:
+    def shaped(self, inputs: ShapingInputs, logprob: Float, reference: Float | None) -> Shaped:
         """Return the rewards that the estimator sees [N, T] and the rollouts that take part in the update [N].
 
-        The inputs' rewards are what the task paid, `penalty` [N, T] is what the method `penalty` returned.
+        The inputs' rewards are what the task paid. What the divergence from the reference takes from the reward, where
+        the run has it there, comes after the shaping; `logprob` and `reference` [N, T] are in nats.
         """
         shaped = shape_rewards(self.config.shaping, inputs, self._options["shaping"])
-        return shaped if penalty is None else replace(shaped, reward=shaped.reward - penalty)
+        if reference is None or self.config.kl_in != "reward":
+            return shaped
+        penalty = self.config.kl_coefficient * divergence(self.config.kl_estimator, logprob, reference)
+        return replace(shaped, reward=shaped.reward - np.where(inputs.mask, penalty, 0.0))
 
     def with_weights(self, batch: TokenBatch) -> TokenBatch:
         """Return a mini-batch with the aggregation weight of each token."""
@@ -95,10 +92,14 @@ class Objective:
         weight = aggregation_weights(self.config.aggregation, inputs, self._options["aggregation"])
         return replace(batch, weight=weight)
 
-    def coefficients(self, batch: TokenBatch, logprob: Float) -> Coefficients:
+    def coefficients(self, batch: TokenBatch, logprob: Float) -> tuple[Float, dict[str, Float]]:
         """Return c at log-probabilities [n, T], in nats, for n rollouts of a weighed mini-batch.
 
         c = coefficient of the ratio's surrogate at u = weight·advantage, minus β·weight·∂divergence/∂log π.
+
+        Returns:
+            c [n, T], zero outside the mask: ĝ = Σ c·∇ log π(y_t) ascends the objective. And other numbers of each token
+            [n, T], whose means become scalars of these names.
         """
         behavior = np.where(batch.mask, batch.behavior, 0.0)
         inputs = RatioInputs(np.where(batch.mask, logprob, 0.0), behavior, batch.mask)
@@ -115,22 +116,7 @@ class Objective:
             if self.config.kl_in == "loss":
                 slope = np.where(batch.mask, divergence_slope(name, logprob, batch.reference), 0.0)
                 value = value - self.config.kl_coefficient * batch.weight * slope
-        return Coefficients(value, by_token)
-
-    def first_coefficients(self, batch: TokenBatch, logprob: Float) -> Float:
-        """Return c [N, T] of a whole batch before its first update.
-
-        With several mini-batches their mean has these coefficients, up to how each normalises its own part. The entropy
-        bonus is left out: its gradient is no sum of scores.
-        """
-        return self.coefficients(self.with_weights(batch), logprob).value
-
-    def penalty(self, logprob: Float, reference: Float | None, mask: Bool) -> Float | None:
-        """Return what the divergence subtracts from each token's reward [N, T], or None."""
-        if reference is None or self.config.kl_in != "reward":
-            return None
-        value = divergence(self.config.kl_estimator, logprob, reference)
-        return np.where(mask, self.config.kl_coefficient * value, 0.0)
+        return value, by_token
 
     def batch(self, rollouts: Rollouts, table: TokenTable, advantage: Float, reference: Float | None) -> TokenBatch:
         """Return what the updates of one batch read; `weight` and `seed` are set later.
@@ -188,7 +174,8 @@ class PolicyOptimizer:
         if not self.processes.sharded:  # sharded gradients were summed on their way back
             self.processes.sum_gradients(self.parameters)
         clipping = self.config.max_grad_norm or float("inf")
-        norm = float(full(torch.nn.utils.clip_grad_norm_(self.parameters, clipping)))
+        whole = torch.nn.utils.clip_grad_norm_(self.parameters, clipping)
+        norm = float(whole.full_tensor() if isinstance(whole, DTensor) else whole)
         if not np.isfinite(norm):
             raise NonFiniteError(f"grad_norm is {norm}; lower optimize.learning_rate.")
         for group in self.optimizer.param_groups:
@@ -197,31 +184,6 @@ class PolicyOptimizer:
         torch.autograd.graph.increment_version(self.parameters)  # the fused kernel does not mark weights as written
         self.optimizer.zero_grad(set_to_none=True)
         return norm, rate
-
-
-@dataclass
-class Tally:
-    """Numbers of the updates of one batch; `sums` and `tokens` are this process's."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    rate: float = 0.0  # Learning rate of the last update
-    sums: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-
-    def scalars(self, processes: Processes) -> dict[str, object]:
-        """Return columns of `steps`; loss and ‖ĝ‖ are those of the first update, from the policy that was recorded."""
-        sums = total_of(processes, self.sums | {"loss": self.losses[0], "tokens": self.tokens})
-        loss, tokens = sums.pop("loss"), sums.pop("tokens")
-        means = {name: value / max(tokens, 1) for name, value in sums.items()}
-        return {
-            "loss": loss,
-            "grad_norm": self.norms[0],
-            "grad_norm_max": max(self.norms),
-            "learning_rate": self.rate,
-            "n_updates": len(self.norms),
-            **means,
-        }
 
 
 def update(
@@ -235,24 +197,37 @@ def update(
     Raises:
         NonFiniteError: A loss or a gradient is not finite; the updates before it stay.
     """
-    tally, with_entropy = Tally(), objective.config.entropy_bonus > 0
+    losses, norms, rate, with_entropy = list[float](), list[float](), 0.0, objective.config.entropy_bonus > 0
+    sums: dict[str, float] = {"tokens": 0}  # over this process's tokens, by name
     for number, rows in enumerate(minibatches(batch.rollouts, objective.config, batch.seed)):
         part, total = objective.with_weights(batch.take(rows)), 0.0
         shard = policy.processes.shard(np.arange(len(part.mask)))
         whole = number == 0 and len(rows) == len(batch.mask)
         if whole and forward.logprob.requires_grad and not with_entropy:
-            total = _backward(objective, part, shard, CompletionLogprobs(forward.logprob), tally)
+            total = _backward(objective, part, shard, CompletionLogprobs(forward.logprob), sums)
         else:
             parts, more = policy.shared_parts(part.rollouts, shard)
             for some in counted(parts, "micro-batch"):
-                total += _backward(objective, part, some, policy.score(part.rollouts, some, with_entropy), tally)
+                total += _backward(objective, part, some, policy.score(part.rollouts, some, with_entropy), sums)
             for _ in range(more):  # sharded weights: every backward pass sums over processes, so all make equally many
                 (0.0 * policy.score(part.rollouts, np.arange(1)).logprob).sum().backward()
-        tally.losses.append(total)
-        norm, tally.rate = optimizer.step(batch.rate_factor)
-        tally.norms.append(norm)
-    clipped = 0 < optimizer.config.max_grad_norm < max(tally.norms)
-    return tally.scalars(policy.processes) | {"clipped": clipped}
+        losses.append(total)
+        norm, rate = optimizer.step(batch.rate_factor)
+        norms.append(norm)
+    # Loss and ‖ĝ‖ are those of the first update, from the policy that was recorded.
+    every = policy.processes.gather(sums | {"loss": losses[0]})
+    names = dict.fromkeys(name for one in every for name in one)
+    sums = {name: sum(one.get(name, 0.0) for one in every) for name in names}
+    loss, tokens = sums.pop("loss"), max(sums.pop("tokens"), 1)
+    return {
+        "loss": loss,
+        "grad_norm": norms[0],
+        "grad_norm_max": max(norms),
+        "learning_rate": rate,  # of the last update
+        "n_updates": len(norms),
+        **{name: value / tokens for name, value in sums.items()},
+        "clipped": 0 < optimizer.config.max_grad_norm < max(norms),
+    }
 
 
 def minibatches(rollouts: Rollouts, config: ObjectiveConfig, seed: int) -> Iterator[Int]:
@@ -265,11 +240,13 @@ def minibatches(rollouts: Rollouts, config: ObjectiveConfig, seed: int) -> Itera
             yield np.flatnonzero(np.isin(rollouts.group, part))
 
 
-def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: CompletionLogprobs, tally: Tally) -> float:
-    """Back-propagate −Σ c·log π − bonus·Σ weight·entropy of some rollouts of a mini-batch; return it."""
+def _backward(
+    objective: Objective, batch: TokenBatch, rows: Int, scored: CompletionLogprobs, sums: dict[str, float]
+) -> float:
+    """Back-propagate −Σ c·log π − bonus·Σ weight·entropy of some rollouts of a mini-batch; return it, add to `sums`."""
     part = batch.take(rows)
-    coefficients = objective.coefficients(part, scored.logprob.detach().cpu().double().numpy())
-    terms = scored.logprob.new_tensor(coefficients.value) * scored.logprob
+    value, by_token = objective.coefficients(part, scored.logprob.detach().cpu().double().numpy())
+    terms = scored.logprob.new_tensor(value) * scored.logprob
     losses = -terms.sum(dim=1)
     if scored.entropy is not None:
         share = objective.config.entropy_bonus * part.mask / batch.mask.sum()
@@ -285,7 +262,7 @@ def _backward(objective: Objective, batch: TokenBatch, rows: Int, scored: Comple
             "or lower the learning rate and resume from the last checkpoint."
         )
     losses.sum().backward()
-    tally.tokens += int(part.mask.sum())
-    for name, values in coefficients.by_token.items():
-        tally.sums[name] = tally.sums.get(name, 0.0) + float(values[part.mask].sum())
+    sums["tokens"] += int(part.mask.sum())
+    for name, values in by_token.items():
+        sums[name] = sums.get(name, 0.0) + float(values[part.mask].sum())
     return float(plain.sum())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from otb_analysis.commands import cli
 from otb_analysis.config import (
@@ -29,7 +30,7 @@ from otb_analysis.config import (
     Schedule,
     TrainConfig,
 )
-from otb_analysis.processes import SINGLE_PROCESS, Processes, full
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.generation import Generation
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.tasks import Prompt
@@ -110,12 +111,14 @@ def one_step(config, processes):
     trainer = Trainer(config, model, tokenizer, Odd(), processes)
     trainer.generator = Fixed(tokenizer.eos_token_id, processes)
     tables = train_step(trainer, 0)
+    weights = [p.detach() for p in trainer.model.parameters()]
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in weights]
     return {name: np.array(tables.steps[name]) for name in SCALARS} | {
         "rollout": np.array(tables.tokens["rollout"]),
         "advantage": tables.tokens["advantage"].filled(np.nan),
         "rollouts": np.array(tables.rollouts["rollout"]),
         "exact": np.array([0.0]) if tables.gradients is None else np.array(tables.gradients["mean_norm_sq"]),
-        "weights": torch.cat([full(p.detach()).flatten() for p in trainer.model.parameters()]).numpy(),
+        "weights": torch.cat([p.flatten() for p in weights]).numpy(),
         "critic": torch.cat([p.detach().flatten() for p in trainer.critic.net.parameters()]).numpy(),
     }
 

@@ -146,7 +146,7 @@ def test_nan_loss_names_step_rollout_and_token_and_leaves_the_last_checkpoint(co
         if len(calls) == 4:  # one in each step
             rows, columns = np.nonzero(batch.mask)
             place.extend((int(rows[-1]), int(columns[-1])))
-            found.value[rows[-1], columns[-1]] = np.nan
+            found[0][rows[-1], columns[-1]] = np.nan
         return found
 
     calls, place = [], []

@@ -17,7 +17,7 @@ import torch
 
 from otb_analysis.config import MeasureConfig, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.processes import SINGLE_PROCESS, Processes, total_of
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.models import load_policy
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore
@@ -161,7 +161,6 @@ def test_a_process_alone_shares_and_gathers_nothing():
     assert SINGLE_PROCESS.shard(rows).tolist() == [0, 1, 2, 3, 4]
     assert SINGLE_PROCESS.gather(x)[0] is x
     assert SINGLE_PROCESS.broadcast_from_main(lambda: x) is x
-    assert total_of(SINGLE_PROCESS, {"a": 1.5}) == {"a": 1.5}
     assert SINGLE_PROCESS.seed == ()
 
 

@@ -205,7 +205,7 @@ def test_stale_rollouts_come_from_the_policy_of_as_many_batches_ago(made):
         kept.append([p.detach().clone() for p in trainer.policy.parameters])
         train_step(trainer, step)
     now = [p.detach().clone() for p in trainer.policy.parameters]
-    with trainer.policy.past.sampling():
+    with trainer.policy.sampling():
         assert all(torch.equal(a, b) for a, b in zip(trainer.policy.parameters, kept[2], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(trainer.policy.parameters, now, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(now, kept[2], strict=True))
