@@ -41,7 +41,7 @@ from otb_analysis.gradients.batch.inputs import (
     memory_bytes,
     restricted,
 )
-from otb_analysis.gradients.batch.layout import distinct, distinct_rollouts
+from otb_analysis.gradients.batch.layout import sampled_nodes, tree_of
 from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.gradients.exact import generic, reference
 from otb_analysis.gradients.exact.reference import Asked, Norms
@@ -238,15 +238,28 @@ def _norms(batch: ScoreBatch, engine: str, asked: Asked) -> tuple[str, Norms]:
     run = ENGINES[name].norms
     if engine == "reference" or asked.path or not batch.rollouts:
         return name, run(batch, asked)
-    # Equal texts have equal scores, which rollouts of one prompt often share at their beginning.
-    kept, twin = distinct(batch)
+    # Equal texts have equal scores, which rollouts of one prompt often share at their beginning: the first of them is
+    # measured for all. Rows and columns of the tokens, and of those that stand for them.
+    row, column = np.nonzero(batch.mask)
+    nodes = sampled_nodes(batch.rollouts, tree_of(batch.rollouts))
+    _, first, twin = np.unique(nodes, return_index=True, return_inverse=True)
+    kept = np.zeros_like(batch.mask)
+    kept[row[first], column[first]] = True
     once, rows = restricted(batch, kept), np.arange(batch.shape[0])
     if asked.weights.any():
-        once, rows = distinct_rollouts(batch, asked.weights)
+        # A rollout that has another one's text and weights is left out, and takes that one's norms.
+        known, different = dict[tuple[bytes, ...], int](), []
+        for rollout in batch.rollouts:
+            weights = asked.weights[rollout.row][:, rollout.columns]
+            key = tuple(x.tobytes() for x in (rollout.ids.cpu().numpy(), rollout.targets.cpu().numpy(), weights))
+            rows[rollout.row] = known.setdefault(key, rollout.row)
+            if rows[rollout.row] == rollout.row:
+                different.append(rollout)
+        once = replace(batch, rollouts=tuple(different))
     found = run(once, replace(asked, tokens=asked.tokens & kept))
     by_token = {"norm_sq": np.zeros(batch.shape), "logprob": np.zeros(batch.shape)}
     for field, values in by_token.items():
-        values[batch.mask] = getattr(found, field)[twin]
+        values[batch.mask] = getattr(found, field)[row[first[twin]], column[first[twin]]]
     return name, replace(found, **by_token, weighted=found.weighted[rows])
 
 

@@ -70,42 +70,35 @@ def gram_method(
 
     The decision depends on the model and on the rollouts' lengths alone, so that it can be told before anything runs.
     """
-    prompts = len(np.unique(rollouts.group[rows]))
+    prompts, read = len(np.unique(rollouts.group[rows])), positions(rollouts, rows)
     each = min(PER_ROLLOUT * round(int(rows.sum()) / max(prompts, 1)), MOST)
+    count, chosen = each * prompts, select_scope(model, scope)
     # A sketch holds the bucket of every parameter, float64 sums of one prompt's gradients, and all sketches.
-    entries = sum(p.numel() for p in select_scope(model, scope).tensors)
-    memory = (4 * entries if entries <= KEPT else 0) + each * DIM * (8 + 4 * prompts)
+    entries = {name: p.numel() for name, p in zip(chosen.names, chosen.tensors, strict=True)}
+    total = sum(entries.values())
+    memory = (4 * total if total <= KEPT else 0) + each * DIM * (8 + 4 * prompts)
     sketched = GramMethod(DIM, memory, SKETCHED, "it was asked for")
     if wanted == "sketch":
         return sketched
-    exact = _exact(model, rollouts, rows, each, scope)
+    # What `group_gradient_gram` holds and takes, in rounds of passes over the model or over each block.
+    once = read_once(rollouts, rows)
+    size, (vocabulary, width) = chosen.tensors[0].element_size(), next(output_layer(model).parameters()).shape
+    try:
+        structure = structure_of(ScoreBatch(model, (), (0, 0), np.zeros((0, 0), bool), chosen, 1.0))
+    except UnfitError:  # the gradients are formed whole
+        needed, beside = size * count * total, 0
+    else:
+        needed = size * count * max((sum(entries[name] for name in names) for names in structure.inside), default=0)
+        output = round(size * width * read * once)  # of one block, for all prompts
+        inputs, blocks = output * len(structure.blocks), len(structure.blocks)
+        # Signals of every row at a block's output, at its input and at the embedding's output.
+        beside = 3 * each * output + (inputs if inputs <= INPUT_BYTES else inputs // math.isqrt(blocks))
+    rounds = max(1, -(-needed // GRADIENT_BYTES))
+    memory = min(needed, GRADIENT_BYTES) + beside + 3 * 8 * count**2 + min(LOGIT_BYTES * vocabulary * read, SLICE_BYTES)
+    exact = GramMethod(None, memory, BASE * once * rounds + PRODUCT * count**2 / max(read, 1))
     most = memory_bytes(model.device) // 2
     if wanted == "exact" or (exact.memory <= most and exact.passes <= SLOWER * SKETCHED):
         return exact
     too_large = f"an exact one would hold {exact.memory / 1e9:.1f} GB, of {2 * most / 1e9:.1f}"
     too_slow = f"an exact one would take {exact.passes / SKETCHED:.0f} times as long"
     return replace(sketched, reason=too_large if exact.memory > most else too_slow)
-
-
-def _exact(model: PreTrainedModel, rollouts: Rollouts, rows: Bool, each: int, scope: str) -> GramMethod:
-    """What `group_gradient_gram` holds and takes, in rounds of passes over the model or over each block."""
-    chosen = select_scope(model, scope)
-    once = read_once(rollouts, rows)
-    count = each * len(np.unique(rollouts.group[rows]))
-    size, width = chosen.tensors[0].element_size(), next(output_layer(model).parameters()).shape[-1]
-    try:
-        structure = structure_of(ScoreBatch(model, (), (0, 0), np.zeros((0, 0), bool), chosen, 1.0))
-    except UnfitError:  # the gradients are formed whole
-        needed = size * count * sum(p.numel() for p in chosen.tensors)
-        beside = 0
-    else:
-        entries = dict(zip(chosen.names, (p.numel() for p in chosen.tensors), strict=True))
-        needed = size * count * max((sum(entries[name] for name in names) for names in structure.inside), default=0)
-        output = round(size * width * positions(rollouts, rows) * once)  # of one block, for all prompts
-        inputs, blocks = output * len(structure.blocks), len(structure.blocks)
-        # Signals of every row at a block's output, at its input and at the embedding's output.
-        beside = 3 * each * output + (inputs if inputs <= INPUT_BYTES else inputs // math.isqrt(blocks))
-    rounds = max(1, -(-needed // GRADIENT_BYTES))
-    logits = LOGIT_BYTES * next(output_layer(model).parameters()).shape[0] * positions(rollouts, rows)
-    memory = min(needed, GRADIENT_BYTES) + beside + 3 * 8 * count**2 + min(logits, SLICE_BYTES)
-    return GramMethod(None, memory, BASE * once * rounds + PRODUCT * count**2 / max(positions(rollouts, rows), 1))

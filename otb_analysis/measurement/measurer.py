@@ -14,11 +14,7 @@ from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import EstimatorInputs, available, entry_of, estimate, proved, with_limit
-from otb_analysis.gradients import (
-    group_gradient_gram,
-    sketched_group_gram,
-    token_score_norms,
-)
+from otb_analysis.gradients import group_gradient_gram, sketched_group_gram, token_score_norms
 from otb_analysis.gradients.batch.inputs import widened
 from otb_analysis.measurement.gram_method import gram_method
 from otb_analysis.measurement.level import MeasuredPolicy, MeasuredStep, by_policy_token, level_of
@@ -212,7 +208,7 @@ class GradientMeasurer:
         normed, groups = (np.arange(n) for n in self.config.prompts_due(step, len(rollouts.prompts)))
         due = {name: plan for name, plan in self.config.levels.items() if plan.due(step)}
         tokens = TokenMeasurements.nothing(table.mask.shape) if known is None else known
-        gram, cut, statistics = None, dict[int, Gram](), tuple[GradientStatistics, ...]()
+        gram, cut, statistics = None, dict[int, Gram](), list[GradientStatistics]()
         with ExitStack() as copies:
             if len(normed) or len(groups) or due:
                 with suppress(InputError):  # copies that do not fit: each measurement says so itself
@@ -227,14 +223,13 @@ class GradientMeasurer:
                 gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
             if gram is not None and self.config.subgroups:
                 cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups, step), cut)
-        if (found := gram) is not None:
-
-            def read() -> tuple[GradientStatistics, ...]:
-                known = proved(found.labels, self.run)
-                return tuple(gradient_statistics(found.inner, found.labels, found.n_rollouts, known=known))
-
-            statistics = attempt("gradient statistics", read, ())
-        return Measurement(tokens, gram, cut, statistics, gaps)
+        if (g := gram) is not None:
+            statistics = attempt(
+                "gradient statistics",
+                lambda: gradient_statistics(g.inner, g.labels, g.n_rollouts, known=proved(g.labels, self.run)),
+                [],
+            )
+        return Measurement(tokens, gram, cut, tuple(statistics), gaps)
 
 
 def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measurement: Measurement) -> dict[str, object]:

@@ -94,8 +94,7 @@ def test_quantised_weights_are_refused(function, model):
 
 
 def test_non_positive_temperatures_are_refused(model):
-    for name, given in (("token", ()), ("weighted", (ROWS,)), ("gram", (ROWS, GROUP))):
-        function = {"token": token_score_norms, "weighted": weighted_score_norms, "gram": group_gradient_gram}[name]
+    for function, *given in ((token_score_norms,), (weighted_score_norms, ROWS), (group_gradient_gram, ROWS, GROUP)):
         with pytest.raises(InputError, match="temperature is 0"):
             function(model, IDS, MASK, *given, temperature=0.0)
 

@@ -255,14 +255,11 @@ def check_direction(direction: Direction, function: Functional) -> tuple[Tensor,
     scope, named = function.batch.scope, function.batch.model.named_parameters(remove_duplicate=False)
     place = {id(p): i for i, p in enumerate(scope.parameters)}
     # Every name of a tied parameter counts.
-    index = dict(zip(scope.names, range(len(place)), strict=True)) | {
-        n: place[id(p)] for n, p in named if id(p) in place
-    }
+    index = {name: i for i, name in enumerate(scope.names)} | {n: place[id(p)] for n, p in named if id(p) in place}
     for name, tensor in direction.items():
         if name not in index:
             raise InputError(f"direction names {name!r}, which is not in scope; {nearest(name, index)}")
-        i = index[name]
-        like = function.parameters[i]
+        like = function.parameters[i := index[name]]
         if tensor.shape != like.shape:
             raise InputError(
                 f"direction[{name!r}] has shape {tuple(tensor.shape)} but the parameter has shape {tuple(like.shape)}; "

@@ -1,13 +1,13 @@
 """Checks at the door: the memory, the model, and the padding-free view of a batch from which every engine starts."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,7 +16,7 @@ from otb_analysis.devices import GRAPH, NO_FLOAT64, working_set
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.kernels import plain_attention, replaced, unwrapped
 from otb_analysis.gradients.batch.scope import Scope, end_of, select_scope
-from otb_analysis.gradients.batch.soft import SoftTokens, check_soft
+from otb_analysis.gradients.batch.soft import SoftTokens, embeddings_of
 from otb_analysis.types import Bool, Float, Int
 
 _LIMIT, _USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
@@ -26,7 +26,7 @@ def memory_bytes(device: torch.device) -> int:
     """All memory of a device, or of this machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return psutil.virtual_memory().total
 
 
 def free_bytes(device: torch.device) -> int:
@@ -34,14 +34,9 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    free = memory_bytes(device)
-    try:
-        available = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
-        free = min(free, 1024 * int(available.split()[1]))
-        # "max" where there is no limit, which `int` refuses.
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # a system without such files, or "max", where there is no limit
         free = min(free, int(_LIMIT.read_text()) - int(_USED.read_text()))
-    except (OSError, StopIteration, ValueError):
-        pass  # a system that does not tell
     return free
 
 
@@ -124,7 +119,7 @@ def prepare(
         InputError: Parameters are shards, on the meta device or were made in inference mode, shapes disagree, a sampled
             token is padding or has nothing before it, a token id is outside the vocabulary, dropout is active, a
             rollout is longer than the model has positions or a rotary embedding depends on its length, the temperature
-            is not positive, or nothing trainable is in scope.
+            is not positive, soft tokens are of another model's embeddings, or nothing trainable is in scope.
     """
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
@@ -132,17 +127,24 @@ def prepare(
     _check_model(model, sharded=sharded)
     device, rollouts = next(model.parameters()).device, list[Rollout]()
     ids, mask, real = _aligned(batch)
+    if soft is not None:
+        size, width = embeddings_of(model).weight.shape
+        if (size, width) != (soft.first, soft.vectors.shape[-1]):
+            raise InputError(
+                f"soft tokens are of {soft.first} embeddings of size {soft.vectors.shape[-1]} but the model has {size} "
+                f"of size {width}; pass the model that drew them."
+            )
+        if not 0 < soft.sigma < np.inf:
+            raise InputError(f"soft tokens have σ = {soft.sigma}, where they have no density; pass a positive number.")
     for row in mask.any(-1).nonzero()[:, 0].tolist():
         kept = real[row].nonzero()[:, 0]
         targets = mask[row, kept].nonzero()[:, 0]
         columns = kept[targets].numpy().astype(np.int64)
         rollouts.append(Rollout(row, ids[row, kept].long().to(device), targets.to(device), columns))
-    if soft is not None:
-        check_soft(soft, model)
     if rollouts:
         _check_texts(model, rollouts, soft)
-    shape, found = (ids.shape[0], ids.shape[1]), select_scope(model, scope)
-    return ScoreBatch(model, tuple(rollouts), shape, mask.numpy(), found, float(temperature), soft)
+    chosen, shape = select_scope(model, scope), (ids.shape[0], ids.shape[1])
+    return ScoreBatch(model, tuple(rollouts), shape, mask.numpy(), chosen, float(temperature), soft)
 
 
 def _check_model(model: nn.Module, *, sharded: bool) -> None:

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 PLAIN_ATTENTION = ("sdpa", "eager")
 """Kernels that take float32 and, by PyTorch's math backend, many signals and derivatives; others are replaced."""
-FUSED = "liger_kernel"
-"""The package whose fused functions are replaced: a module's `forward` by that of its class, and the rotation."""
+FUSED = "liger_kernel."
+"""Start of the modules of fused functions, which are replaced: a `forward` by that of its class, and the rotation."""
 ABSENT = object()
 _PLAIN_NOW: dict[int, dict[str, nn.Module]] = {}  # By identity of the models inside of a block, their layers
 
@@ -41,16 +41,27 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
         undo.enter_context(plain_attention(model))
         undo.enter_context(replaced(_PLAIN_NOW, id(model), layers_of(model)))
         for module in model.modules():
-            own = vars(module)
-            if "config" in own:
-                names = vars(sys.modules[type(module).__module__])
-                if _fused(names.get("apply_rotary_pos_emb")):
-                    undo.enter_context(replaced(names, "apply_rotary_pos_emb", _rotated))
-            if (plain := _plain_forward(module)) is not None:
-                undo.enter_context(replaced(own, "forward", plain))
-            if type(module).__name__ == "DoraLinearLayer":
+            own, kind = vars(module), type(module)
+            names = vars(sys.modules[kind.__module__]) if "config" in own else {}
+            if str(getattr(names.get("apply_rotary_pos_emb"), "__module__", "")).startswith(FUSED):
+                undo.enter_context(replaced(names, "apply_rotary_pos_emb", _rotated))
+            if kind.__name__ == "DoraLinearLayer":
                 # Its own way sends a unit matrix through both adapters, as if that were a text.
-                undo.enter_context(replaced(own, "get_lora_weight", _lora_weight))
+                undo.enter_context(
+                    replaced(own, "get_lora_weight", lambda lora_A, lora_B, adapter_name: lora_B.weight @ lora_A.weight)
+                )
+            forward = own.get("forward")
+            if forward is not None and getattr(forward, "func", None) not in _PLAIN.values():
+                # Replaced by somebody else, whose own way is kept unless it is fused.
+                fused = str(getattr(forward, "__module__", "")).startswith(FUSED)
+                plain = [partial(kind.forward, module)] if fused else []
+            elif kind.__name__ == "BloomGelu":  # a function with a backward pass of its own and no derivative forward
+                plain = [partial(nn.functional.gelu, approximate="tanh")]
+            else:
+                inner = (type(layer) for layer in inner_layers(module).values())
+                plain = [partial(_PLAIN[layer], module) for layer in inner if layer in _PLAIN]
+            if plain:
+                undo.enter_context(replaced(own, "forward", plain[0]))
         yield
 
 
@@ -102,10 +113,6 @@ def replaced(place: dict[Any, Any], name: object, value: object) -> Iterator[Non
             place[name] = before
 
 
-def _lora_weight(lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
-    return lora_B.weight @ lora_A.weight
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of `torch.compile` and of data parallelism, which share its parameters."""
     while True:
@@ -117,25 +124,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _fused(function: object) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == FUSED
-
-
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, ...]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     halves = (x.chunk(2, -1) for x in (q, k))
     return tuple(x * cos + torch.cat([-b, a], -1) * sin for x, (a, b) in zip((q, k), halves, strict=True))
-
-
-def _plain_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What runs in place of a module's `forward`; None where that is plain, or was replaced by somebody else."""
-    own, kind = vars(module).get("forward"), type(module)
-    if own is not None and getattr(own, "func", None) not in (_experts, _router, _sinks):
-        return partial(kind.forward, module) if _fused(own) else None
-    if kind.__name__ == "BloomGelu":  # a function with a backward pass of its own and no derivative forward
-        return partial(nn.functional.gelu, approximate="tanh")
-    inner = inner_layers(module)
-    return next((partial(_PLAIN[type(layer)], module) for layer in inner.values() if type(layer) in _PLAIN), None)
 
 
 class InnerMatrix(nn.Module):
@@ -160,17 +152,16 @@ class Experts(nn.Module):
     Inputs [..., d + k] are a token's row and the experts that it goes to; outputs are [..., k, o].
     """
 
+    summed = False
     choices = 1  # k, as of the last pass
     matrices: list[Tensor] | None = None  # Each expert's matrix in the last pass, where `expert_matrices` asks
 
     def unpacked(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [..., 1 or k, d], the factor of an expert's bias [..., 1 or k, 1], and the experts [..., k]."""
+        if self.summed:
+            return inputs[..., :-2], inputs[..., -2:-1], inputs[..., -1].long()
         x, ids = inputs[..., None, : -self.choices], inputs[..., -self.choices :].long()
         return x, torch.ones_like(x[..., :1]), ids
-
-    def gathered(self, outputs: Tensor) -> Tensor:
-        """What becomes of the outputs of a token's experts."""
-        return outputs
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         """Apply to each row the matrix of its expert and add its bias, times a factor; transposed weights [E, d, o]."""
@@ -187,7 +178,7 @@ class Experts(nn.Module):
         out = out.index_select(0, order.argsort()).view(*ids.shape, -1)
         if bias is not None:
             out = out + factor.to(bias.dtype) * bias.index_select(0, flat).view_as(out)
-        return self.gathered(out)
+        return out.sum(-2) if self.summed else out
 
 
 class SummedExperts(Experts):
@@ -196,13 +187,7 @@ class SummedExperts(Experts):
     Inputs are [..., k, d + 2]: an expert's row, the factor of its bias, and which it is.
     """
 
-    def unpacked(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [..., k, d], factors of the biases [..., k, 1], and the experts [..., k]."""
-        return inputs[..., :-2], inputs[..., -2:-1], inputs[..., -1].long()
-
-    def gathered(self, outputs: Tensor) -> Tensor:
-        """The sum over a token's experts."""
-        return outputs.sum(-2)
+    summed = True
 
 
 _INNER: WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = WeakKeyDictionary()
@@ -283,15 +268,12 @@ def _experts(module: Any, hidden: Tensor, index: Tensor, scores: Tensor) -> Tens
     assert isinstance(first, Experts)
     first.choices = index.shape[-1]
     ids = index.to(torch.float32)  # half precision does not hold every index
-
-    def apply(layer: nn.Module, leaf: str, rows: Tensor) -> Tensor:
-        return layer(rows, getattr(module, leaf), getattr(module, leaf + "_bias", None), module.is_transposed)
-
-    outputs = apply(first, up, torch.cat([hidden, ids], -1))
+    into, out = ((getattr(module, n), getattr(module, n + "_bias", None), module.is_transposed) for n in (up, down))
+    outputs = first(torch.cat([hidden, ids], -1), *into)
     inside = module._apply_gate(outputs) if module.has_gate else module.act_fn(outputs)
     scores = scores.to(inside.dtype)[..., None]
     # The scores go in, so that one signal per token comes back instead of one per expert.
-    return apply(last, down, torch.cat([inside * scores, scores, ids[..., None]], -1)).to(hidden.dtype)
+    return last(torch.cat([inside * scores, scores, ids[..., None]], -1), *out).to(hidden.dtype)
 
 
 _PLAIN = {Experts: _experts, InnerMatrix: _router, InnerVector: _sinks}

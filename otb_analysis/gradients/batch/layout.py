@@ -12,15 +12,15 @@ that of the padded rows up to rounding.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.types import Bool, Float, Int
+from otb_analysis.gradients.batch.inputs import Rollout
+from otb_analysis.types import Int
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,16 @@ class Tree:
     parent: Int  # Node of the beginning without it [n]; −1 for a first token
     depth: Int  # Index of that token in its text [n]
     paths: tuple[Int, ...]  # By text, the nodes of its beginnings, shortest first
-
-    def reads(self, nodes: Int) -> Bool:
-        """Whether node i reads node j [|nodes|, |nodes|]: j is i or stands before it in its text.
-
-        `nodes` increase, and hold with each node all that stand before it.
-        """
-        place = np.full(len(self.token) + 1, -1)
-        place[nodes] = np.arange(len(nodes))
-        reads = np.eye(len(nodes), dtype=bool)
-        # A parent comes before its children, so its row is complete. place[-1] stays −1: a first token has no parent.
-        for i, parent in enumerate(place[self.parent[nodes]]):
-            if parent >= 0:
-                reads[i] |= reads[parent]
-        return reads
+    read: Int  # Increasing nodes that some text reads before its last token
 
 
-def prefix_tree(texts: Sequence[Sequence[int]]) -> Tree:
-    """Build the tree of some token ids."""
+def tree_of(rollouts: Sequence[Rollout]) -> Tree:
+    """Build the tree of some rollouts, each up to its last sampled token."""
     known: dict[tuple[int, int], int] = {}
     paths, depth = [], []
-    for text in texts:
+    for rollout in rollouts:
         node, path = -1, []
-        for index, token in enumerate(text):
+        for index, token in enumerate(rollout.ids[: rollout.length + 1].tolist()):
             before = len(known)
             node = known.setdefault((node, token), before)
             if node == before:
@@ -61,44 +48,13 @@ def prefix_tree(texts: Sequence[Sequence[int]]) -> Tree:
             path.append(node)
         paths.append(np.array(path, dtype=np.int64))
     parent, token = np.array(list(known), dtype=np.int64).reshape(-1, 2).T
-    return Tree(token, parent, np.array(depth, dtype=np.int64), tuple(paths))
-
-
-def tree_of(rollouts: Sequence[Rollout]) -> Tree:
-    """Return the tree of some rollouts, each up to its last sampled token."""
-    return prefix_tree([r.ids[: r.length + 1].tolist() for r in rollouts])
+    read = np.unique(np.concatenate([path[:-1] for path in paths])) if paths else token[:0]
+    return Tree(token, parent, np.array(depth, dtype=np.int64), tuple(paths), read)
 
 
 def sampled_nodes(rollouts: Sequence[Rollout], tree: Tree) -> Int:
     """Return the node of every sampled token [Σ K]: equal nodes have equal scores."""
     return np.concatenate([path[r.targets.cpu().numpy()] for r, path in zip(rollouts, tree.paths, strict=True)])
-
-
-def distinct(batch: ScoreBatch) -> tuple[Bool, tuple[Int, Int]]:
-    """Tell which sampled tokens are enough [N, L]: those whose text up to them no earlier rollout has sampled too.
-
-    Returns also, for every true entry of the mask in its order, row and column of the token that stands for it.
-    """
-    rows, columns = np.nonzero(batch.mask)
-    # Equal nodes have equal texts, so equal scores; the first of them is measured for all.
-    _, first, twin = np.unique(
-        sampled_nodes(batch.rollouts, tree_of(batch.rollouts)), return_index=True, return_inverse=True
-    )
-    kept = np.zeros_like(batch.mask)
-    kept[rows[first], columns[first]] = True
-    return kept, (rows[first[twin]], columns[first[twin]])
-
-
-def distinct_rollouts(batch: ScoreBatch, weights: Float) -> tuple[ScoreBatch, Int]:
-    """Leave out every rollout that has another one's text and weights; return also the row of each one's twin [N]."""
-    twin, known, kept = np.arange(batch.shape[0]), dict[tuple[bytes, ...], int](), []
-    for rollout in batch.rollouts:
-        rows = weights[rollout.row][:, rollout.columns]
-        key = tuple(x.tobytes() for x in (rollout.ids.cpu().numpy(), rollout.targets.cpu().numpy(), rows))
-        twin[rollout.row] = known.setdefault(key, rollout.row)
-        if twin[rollout.row] == rollout.row:
-            kept.append(rollout)
-    return replace(batch, rollouts=tuple(kept)), twin
 
 
 PACKED_ALWAYS, PACKED_RATIO = 1024, 4
@@ -141,11 +97,19 @@ def padded(rollouts: tuple[Rollout, ...]) -> Layout:
 def packed(rollouts: tuple[Rollout, ...], tree: Tree, dtype: torch.dtype) -> Layout:
     """Return one row of all that the rollouts read; `dtype` is that of the activations."""
     device = rollouts[0].ids.device
-    nodes = read_nodes(tree)
+    nodes = tree.read
+    place = np.full(len(tree.token) + 1, -1)
+    place[nodes] = np.arange(len(nodes))
+    # Node i reads node j: j is i or stands before it in its text. A parent comes before its children, so its row is
+    # complete. place[-1] stays −1: a first token has no parent.
+    reads = np.eye(len(nodes), dtype=bool)
+    for i, parent in enumerate(place[tree.parent[nodes]]):
+        if parent >= 0:
+            reads[i] |= reads[parent]
     mask = torch.zeros(1, 1, len(nodes), len(nodes), dtype=dtype, device=device)
     # Additive, not boolean: eager attention adds what it is given. The least finite number is what the
     # models themselves put into their masks.
-    mask.masked_fill_(~torch.from_numpy(tree.reads(nodes)).to(device), torch.finfo(dtype).min)
+    mask.masked_fill_(~torch.from_numpy(reads).to(device), torch.finfo(dtype).min)
     # A token is predicted at the node before it, which several tokens may share.
     before = [path[r.targets.cpu().numpy() - 1] for r, path in zip(rollouts, tree.paths, strict=True)]
     keep, at = np.unique(np.searchsorted(nodes, np.concatenate(before)), return_inverse=True)
@@ -155,14 +119,9 @@ def packed(rollouts: tuple[Rollout, ...], tree: Tree, dtype: torch.dtype) -> Lay
     return Layout(ids[None], keep, at, {"attention_mask": mask, "position_ids": positions[None]})
 
 
-def read_nodes(tree: Tree) -> Int:
-    """Return the nodes that some rollout reads before it samples its last token, increasing."""
-    return np.unique(np.concatenate([path[:-1] for path in tree.paths]))
-
-
 def packing_pays(tree: Tree) -> bool:
     """Whether one packed row is less work than a padded row for each rollout."""
     lengths = np.array([len(path) - 1 for path in tree.paths])
-    row = len(read_nodes(tree))
+    row = len(tree.read)
     short = row <= PACKED_ALWAYS or row * row <= PACKED_RATIO * int((lengths**2).sum())
     return short and row < len(lengths) * int(lengths.max())

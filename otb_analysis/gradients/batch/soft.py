@@ -69,22 +69,6 @@ def embeddings_of(model: nn.Module) -> nn.Embedding:
     return table
 
 
-def check_soft(soft: SoftTokens, model: nn.Module) -> None:
-    """Check soft tokens against a model.
-
-    Raises:
-        InputError: Its embeddings have another size or number, σ is not positive, or the model has no plain table.
-    """
-    shape = tuple(embeddings_of(model).weight.shape)
-    if shape != (soft.first, soft.vectors.shape[-1]):
-        raise InputError(
-            f"soft tokens are of {soft.first} embeddings of size {soft.vectors.shape[-1]} but the model has {shape[0]} "
-            f"of size {shape[1]}; pass the model that drew them."
-        )
-    if not 0 < soft.sigma < math.inf:
-        raise InputError(f"soft tokens have σ = {soft.sigma}, where they have no density; pass a positive number.")
-
-
 def mixtures(z: Tensor, table: Tensor) -> Tensor:
     """Return pE [K, d] for logits z/τ [K, V]."""
     return z.softmax(-1) @ table[: z.shape[-1]].to(z)

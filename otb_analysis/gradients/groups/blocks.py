@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.inputs import ScoreBatch
 from otb_analysis.gradients.batch.kernels import plain_kernels
-from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.scope import end_of, layer_input
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.plan import ReachedCut
@@ -43,23 +42,18 @@ class Seen:
     calls: list[Call] = field(default_factory=list)
     # Of the last block, from which the graph begins
     output: Tensor = field(default_factory=lambda: torch.zeros(0))
-    into_head: list[Tensor] = field(default_factory=list)
-
-    def hidden(self, layout: Layout) -> Tensor | None:
-        """Inputs of the output layer at the sampled tokens [K, d], None where it was not watched."""
-        if not self.into_head:
-            return None
-        if len(self.into_head) != 1 or self.into_head[0].ndim != 3:
-            raise UnfitError("its output layer does not run once on every position")
-        return layout.pick(self.into_head[0]).detach()
+    into_head: list[Tensor] = field(default_factory=list)  # Inputs of the output layer, where it was watched
 
 
 @dataclass
 class Below:
-    """What stands before the first block: ids that the embedding read, its output, a leaf, and the block's input."""
+    """What stands before the first block: ids that the embedding read, its output, a leaf, and the block's input.
+
+    The first two are empty where the embedding is not in scope.
+    """
 
     ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    embedded: Tensor | None = None
+    embedded: Tensor = field(default_factory=lambda: torch.zeros(0, requires_grad=True))
     first: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
@@ -109,16 +103,16 @@ class BlockStructure:
             torch.set_grad_enabled(True)  # until the caller's `no_grad` ends
             return seen.output if isinstance(output, Tensor) else (seen.output, *output[1:])
 
-        def into_head(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Tensor) -> None:
-            seen.into_head.append(layer_input(args, kwargs))
-
         with ExitStack() as handles:
             handles.enter_context(plain_kernels(self.model))
             for block in self.blocks:
                 handles.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
                 handles.enter_context(block.register_forward_hook(after))
             if self.head is not None:
-                handles.enter_context(self.head.register_forward_hook(into_head, with_kwargs=True))
+                hook = self.head.register_forward_hook(
+                    lambda _, args, kwargs, out: seen.into_head.append(layer_input(args, kwargs)), with_kwargs=True
+                )
+                handles.enter_context(hook)
             yield seen
         if len(seen.calls) != len(self.blocks) or not seen.output.requires_grad:
             raise UnfitError("its blocks do not run one after the other")
@@ -158,24 +152,19 @@ def structure_of(batch: ScoreBatch) -> BlockStructure:
     # A model may have other lists, such as experts; the blocks hold most parameters.
     blocks = tuple(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
     inside = tuple(tuple(names[id(p)] for p in block.parameters() if id(p) in names) for block in blocks)
+    embedding, head = end_of(model, "input"), end_of(model, "output")
+    first, last = (names.get(id(getattr(layer, "weight", None))) for layer in (embedding, head))
     # In scope "lm_head" a tied matrix counts as output only.
-    embedding = _layer(model, "input", nn.Embedding, names) if batch.scope.head is None else None
-    head = _layer(model, "output", nn.Linear, names)
-    if isinstance(embedding, nn.Embedding) and (embedding.max_norm is not None or embedding.scale_grad_by_freq):
+    first = first if batch.scope.head is None else None
+    # Only a plain layer's gradient can be taken in slices.
+    for name, layer, kind in ((first, embedding, nn.Embedding), (last, head, nn.Linear)):
+        if name is not None and type(layer) is not kind:
+            raise UnfitError(f"its {'input' if layer is embedding else 'output'} embedding is a {type(layer).__name__}")
+    if first is not None and (embedding.max_norm is not None or embedding.scale_grad_by_freq):
         raise UnfitError("its embedding changes what is read or scales its gradient")
-    first, last = (None if layer is None else names[id(layer.weight)] for layer in (embedding, head))
     members, ends = [name for block in inside for name in block], {first, last}
     if len({*members, *ends}) < len(members) + len(ends):
         raise UnfitError("its blocks share parameters")
     outside = tuple(name for name in batch.scope.names if name not in {*members, *ends})
+    embedding, head = embedding if first else None, head if last else None
     return BlockStructure(model, blocks, inside, embedding, head, (first, last), outside)
-
-
-def _layer(model: nn.Module, which: Literal["input", "output"], kind: type, names: dict[int, str]) -> Any:
-    """The input or output embedding if its weight is in scope; only a plain layer's gradient can be taken in slices."""
-    layer = end_of(model, which)
-    if id(getattr(layer, "weight", None)) not in names:
-        return None
-    if type(layer) is not kind:
-        raise UnfitError(f"its {which} embedding is a {type(layer).__name__}")
-    return layer

@@ -12,18 +12,12 @@ from torch import Tensor
 from otb_analysis.gradients.batch.forward import layout_of, sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, free_bytes
 from otb_analysis.gradients.batch.kernels import plain_kernels
-from otb_analysis.gradients.batch.layout import packing_pays, padded, read_nodes, sampled_nodes, tree_of
+from otb_analysis.gradients.batch.layout import Tree, packing_pays, padded, sampled_nodes, tree_of
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import add_products, flat_norm_sq, refuse_many
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.reference import prompt_weights
-from otb_analysis.gradients.exact.verdicts import (
-    Verdicts,
-    disagreement,
-    first_told,
-    probe,
-    reference_norms,
-)
+from otb_analysis.gradients.exact.verdicts import Verdicts, disagreement, first_told, probe, reference_norms
 from otb_analysis.gradients.groups.blocks import BlockStructure, structure_of
 from otb_analysis.gradients.groups.layered import Layered
 from otb_analysis.phases import count_to, note
@@ -75,13 +69,14 @@ MASKED = 1 << 13
 _CHECKED = Verdicts[None]()
 
 
+@dataclass
 class PromptRows:
-    """One prompt's rollouts that hold a sampled token, their weights side by side [M, Σ K], and a basis of them."""
+    """One prompt's rollouts that hold a sampled token, and a basis of their weights, empty until `rows` finds it."""
 
-    def __init__(self, rollouts: tuple[Rollout, ...], weights: Float) -> None:
-        self.rollouts, self.weights = rollouts, weights
-        self.basis = Basis(np.zeros((0, weights.shape[1])), np.zeros((len(weights), 0)))
-        self.tree = tree_of(rollouts)
+    rollouts: tuple[Rollout, ...]
+    weights: Float  # Side by side [M, Σ K]
+    tree: Tree
+    basis: Basis
 
     def rows(self, logprob: Tensor) -> Tensor:
         """Find the basis and return its rows [r, Σ K]."""
@@ -101,7 +96,7 @@ class PromptRows:
 
         One pass where a packed row of so many holds all of them; its mask takes as much as the layers.
         """
-        nodes = len(read_nodes(self.tree))
+        nodes = len(self.tree.read)
         if packing_pays(self.tree) and nodes <= most and nodes**2 <= MASKED * most:
             return [self.rollouts]
         passes: list[tuple[Rollout, ...]] = [()]
@@ -193,7 +188,12 @@ def verified_structure(batch: ScoreBatch) -> BlockStructure:
 
 def prompts_of(batch: ScoreBatch, weights: Float, group: Int) -> list[PromptRows]:
     """Return every prompt's rollouts and weights, in the order of the group's sorted distinct values."""
-    return [PromptRows(*prompt_weights(batch, weights, group == p)) for p in np.unique(group)]
+    prompts = list[PromptRows]()
+    for p in np.unique(group):
+        rollouts, rows = prompt_weights(batch, weights, group == p)
+        empty = Basis(np.zeros((0, rows.shape[1])), np.zeros((len(rows), 0)))
+        prompts.append(PromptRows(rollouts, rows, tree_of(rollouts), empty))
+    return prompts
 
 
 def basis_weights(batch: ScoreBatch, prompts: Sequence[PromptRows], shape: tuple[int, ...]) -> Float:

@@ -12,7 +12,7 @@ and a tied one's as their sum.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,18 +94,23 @@ class Layered:
         rows, start = rows_of(logprob).to(logprob), 0
         parameters = [self.named[name] for name in self.structure.outside]
         outside = [tuple(torch.zeros_like(p) for p in parameters) for _ in rows]
-        made, hidden = list[Pass](), list[Tensor | None]()
+        made, hidden = list[Pass](), list[Tensor]()
         for (_, layout), (seen, found) in zip(passes, ran, strict=True):
             assert found is not None
             own, start = slice(start, start + len(found.logprob)), start + len(found.logprob)
-            pulled = [_pulled(found.output, [seen.output, *parameters], found.signal(row[own])) for row in rows]
-            for total, (_, *more) in zip(outside, pulled, strict=True):
-                for x, y in zip(total, more, strict=True):
-                    x += y
-            made.append(Pass(layout, seen.calls, _stacked([gradients[0] for gradients in pulled], seen.output)))
-            hidden.append(seen.hidden(layout) if self.head is None else found.output.detach())
+            # Gradients of Σ_k row_k log π(y_k) at the output.
+            slope, some = found.slope, rows[:, own]
+            above = some if slope is None else (row.to(slope)[:, None] * slope for row in some)
+            signals = _pulled(found.output, seen.output, parameters, above, outside)
+            made.append(Pass(layout, seen.calls, signals))
+            if self.head is not None:
+                hidden.append(found.output.detach())
+            elif seen.into_head:
+                if len(seen.into_head) != 1 or seen.into_head[0].ndim != 3:
+                    raise UnfitError("its output layer does not run once on every position")
+                hidden.append(layout.pick(seen.into_head[0]).detach())
         targets = torch.cat([r.ids[r.targets] for rollouts, _ in passes for r in rollouts])
-        ends = Ends(rows, targets, None if hidden[0] is None else torch.cat([h for h in hidden if h is not None]))
+        ends = Ends(rows, targets, torch.cat(hidden) if hidden else None)
         if self.head is None:
             ends.check(self.structure.head, logprob, self.batch.temperature)
         # Signals of all prompts, as many as this one's, at a block's output and at its input: half the memory at most.
@@ -203,25 +208,33 @@ class Layered:
         for one in prompt.passes:
             with self.structure.stopped() as seen:
                 model_logits(self.batch.model, one.layout)
-            leaves = [] if seen.embedded is None else [seen.embedded]
-            pulled = [_pulled(seen.first, [*leaves, *parameters], signal) for signal in one.signals]
-            if seen.embedded is not None:
-                ids.append(seen.ids)
-                signals.append(_stacked([gradients[0] for gradients in pulled], seen.embedded))
-            for total, gradients in zip(prompt.outside, pulled, strict=True):
-                for x, y in zip(total, gradients[len(leaves) :], strict=True):
-                    x += y
+            at_embedding = _pulled(seen.first, seen.embedded, parameters, one.signals, prompt.outside)
+            if self.structure.embedding is not None:  # what the pass read [n ℓ], and the signals there [r, n ℓ, d]
+                ids.append(seen.ids.flatten())
+                signals.append(at_embedding.flatten(1, -2))
         if self.structure.embedding is not None:
-            prompt.ends.read(ids, signals, self.structure.embedding)
+            prompt.ends.ids, prompt.ends.embedded = torch.cat(ids), torch.cat(signals, 1)
+            if (padding := self.structure.embedding.padding_idx) is not None:  # its entry has no gradient
+                prompt.ends.embedded[:, prompt.ends.ids == padding] = 0
 
 
-def _pulled(output: Tensor, inputs: Sequence[Tensor], signal: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of ⟨output, signal⟩; zeros where an input has no part in it. The graph is kept for the next row."""
-    if not inputs or not output.requires_grad:
-        return tuple(torch.zeros_like(x) for x in inputs)
-    return torch.autograd.grad(output, inputs, signal, retain_graph=True, materialize_grads=True)
-
-
-def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
+def _pulled(
+    output: Tensor,
+    leaf: Tensor,
+    parameters: Sequence[Tensor],
+    signals: Iterable[Tensor],
+    outside: Sequence[tuple[Tensor, ...]],
+) -> Tensor:
+    """Gradients of ⟨output, signal⟩ by a leaf, a row for each signal; those by parameters are added to their sums."""
+    rows = list[Tensor]()
+    for signal, total in zip(signals, outside, strict=True):
+        if output.requires_grad:  # the graph is kept for the next row
+            inputs = [leaf, *parameters]
+            row, *more = torch.autograd.grad(output, inputs, signal, retain_graph=True, materialize_grads=True)
+        else:
+            row, more = torch.zeros_like(leaf), []
+        rows.append(row)
+        for x, y in zip(total, more, strict=False):
+            x += y
     # Weights that cancel leave no rows.
-    return torch.stack(parts) if parts else like.new_zeros(0, *like.shape)
+    return torch.stack(rows) if rows else leaf.new_zeros(0, *leaf.shape)

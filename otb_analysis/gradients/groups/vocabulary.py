@@ -53,13 +53,6 @@ class Ends:
         if not agree(z, self.targets, logprob, temperature):
             raise UnfitError("its logits are not what its output layer returns")
 
-    def read(self, ids: Sequence[Tensor], signals: Sequence[Tensor], embedding: nn.Embedding) -> None:
-        """Note what each pass read [n, ℓ], and the signals there [r, n, ℓ, d]; a padding entry has no gradient."""
-        self.ids = torch.cat([x.flatten() for x in ids])
-        self.embedded = torch.cat([x.flatten(1, -2) for x in signals], 1)
-        if embedding.padding_idx is not None:
-            self.embedded[:, self.ids == embedding.padding_idx] = 0
-
 
 def vocabulary_gradients(
     structure: BlockStructure, ends: Sequence[Ends], temperature: float
@@ -89,8 +82,12 @@ def vocabulary_gradients(
             gradients = weight.new_zeros(count, len(some), weight.shape[1], dtype=kind)
             if isinstance(layer, nn.Linear):
                 _add_of_output(gradients, layer, ends, some, temperature)
-            if tied or layer is embedding:
-                _add_of_input(gradients, ends, some)
+            start = 0
+            for end in ends if tied or layer is embedding else ():
+                at = torch.searchsorted(some, end.ids).clamp(max=len(some) - 1)  # entries increase
+                here, rows = some[at] == end.ids, slice(start, start := start + len(end.rows))
+                # A token that is read more than once gets the sum of its signals.
+                gradients[rows].index_add_(1, at[here], end.embedded[:, here].to(kind))
             yield name or "", gradients.flatten(1)
 
 
@@ -120,17 +117,6 @@ def _add_of_output(
             start += 1
 
 
-def _add_of_input(gradients: Tensor, ends: Sequence[Ends], entries: Tensor) -> None:
-    """Add the sums of the signals at the positions that read some entries to [R, |entries|, d]."""
-    start = 0
-    for end in ends:
-        at = torch.searchsorted(entries, end.ids).clamp(max=len(entries) - 1)  # entries increase
-        here = entries[at] == end.ids
-        rows = gradients[start : (start := start + len(end.rows))]
-        # A token that is read more than once gets the sum of its signals.
-        rows.index_add_(1, at[here], end.embedded[:, here].to(gradients.dtype))
-
-
 SLICE_BYTES, LOGIT_BYTES = 1 << 28, 16
 """What a slice of the tokens may occupy, and what a logit does: in float32, and what becomes of it on the way back."""
 
@@ -142,10 +128,6 @@ class Predictions:
     logprob: Tensor  # log π(y_k) in nats [K]
     output: Tensor  # With its graph [K, ...]: the output layer's input, or log π itself
     slope: Tensor | None  # ∂log π(y_k)/∂output_k [K, ...]; None where it is 1
-
-    def signal(self, row: Tensor) -> Tensor:
-        """Return the gradient of Σ_k row_k log π(y_k) at `output`."""
-        return row if self.slope is None else row.to(self.slope)[:, None] * self.slope
 
 
 def predictions(
@@ -164,10 +146,8 @@ def predictions(
         inputs.append(hidden := layer_input(args, kwargs))
         return (layout.pick(hidden)[None, :CHECKED],), {}
 
-    def note(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
-        outputs.append(output)
-
-    with head.register_forward_pre_hook(few, with_kwargs=True), head.register_forward_hook(note):
+    note = head.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    with head.register_forward_pre_hook(few, with_kwargs=True), note:
         own = model_logits(batch.model, layout)
     if len(inputs) != 1 or inputs[0].ndim != 3:
         raise UnfitError("its output layer does not run once on every position")

@@ -1,7 +1,7 @@
 """Random directions of the parameters, the same for every rollout and every call with one seed."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
@@ -28,9 +28,9 @@ class Directions:
         """By parameter one Rademacher vector per axis and direction, ([K, n_0], [K, n_1], …); ±1 in float32 or 64."""
         signs = {}
         for name, like in zip(self.batch.scope.names, self.batch.scope.parameters, strict=True):
-            bits = self._bits(name)
-            drawn = [_signs(bits, (self.count, n)) for n in like.shape]
-            signs[name] = tuple(x.to(like.device, _wide(like)) for x in drawn)
+            kind = torch.promote_types(like.dtype, torch.float32)
+            drawn = self._signs(name, [(self.count, n) for n in like.shape])
+            signs[name] = tuple(x.to(like.device, kind) for x in drawn)
         return signs
 
     def rank_one(self, k: int) -> list[Tensor]:
@@ -39,14 +39,15 @@ class Directions:
 
     def rows(self, name: str, part: slice, shape: tuple[int, int]) -> Tensor:
         """Independent signs in rows of an embedding, of some directions [k, *shape]."""
-        drawn = [_signs(self._bits(f"{name}:rows:{k}"), shape) for k in range(part.start, part.stop)]
+        drawn = [x for k in range(part.start, part.stop) for x in self._signs(f"{name}:rows:{k}", [shape])]
         return torch.stack(drawn) if drawn else torch.zeros(0, *shape, dtype=torch.int8, device="cpu")
 
     def gaussian(self, k: int) -> list[Tensor]:
         """Direction k with independent standard normal entries."""
         dense = []
         for name, like in zip(self.batch.scope.names, self.batch.scope.parameters, strict=True):
-            values = torch.randn(like.shape, generator=self.stream(f"{name}:{k}"), dtype=_wide(like), device="cpu")
+            stream, kind = self.stream(f"{name}:{k}"), torch.promote_types(like.dtype, torch.float32)
+            values = torch.randn(like.shape, generator=stream, dtype=kind, device="cpu")
             dense.append(values.to(like.device))
         return dense
 
@@ -54,25 +55,19 @@ class Directions:
         """Random numbers of the CPU, the same on every machine, that depend on the seed and this name only."""
         return torch.Generator("cpu").manual_seed(self._key(name))
 
-    def _bits(self, name: str) -> np.random.Generator:
-        """The same for signs, which NumPy draws eight to a byte."""
-        return np.random.default_rng(self._key(name))
+    def _signs(self, name: str, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Independent ±1 as int8, which NumPy draws eight to a byte, from one stream."""
+        bits, signs = np.random.default_rng(self._key(name)), list[Tensor]()
+        for rows, columns in shapes:
+            drawn = np.frombuffer(bits.bytes(-(-rows * columns // 8)), dtype=np.uint8)
+            drawn = np.unpackbits(drawn, count=rows * columns).view(np.int8)
+            signs.append(torch.from_numpy(drawn).reshape(rows, columns) * 2 - 1)
+        return signs
 
     def _key(self, name: str) -> int:
         # Python's own `hash` of a string differs from process to process.
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
-
-
-def _signs(bits: np.random.Generator, shape: tuple[int, int]) -> Tensor:
-    """Independent ±1 as int8."""
-    count = shape[0] * shape[1]
-    drawn = np.unpackbits(np.frombuffer(bits.bytes(-(-count // 8)), dtype=np.uint8), count=count)
-    return torch.from_numpy(drawn.view(np.int8)).reshape(shape) * 2 - 1
-
-
-def _wide(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float32)
 
 
 NEGLIGIBLE = 1e-12
@@ -85,12 +80,8 @@ class Aligned:
 
     rows: dict[str, Tensor]  # By tied parameter, D_k [k, U, d]
     known: Tensor  # Factors α_tk with E[α_tk ⟨B_t, D_k⟩] = ⟨A_t, B_t⟩ [T, k]
-    dimension: int  # Of the span; with as many directions the mean over them is exact
-
-    @property
-    def unseen(self) -> float:
-        """Share of the span that the directions leave out, which multiplies the variance of their mean."""
-        return 1 - len(self.known[0]) / self.dimension
+    # Share of the span that the directions leave out, which multiplies the variance of their mean; 0 where it is exact
+    unseen: float
 
 
 def aligned(
@@ -120,4 +111,4 @@ def aligned(
     known = (vectors @ (values[:, None] ** 0.25 * frame)) / scale[:, None]
     mixed = (vectors @ (values[:, None] ** -0.25 * frame)).T * scale
     rows = {name: torch.stack([(c[:, None] * r).T @ left for c in mixed]) for name, (r, left) in parts.items()}
-    return Aligned(rows, known, dimension)
+    return Aligned(rows, known, 1 - known.shape[1] / dimension)

@@ -6,7 +6,7 @@ An operation without a rule here raises with its name, so that no tangent is los
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -70,12 +70,12 @@ def attention_tangent(query: Moving, key: Moving, value: Moving, weights: Weight
     return moved
 
 
+@dataclass
 class Tape:
     """Activations of one text in the order in which they are needed: the first pass makes them, later ones replay."""
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.next = 0
+    values: list[Any] = field(default_factory=list)
+    next: int = 0
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -273,10 +273,9 @@ def _layer_norm(
 
 def _attention(_func: Any, *args: Any, **kwargs: Any) -> Dual:
     call, operands = AttentionCall(*args, **kwargs), list[Moving]()
-    repeats = call.query.shape[1] // call.key.shape[1] if call.enable_gqa else 1
-    for x, times in ((call.query, 1), (call.key, repeats), (call.value, repeats)):
+    for x in (call.query, call.key, call.value):
         primal, tangent = primal_of(x), tangent_of(x)
-        if times > 1:  # for the query heads that share them
+        if call.enable_gqa and (times := call.query.shape[1] // x.shape[1]) > 1:  # for the query heads that share them
             primal = primal.repeat_interleave(times, 1)
             tangent = None if tangent is None else tangent.repeat_interleave(times, 1)
         operands.append(Moving(primal, tangent))

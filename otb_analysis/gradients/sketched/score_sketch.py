@@ -17,14 +17,9 @@ from otb_analysis.gradients.exact.attention import forward_slopes
 from otb_analysis.gradients.exact.generic import DecomposedRollout
 from otb_analysis.gradients.exact.gram import outer_norms
 from otb_analysis.gradients.exact.layers import UnfitError
+from otb_analysis.gradients.exact.plan import Plan
 from otb_analysis.gradients.sketched.directions import Directions, aligned
-from otb_analysis.gradients.sketched.tangents import (
-    DirectionBatch,
-    above,
-    below,
-    checked_plan,
-    hybrid_moves,
-)
+from otb_analysis.gradients.sketched.tangents import above, below, checked_plan
 from otb_analysis.phases import counted
 from otb_analysis.types import Float, ScoreNorms
 
@@ -48,29 +43,6 @@ class Projected:
     known: Float = field(default_factory=lambda: np.zeros((1, 1)))
     projected: Float = field(default_factory=lambda: np.zeros((1, 1)))
     unseen: float = 0.0  # Share of a's span that they leave out
-
-    @property
-    def norm_sq(self) -> Float:
-        """Unbiased estimates of ‖s‖² [T]."""
-        return self.exact + (self.sketched**2).mean(1) + self._products().mean(1)
-
-    @property
-    def norm_sq_stderr(self) -> Float:
-        """Their standard errors [T]: independent directions, and some of an orthonormal frame of a's span."""
-        squares, products = self.sketched**2, self._products()
-        variance = squares.var(1, ddof=1) / squares.shape[1]
-        if self.unseen:  # directions that span all of a leave nothing of ⟨a, b⟩ to chance
-            variance = variance + products.var(1, ddof=1) / products.shape[1] * self.unseen
-        return np.sqrt(variance)
-
-    @property
-    def path_norm_sq(self) -> Float:
-        """Estimates of ‖Σ_{j≤t} s_j‖² [T]: projections add up as scores do."""
-        return self.exact_path + (np.cumsum(self.sketched, 0) ** 2).mean(1) + self._products(np.cumsum).mean(1)
-
-    def _products(self, summed: Callable[[Float, int], Float] = lambda values, _axis: values) -> Float:
-        """2 α_k b·D_k [T, k], of single tokens or of sums over tokens."""
-        return 2 * summed(self.known, 0) * summed(self.projected, 0)
 
 
 @torch.inference_mode(False)
@@ -135,9 +107,16 @@ def sketch_score_norms(
         kept = np.zeros((*batch.shape, directions), dtype=np.float32) if features else None
         for part in parts:
             where = part.rollout.row, part.rollout.columns
-            norm_sq[where], stderr[where], logprob[where] = part.norm_sq, part.norm_sq_stderr, part.logprob
-            if path:
-                paths[where] = part.path_norm_sq
+            squares, products = part.sketched**2, 2 * part.known * part.projected
+            norm_sq[where], logprob[where] = part.exact + squares.mean(1) + products.mean(1), part.logprob
+            # Independent directions, and some of an orthonormal frame of a's span.
+            variance = squares.var(1, ddof=1) / squares.shape[1]
+            if part.unseen:  # directions that span all of a leave nothing of ⟨a, b⟩ to chance
+                variance = variance + products.var(1, ddof=1) / products.shape[1] * part.unseen
+            stderr[where] = np.sqrt(variance)
+            if path:  # projections add up as scores do
+                sketched, known, projected = (x.cumsum(0) for x in (part.sketched, part.known, part.projected))
+                paths[where] = part.exact_path + (sketched**2).mean(1) + (2 * known * projected).mean(1)
             if kept is not None:
                 kept[where] = part.sketched / np.sqrt(directions)
     return ScoreNorms(norm_sq, logprob, ran, paths if path else None, stderr, kept)
@@ -148,22 +127,24 @@ def _projections(directions: Directions, method: str, engine: str) -> tuple[str,
     if engine == "reference" or method == "gaussian":
         return method, _one_by_one(directions, method, reference.token_alignments if engine == "reference" else _slopes)
     try:
-        checked_plan(directions.batch)
+        return method, _decomposed(directions, checked_plan(directions.batch), method == "hybrid")
     except UnfitError as reason:
         if engine == "generic":
             raise
         name = type(directions.batch.model).__name__
         _log.warning('%s is sketched by method "rank_one", one pass a direction: %s', name, reason)
         return "rank_one", _one_by_one(directions, "rank_one", _slopes)
-    if method == "hybrid":
-        return method, _hybrid(directions)
-    moves = DirectionBatch(directions.count, directions.signs, {})
-    wholes = ((one, (above(one, directions) + below(one, moves)).cpu().numpy()) for one in _decomposed(directions))
-    return method, (Projected(one.rollout, _logprob(one), whole) for one, whole in wholes)
 
 
-def _hybrid(directions: Directions) -> Iterator[Projected]:
-    for decomposed in _decomposed(directions):
+def _decomposed(directions: Directions, plan: Plan, hybrid: bool) -> Iterator[Projected]:
+    """All directions at once, for one rollout after the other; a hybrid measures the layers above the cut."""
+    for rollout in counted(directions.batch.rollouts, "rollout"):
+        decomposed = DecomposedRollout(directions.batch, plan, rollout)
+        logprob = decomposed.trace.logprob.detach().double().cpu().numpy()
+        if not hybrid:
+            whole = above(decomposed, directions) + below(decomposed, directions, directions.count)
+            yield Projected(rollout, logprob, whole.cpu().numpy())
+            continue
         # Of the layers above the cut, of single tokens and of running sums.
         pairs = *decomposed.outer.values(), *decomposed.shared.values()
         single, running = outer_norms(pairs, decomposed.token_signals, True)
@@ -172,22 +153,12 @@ def _hybrid(directions: Directions) -> Iterator[Projected]:
         along = aligned(decomposed.shared, single, kept, directions.stream("tied")) if decomposed.shared else None
         # Two at least of each kind, else there is no standard error.
         count = max(2, directions.count - kept)
-        sketched = below(decomposed, hybrid_moves(decomposed, directions, count, along)).cpu().numpy()
-        projected = Projected(decomposed.rollout, _logprob(decomposed), sketched[:, :count], *measured)
+        sketched = below(decomposed, directions, count, along, by_entry=True).cpu().numpy()
+        projected = Projected(rollout, logprob, sketched[:, :count], *measured)
         if along is not None:
             known = along.known.cpu().numpy()
             projected = replace(projected, known=known, projected=sketched[:, count:], unseen=along.unseen)
         yield projected
-
-
-def _decomposed(directions: Directions) -> Iterator[DecomposedRollout]:
-    plan = checked_plan(directions.batch)
-    for rollout in counted(directions.batch.rollouts, "rollout"):
-        yield DecomposedRollout(directions.batch, plan, rollout)
-
-
-def _logprob(decomposed: DecomposedRollout) -> Float:
-    return decomposed.trace.logprob.detach().double().cpu().numpy()
 
 
 def _slopes(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:

@@ -62,10 +62,12 @@ class Buckets:
         self.dim = dim
         self.signed = torch.empty(length, dtype=torch.int32, device=device)
         self.chunk = working_set(device, CHUNK)
+        # The seed is hashed first, so that neighbouring seeds are unrelated.
+        key = int(_mix(torch.tensor([seed], device="cpu"), _STRIDE))
         for first in range(0, length, self.chunk):
             part = self.signed[first : first + self.chunk]
             # h(j) where σ(j) = +1 and dim + h(j) where it is −1: one draw for both.
-            mixed = _shift(_mix(torch.arange(start + first, start + first + len(part), device=device), seed), 1)
+            mixed = _shift(_mix(torch.arange(start + first, start + first + len(part), device=device), key), 1)
             power = dim & (dim - 1) == 0
             part.copy_(mixed.bitwise_and_(2 * dim - 1) if power else mixed.remainder_(2 * dim))
 
@@ -86,29 +88,15 @@ def check_dim(dim: int) -> None:
 
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_STRIDE, _FIRST, _SECOND = (word - (1 << 64) for word in _MIX)  # the int64 with the bits of each
 
 
-def _mix(index: Tensor, seed: int) -> Tensor:
-    """SplitMix64 of (seed, index), written into `index`, in int64 arithmetic that wraps."""
-    stride, first, second = (_signed(c) for c in _MIX)
-    x = index.mul_(stride).add_(_signed(_mix_int(seed)))
-    x.bitwise_xor_(_shift(x, 30)).mul_(first)
-    x.bitwise_xor_(_shift(x, 27)).mul_(second)
+def _mix(index: Tensor, key: int) -> Tensor:
+    """SplitMix64 of key + stride·index, written into `index`, in int64 arithmetic that wraps."""
+    x = index.mul_(_STRIDE).add_(key)
+    x.bitwise_xor_(_shift(x, 30)).mul_(_FIRST)
+    x.bitwise_xor_(_shift(x, 27)).mul_(_SECOND)
     return x.bitwise_xor_(_shift(x, 31))
-
-
-def _mix_int(seed: int) -> int:
-    """SplitMix64 of a seed, so that neighbouring seeds are unrelated."""
-    word = (1 << 64) - 1
-    x = (seed + 1) * _MIX[0] & word
-    x = (x ^ (x >> 30)) * _MIX[1] & word
-    x = (x ^ (x >> 27)) * _MIX[2] & word
-    return x ^ (x >> 31)
-
-
-def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
-    return word - (1 << 64) if word >> 63 else word
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -207,12 +195,6 @@ class Shards:
                 "pass the same batch on every process."
             )
 
-    def total(self, sums: Tensor) -> Tensor:
-        """Sum over all processes of the mesh."""
-        for group in self.mesh.get_all_groups():
-            dist.all_reduce(sums, group=group)
-        return sums
-
 
 KEPT = 1 << 28
 """Parameters up to which their buckets are kept during a call, at 4 bytes each; beyond, they are hashed every time."""
@@ -285,7 +267,9 @@ def gradient_sketch(
                 stacked = np.concatenate([rows[r.row][:, r.columns] for r in micro], axis=1)
                 for m, gradient in gradients(batch, micro, stacked):
                     sketch(sums[m], gradient)
-            result[c] = (sums if shards is None else shards.total(sums)).cpu().numpy()
+            for group in [] if shards is None else shards.mesh.get_all_groups():
+                dist.all_reduce(sums, group=group)
+            result[c] = sums.cpu().numpy()
     return result
 
 

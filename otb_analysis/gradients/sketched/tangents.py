@@ -123,65 +123,59 @@ def above(decomposed: DecomposedRollout, directions: Directions) -> Tensor:
 
 
 Moves = tuple[int, Signs, dict[str, Tensor]]
-"""Directions that go through the model together: how many, their `signs` and their `rows` as in `DirectionBatch`."""
+"""Directions that go through the model together: how many, signs along each axis by parameter, of the first of them
+(the others move rows alone), and by embedding their entries [k, U, d] in the rows of the U distinct tokens read."""
 
 
-@dataclass(frozen=True)
-class DirectionBatch:
-    """What k directions do to the parameters below the cut, for one rollout."""
-
-    count: int  # k
-    signs: Signs  # by parameter, signs along each axis of the first of the k directions; the others move only rows
-    # By embedding, a function from a range of directions to their entries in the rows of the U distinct tokens read
-    # [k, U, d]; it takes precedence over `signs`.
-    rows: Mapping[str, Callable[[slice], Tensor]]
-
-    def some(self, part: slice) -> Moves:
-        """Some of the directions."""
-        signs = {name: tuple(a[part] for a in axes) for name, axes in self.signs.items() if name not in self.rows}
-        return part.stop - part.start, signs, {name: rows(part) for name, rows in self.rows.items()}
-
-
-def hybrid_moves(
-    decomposed: DecomposedRollout, directions: Directions, count: int, along: Aligned | None
-) -> DirectionBatch:
-    """`count` directions with independent signs in all entries of an embedding, then those that move only tied rows."""
-    more = 0 if along is None else along.known.shape[1]
-    signs = {name: tuple(a[:count] for a in axes) for name, axes in directions.signs.items()}
-
-    def entries(use: ParameterUse) -> Callable[[slice], Tensor]:
-        shape = len(decomposed.trace.inputs[use.module].unique()), directions.signs[use.parameter][1].shape[1]
-
-        def drawn(part: slice) -> Tensor:
-            start, stop = min(part.start, count), min(part.stop, count)
-            made = directions.rows(use.parameter, slice(start, stop), shape).to(decomposed.token_signals.device)
-            if along is None or part.stop <= count:
-                return made
-            tied = along.rows.get(use.parameter)
-            last = slice(max(part.start - count, 0), part.stop - count)
-            rest = made.new_zeros(last.stop - last.start, *shape) if tied is None else tied[last]
-            return torch.cat([made.to(rest), rest])
-
-        return drawn
-
-    uses = [use for use in decomposed.plan.below if use.rule is EMBEDDING]
-    return DirectionBatch(count + more, signs, {use.parameter: entries(use) for use in uses})
+def _entries(
+    decomposed: DecomposedRollout,
+    directions: Directions,
+    use: ParameterUse,
+    some: slice,
+    count: int,
+    along: Aligned | None,
+) -> Tensor:
+    """Entries of some directions in an embedding's rows: `count` with independent signs, then those of `along`."""
+    shape = len(decomposed.trace.inputs[use.module].unique()), directions.signs[use.parameter][1].shape[1]
+    signed = slice(min(some.start, count), min(some.stop, count))
+    made = directions.rows(use.parameter, signed, shape).to(decomposed.token_signals.device)
+    if along is None or some.stop <= count:
+        return made
+    tied, last = along.rows.get(use.parameter), slice(max(some.start - count, 0), some.stop - count)
+    rest = made.new_zeros(last.stop - last.start, *shape) if tied is None else tied[last]
+    return torch.cat([made.to(rest), rest])
 
 
-def below(decomposed: DecomposedRollout, moves: DirectionBatch) -> Tensor:
-    """s_t·D_k of the layers below the cut [K tokens, k], a few directions at a time."""
-    total = decomposed.zeros(moves.count)
+def below(
+    decomposed: DecomposedRollout,
+    directions: Directions,
+    count: int,
+    along: Aligned | None = None,
+    *,
+    by_entry: bool = False,
+) -> Tensor:
+    """s_t·D_k of the layers below the cut [K tokens, k], a few directions at a time.
+
+    The first `count` directions, and those of `along`, which move only tied rows. `by_entry` gives embeddings
+    independent signs in all their entries.
+    """
+    total = decomposed.zeros(count + (0 if along is None else along.known.shape[1]))
     if decomposed.plan.cut is None:
         return total
     modules = dict(decomposed.batch.model.named_modules())
     scaled = dict.fromkeys(u.module for u in decomposed.plan.below if u.rule in SCALES)
     norms = {name: norm_of(modules[name], decomposed.trace.inputs[name].detach()) for name in scaled}
+    embeddings = {u.parameter: u for u in decomposed.plan.below if by_entry and u.rule is EMBEDDING}
+    axes_of = {name: axes for name, axes in directions.signs.items() if name not in embeddings}
     # The tape holds the activations of the first pass, so later directions cost their tangents only.
-    passes, tape = -(-moves.count // max(1, ROWS // decomposed.rollout.length)), Tape()
-    size = -(-moves.count // passes)
-    for start in range(0, moves.count, size):
-        some = slice(start, min(start + size, moves.count))
-        drawn, moved = moves.some(some), None  # tangents [k, ...] of the cut, None where no direction reaches it
+    passes, tape = -(-total.shape[1] // max(1, ROWS // decomposed.rollout.length)), Tape()
+    size = -(-total.shape[1] // passes)
+    for start in range(0, total.shape[1], size):
+        some = slice(start, min(start + size, total.shape[1]))
+        signs = {name: tuple(a[:count][some] for a in axes) for name, axes in axes_of.items()}
+        rows = {n: _entries(decomposed, directions, use, some, count, along) for n, use in embeddings.items()}
+        drawn = some.stop - some.start, signs, rows
+        moved = None  # tangents [k, ...] of the cut, None where no direction reaches it
         try:
             with torch.no_grad(), tape.playing(), _moving(decomposed, drawn, norms):
                 sampled_logprobs(decomposed.batch, (decomposed.rollout,))
@@ -214,7 +208,7 @@ def checked_plan(batch: ScoreBatch) -> Plan:
     def check() -> None:
         rollout, directions = probe(batch), Directions(batch, 2, 0)
         decomposed = DecomposedRollout(batch, plan, rollout)
-        got = (above(decomposed, directions) + below(decomposed, DirectionBatch(2, directions.signs, {}))).cpu()
+        got = (above(decomposed, directions) + below(decomposed, directions, 2)).cpu()
         one = replace(batch, rollouts=(rollout,), shape=(1, len(rollout.ids)))
         slopes = [token_alignments(one, directions.rank_one(k))[0, rollout.columns] for k in (0, 1)]
         expected = torch.from_numpy(np.stack(slopes, 1))
@@ -250,13 +244,14 @@ def _moving(decomposed: DecomposedRollout, moves: Moves, norms: Mapping[str, Nor
         yield
 
 
+@dataclass
 class _Acting:
     """What the directions of one layer's own parameters do to its output."""
 
-    def __init__(self, uses: list[ParameterUse], moves: Moves, norm: Norm | None) -> None:
-        self.uses, self.norm = uses, norm
-        self.count, self.signs, self.rows = moves
-        self.arriving: Tensor | None = None
+    uses: list[ParameterUse]
+    moves: Moves
+    norm: Norm | None
+    arriving: Tensor | None = None  # Tangents of an RMSNorm's input
 
     def before(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Keep the tangents of an RMSNorm's input, for which there is a short formula."""
@@ -267,21 +262,21 @@ class _Acting:
         return (primal_of(args[0]), *args[1:])
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        primal, total = primal_of(output), tangent_of(output)
+        primal, total, (count, signs, entries) = primal_of(output), tangent_of(output), self.moves
         if self.norm is not None and self.norm.gain is not None and self.arriving is not None:
             along = (self.arriving * self.norm.normal).mean(-1, keepdim=True)
             total = torch.addcmul(self.arriving, along, self.norm.normal, value=-1).mul_(self.norm.gain)
         for use in self.uses:
-            if use.parameter in self.rows:
+            if use.parameter in entries:
                 # Nothing moves below an embedding, so its tangent is set, not added.
                 ids = args[0][0]
-                moved = self.rows[use.parameter][:, ids.unique(return_inverse=True)[1]]
+                moved = entries[use.parameter][:, ids.unique(return_inverse=True)[1]]
                 total = moved.to(primal) * row_factors(module, ids).to(primal)[:, None]
                 continue
             if total is None:
-                total = primal.new_zeros(self.count, *primal.shape[1:])
+                total = primal.new_zeros(count, *primal.shape[1:])
             inputs = self.norm.normal if self.norm is not None and use.rule in SCALES else primal_of(args[0])
-            along = sides(use, self.signs, module)
+            along = sides(use, signs, module)
             if len(along[1]):
                 TANGENT_RULES[use.rule](total[: len(along[1])], module, inputs, along)
         return output if total is None else dual(primal, total)

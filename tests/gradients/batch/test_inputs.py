@@ -21,10 +21,7 @@ def refuses(match, function, *args, error=InputError, **options):
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
 
 
-def test_shapes_that_disagree_are_named(model):
-    refuses(r"mask has shape \(2, 3\) but input_ids has shape \(2, 4\)", token_score_norms, model, IDS, MASK[:, 1:])
-    refuses(r"attention_mask has shape \(1, 4\)", token_score_norms, model, IDS, MASK, MASK[:1])
-    refuses(r"input_ids has shape \(4,\)", token_score_norms, model, IDS[0], MASK[0])
+def test_weights_and_groups_of_another_shape_are_named(model):
     refuses(r"weights has shape \(2, 4\)", weighted_score_norms, model, IDS, MASK, torch.ones(2, 4))
     refuses(r"weights has shape \(2, 1, 3\)", weighted_score_norms, model, IDS, MASK, torch.ones(2, 1, 3))
     ones = torch.ones(2, 1, 4)
@@ -32,26 +29,16 @@ def test_shapes_that_disagree_are_named(model):
     refuses(r"dtype float64", group_gradient_gram, model, IDS, MASK, ones, np.array([0.0, 1.0]))
 
 
-def test_a_sampled_token_needs_something_that_predicts_it(model):
-    first = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
-    refuses("rollout 1, token 0, but that is the first token", token_score_norms, model, IDS, first)
+def test_a_sampled_token_behind_padding_needs_something_that_predicts_it(model):
     left = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     refuses("rollout 0, token 2, but that is the first token", token_score_norms, model, IDS, MASK, left)
-
-
-def test_a_sampled_token_is_not_padding(model):
-    real = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    refuses("rollout 0, token 3, but that is padding", token_score_norms, model, IDS, MASK, real)
 
 
 def test_active_dropout_is_refused_and_inactive_dropout_is_not(make_model):
     gpt2 = make_model("gpt2", dtype=torch.float32)
     token_score_norms(gpt2, IDS, MASK)
     refuses("training mode with dropout 0.1", token_score_norms, gpt2.train(), IDS, MASK)
-    qwen = make_model("qwen2", dtype=torch.float32).train()
-    token_score_norms(qwen, IDS, MASK)
-    qwen.model.layers[0].self_attn.attention_dropout = 0.2
-    refuses("dropout 0.2 at model.layers.0.self_attn", token_score_norms, qwen, IDS, MASK)
+    token_score_norms(make_model("qwen2", dtype=torch.float32).train(), IDS, MASK)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -22,8 +22,8 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients import group_gradient_gram
 from otb_analysis.gradients.batch import forward
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Batch, prepare
-from otb_analysis.gradients.batch.layout import packed, packing_pays, padded, prefix_tree, tree_of
+from otb_analysis.gradients.batch.inputs import Batch, Rollout, prepare
+from otb_analysis.gradients.batch.layout import packed, packing_pays, padded, tree_of
 from otb_analysis.gradients.exact import gram
 from otb_analysis.gradients.groups import blocks, group_gram, vocabulary
 from otb_analysis.gradients.groups.group_gram import TOLERANCE, basis_of
@@ -303,19 +303,25 @@ def test_packed_rollouts_have_the_log_probabilities_of_padded_ones(make_model, b
     # What all read (4), 7 and 1 of the first rollout, 6 2 8 of the second behind the same 7; the third reads no more.
     assert layout.ids.tolist() == [[5, 2, 9, 4, 7, 1, 6, 2, 8]]
     assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 5, 6, 7]]
+    assert (layout.inputs["attention_mask"][0, 0, 4:] == 0).int().tolist() == [
+        [1, 1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1, 1],
+    ]  # fmt: skip
     with torch.no_grad():
         one, many = (sampled_logprobs(prepared, some, x) for x in (layout, padded(some)))
     torch.testing.assert_close(one, many, rtol=0, atol=1e-6)
 
 
-def test_a_tree_holds_every_beginning_once_and_knows_what_stands_before():
-    tree = prefix_tree([[4, 4, 1], [4, 2], [4, 4, 1, 3], [7]])
+def text(*ids):
+    return Rollout(0, torch.tensor(ids), torch.tensor([len(ids) - 1]), np.zeros(1, int))
+
+
+def test_a_tree_holds_every_beginning_once():
+    tree = tree_of([text(4, 4, 1), text(4, 2), text(4, 4, 1, 3), text(7)])
     assert tree.token.tolist() == [4, 4, 1, 2, 3, 7] and tree.parent.tolist() == [-1, 0, 1, 0, 2, -1]
     assert tree.depth.tolist() == [0, 1, 2, 1, 3, 0]
     assert [path.tolist() for path in tree.paths] == [[0, 1, 2], [0, 3], [0, 1, 2, 4], [5]]
-    assert tree.reads(np.array([0, 1, 3, 5])).astype(int).tolist() == [
-        [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]
-    ]  # fmt: skip
+    assert tree.read.tolist() == [0, 1, 2]
 
 
 def test_scores_that_are_sampled_twice_are_measured_once_and_counted_twice(make_model, make_sample, monkeypatch):
@@ -357,7 +363,7 @@ def test_equal_rollouts_with_opposite_weights_have_no_gradient(make_model, make_
 
 def test_a_long_row_is_not_packed():
     def texts(count):
-        return prefix_tree([[0] * 100 + [1 + i] * 900 for i in range(count)])
+        return tree_of([text(*[0] * 100, *[1 + i] * 900) for i in range(count)])
 
     assert packing_pays(texts(4)) and not packing_pays(texts(16))
     assert not packing_pays(texts(1))  # nothing is read twice
