@@ -6,10 +6,13 @@ Every cache is bounded. A `Run` is the key; its stamp changes when the run grows
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pandas as pd
@@ -22,7 +25,7 @@ from otb_analysis.answers.triage import Triage, triage_row
 from otb_analysis.errors import STOPS
 from otb_analysis.figures import variance
 from otb_analysis.figures.comparison import ComparisonInfo
-from otb_analysis.figures.fidelity import SOURCES, FidelityInfo, exact_norms, fidelity_columns, fidelity_info
+from otb_analysis.figures.fidelity import FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.runs import Pairing
 from otb_analysis.figures.token_formula import TokenFormula, token_formula
 from otb_analysis.figures.variance import evenly, statistics_table
@@ -33,14 +36,10 @@ from otb_analysis.store import (
     RunStore,
     StoredPrompt,
     TokenArrays,
-    facts_of_rollouts,
     find_rollouts,
-    reward_histogram,
     runs_df,
 )
-from otb_analysis.store import measured as measured_store
-from otb_analysis.store.measured import cheap_energies, exact_groups
-from otb_analysis.store.runs import can_be_opened, estimator_names
+from otb_analysis.store.measured import exact_groups
 from otb_analysis.types import Label
 
 
@@ -59,23 +58,12 @@ class Run:
     status: str
 
 
-def _asked(option: str, variable: str) -> str | None:
-    """Return a folder that is named after `--`, else by a variable."""
+def root(option: str = "--root", variable: str = "OTB_RUNS", default: Path = Path("runs")) -> Path:
+    """Return the folder of runs, or another: what the option names after `--`, else the variable, else a default."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(option, dest="value")
-    return parser.parse_known_args(sys.argv[1:])[0].value or os.environ.get(variable)
-
-
-def root() -> Path:
-    """Return the folder of runs: `--root` after `--`, else the variable OTB_RUNS, else `runs`."""
-    return Path(_asked("--root", "OTB_RUNS") or "runs").expanduser().resolve()
-
-
-def studies_root() -> Path:
-    """Return the folder of studies: `--studies` after `--`, else OTB_STUDIES, else `studies` here or beside the app."""
-    here, beside = Path("studies"), Path(__file__).parent.parent / "studies"
-    named = _asked("--studies", "OTB_STUDIES")
-    return Path(named or (here if here.is_dir() else beside)).expanduser().resolve()
+    named = parser.parse_known_args(sys.argv[1:])[0].value or os.environ.get(variable)
+    return Path(named or default).expanduser().resolve()
 
 
 def stamps() -> dict[str, str]:
@@ -87,15 +75,12 @@ def stamps() -> dict[str, str]:
         entries = sorted(entry for entry in root().iterdir() if not entry.name.startswith("."))
     except OSError:
         return {}
-    times: dict[str, list[str]] = {}
+    stamps = dict.fromkeys((entry.name for entry in entries), "")
     for entry in entries:
         for watched in ("run.json", "run.sqlite", "steps"):
-            try:
-                time = str((entry / watched).stat().st_mtime_ns)
-            except OSError:
-                time = "0"
-            times.setdefault(entry.name, []).append(time)
-    return {name: "-".join(one) for name, one in times.items()}
+            with suppress(OSError):  # an entry has not all of them
+                stamps[entry.name] += f" {watched} {(entry / watched).stat().st_mtime_ns}"
+    return stamps
 
 
 @st.cache_data(max_entries=4, show_spinner=False, ttl=10)  # a process that is killed changes no file
@@ -112,17 +97,6 @@ def states(seen: dict[str, str]) -> tuple[object, ...]:
         return (seen,)
 
 
-def readable(table: pd.DataFrame, stamps: dict[str, str]) -> list[Run]:
-    """Return the runs that can be opened and have at least one complete step: running ones first, newest first."""
-    columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
-    usable = columns[can_be_opened(columns)]
-    rank = usable["status"].map({"running": 0, "complete": 1}).fillna(2)
-    usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
-    estimators, folder = estimator_names(table), root()
-    rows = [(str(name), str(status)) for name, status in zip(usable["run"], usable["status"], strict=True)]
-    return [Run(str(folder / n), stamps.get(n, ""), n, estimators.get(n, ""), status) for n, status in rows]
-
-
 @st.cache_resource(max_entries=16, show_spinner=False, hash_funcs={Run: attrgetter("path")})
 def store(run: Run) -> RunStore:
     """Return the reader of a run; one reader follows a run that grows."""
@@ -134,6 +108,12 @@ def store(run: Run) -> RunStore:
 def answers(run: Run) -> RunAnswers:
     """Return what a run says, each answer made when it is first asked."""
     return RunAnswers(store(run))
+
+
+@st.cache_data(max_entries=64, show_spinner=False, hash_funcs={FunctionType: attrgetter("__qualname__")})
+def cached(run: Run, question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function of the store says of a run, asked once while the run does not grow."""
+    return question(store(run), *arguments)
 
 
 def triaged(row: Any, run: Run | None) -> Triage:
@@ -185,44 +165,17 @@ def default_window(run: Run) -> int:
     return variance.default_window(answers(run).grams, answers(run).known)
 
 
-@dataclass(frozen=True)
-class MeasuredTokens:
-    """Agreement of proxy and exact energies, and how many of the run's measured tokens it rests on."""
-
-    info: FidelityInfo
-    loaded: int
-    total: int
-
-
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
-def fidelity(run: Run, kind: str, source: str = "proxy") -> MeasuredTokens:
-    """Return the agreement of proxy and exact energies over a run."""
+def fidelity(run: Run, kind: str, source: str) -> tuple[FidelityInfo, int, int]:
+    """Return the agreement of proxy and exact energies over a run, and of how many tokens with both it has how many."""
     table, total = exact_groups(store(run), fidelity_columns(source))
-    return MeasuredTokens(fidelity_info(table, kind, source), int(exact_norms(table).count()), total)
+    return fidelity_info(table, kind, source), int(exact_norms(table).count()), total
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def cheap_sources(run: Run) -> list[str]:
-    """Return the energies that a run has beside exact norms: the proxy, and its calibration where it was fitted."""
-    return cheap_energies(store(run), SOURCES)
-
-
-@st.cache_data(max_entries=64, show_spinner=False)
-def lost_by_proxy(run: Run, source: str = "proxy") -> Interval | None:
+def lost_by_proxy(run: Run, source: str) -> Interval | None:
     """Return the share of otb's efficiency gain that proxy energies lose, over all measured steps."""
     return gain_lost(list(answers(run).grams.values()), ("otb", source), ("otb", "exact"), known=answers(run).known)
-
-
-@st.cache_data(max_entries=64, show_spinner=False)
-def token_steps(run: Run) -> list[int]:
-    """Return the steps whose tokens and rollouts are stored."""
-    return measured_store.token_steps(store(run))
-
-
-@st.cache_data(max_entries=64, show_spinner=False)
-def exact_steps(run: Run) -> list[int]:
-    """Return the steps at which some groups were measured exactly."""
-    return measured_store.exact_steps(store(run))
 
 
 @st.cache_data(max_entries=32, show_spinner=False)
@@ -231,22 +184,10 @@ def rollouts(run: Run, step: int) -> pd.DataFrame:
     return store(run).rollouts_df([step])
 
 
-@st.cache_data(max_entries=64, show_spinner=False)
-def rollout_facts(run: Run) -> dict[str, Any]:
-    """Return the ends of what rollouts can be asked for."""
-    return facts_of_rollouts(store(run))
-
-
 @st.cache_data(max_entries=16, show_spinner="Searching …")
 def found_rollouts(run: Run, asked: RolloutFilter, most: int) -> tuple[pd.DataFrame, int]:
     """Return the rollouts that are asked for, and how many there are."""
     return find_rollouts(store(run), asked, most)
-
-
-@st.cache_data(max_entries=16, show_spinner=False)
-def rewards(run: Run, asked: RolloutFilter) -> pd.DataFrame:
-    """Return counts of the rollouts that are asked for by step and reward."""
-    return reward_histogram(store(run), asked)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -275,8 +216,8 @@ def _arrays(run: Run, step: int, group: int | None) -> TokenArrays:
 
 
 def _prompt(run: Run, step: int, group: int) -> StoredPrompt:
-    arrays = partial(_arrays, run, step)
-    return StoredPrompt(run.estimator, answers(run).config, group, tokens(run, step, group), arrays)
+    table, arrays = tokens(run, step, group), partial(_arrays, run, step)
+    return StoredPrompt(run.estimator, answers(run).config, group, table, arrays)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)

@@ -3,13 +3,15 @@
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import data
 import pandas as pd
 import streamlit as st
-from widgets import choose_runs, follow, page, plain
+from widgets import frame, plain
 
 from otb_analysis.errors import STOPS
+from otb_analysis.store.runs import can_be_opened, estimator_names
 
 EMPTY = """Make some in minutes with `make demo`, train with `otb train`, or point the dashboard at another
 folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
@@ -35,17 +37,8 @@ PAGES = {  # in the order of the menu, with their icons
     "Triage": "monitoring", "Run": "timeline", "Rollouts": "list_alt", "Tokens": "abc", "Estimators": "target",
     "Compare": "compare_arrows", STUDIES: "menu_book",
 }  # fmt: skip
-
-
-def offer_runs(folder: Path, table: pd.DataFrame, stamps: dict[str, str]) -> None:
-    """Let the sidebar choose among the runs of a folder, and leave the choice to the pages."""
-    runs = data.readable(table, stamps)
-    chosen = choose_runs(runs)
-    st.session_state.update(_runs=table, _selection=chosen, _readable=runs)
-    follow(chosen, stamps)
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(shown))}")
-    st.sidebar.button("Reload runs", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
+DEFAULT_RUNS = 4
+LIVE_SECONDS = 3
 
 
 @st.cache_resource(max_entries=1, show_spinner=False)
@@ -57,39 +50,81 @@ def loaded(modules: int) -> None:
     gc.freeze()
 
 
-def main() -> None:
-    """Choose the runs, then hand over to the page."""
-    loaded(len(sys.modules))
-    st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
-    st.html(STYLE)
-    st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
-    chosen_page = st.navigation([
-        st.Page(f"views/{title.lower()}.py", title=title, icon=f":material/{icon}:", default=title == "Triage")
-        for title, icon in PAGES.items()
-    ])  # fmt: skip
-    if target := st.session_state.pop("_page", None):
-        st.switch_page(f"views/{target[0]}.py", query_params=target[1])
-    without_runs = chosen_page.title == STUDIES
-    # The browser loads Plotly, a second's work, while the server reads; without the file it waits for a figure.
-    for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js") if not without_runs else ():
-        load = f"<script>import('./static/js/{script.name}')</script>"
-        st.container(key="ahead").html(load, unsafe_allow_javascript=True)
-    folder, stamps = data.root(), data.stamps()
-    try:
-        table = data.runs(str(folder), stamps)
-    except STOPS as error:
-        if not without_runs:
-            st.warning(plain(str(error)), icon=":material/warning:")
-            return
-        table = pd.DataFrame()
-    if not table.empty:
-        offer_runs(folder, table, stamps)
-    if table.empty and not without_runs:
-        missing = "There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. "
-        with page("No runs yet", plain(str(folder))):
-            st.info(missing + EMPTY)
-    else:
-        chosen_page.run()
+def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> list[data.Run]:
+    """Let the sidebar choose runs, for all pages and in the URL; all running and a few new ones to begin with.
+
+    Offered are those that can be opened and have a complete step: running ones first, newest first. A run that begins
+    to run while the page is open is chosen, too.
+    """
+    columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
+    usable = columns[can_be_opened(columns)]
+    rank = usable["status"].map({"running": 0, "complete": 1}).fillna(2)
+    usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
+    estimators = estimator_names(table)
+    rows = [(str(name), str(status)) for name, status in zip(usable["run"], usable["status"], strict=True)]
+    runs = [data.Run(str(folder / n), stamps.get(n, ""), n, estimators.get(n, ""), status) for n, status in rows]
+    names = [run.name for run in runs]
+    running = [run.name for run in runs if run.status == "running"]
+    begun = [name for name in running if name not in st.session_state.setdefault("_running", running)]
+    if begun:
+        st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
+    missing = [name for name in st.query_params.get_all("run") if name not in names]
+    first = names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
+    chosen = st.sidebar.multiselect("Runs", names, first, key="run", bind="query-params", placeholder="Choose runs")
+    if missing:
+        st.session_state["_missing"] = missing, chosen
+    missing, instead = st.session_state.get("_missing", ((), None))
+    if chosen == instead:
+        named = ", ".join(missing)
+        st.warning(plain(f"The address asks for {named}, which cannot be opened here; Triage lists all runs."))
+    selection = [run for run in runs if run.name in chosen]
+    st.session_state.update(_running=running, _runs=table, _selection=selection, _readable=runs)
+    return selection
 
 
-main()
+loaded(len(sys.modules))
+st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
+st.html(STYLE)
+st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
+page = st.navigation([
+    st.Page(f"views/{title.lower()}.py", title=title, icon=f":material/{icon}:", default=title == "Triage")
+    for title, icon in PAGES.items()
+])  # fmt: skip
+if target := st.session_state.pop("_page", None):
+    st.switch_page(f"views/{target[0]}.py", query_params=target[1])
+without_runs = page.title == STUDIES
+# The browser loads Plotly, a second's work, while the server reads; without the file it waits for a figure.
+for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js") if not without_runs else ():
+    load = f"<script>import('./static/js/{script.name}')</script>"
+    st.container(key="ahead").html(load, unsafe_allow_javascript=True)
+folder, stamps, table = data.root(), data.stamps(), pd.DataFrame()
+try:
+    table = data.runs(str(folder), stamps)
+except STOPS as error:
+    if not without_runs:
+        st.warning(plain(str(error)), icon=":material/warning:")
+        st.stop()
+if not table.empty:
+    chosen = choose_runs(table, folder, stamps)
+    if any(run.status == "running" for run in chosen):
+        live = st.sidebar.toggle(
+            "Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds."
+        )
+        seen = data.states(stamps)
+
+        @st.fragment(run_every=LIVE_SECONDS if live else None)
+        def watch() -> None:
+            """Draw the page again when a run grew or was killed."""
+            if live and data.states(data.stamps()) != seen:
+                st.rerun(scope="app")
+
+        watch()
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    st.sidebar.caption(f"{len(table)} run{'s' * (len(table) != 1)} in {plain(str(shown))}")
+    st.sidebar.button("Reload runs", help="Reads the folder again.", type="tertiary", icon=":material/refresh:")
+if table.empty and not without_runs:
+    missing = "There are no runs in this folder. " if folder.is_dir() else "This folder does not exist. "
+    with frame("No runs yet", plain(str(folder))):
+        st.info(missing + EMPTY)
+else:
+    page.run()

@@ -25,6 +25,7 @@ from otb_analysis.figures.rollouts import distinct
 from otb_analysis.figures.token_columns import palette
 from otb_analysis.figures.token_formula import token_details
 from otb_analysis.figures.tokens import TokensInfo
+from otb_analysis.store.measured import token_steps
 from otb_analysis.store.token_arrays import in_words, trained_label
 from otb_analysis.types import Label
 
@@ -77,7 +78,7 @@ def choose_beside(here: Place, row: Any) -> Place | None:
     prompt_id = None if pd.isna(first["prompt_id"]) else str(first["prompt_id"])
     options = {}
     for run in chosen_runs():
-        with_tokens = set(data.token_steps(run))
+        with_tokens = set(data.cached(run, token_steps))
         for step, group in data.occurrences(run, prompt_id, str(first["prompt"])):
             place = Place(run, step, group)
             if place != here and step in with_tokens:

@@ -6,7 +6,7 @@ are shown as text.
 """
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.theme import CONFIG, for_background
+from otb_analysis.figures.styles import CONFIG, for_background
 
 
 def plain(text: str) -> str:
@@ -44,24 +44,21 @@ Choices = Sequence[Any] | Mapping[Any, str]
 
 
 def box(
-    within: Any, label: str, key: str, choices: Choices, default: Any = None, buttons: bool = False, **options: Any
+    within: Any, label: str, key: str, choices: Choices, default: Any = None, look: str = "box", **options: Any
 ) -> Any:
-    """Let the page choose one of several by a bound selectbox, or of a few by buttons; the first one to begin with."""
+    """Let the page choose one of several by a bound selectbox, by `buttons` or a `slider`; the first to begin with."""
     words = choices if isinstance(choices, Mapping) else {one: str(one) for one in choices}
     first = default if default in words else next(iter(words))
-    keep(key, words, first)
-    look = {"format_func": lambda one: words.get(one, str(one)), "key": key, "bind": "query-params", **options}
-    if not buttons:
-        return within.selectbox(label, list(words), list(words).index(first), **look)
-    chosen = within.segmented_control(label, list(words), default=first, required=True, **look)
+    chosen = st.session_state.get(key, first)
+    if chosen != first and chosen in words and key not in st.query_params:
+        st.session_state[key] = chosen  # the default of another run or step, and not this one's: into the address
+    options |= {"format_func": lambda one: words.get(one, str(one)), "key": key, "bind": "query-params"}
+    if look == "box":
+        return within.selectbox(label, list(words), list(words).index(first), **options)
+    if look == "slider":
+        return within.select_slider(label, list(words), first, **options)
+    chosen = within.segmented_control(label, list(words), default=first, required=True, **options)
     return first if chosen is None else chosen
-
-
-def keep(key: str, choices: Container[Any], default: Any) -> None:
-    """Write a choice into the address that was the default of another run or step and is not this one's."""
-    chosen = st.session_state.get(key, default)
-    if chosen != default and chosen in choices and key not in st.query_params:
-        st.session_state[key] = chosen
 
 
 def span(within: Any, label: str, key: str, low: Any, high: Any, **options: Any) -> tuple[Any, Any] | None:
@@ -90,49 +87,19 @@ def write(**values: object) -> None:
         st.query_params.update(texts)
 
 
-DEFAULT_RUNS = 4
-_LIVE_SECONDS = 3
-
-
 @contextmanager
-def page(title: str, question: str) -> Iterator[None]:
-    """Frame a page: its title, the question it answers, and one sentence instead of a traceback."""
-    st.title(title, anchor=False)
-    st.caption(question)
-    with errors_as_sentences():
-        yield
+def frame(title: str = "", question: str = "") -> Iterator[None]:
+    """Frame a page with its title and the question it answers, or a part of one.
 
-
-@contextmanager
-def errors_as_sentences() -> Iterator[None]:
-    """Show an error of the block, such as a broken file, as a sentence; the rest of the page goes on."""
+    An error inside, such as a broken file, is shown as a sentence; what follows goes on.
+    """
+    if title:
+        st.title(title, anchor=False)
+        st.caption(question)
     try:
         yield
     except STOPS as error:
         st.warning(plain(str(error)), icon=":material/warning:")
-
-
-def choose_runs(runs: Sequence[data.Run]) -> list[data.Run]:
-    """Let the sidebar choose runs, for all pages and in the URL; all running and a few new ones to begin with.
-
-    A run that begins to run while the page is open is chosen, too.
-    """
-    names = [run.name for run in runs]
-    running = [run.name for run in runs if run.status == "running"]
-    begun = [name for name in running if name not in st.session_state.setdefault("_running", running)]
-    if begun:
-        st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
-    st.session_state["_running"] = running
-    missing = [name for name in st.query_params.get_all("run") if name not in names]
-    first = names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
-    chosen = st.sidebar.multiselect("Runs", names, first, key="run", bind="query-params", placeholder="Choose runs")
-    if missing:
-        st.session_state["_missing"] = missing, chosen
-    missing, instead = st.session_state.get("_missing", ((), None))
-    if chosen == instead:
-        named = ", ".join(missing)
-        st.warning(plain(f"The address asks for {named}, which cannot be opened here; Triage lists all runs."))
-    return [run for run in runs if run.name in chosen]
 
 
 def go_to(name: str, **address: object) -> None:
@@ -172,21 +139,6 @@ def one_run(within: Any = st, width: int = 420) -> data.Run:
         st.session_state["focus"] = next(iter(chosen))  # still shown once another begins to run
         return chosen[st.session_state["focus"]]
     return chosen[box(within, "Run", "focus", list(chosen), width=width)]
-
-
-def follow(runs: Sequence[data.Run], stamps: dict[str, str]) -> None:
-    """While a run is running, look every few seconds whether it grew or was killed, and draw the page again then."""
-    if not any(run.status == "running" for run in runs):
-        return
-    live = st.sidebar.toggle("Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds.")
-    seen = data.states(stamps)
-
-    @st.fragment(run_every=_LIVE_SECONDS if live else None)
-    def watch() -> None:
-        if live and data.states(data.stamps()) != seen:
-            st.rerun(scope="app")
-
-    watch()
 
 
 def clicked_data(key: str) -> list[Any]:

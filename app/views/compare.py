@@ -8,7 +8,7 @@ import data
 import pandas as pd
 import scripts
 import streamlit as st
-from widgets import box, chart, chosen_runs, download, one_run, page, plain
+from widgets import box, chart, chosen_runs, download, frame, one_run, plain
 
 from otb_analysis.answers.pairs import Pair, estimator_names
 from otb_analysis.figures.pairs import curves_rows, default_estimators, noise_display, noise_table, plot_pair
@@ -111,12 +111,12 @@ def drawn(pair: Pair, caption: str, python: str) -> None:
         download(noise_table(pair.noise), "compare-noise")
 
 
-with page("Compare", "A against B: what differs, by how much, and is it more than chance?"):
+with frame("Compare", "A against B: what differs, by how much, and is it more than chance?"):
     chosen = chosen_runs()[::-1]  # the oldest run is A to begin with
     configs = {run.name: data.answers(run).config for run in chosen}
     # Groups to begin with where several seeds are paired, else two runs.
     first = "estimators" if len(configs) < 2 else "groups" if first_groups(configs) else "runs"
-    kind = box(st, "What is compared", "compare", KINDS, first, label_visibility="collapsed", buttons=True)
+    kind = box(st, "What is compared", "compare", KINDS, first, label_visibility="collapsed", look="buttons")
     if kind == "estimators":
         compare_estimators(one_run())
     else:

@@ -10,17 +10,16 @@ import data
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, chosen_runs, clicked_data, errors_as_sentences, go_to, one_run, page, plain
+from widgets import box, chart, chosen_runs, clicked_data, frame, go_to, one_run, plain
 
 from otb_analysis.answers.sentences import NOT_MEASURED
 from otb_analysis.figures.comparison import (
     comparison_table,
     display_table,
+    planner_display,
     planner_table,
-    planner_words,
     plot_comparison,
     plot_planner,
-    sizes_display,
 )
 from otb_analysis.figures.fidelity import (
     COEFFICIENTS,
@@ -29,11 +28,20 @@ from otb_analysis.figures.fidelity import (
     plot_fidelity,
     plot_fidelity_steps,
 )
+from otb_analysis.figures.fidelity import SOURCES as COLUMNS
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.variance import MAX_WINDOW, MEASURES, NOISE_SCALE, VarianceInfo, plot_variance, variance_info
+from otb_analysis.figures.variance import MAX_WINDOW, MEASURES, NOISE_SCALE, plot_variance, variance_info
 from otb_analysis.statistics import MIN_CLUSTERS
+from otb_analysis.store.measured import cheap_energies
 from otb_analysis.types import Label
 
+SHORTER = "A shorter step has less variance anyway: compare by efficiency or by variance at equal progress."
+BARS = "Bars: 95 % intervals clustered by prompt."
+POINTS = f"Points only: an interval needs {MIN_CLUSTERS} prompts; pool more measured steps or measure more prompts."
+LOST_POINTS = (
+    "variance at equal progress where the step length is not proved: too few prompts to tell the true gradient from "
+    "noise. Pool more steps, or compare by the ratios above."
+)
 PARTS = {"comparison": "Comparison", "proxy": "Proxy"}
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
@@ -51,29 +59,6 @@ LOST = (
     "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency of otb over all measured steps. 0: the proxy costs "
     "nothing. 1: the gain over rloo is gone. A dash: no interval, or exact energies show no gain."
 )
-
-
-def forest(run: Run, source: str, against: str, step: str, estimators: list[str]) -> None:
-    """Draw the forest plot, its table and the noise scale."""
-    if (measured := data.answers(run).measured) is None:
-        st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
-        return
-    info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
-    st.caption(plain(info.words))
-    python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
-    chart(plot_comparison(info), "comparison", partial(comparison_table, info), python)
-    if measured.noise_scale_line:
-        st.markdown(f"**{plain(measured.noise_scale_line)}**")
-    with st.expander("Numbers, and what they are"):
-        shown = display_table(info)
-        columns: dict[str, Any] = dict.fromkeys(
-            shown.select_dtypes("number").columns, st.column_config.NumberColumn(format="%.3g")
-        )
-        columns["estimator"] = st.column_config.TextColumn(width=170)
-        st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
-        for title, formula in (*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE):
-            st.markdown(f"**{plain(title)}** = {plain(formula)}")
-        st.markdown("A shorter step has less variance anyway: compare by efficiency or by variance at equal progress.")
 
 
 @st.fragment  # its slider draws this part of the page again, and no other
@@ -94,31 +79,19 @@ def over_steps(run: Run, labels: frozenset[Label]) -> None:
         scripts.VARIANCE.format(path=run.path, window=window, labels=sorted(labels)) if data.answers(run).grams else ""
     )
     chart(plot_variance(info), "variance", table, python)
-    st.caption(footnote(info, window))
-
-
-def footnote(info: VarianceInfo, window: int) -> str:
-    """Say what a point rests on."""
-    prompts = "–".join(map(str, dict.fromkeys(info.n_prompts)))
-    intervals = (
-        "Bars: 95 % intervals clustered by prompt."
-        if info.has_intervals
-        else f"Points only: an interval needs {MIN_CLUSTERS} prompts; pool more measured steps or measure more prompts."
-    )
-    hidden = sum(info.hidden)
-    lost = f" {hidden} values at or below 0 cannot be drawn on a logarithmic axis." if hidden else ""
-    others = " and the others proved unbiased" if info.c_known else ""
-    hollow = any(trace.style.symbol.endswith("-open") for traces in info.traces for trace in traces)
-    lost += " Open marks only tell estimators apart." * hollow
-    reference = ", ".join(info.reference)
-    against = f" The true gradient is estimated by {reference}{others} on other prompts." if reference else ""
+    words = "–".join(map(str, dict.fromkeys(info.n_prompts)))
+    words += f" prompts a step, {window} measured step{'s' * (window > 1)} per point. "
+    words += BARS if info.has_intervals else POINTS
+    if info.reference:
+        others = " and the others proved unbiased" if info.c_known else ""
+        words += f" The true gradient is estimated by {', '.join(info.reference)}{others} on other prompts."
+    if info.hidden:
+        words += f" {info.hidden} values at or below 0 cannot be drawn on a logarithmic axis."
+    if any(trace.style.symbol.endswith("-open") for traces in info.traces for trace in traces):
+        words += " Open marks only tell estimators apart."
     if info.undefined:
-        lost += (
-            f" {info.undefined:,} of {info.n_points:,} points have no efficiency, nor variance at equal progress where "
-            "the step length is not proved: too few prompts to tell the true gradient from noise. Pool more steps, or "
-            "compare by the ratios above."
-        )
-    return f"{prompts} prompts a step, {window} measured step{'s' * (window > 1)} per point. {intervals}{against}{lost}"
+        words += f" {info.undefined:,} of {info.n_points:,} points have no efficiency, nor {LOST_POINTS}"
+    st.caption(words)
 
 
 def token_clicked() -> None:
@@ -128,21 +101,20 @@ def token_clicked() -> None:
         go_to("tokens", step=step, prompt=group, token=f"{rollout}.{t}")
 
 
-with page("Estimators", "Which baseline makes the gradient less noisy, and what does the proxy cost?"):
+with frame("Estimators", "Which baseline makes the gradient less noisy, and what does the proxy cost?"):
     run = one_run()
-    part = box(st, "Part", "part", PARTS, label_visibility="collapsed", buttons=True)
+    part = box(st, "Part", "part", PARTS, label_visibility="collapsed", look="buttons")
     if part == "proxy":
         controls = st.container(horizontal=True)
-        kind = box(controls, "Energy", "kind", KINDS, help=ENERGY, buttons=True)
+        kind = box(controls, "Energy", "kind", KINDS, help=ENERGY, look="buttons")
         # The stamp changes only when more tokens have an exact norm: reading all of them takes long.
         exact_steps = data.store(run).steps_with("tokens", "grad_norm_sq")
         run = replace(run, stamp=f"{data.measured(run).stamp} {hash(tuple(exact_steps))}")
-        cheap = data.cheap_sources(run)
+        cheap = data.cached(run, cheap_energies, COLUMNS)
         source = "proxy"
         if len(cheap) > 1:
-            source = box(controls, "Against exact", "source", cheap, help=CALIBRATED, buttons=True)
-        measured = data.fidelity(run, kind, source)
-        info = measured.info
+            source = box(controls, "Against exact", "source", cheap, help=CALIBRATED, look="buttons")
+        info, compared, total = data.fidelity(run, kind, source)
         share, rests_on = gain_lost_words(data.lost_by_proxy(data.measured(run), source))
         places = st.columns([2, *(1 for _ in COEFFICIENTS)])
         places[0].metric(
@@ -163,15 +135,15 @@ with page("Estimators", "Which baseline makes the gradient less noisy, and what 
         with right:
             python = scripts.FIDELITY_STEPS.format(path=run.path, kind=kind, source=source)
             chart(plot_fidelity_steps(info), "fidelity-steps", partial(fidelity_table, info), python)
-        loaded = "all" if measured.loaded == measured.total else f"{measured.loaded:,} of"
+        loaded = "all" if compared == total else f"{compared:,} of"
         dashed = ""
         if info.line is not None:
             dashed = f"Dashed: exact ∝ {info.source}^{info.line[1]:.2f}, least squares of logarithms. "
         st.caption(
             f"{dashed}Circles: the {len(info.far)} tokens furthest from it; click one to open it. "
-            f"{info.n_tokens:,} tokens compared, from {loaded} {measured.total:,} with an exact norm. "
+            f"{info.n_tokens:,} tokens compared, from {loaded} {total:,} with an exact norm. "
             + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
-            + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < measured.loaded and len(cheap) > 1 else "")
+            + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < compared and len(cheap) > 1 else "")
             + "OTB compares only rollouts of one prompt at one position, so the correlations within decide. "
             "The pooled ones also count differences between positions and prompts, which OTB never sees."
         )
@@ -187,15 +159,32 @@ with page("Estimators", "Which baseline makes the gradient less noisy, and what 
     verdict.markdown("Comparing the estimators …")
     sources = [s for s in SOURCES if s != "calibrated" or any(of == s for _, of in measured)]
     left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
-    source = box(left, "Weights from", "energy", {of: SOURCES[of] for of in sources}, "proxy", buttons=True)
+    source = box(left, "Weights from", "energy", {of: SOURCES[of] for of in sources}, "proxy", look="buttons")
     names = list(dict.fromkeys(name for name, of in measured if source == "both" or of in ("none", source)))
     against = box(middle, "Compare with", "against", names, "rloo")
     step = box(right, "Measured steps", "at", [ALL, *map(str, data.answers(run).grams)])
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
     # What is usual depends on what trained, so each run has a choice of its own.
     estimators = st.multiselect("Estimators", names, usual, key=f"shown-{run.name}", bind="query-params", wrap=True)
-    forest(run, source, against, step, estimators)
-    with verdict.container(), errors_as_sentences():
+    if (whole := data.answers(run).measured) is None:
+        st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
+    else:
+        info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
+        st.caption(plain(info.words))
+        python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
+        chart(plot_comparison(info), "comparison", partial(comparison_table, info), python)
+        if whole.noise_scale_line:
+            st.markdown(f"**{plain(whole.noise_scale_line)}**")
+        with st.expander("Numbers, and what they are"):
+            shown = display_table(info)
+            three = st.column_config.NumberColumn(format="%.3g")
+            columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, three)
+            columns["estimator"] = st.column_config.TextColumn(width=170)
+            st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
+            for title, formula in (*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE):
+                st.markdown(f"**{plain(title)}** = {plain(formula)}")
+            st.markdown(SHORTER)
+    with verdict.container(), frame():
         first, *rest = data.answers(run).lines
         st.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
@@ -204,13 +193,14 @@ with page("Estimators", "Which baseline makes the gradient less noisy, and what 
         st.caption(plain(f"This is {run.name} alone. All of them together: {command}"))
     if data.answers(run).alarm:
         st.stop()  # what follows plans and follows a training whose gradients these are not
-    with errors_as_sentences():
+    with frame():
         # It reads the rewards of all steps: while a run goes on, once for each measured step.
         planner = data.answers(run if followed.status == "running" else followed).planner
         if planner.cells or planner.note:
             st.subheader("Budget planner", anchor=False)
-            if len(sizes_display(planner)):
-                st.caption(planner_words(planner))
+            words, sizes = planner_display(planner)
+            if len(sizes):
+                st.caption(words)
                 python = scripts.PLANNER.format(path=run.path)
                 chart(plot_planner(planner), "planner", partial(planner_table, planner), python)
             st.markdown(plain(planner.note))

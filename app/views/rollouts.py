@@ -9,12 +9,12 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, clicked_data, download, errors_as_sentences, go_to, one_run, page, span
+from widgets import box, chart, clicked_data, download, frame, go_to, one_run, span
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.rollouts import RewardsInfo, plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
-from otb_analysis.store import ASKED_ROWS, RolloutFilter
+from otb_analysis.store import ASKED_ROWS, RolloutFilter, facts_of_rollouts, reward_histogram
 from otb_analysis.store.asked import asked_sql
 
 MOST = 500
@@ -87,9 +87,9 @@ def query(run: Run) -> None:
     download(answer, "query")
 
 
-with page("Rollouts", "What did the policy answer, and where is an answer like this one?"):
+with frame("Rollouts", "What did the policy answer, and where is an answer like this one?"):
     run = one_run()
-    facts = data.rollout_facts(run)
+    facts = data.cached(run, facts_of_rollouts)
     if facts["first"] is None:
         st.info("This run has no rollouts in its store; a run of `otb train` stores them.", icon=":material/inbox:")
         st.stop()
@@ -115,7 +115,7 @@ with page("Rollouts", "What did the policy answer, and where is an answer like t
             f"{facts['lost']:,} rollouts have a reward that is NaN or infinite; no filter of rewards finds them."
         )
     everywhere = replace(what, steps=None, reward=None)  # so that another cell can be clicked
-    histogram = data.rewards(run, everywhere)
+    histogram = data.cached(run, reward_histogram, everywhere)
     if len(histogram):
         info = rewards_info(histogram)
         st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
@@ -137,9 +137,9 @@ with page("Rollouts", "What did the policy answer, and where is an answer like t
         download(shown, "rollouts")
 
     st.subheader("Ask in SQL", anchor=False)
-    with errors_as_sentences():
+    with frame():
         query(run)
     with st.expander("Tables and columns"):
-        name = box(st, "Table", "glossary", list(TABLES), "rollouts", buttons=True)
+        name = box(st, "Table", "glossary", list(TABLES), "rollouts", look="buttons")
         rows = [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in TABLES[name]]
         st.dataframe(pd.DataFrame(rows), hide_index=True, height=300)

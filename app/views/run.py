@@ -8,7 +8,7 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, download, errors_as_sentences, go_to, keep, one_run, page, plain
+from widgets import box, chart, download, frame, go_to, one_run, plain
 
 from otb_analysis.answers.holders import NotAttributed
 from otb_analysis.answers.triage import UNFIRED, state_of
@@ -65,7 +65,7 @@ def attribution(run: Run, step: int) -> None:
         return
     st.caption(plain(found.says))
     words = {name: HELD[name] for name in LEVELS}
-    level = box(st, "Break down by", "level", words, "token", buttons=True)
+    level = box(st, "Break down by", "level", words, "token", look="buttons")
     python = scripts.ATTRIBUTION.format(path=run.path, step=step)
     chart(plot_attribution(attribution_info(found.shares)), "attribution", python=python)
     st.caption(SHARES)
@@ -89,7 +89,7 @@ def open_clicked(table: pd.DataFrame) -> None:
     go_to("tokens", prompt=row["prompt"], color="attribution", **token)
 
 
-with page("Run", "What happened when, and which tokens held the gradient of a step?"):
+with frame("Run", "What happened when, and which tokens held the gradient of a step?"):
     run = one_run()
     steps: Any = data.answers(run).steps.sort_values("step")
     findings = data.answers(run).findings
@@ -101,11 +101,10 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
 
     known = [int(step) for step in steps["step"]]
     bar, more, log = st.columns([4, 1, 1], vertical_alignment="bottom")
-    keep("step", known, first := first_look(known, findings))
     st.caption(
         "What happened when: events first, then what changes as a run collapses. A click on a point chooses its step."
     )
-    step = int(bar.select_slider("Step", known, first, key="step", bind="query-params"))
+    step = box(bar, "Step", "step", known, first_look(known, findings), "slider")
     every = more.toggle("All panels", key="all", bind="query-params")
     log_y = log.toggle("Log axes", key="log", bind="query-params")
     info = timeline_info(steps, findings, data.answers(run).changes, every, data.answers(run).outliers)
@@ -127,11 +126,11 @@ with page("Run", "What happened when, and which tokens held the gradient of a st
     with st.expander(f"What the other {len(rest)} saw"):
         st.table(cells(rest), hide_index=True)
 
-    with errors_as_sentences():
+    with frame():
         attribution(run, step)
     st.subheader("Which baseline for the next run?", anchor=False)
     if st.toggle("Compare all baselines on this run's own rollouts", key="advise", bind="query-params"):
-        with errors_as_sentences():
+        with frame():
             st.markdown("  \n".join(map(plain, data.answers(data.measured(run)).lines)))
     st.subheader("Rollouts that teach nothing", anchor=False)
     st.caption("How often nothing could be learned or measured, counted over all steps. It is allowed, and no error.")

@@ -1,12 +1,13 @@
 """Studies: the verdict and figure of one study first, its numbers and how it was made beneath, then all studies."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import data
 import pandas as pd
 import streamlit as st
-from widgets import asked, box, download, errors_as_sentences, page, plain, prose, write
+from widgets import asked, box, download, frame, plain, prose, write
 
 from otb_analysis.figures.svg import for_dark, results_table
 from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
@@ -41,7 +42,7 @@ def results(study: CommittedStudy) -> None:
     if not names:
         return
     st.subheader("Numbers", anchor=False)
-    name = box(st, "Table", "table", names, buttons=True)
+    name = box(st, "Table", "table", names, look="buttons")
     table = study_table(study.folder, name)
     st.caption(f"{len(table):,} rows × {len(table.columns)} columns. {SORTED}")
     shown = results_table(table)
@@ -69,8 +70,9 @@ def reading(study: CommittedStudy) -> None:
             st.markdown(prose(text))
 
 
-with page("Studies", "Which claims about baselines were tested, what came out, and what did it cost?"):
-    folder = data.studies_root()
+with frame("Studies", "Which claims about baselines were tested, what came out, and what did it cost?"):
+    here, beside = Path("studies"), Path(__file__).parents[2] / "studies"
+    folder = data.root("--studies", "OTB_STUDIES", here if here.is_dir() else beside)
     studies = committed_studies(folder)
     if not studies:
         st.info(NONE.format(folder=plain(str(folder))), icon=":material/inbox:")
@@ -96,10 +98,10 @@ with page("Studies", "Which claims about baselines were tested, what came out, a
             st.markdown(f"**Verdict.** {prose(study.verdict)}")
     st.caption(f"Question: {prose(study.question) or 'it stands in the file below.'}")
     for path in study.figures:
-        with errors_as_sentences():
+        with frame():
             picture = study_figure(path)
             st.image(for_dark(picture) if st.context.theme.type == "dark" else picture)
-    with errors_as_sentences():
+    with frame():
         results(study)
     reading(study)
     st.subheader("How it was made", anchor=False)

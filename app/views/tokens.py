@@ -19,12 +19,12 @@ from token_view import (
     token_panel,
     token_view,
 )
-from widgets import asked, box, chart, clicked_data, download, errors_as_sentences, one_run, page, plain, write
+from widgets import asked, box, chart, clicked_data, download, frame, one_run, plain, write
 
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.token_columns import ADVANTAGES, COLOURS, KINDS, described, measured, with_differences
 from otb_analysis.figures.tokens import column_values, grid_info, plot_tokens, prompt_head, scale_of, tokens_info
-from otb_analysis.store.measured import first_step
+from otb_analysis.store.measured import exact_steps, first_step, token_steps
 from otb_analysis.store.token_arrays import in_words, trained_label
 from otb_analysis.types import Label
 
@@ -99,7 +99,7 @@ def on_token() -> None:
 
 def on_step(run: Run, drawn: int) -> None:
     """Go to the next step or the one before."""
-    steps = data.token_steps(run)
+    steps = data.cached(run, token_steps)
     # Keys can be faster than the page: the step is the one selected by now, not the one that is still drawn.
     here = st.session_state["step"]
     at = steps.index(here if here in steps else drawn) + int((st.session_state[KEY].get("step") or [0])[0])
@@ -113,13 +113,13 @@ def on_cell(key: str, pane: int) -> None:
         select(pane, int(cell[0]), int(cell[1]))
 
 
-with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
+with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
     row = st.container(horizontal=True, vertical_alignment="bottom")
     run = one_run(row, 260)
-    if not (steps := data.token_steps(run)):
+    if not (steps := data.cached(run, token_steps)):
         st.info(NOTHING, icon=":material/inbox:")
         st.stop()
-    first = first_step(steps, data.exact_steps(run))  # the last one with exact norms, else the last one
+    first = first_step(steps, data.cached(run, exact_steps))  # the last one with exact norms, else the last one
     step = box(row.container(width=110), "Step", "step", steps, first)
     here = Place(run, step, choose_prompt(run, step, row.container(width=520)))
     if (token := asked("token")) is not None:
@@ -183,7 +183,7 @@ with page("Tokens", "Which tokens make the gradient noisy? All rollouts of one p
         )
     if chosen is not None:
         place = places[chosen[0]]
-        with st.container(key="token-panel"), errors_as_sentences():
+        with st.container(key="token-panel"), frame():
             token_panel(place.run, place.step, place.group, place.tokens, chosen[1:], label)
 
     st.subheader("By position", anchor=False)

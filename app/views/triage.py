@@ -6,7 +6,7 @@ from typing import Any
 import data
 import scripts
 import streamlit as st
-from widgets import box, chart, chosen_runs, download, go_to, page, plain, reasons
+from widgets import box, chart, chosen_runs, download, frame, go_to, plain, reasons
 
 from otb_analysis.answers.triage import triage_table, verdict, worst_first
 from otb_analysis.figures.curves import curves_table, grouped_info, learning_info, plot_learning
@@ -53,7 +53,7 @@ def opened(names: list[str]) -> None:
             st.session_state["_refused"] = name
 
 
-with page("Triage", "Which run is in trouble, since when, and in what does it differ?"):
+with frame("Triage", "Which run is in trouble, since when, and in what does it differ?"):
     readable = {run.name: run for run in st.session_state["_readable"]}
     folder: Any = st.session_state["_runs"]
     triaged = worst_first([data.triaged(row, readable.get(str(row["run"]))) for _, row in folder.iterrows()])

@@ -8,8 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import Holders, StepAttribution
-from otb_analysis.figures.styles import BLUE, GREY, ORANGE
-from otb_analysis.figures.theme import RULE, panels, place
+from otb_analysis.figures.styles import BLUE, GREY, ORANGE, RULE, panels
 from otb_analysis.figures.tokens import visible
 from otb_analysis.types import Float32
 
@@ -54,28 +53,26 @@ def attribution_info(attribution: StepAttribution) -> AttributionInfo:
 def plot_attribution(info: AttributionInfo) -> go.Figure:
     """Draw prompts on the left, tokens on the right."""
     titles = [("Prompts", "share of ‖ḡ‖², largest first"), ("Tokens", "share of ‖ḡ‖² in the n tokens with most")]
-    figure = panels(titles, 2, height=330, shared_x=False)
-    named = "signal: along other prompts" if info.noise is not None else "share"
-    bars = [(named, info.signal, BLUE)]
+    figure, (left, right) = panels(titles, 2, height=330, shared_x=False)
+    bars = [("share", info.signal, BLUE)]
     if info.noise is not None:
-        bars.append(("noise: along its own", info.noise, ORANGE))
+        bars = [("signal: along other prompts", info.signal, BLUE), ("noise: along its own", info.noise, ORANGE)]
     prompts = [prompt.replace(" ", "<br>") for prompt in info.prompt]
     for name, values, color in bars:
         figure.add_bar(
             x=prompts, y=values, name=name, marker={"color": color, "line": {"width": 0}},
             text=[f"{v:.1%}" for v in values], textposition="none",
-            hovertemplate="prompt %{x}: <b>%{text}</b> of ‖ḡ‖²<extra>" + name.split(":")[0] + "</extra>", **place(0, 2),
+            hovertemplate="prompt %{x}: <b>%{text}</b> of ‖ḡ‖²<extra>" + name.split(":")[0] + "</extra>", **left,
         )  # fmt: skip
     figure.add_scatter(
         x=info.count, y=info.held, mode="lines", line={"color": GREY, "width": 2}, showlegend=False,
-        hovertemplate="the %{x} largest hold <b>%{y:.0%}</b><extra></extra>", **place(1, 2),
+        hovertemplate="the %{x} largest hold <b>%{y:.0%}</b><extra></extra>", **right,
     )  # fmt: skip
-    figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **place(1, 2))
+    figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **right)
     figure.update_layout(barmode="relative", bargap=0.25)
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
-    figure.update_xaxes(type="category", title_text="prompt", tickfont={"size": 11}, **place(0, 2))
-    figure.update_xaxes(title_text="n tokens", **place(1, 2))
-    return figure
+    figure.update_xaxes(type="category", title_text="prompt", tickfont={"size": 11}, **left)
+    return figure.update_xaxes(title_text="n tokens", **right)
 
 
 def attribution_table(

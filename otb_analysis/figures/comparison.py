@@ -13,7 +13,6 @@ from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import (
     MISSING,
     columns_of,
-    ends_of,
     error_bars,
     formatted,
     interval_cell,
@@ -22,9 +21,18 @@ from otb_analysis.figures.numbers import (
     shown_name,
     span,
 )
-from otb_analysis.figures.styles import GREY, Style
-from otb_analysis.figures.theme import RULE, TEMPLATE, TOP, log_axis, note_in_panel, panels, place
-from otb_analysis.figures.variance import UNDEFINED, labels, trace_style
+from otb_analysis.figures.styles import (
+    GREY,
+    RULE,
+    TEMPLATE,
+    TOP,
+    Style,
+    estimator_style,
+    log_axis,
+    note_in_panel,
+    panels,
+)
+from otb_analysis.figures.variance import UNDEFINED, labels
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
@@ -130,17 +138,23 @@ def comparison_info(
     if base not in measured or base is None:
         name = against if isinstance(against, str) else against[0]
         raise InputError(f"against is {name!r}, which was not measured; {nearest(name, [m for m, _ in measured])}")
-    kept = None if estimators is None else {base[0], *estimators}
-    shown = [
-        label
-        for label in measured
-        if label == base or (((energy_source == "both" or label[1] in ("none", energy_source)))
-        and (kept is None or label[0] in kept))
-    ]  # fmt: skip
+    sources = {"none", energy_source} if energy_source != "both" else {source for _, source in measured}
+    names = {name for name, _ in measured} if estimators is None else {base[0], *estimators}
+    shown = [one for one in measured if one == base or (one[0] in names and one[1] in sources)]
     decision = decide(grams, base, known, sampled=sampled)
     rows = compared(grams, decision, shown, known)
+
+    def rank(row: Row) -> tuple[int, float]:
+        """What all are compared with, then proved ones by SF, then the others by efficiency, undefined ones last."""
+        sf, efficiency, _ = row.ratios
+        if sf is _ONE:
+            return 0, float(row.key != base)
+        if row.decides == "sf":
+            return 1, sf.estimate if sf else np.inf
+        return 2, -efficiency.estimate if efficiency else np.inf
+
     if any(row.told for row in rows):
-        rows.sort(key=lambda row: _rank(row, base))
+        rows.sort(key=rank)
     return ComparisonInfo(
         tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, decision.looked_at, sampled,
         f"all {decision.looked_at} together",
@@ -169,28 +183,16 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
             ratios.append(_ONE if one else None if chance else ratio)
         own = {of: statistics.shown(of) if sampled or of == "variance" else None for of in (*VALUES, "noise_scale")}
         told = [word for word in ("better", "worse") if judged is not None and getattr(judged, word)]
+        decides, together = ("", None) if judged is None else (DECIDES[judged.by], judged.together)
+        values = {of: getattr(statistics, of) if own[of] else None for of in VALUES}
+        intervals = {of: own[of] for of in (*OWN, "noise_scale")}
         rows.append(
             Row(
-                label, names[label], trace_style(*label), tuple(ratios),
-                decides="" if judged is None else DECIDES[judged.by],
-                together=None if judged is None else judged.together,
-                told="".join(told),
-                values={of: getattr(statistics, of) if own[of] else None for of in VALUES},
-                intervals={of: own[of] for of in (*OWN, "noise_scale")},
-                c_known=statistics.c_known, n_prompts=statistics.n_clusters,
+                label, names[label], estimator_style(*label), tuple(ratios), decides, together, "".join(told), values,
+                intervals, statistics.c_known, statistics.n_clusters,
             )
         )  # fmt: skip
     return rows
-
-
-def _rank(row: Row, base: Label) -> tuple[int, float]:
-    """The estimator compared with first, then proved ones by SF, then the others by efficiency, undefined ones last."""
-    sf, efficiency, _ = row.ratios
-    if sf is _ONE:
-        return 0, float(row.key != base)
-    if row.decides == "sf":
-        return 1, sf.estimate if sf else np.inf
-    return 2, -efficiency.estimate if efficiency else np.inf
 
 
 def display_table(info: ComparisonInfo, beside: Decision | None = None, every: bool = True) -> pd.DataFrame:
@@ -209,11 +211,8 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
         if row.together is not None:
             together = f"{'SF' if row.decides == 'sf' else 'eff.'} {together}{'*' * bool(row.told)}"
         record = {
-            "estimator": row.key[0],
-            "energy": row.key[1],
-            f"SF ÷ {info.against}": interval_cell(sf, TWO),
-            f"efficiency ÷ {info.against}": interval_cell(efficiency, TWO),
-            info.together: together,
+            "estimator": row.key[0], "energy": row.key[1], f"SF ÷ {info.against}": interval_cell(sf, TWO),
+            f"efficiency ÷ {info.against}": interval_cell(efficiency, TWO), info.together: together,
         }  # fmt: skip
         if beside is not None:
             one = beside.comparison_of(row.key)
@@ -265,10 +264,9 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     """
     count = len(info.rows)
     height = 27 * count + 160
-    figure = panels([(title, line) for _, title, line in RATIOS], 3, height=height - TOP, shared_x=False)
+    figure, places = panels([(title, line) for _, title, line in RATIOS], 3, height=height - TOP, shared_x=False)
     heights = {row.label: count - 1 - k for k, row in enumerate(info.rows)}
-    for index, (name, *_) in enumerate(RATIOS):
-        where = place(index, 3)
+    for index, (where, (name, *_)) in enumerate(zip(places, RATIOS, strict=True)):
         drawn = [(row, ratio) for row in info.rows if (ratio := row.ratios[index]) is not None and ratio.estimate > 0]
         wide = {row.label: row.together for row, _ in drawn if row.decides == name}
         every = [one for one in (*(ratio for _, ratio in drawn), *wide.values()) if one is not None]
@@ -282,8 +280,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
             for trace in _bars_and_point(row.style, ratio, together, axis["range"], hover):
                 figure.add_trace(trace.update(y=[heights[row.label]]), **where)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
-        figure.update_xaxes(**axis, **where)
-        figure.update_xaxes(title_text=f"÷ {info.against}", title_standoff=6, **where)
+        figure.update_xaxes(**axis, title_text=f"÷ {info.against}", title_standoff=6, **where)
         if not drawn:
             note_in_panel(figure, UNDEFINED, where)
         # Numbers, not categories: a browser leaves out the name of a row without a point.
@@ -302,14 +299,12 @@ def _bars_and_point(
     symbol = style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
     marker = {"color": style.color, "line": {"color": style.color, "width": 1.6}, "symbol": symbol, "size": 9}
     silent: dict[str, Any] = {"hoverinfo": "skip"}
-    bars = [(ratio, 4, marker, {"hovertemplate": hover})]
-    if together is not None:
-        bars.insert(0, (together, 1, {"color": style.color, "size": 1}, silent))
-    traces = [
-        go.Scatter(x=np.array([one.estimate], np.float32), error_x=error_bars(*ends_of([one]), thickness=thickness),
-                   marker=look, **hovering)
-        for one, thickness, look, hovering in bars
-    ]  # fmt: skip
+    bars = [] if together is None else [(together, 1, {"color": style.color, "size": 1}, silent)]
+    traces = []
+    for one, thickness, look, hovering in (*bars, (ratio, 4, marker, {"hovertemplate": hover})):
+        ends = np.array([[*columns_of("", one).values()]], float).T
+        error_x = error_bars(*ends, thickness=thickness)
+        traces.append(go.Scatter(x=ends[0].astype(np.float32), error_x=error_x, marker=look, **hovering))
     longest = together or ratio
     if longest.low is not None and longest.high is not None:
         left, right = (10**limit for limit in limits)
@@ -320,40 +315,24 @@ def _bars_and_point(
     return [trace.update(mode="markers", showlegend=False) for trace in traces]
 
 
-def by_cost(planner: Planner) -> bool:
-    """Tell whether costs are drawn, since no efficiency by itself is told from noise."""
-    return all(cell.efficiency is None for cell in planner.cells)
-
-
-def planner_words(planner: Planner) -> str:
-    """Return what the picture shows, in one line."""
-    what, over = f"the same {planner.n_rollouts} rollouts", f"in groups of {planner.recorded_size}"
-    costs = (
-        f"What {what} would cost in groups of other sizes, beside what they cost {over}: below 1 is better. Bars hold "
-        "together with 95 %. No efficiency by itself is known."
-    )
-    words = costs if by_cost(planner) else f"How efficient {what} would be in groups of other sizes."
-    return f"{words} Star: shown to be a curve's best. Open: by formula."
-
-
 def plot_planner(planner: Planner) -> go.Figure:
     """Draw efficiency against group size, one curve per estimator; open marks follow by formula, stars are best.
 
     Where no efficiency may be shown it draws cost against the recorded size with its interval, as far as that is told.
     """
-    figure, costs = go.Figure(layout=go.Layout(template=TEMPLATE, height=360)), by_cost(planner)
+    figure = go.Figure(layout=go.Layout(template=TEMPLATE, height=360))
+    costs = all(cell.efficiency is None for cell in planner.cells)
     drawn = [(cell.estimator, cell.energy_source) for cell in planner.cells if not costs or cell.cost is not None]
     one = Interval(1.0, 1.0, 1.0, 0, "over itself")
     for label, name in labels(drawn).items():
         curve = [cell for cell in planner.cells if (cell.estimator, cell.energy_source) == label]
-        style = trace_style(*label)
+        style = estimator_style(*label)
         symbol = style.symbol.removesuffix("-open")
         bars = [one if cell.size == planner.recorded_size else cell.cost for cell in curve]
+        ends = np.array([[*columns_of("", bar).values()] for bar in bars], float).T
         figure.add_scatter(
-            x=[cell.size for cell in curve],
-            y=ends_of(bars)[0] if costs else [cell.efficiency for cell in curve],
-            error_y=error_bars(*ends_of(bars), width=2, visible=costs),
-            name=name, mode="lines+markers", showlegend=True,
+            x=[cell.size for cell in curve], y=ends[0] if costs else [cell.efficiency for cell in curve],
+            error_y=error_bars(*ends, width=2, visible=costs), name=name, mode="lines+markers", showlegend=True,
             line={"color": style.color, "dash": style.dash, "width": 1.6},
             marker={
                 "symbol": [("star" if cell.best else symbol) + ("" if cell.cut else "-open") for cell in curve],
@@ -371,41 +350,34 @@ def planner_table(planner: Planner) -> pd.DataFrame:
     """Return one row per estimator and size: efficiency, and cost against the recorded size with its interval."""
     return pd.DataFrame(
         {
-            "estimator": cell.estimator,
-            "energy_source": cell.energy_source,
-            "group_size": cell.size,
-            "efficiency": cell.efficiency,
-            "by_formula": not cell.cut,
-            "shown_best": cell.best,
-            **columns_of("cost", cell.cost),
+            "estimator": c.estimator, "energy_source": c.energy_source, "group_size": c.size,
+            "efficiency": c.efficiency, "by_formula": not c.cut, "shown_best": c.best, **columns_of("cost", c.cost),
         }
-        for cell in planner.cells
-    )
+        for c in planner.cells
+    )  # fmt: skip
 
 
-def sizes_display(planner: Planner) -> pd.DataFrame:
-    """Return efficiency and cost as they are read, by estimator and size; * best of its curve, † by formula."""
+def planner_display(planner: Planner) -> tuple[str, pd.DataFrame]:
+    """Return what the picture shows in one line, and efficiency and cost as they are read, by estimator and size.
+
+    In the table * is the best of its curve, and † follows by formula; no row has neither number.
+    """
+    words = f"How efficient the same {planner.n_rollouts} rollouts would be in groups of other sizes."
     table = pd.DataFrame(
         {
-            "estimator": cell.estimator + ("" if cell.energy_source == "none" else f"/{cell.energy_source}"),
-            "group size": f"{cell.size}{'*' * cell.best}{'†' * (not cell.cut)}",
-            "efficiency": formatted(cell.efficiency, ".2f"),
-            "cost": "1" if cell.size == planner.recorded_size else interval_cell(cell.cost, ".2f"),
+            "estimator": c.estimator + ("" if c.energy_source == "none" else f"/{c.energy_source}"),
+            "group size": f"{c.size}{'*' * c.best}{'†' * (not c.cut)}",
+            "efficiency": formatted(c.efficiency, ".2f"),
+            "cost": "1" if c.size == planner.recorded_size else interval_cell(c.cost, ".2f"),
         }
-        for cell in planner.cells
-        if cell.efficiency is not None or cell.cost is not None
+        for c in planner.cells
+        if c.efficiency is not None or c.cost is not None
     )
-    return table.drop(columns="efficiency") if len(table) and by_cost(planner) else table
-
-
-def dead_display(planner: Planner) -> pd.DataFrame:
-    """Return what success rates say of groups of each size, as it is read."""
-    return pd.DataFrame(
-        {
-            "group size": str(row.size),
-            "dead": interval_cell(row.share, ".1%"),
-            "informative": interval_cell(row.informative, ".1f"),
-            "groups": str(row.n_groups),
-        }
-        for row in planner.dead
-    )
+    if all(c.efficiency is None for c in planner.cells):
+        table = table.drop(columns="efficiency", errors="ignore")
+        words = (
+            f"What the same {planner.n_rollouts} rollouts would cost in groups of other sizes, beside what they cost "
+            f"in groups of {planner.recorded_size}: below 1 is better. Bars hold together with 95 %. No efficiency by "
+            "itself is known."
+        )
+    return f"{words} Star: shown to be a curve's best. Open: by formula.", table

@@ -9,8 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.numbers import bracketed
-from otb_analysis.figures.styles import Style, run_styles
-from otb_analysis.figures.theme import log_axis, note_in_panel, panels, place
+from otb_analysis.figures.styles import Style, note_in_panel, panels, run_styles
 from otb_analysis.types import Bool, Float32
 
 
@@ -22,7 +21,7 @@ class Quantity:
     line: str  # Unit and reading, below the title
     column: str
     from_zero: bool = False  # A linear axis starts at 0, so that heights compare as ratios
-    share: bool = False  # A share: as `from_zero`, and where it never changes the axis shows 0 to 1
+    share: bool = False  # A share: as `from_zero`
     rare: bool = False  # Measured rarely: points are drawn, and nothing is smoothed
     smoothed: bool = True  # Takes part in the running mean; False for what is a running mean already
     # The columns `<column>_low` and `<column>_high` are the ends of its interval, drawn as a band.
@@ -67,14 +66,12 @@ def curves_info(
         columns = [quantity.column, f"{quantity.column}_low", f"{quantity.column}_high"]
         over = window if quantity.smoothed and not quantity.rare else 1
         for run, table in steps.items():
-            if not (known := finite(table, quantity.column)).any():
-                continue
-            recorded: Any = table.loc[known].sort_values("step").reindex(columns=["step", *columns])
-            step, value, low, high = recorded.to_numpy(np.float32, na_value=np.nan).T
-            smooth = recorded[quantity.column].astype(np.float32).rolling(over, min_periods=1).mean()
-            if not quantity.interval:
-                low = high = np.full_like(value, np.nan)
-            curves[-1].append(Curve(run, step, value, smooth.to_numpy(np.float32), low, high))
+            if (known := finite(table, quantity.column)).any():
+                recorded: Any = table.loc[known].sort_values("step").reindex(columns=["step", *columns])
+                smooth = recorded[quantity.column].astype(np.float32).rolling(over, min_periods=1).mean()
+                step, value, *ends = recorded.to_numpy(np.float32, na_value=np.nan).T
+                low, high = ends if quantity.interval else (np.full_like(value, np.nan),) * 2
+                curves[-1].append(Curve(run, step, value, smooth.to_numpy(np.float32), low, high))
     named = {run: estimators.get(run, "") for run in steps}
     return CurvesInfo(tuple(quantities), tuple(map(tuple, curves)), named, window)
 
@@ -97,27 +94,19 @@ def curves_table(info: CurvesInfo) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
 
 
-def plot_curves(info: CurvesInfo, *, columns: int = 3, height: int = 250, log_y: bool = False) -> go.Figure:
-    """Draw the panels; the running mean is the line, the recorded values stand faintly behind it."""
-    figure = panels([(q.title, q.line) for q in info.quantities], columns, height=height)
-    styles = run_styles(info.estimators)
-    named: set[str] = set()
-    for index, (quantity, curves) in enumerate(zip(info.quantities, info.curves, strict=True)):
-        where = place(index, columns)
+def plot_learning(info: CurvesInfo) -> go.Figure:
+    """Draw the curves, two panels in a row; the running mean is the line, recorded values stand faintly behind it."""
+    figure, places = panels([(q.title, q.line) for q in info.quantities], 2, height=290)
+    styles, named = run_styles(info.estimators), set[str]()
+    for where, quantity, curves in zip(places, info.quantities, info.curves, strict=True):
         for curve in curves:
             for trace in _traces(curve, quantity, styles[curve.run]):
                 figure.add_trace(trace.update(showlegend=bool(trace.name) and curve.run not in named), **where)
             named.add(curve.run)
         if not curves:
             note_in_panel(figure, "no finite number was recorded", where)
-        if log_y:
-            figure.update_yaxes(**log_axis(np.concatenate([c.value for c in curves]) if curves else []), **where)
-        elif curves and quantity.share and np.ptp(np.concatenate([curve.value for curve in curves])) == 0:
-            figure.update_yaxes(range=[0.0, 1.03], **where)  # an axis around one value would show more than there is
-        elif quantity.from_zero or quantity.share:
-            figure.update_yaxes(rangemode="tozero", **where)
-        if index + columns >= len(info.quantities):  # the lowest of its column
-            figure.update_xaxes(title_text="step", title_standoff=6, **where)
+    for where in places[-2:]:  # the lowest of their columns
+        figure.update_xaxes(title_text="step", title_standoff=6, **where)
     return figure
 
 
@@ -194,11 +183,6 @@ def grouped_info(steps: Mapping[str, pd.DataFrame], groups: Mapping[str, Sequenc
         tables[name] = pd.concat(columns, axis=1).rename_axis("step").reset_index()
     over_runs = [replace(one, line=OVER_RUNS, interval=True, smoothed=False) for one in own.quantities]
     return curves_info(tables, over_runs, {})
-
-
-def plot_learning(info: CurvesInfo) -> go.Figure:
-    """Draw the curves, two in a row."""
-    return plot_curves(info, columns=2, height=290)
 
 
 QUANTITIES = (

@@ -10,8 +10,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import formatted, number, span
-from otb_analysis.figures.styles import ORANGE
-from otb_analysis.figures.theme import RAMP, TEMPLATE, log_axis, panels, place, step_axis
+from otb_analysis.figures.styles import BLUE, GREEN, ORANGE, RAMP, TEMPLATE, log_axis, panels, step_axis
 from otb_analysis.statistics import MIN_CLUSTERS, Fidelity, Interval, fidelity, fidelity_by_part
 from otb_analysis.types import Float, Float32
 
@@ -28,7 +27,7 @@ def fidelity_columns(source: str = "proxy") -> list[str]:
 
 COEFFICIENTS = (("pearson", "Pearson"), ("log_pearson", "log-Pearson"), ("spearman", "Spearman"))
 _CHEAP = {"proxy": "proxy {}_t in logit space (norm²)", "calibrated": "calibrated proxy {}_t (norm²)"}
-_COLORS = {"pearson": "#0072B2", "log_pearson": "#D55E00", "spearman": "#009E73"}
+_COLORS = {"pearson": BLUE, "log_pearson": ORANGE, "spearman": GREEN}
 
 
 @dataclass(frozen=True)
@@ -201,18 +200,17 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
 def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     """Draw the three correlations over steps, within (prompt, t) and pooled."""
     titles = (("Within (prompt, t)", "correlation; what the baseline sees"), ("Pooled", "correlation over all tokens"))
-    figure = panels(titles, 1, height=205)
+    figure, places = panels(titles, 1, height=205)
     step = np.array(list(info.steps), np.float32)
-    for index, name in enumerate(("within", "pooled")):
+    for where, name in zip(places, ("within", "pooled"), strict=True):
         for key, title in COEFFICIENTS:
             values = [getattr(getattr(agreed, name), key, None) for agreed in info.steps.values()]
             figure.add_scatter(
-                x=step, y=np.array(values, np.float32), name=title, legendgroup=key, showlegend=index == 0,
+                x=step, y=np.array(values, np.float32), name=title, legendgroup=key, showlegend=name == "within",
                 mode="lines+markers", line={"color": _COLORS[key], "width": 1.6}, marker={"size": 6},
-                hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **place(index, 1),
+                hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **where,
             )  # fmt: skip
-        figure.update_xaxes(**step_axis(step), row=index + 1, col=1)
-    figure.update_xaxes(title_text=None, row=1, col=1)
+    figure.update_xaxes(**step_axis(step)).update_xaxes(title_text=None, **places[0])
     return figure.update_layout(height=470)
 
 

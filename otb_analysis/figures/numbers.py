@@ -1,7 +1,6 @@
 """Numbers and intervals: as people read them, and as figures and tables take them."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from otb_analysis.statistics import Interval, is_informative
-from otb_analysis.types import Float, Label
+from otb_analysis.types import Label
 
 MISSING = "–"
 """Stands where there is no value."""
@@ -51,19 +50,20 @@ def span(low: float | None, high: float | None) -> str:
     return f"{number(low)} to {number(high)}"
 
 
-def bracketed(value: float | None, low: float | None, high: float | None, form: str = "") -> str:
-    """Return a value with the ends of its interval in brackets, where it has them: 0.79 [0.73, 0.87]."""
-    point = formatted(value, form)
-    if value is None or low is None or high is None or math.isnan(low):
-        return point
-    if math.isclose(low, high, rel_tol=1e-9):  # what is known needs no ends
+def interval_cell(interval: Interval | None, form: str = "") -> str:
+    """Return an estimate with the ends of its interval, where it has them: 0.79 [0.73, 0.87]; a dash without one."""
+    if interval is None:
+        return MISSING
+    point, low, high = formatted(interval.estimate, form), interval.low, interval.high
+    # What is known needs no ends.
+    if low is None or high is None or math.isnan(low) or math.isclose(low, high, rel_tol=1e-9):
         return point
     return f"{point} [{formatted(low, form)}, {formatted(high, form)}]"
 
 
-def interval_cell(interval: Interval | None, form: str = "") -> str:
-    """Return an estimate with its interval as `bracketed` writes it; a dash where there is none."""
-    return MISSING if interval is None else bracketed(interval.estimate, interval.low, interval.high, form)
+def bracketed(value: float, low: float | None, high: float | None, form: str = "") -> str:
+    """Return a value with the ends of its interval as `interval_cell` writes them."""
+    return interval_cell(Interval(value, low, high, 0, ""), form)
 
 
 def noise_scale_cell(scale: Interval | None) -> str:
@@ -92,13 +92,6 @@ def cell(value: Any) -> str:
         return number(value)
     item = getattr(value, "item", None)  # a scalar of NumPy's
     return cell(item()) if callable(item) else str(value)
-
-
-def ends_of(intervals: Sequence[Interval | None]) -> tuple[Float, Float, Float]:
-    """Return estimates, lower and upper ends [K]; NaN where there is none."""
-    rows = [(None, None, None) if one is None else (one.estimate, one.low, one.high) for one in intervals]
-    estimate, low, high = np.array(rows, np.float64).reshape(-1, 3).T
-    return estimate, low, high
 
 
 def columns_of(name: str, interval: Interval | None) -> dict[str, float | None]:

@@ -12,10 +12,9 @@ import plotly.graph_objects as go
 from otb_analysis.estimators.proved import trained_labels
 from otb_analysis.figures.comparison import RATIOS, Row, compared
 from otb_analysis.figures.curves import QUANTITIES, Quantity, derived, finite, plain_name
-from otb_analysis.figures.numbers import columns_of, ends_of, error_bars, interval_cell, number, shown_name
+from otb_analysis.figures.numbers import columns_of, error_bars, interval_cell, number, shown_name
 from otb_analysis.figures.runs import By, Pairing
-from otb_analysis.figures.styles import BLUE, GREY, ORANGE
-from otb_analysis.figures.theme import RULE, linear_range, log_axis, panels, place
+from otb_analysis.figures.styles import BLUE, GREY, ORANGE, RULE, linear_range, log_axis, panels
 from otb_analysis.figures.variance import MEASURES
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
@@ -63,12 +62,7 @@ class PairPanel:
     @property
     def differs(self) -> bool:
         """True where the interval over all shared steps leaves out no difference."""
-        return differs(self.whole, self.null)
-
-    @property
-    def null(self) -> float:
-        """No difference."""
-        return 1.0 if self.ratio else 0.0
+        return differs(self.whole, float(self.ratio))
 
     @property
     def drifts(self) -> bool:
@@ -131,46 +125,44 @@ def average_difference(difference: Float, parts: Sequence[Int], by: By, words: s
     return cluster_jackknife(sums, lambda mean: mean[..., 0] / mean[..., 1], words, "linear")
 
 
+ENDS = {"B to A_low": "low", "B to A_high": "high"}
+"""How tables call the ends of the interval of `B to A`."""
+
+
 def pair_table(panels_: Sequence[PairPanel]) -> pd.DataFrame:
     """Return one row per quantity: means of A and B over the shared steps, and the difference or ratio."""
     rows = [
         {
             "quantity": panel.quantity.column, "steps": len(panel.step), "pairs": len(panel.a),
             "A": float(panel.a.mean()), "B": float(panel.b.mean()), "is": "ratio" if panel.ratio else "difference",
-            **_ends(panel.whole), "differs": panel.differs,
+            **columns_of("B to A", panel.whole), "differs": panel.differs,
         }
         for panel in panels_
     ]  # fmt: skip
-    columns = ["quantity", "steps", "pairs", "A", "B", "is", "B to A", "low", "high", "differs"]
-    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("A", "B", "B to A", "low", "high"), float))
+    columns = ["quantity", "steps", "pairs", "A", "B", "is", "B to A", *ENDS, "differs"]
+    numbers = dict.fromkeys(("A", "B", "B to A", *ENDS), float)
+    return pd.DataFrame(rows, columns=columns).astype(numbers).rename(columns=ENDS)
 
 
 def pair_display(panels_: Sequence[PairPanel]) -> pd.DataFrame:
     """Return the same as it is read."""
     return pd.DataFrame(
         {
-            "quantity": panel.quantity.title,
-            "A": number(float(panel.a.mean())),
-            "B": number(float(panel.b.mean())),
-            "B ÷ A" if panel.ratio else "B − A": interval_cell(panel.whole),
-            "steps": str(len(panel.step)),
+            "quantity": panel.quantity.title, "A": number(float(panel.a.mean())), "B": number(float(panel.b.mean())),
+            "B ÷ A" if panel.ratio else "B − A": interval_cell(panel.whole), "steps": str(len(panel.step)),
         }
         for panel in panels_
-    )
+    )  # fmt: skip
 
 
 def block_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:
     """Return the difference or ratio of every quantity in each block of steps, with its interval."""
     rows = [
-        {"quantity": panel.quantity.column, "step": float(at), **_ends(one)}
+        {"quantity": panel.quantity.column, "step": float(at), **columns_of("B to A", one)}
         for panel in panels_
         for at, one in zip(panel.at, panel.blocks, strict=True)
     ]
-    return pd.DataFrame(rows, columns=["quantity", "step", "B to A", "low", "high"])
-
-
-def _ends(one: Interval | None) -> dict[str, float | None]:
-    return dict(zip(("B to A", "low", "high"), columns_of("", one).values(), strict=True))
+    return pd.DataFrame(rows, columns=["quantity", "step", "B to A", *ENDS]).rename(columns=ENDS)
 
 
 def curves_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:
@@ -187,22 +179,37 @@ def curves_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:
 def plot_pair(info: Sequence[PairPanel], a: str, b: str) -> go.Figure:
     """Draw A and B, and below each quantity its difference or ratio: by block, and over all steps as a band."""
     columns = 2 if len(info) in (2, 4) else min(len(info), COLUMNS)
-    titles, places = list[tuple[str, str]](), list[int]()
-    for first in range(0, len(info), columns):
+    titles = list[tuple[str, str]]()
+    for first in range(0, len(info), columns):  # quantities side by side, below them their differences
         row = info[first : first + columns]
         empty = [("", "")] * (columns - len(row))
-        places += range(len(titles), len(titles) + len(row))
-        titles += [(panel.quantity.title, panel.quantity.line) for panel in row] + empty
+        titles += [*((panel.quantity.title, panel.quantity.line) for panel in row), *empty]
         for panel in row:
             title = "Ratio B ÷ A" if panel.ratio else "Difference B − A"
-            titles.append((title, "not known" if panel.whole is None else ratio_words(panel.whole, panel.null)))
+            titles.append((title, "not known" if panel.whole is None else ratio_words(panel.whole, panel.ratio)))
         titles += empty
-    figure = panels(titles, columns, height=215)
+    figure, places = panels(titles, columns, height=215)
     figure.update_xaxes(visible=False).update_yaxes(visible=False)
-    for index, (panel, at) in enumerate(zip(info, places, strict=True)):
-        above, below = place(at, columns), place(at + columns, columns)
+    a, b = plain_name(a), plain_name(b)
+    for index, panel in enumerate(info):
+        first = 2 * columns * (index // columns) + index % columns
+        above, below = places[first], places[first + columns]
         for values, name, color, dash in ((panel.a, a, BLUE, "solid"), (panel.b, b, ORANGE, "dash")):
-            _side(figure, panel, values, (plain_name(name), color, dash), above, panel is info[0])
+            for one in values if len(values) > 1 else ():  # every pair's curve faintly, their mean as the line
+                figure.add_scatter(
+                    x=panel.step, y=one, mode="lines", line={"color": color, "width": 1}, opacity=0.3,
+                    hoverinfo="skip", showlegend=False, legendgroup=name, **above,
+                )  # fmt: skip
+            figure.add_scatter(
+                x=panel.step, y=values.mean(axis=0), name=name, legendgroup=name, showlegend=index == 0,
+                mode="lines+markers" if panel.quantity.rare or panel.ratio else "lines",
+                line={"color": color, "width": 1.8, "dash": dash}, marker={"size": 5},
+                hovertemplate="step %{x}: <b>%{y:.4g}</b><extra>" + name + "</extra>", **above,
+            )  # fmt: skip
+        if panel.quantity.share or panel.quantity.from_zero:
+            figure.update_yaxes(rangemode="tozero", **above)
+        elif panel.ratio:
+            figure.update_yaxes(**log_axis(np.stack([panel.a, panel.b]), most=4), **above)
         _difference(figure, panel, below)
         for where in (above, below):
             figure.update_xaxes(visible=True, **where).update_yaxes(visible=True, **where)
@@ -211,28 +218,9 @@ def plot_pair(info: Sequence[PairPanel], a: str, b: str) -> go.Figure:
     return figure
 
 
-def _side(figure: go.Figure, panel: PairPanel, values: Float, look: Any, where: Any, legend: bool) -> None:
-    """Every pair's curve faintly where there are several, their mean as the line."""
-    name, color, dash = look
-    for one in values if len(values) > 1 else ():
-        figure.add_scatter(
-            x=panel.step, y=one, mode="lines", line={"color": color, "width": 1}, opacity=0.3, hoverinfo="skip",
-            showlegend=False, legendgroup=name, **where,
-        )  # fmt: skip
-    figure.add_scatter(
-        x=panel.step, y=values.mean(axis=0), name=name, legendgroup=name, showlegend=legend,
-        mode="lines+markers" if panel.quantity.rare or panel.ratio else "lines",
-        line={"color": color, "width": 1.8, "dash": dash}, marker={"size": 5},
-        hovertemplate="step %{x}: <b>%{y:.4g}</b><extra>" + name + "</extra>", **where,
-    )  # fmt: skip
-    if panel.quantity.share or panel.quantity.from_zero:
-        figure.update_yaxes(rangemode="tozero", **where)
-    elif panel.ratio:
-        figure.update_yaxes(**log_axis(np.stack([panel.a, panel.b]), most=4), **where)
-
-
 def _difference(figure: go.Figure, panel: PairPanel, where: Any) -> None:
-    values, low, high = ends_of(panel.blocks)
+    table = np.array([[*columns_of("", one).values()] for one in (*panel.blocks, panel.whole)], float)
+    (values, low, high), ends = table[:-1].T, table[:, 1:].ravel()
     figure.add_scatter(
         x=panel.at, y=values, mode="markers", marker={"color": GREY, "size": 5}, showlegend=False,
         text=[interval_cell(one) for one in panel.blocks], error_y=error_bars(values, low, high),
@@ -242,12 +230,11 @@ def _difference(figure: go.Figure, panel: PairPanel, where: Any) -> None:
         figure.add_hrect(
             y0=panel.whole.low, y1=panel.whole.high, fillcolor=GREY, opacity=0.22, line_width=0, layer="below", **where
         )
-    figure.add_hline(y=panel.null, line={"width": 1, "dash": "dot", "color": RULE}, **where)
-    ends = np.concatenate([low, high, *ends_of([panel.whole])[1:]])
+    figure.add_hline(y=float(panel.ratio), line={"width": 1, "dash": "dot", "color": RULE}, **where)
     if panel.ratio:
-        figure.update_yaxes(**log_axis(np.append(values, panel.null), ends, most=4), **where)
+        figure.update_yaxes(**log_axis(np.append(values, 1.0), ends, most=4), **where)
     else:
-        figure.update_yaxes(range=linear_range(values, ends, panel.null), **where)
+        figure.update_yaxes(range=linear_range(values, ends, 0.0), **where)
 
 
 NOT_MEASURED = (
@@ -332,14 +319,16 @@ def compare_noise(pairing: Pairing, runs: Mapping[str, RunGrams], known: Proved)
     both = [gram for gram in (*of_a, *of_b) if a in gram.labels and b in gram.labels]
     sizes = {round(gram.n_rollouts / max(gram.n_prompts, 1)) for gram in both}
     if a != b and len(sizes) == 1:
-        _, row = _two_rows(both, a, b, known)
-        rows.append(_on_same_rollouts(row, a, b, len(both)))
+        rows.append(_on_same_rollouts(both, a, b, known)[1])
     return NoiseInfo(tuple(rows), notes)
 
 
-def _on_same_rollouts(row: Row, a: Label, b: Label, n_steps: int) -> NoiseRow:
-    what = f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts"
-    return NoiseRow(what, row.ratios, n_steps, row.n_prompts, row.decides or "sf")  # a multiple is judged by nothing
+def _on_same_rollouts(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> tuple[list[Row], NoiseRow]:
+    """Return the rows of A and B, and the comparison of B over A."""
+    rows = compared(grams, decide(grams, a, known, only=[b]), [a, b], known)
+    what, ratio = f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts", rows[1]
+    decides = ratio.decides or "sf"  # a multiple is judged by nothing
+    return rows, NoiseRow(what, ratio.ratios, len(grams), ratio.n_prompts, decides)
 
 
 def default_estimators(names: Mapping[str, Label], trained: str) -> tuple[str, str]:
@@ -364,8 +353,8 @@ def compare_estimators(
     count = min(BLOCKS, len(steps), max(prompts // MIN_CLUSTERS, FEWEST))
     parts = np.array_split(steps, count)
     at = np.array([part.mean() for part in parts])
-    blocks = [_two_rows([grams[step] for step in part], a, b, known) for part in parts]
-    _, whole = _two_rows([grams[step] for step in steps], a, b, known)
+    blocks = [_on_same_rollouts([grams[step] for step in part], a, b, known)[0] for part in parts]
+    _, whole = _on_same_rollouts([grams[step] for step in steps], a, b, known)
     panels_ = []
     for index, (name, *_) in enumerate(RATIOS):
         values = np.array([[row.values[name] for row in two] for two in blocks], float).T  # None becomes NaN
@@ -377,11 +366,7 @@ def compare_estimators(
             of_a, of_b = values[:, None, shown]
             panel = PairPanel(quantity, at[shown], of_a, of_b, at[shown], ratios, whole.ratios[index], ratio=True)
             panels_.append(panel)
-    return tuple(panels_), NoiseInfo((_on_same_rollouts(whole, a, b, len(steps)),))
-
-
-def _two_rows(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> list[Row]:
-    return compared(grams, decide(grams, a, known, only=[b]), [a, b], known)
+    return tuple(panels_), NoiseInfo((whole,))
 
 
 def noise_table(info: NoiseInfo) -> pd.DataFrame:
@@ -406,7 +391,7 @@ def noise_display(info: NoiseInfo) -> pd.DataFrame:
     )
 
 
-def ratio_words(ratio: Interval | None, null: float = 1.0) -> str:
+def ratio_words(ratio: Interval | None, is_ratio: bool = True) -> str:
     """Return a ratio or difference with its interval, and whether it is told from no difference."""
-    alike = ratio is not None and ratio.low is not None and not differs(ratio, null)
+    alike = ratio is not None and ratio.low is not None and not differs(ratio, float(is_ratio))
     return interval_cell(ratio) + ", not distinguishable" * alike

@@ -12,8 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.styles import ORANGE
-from otb_analysis.figures.theme import TEMPLATE, step_axis
+from otb_analysis.figures.styles import ORANGE, TEMPLATE, step_axis
 from otb_analysis.types import Float
 
 MOST = 60
@@ -35,11 +34,11 @@ def distinct(prompts: Mapping[int, str], most: int = MOST) -> dict[int, str]:
     """
     texts = {group: " ".join(text.split()) for group, text in prompts.items()}
     ordered = sorted(set(texts.values()))
-    shared = _common(ordered[0], ordered[-1]) if len(ordered) > 1 else 0
+    shared = len(os.path.commonprefix(ordered)) if len(ordered) > 1 else 0  # noqa: RUF071 (characters)
     alike = dict.fromkeys(ordered, shared)
     for two in pairwise(ordered):  # the prompt most like another stands beside it in order
         for text in two:
-            alike[text] = max(alike[text], _common(*two))
+            alike[text] = max(alike[text], len(os.path.commonprefix(two)))  # noqa: RUF071
     labels = {}
     for group, text in texts.items():
         start = shared - LEAD if shared > most // 2 else 0
@@ -48,10 +47,6 @@ def distinct(prompts: Mapping[int, str], most: int = MOST) -> dict[int, str]:
         part = ("…" if start else "") + text[start:]
         labels[group] = part if len(part) <= most else part[: most - 1] + "…"
     return labels
-
-
-def _common(one: str, other: str) -> int:
-    return len(os.path.commonprefix([one, other]))  # noqa: RUF071 (characters)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -75,8 +70,8 @@ def ends_elsewhere(answer: str | None, completion: str | None) -> str | None:
     wanted = last_number(answer or "")
     if wanted is None or completion is None or (found := last_number(completion)) == wanted:
         return None
-    words = ["no number" if one is None else f"{float(one):g}" if one.denominator > 1 else str(one)
-             for one in (found, wanted)]  # fmt: skip
+    ends = (found, wanted)
+    words = ("no number" if x is None else f"{float(x):g}" if x.denominator > 1 else str(x) for x in ends)
     return ", not ".join(words)
 
 

@@ -57,7 +57,7 @@ def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
     tenth = max(1, len(reward) // 10)
     # As Python's numbers: ∞ − ∞ is then a silent NaN.
     first, last = float(reward.head(tenth).mean()), float(reward.tail(tenth).mean())
-    start, end = ([float(heldout.iloc[k]) for k in (0, -1)]) if len(heldout) else (math.nan, math.nan)
+    start, end = float(heldout.head(1).mean()), float(heldout.tail(1).mean())
     numbers = {
         "reward": last, "reward_gain": last - first if len(reward) > 1 else math.nan,
         "heldout": end, "heldout_gain": end - start if len(heldout) > 1 else math.nan,
@@ -89,16 +89,7 @@ class Differences:
     # One row per setting, what matters first, one column per run, all as text; a dash where a run did not record it.
     table: pd.DataFrame
     left_out: int  # Number of settings that some runs did not record and the others have at their defaults
-
-    @property
-    def note(self) -> str:
-        """What the table is silent about, in one sentence; empty where there is nothing."""
-        if not self.left_out:
-            return ""
-        subject, objects = ("1 setting is", "it, and in the others it has its")
-        if self.left_out > 1:
-            subject, objects = f"{self.left_out} settings are", "them, and in the others they have their"
-        return f"{subject} left out: some of these runs did not record {objects} default."
+    note: str  # What the table is silent about, in one sentence; empty where there is nothing
 
 
 def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differences:
@@ -116,7 +107,11 @@ def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differenc
     known = {name: str(value) for name, value in flatten(defaults).items()}
     shown = {name: row for name, row in differing.items() if set(row.values()) != {NOT_RECORDED, known.get(name)}}
     table = pd.DataFrame.from_dict(shown, orient="index", columns=list(flat)).rename_axis("setting").reset_index()
-    return Differences(table, len(differing) - len(shown))
+    left_out = len(differing) - len(shown)
+    objects = "it, and in the others it has its" if left_out == 1 else "them, and in the others they have their"
+    subject = "1 setting is" if left_out == 1 else f"{left_out} settings are"
+    note = f"{subject} left out: some of these runs did not record {objects} default." * (left_out > 0)
+    return Differences(table, left_out, note)
 
 
 def grouped(differences: Differences, setting: str) -> dict[str, list[str]]:
@@ -156,12 +151,10 @@ class Pairing:
     @property
     def note(self) -> str:
         """How the two are paired, what else differs, and which runs are left out."""
-        words = (
-            f"Paired by seed: {len(self.pairs)} pairs, Student's 95 % intervals over seeds."
-            if self.by == "seed"
-            else "One pair of runs: 95 % intervals are over blocks of steps. They hold for these two runs, not for "
-            "other seeds."
-        )
+        words = f"Paired by seed: {len(self.pairs)} pairs, Student's 95 % intervals over seeds."
+        if self.by != "seed":
+            blocks = "One pair of runs: 95 % intervals are over blocks of steps."
+            words = f"{blocks} They hold for these two runs, not for other seeds."
         if self.also:
             words += f" The pairs differ in more than what is compared: {', '.join(self.also)}."
         return words + (f" Without a partner of the same seed: {', '.join(self.left_out)}." if self.left_out else "")

@@ -1,12 +1,22 @@
-"""One look per estimator on all pages: colour by family, dash and marker by member.
+"""The look of all figures: of estimators and runs, a light grid, titles with their unit below, ticks as people read.
 
-Colours are Okabe and Ito's, which stay apart under the common colour-vision deficiencies; inside a family lightness,
-dash and marker separate the members, and a leave-one-out form is the dashed twin of its self-inclusive form. Where
-runs are compared, a run has a colour of its own and the dash of its estimator.
+An estimator has the colour of its family, and a dash and a marker of its own. Colours are Okabe and Ito's, which stay
+apart under the common colour-vision deficiencies; inside a family lightness, dash and marker separate the members, and
+a leave-one-out form is the dashed twin of its self-inclusive form. Where runs are compared, a run has a colour of its
+own and the dash of its estimator.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import ArrayLike
+from plotly.subplots import make_subplots
+
+from otb_analysis.figures.numbers import number, superscript
 
 GREY = "#6F7782"
 INK, PAPER, GRID = "#1B2229", "#FFFFFF", "#E3E6EA"
@@ -66,13 +76,17 @@ RUN_SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("#86607D"))
 
 
-def estimator_style(name: str) -> Style:
-    """Return the colour, dash and marker of an estimator; other names get a muted style, always the same one."""
+def estimator_style(name: str, energy_source: str = "none") -> Style:
+    """Return an estimator's look, dotted with any but exact energies; other names get a muted one, always the same."""
     if name in ESTIMATOR_STYLES:
-        return ESTIMATOR_STYLES[name]
-    if (twin := name.removesuffix("_loo")) != name:
-        return estimator_style(twin).left_out
-    return FALLBACK_STYLES[sum(name.encode()) % len(FALLBACK_STYLES)]
+        style = ESTIMATOR_STYLES[name]
+    elif (twin := name.removesuffix("_loo")) != name:
+        style = estimator_style(twin).left_out
+    else:
+        style = FALLBACK_STYLES[sum(name.encode()) % len(FALLBACK_STYLES)]
+    if energy_source in ("none", "exact"):
+        return style
+    return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
 
 
 def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
@@ -86,3 +100,142 @@ def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
         dash = own.dash if not again else FURTHER_DASHES[(again - 1) % len(FURTHER_DASHES)]
         styles[run] = Style(RUN_COLORS[turn % len(RUN_COLORS)], dash, RUN_SYMBOLS[again % len(RUN_SYMBOLS)])
     return styles
+
+
+LINES = "rgba(125, 130, 140, 0.18)"
+RULE = "rgba(125, 130, 140, 0.75)"
+RAMP = "ramp"
+"""`meta` of a heatmap whose colours run from the page's to a strong one: a dark page takes them in reverse."""
+TOP, TITLE, GAP = 76, 44, 84
+"""Pixels: from the first row of panels to the edge, the part of it that titles take, and between two rows."""
+
+FONT = "Source Sans, 'Source Sans Pro', system-ui, -apple-system, 'Segoe UI', sans-serif"
+
+
+CONFIG = {
+    "displaylogo": False,
+    "showSendToCloud": False,
+    "responsive": True,
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
+    "toImageButtonOptions": {"format": "svg", "scale": 2},
+}
+"""What every chart is shown with: nothing leaves the page, the camera button writes SVG."""
+
+TEMPLATE = go.layout.Template(
+    layout=go.Layout(
+        font={"family": FONT, "size": 13},
+        title={"font": {"size": 15}, "x": 0, "xanchor": "left"},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        colorway=[BLUE, ORANGE, GREEN, PINK, AMBER, SKY],
+        hoverlabel={"align": "left", "font": {"size": 12}},
+        hovermode="closest",
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "title": {"text": ""}},
+        margin={"l": 64, "r": 16, "t": 40, "b": 48},
+        xaxis={
+            "gridcolor": LINES, "zeroline": False, "linecolor": RULE, "showline": True, "ticks": "outside",
+            "ticklen": 4, "tickangle": 0, "tickcolor": RULE, "tickfont": {"size": 12}, "title": {"font": {"size": 13}},
+        },
+        yaxis={
+            "gridcolor": LINES, "zeroline": False, "ticks": "", "exponentformat": "power",
+            "tickfont": {"size": 12}, "title": {"font": {"size": 13}},
+        },
+    )
+)  # fmt: skip
+
+
+Panels = tuple[go.Figure, list[dict[str, Any]]]
+"""A figure, and `row` and `col` of each of its panels."""
+
+
+def panels(titles: Sequence[tuple[str, str]], columns: int, *, height: int = 250, shared_x: bool = True) -> Panels:
+    """Return an empty grid of panels in house style and their places: titles flush left, what they measure below.
+
+    `titles` holds (title, unit and reading) row by row, short enough for a third of a small window. The legend stands
+    above the first row and pushes the panels down when it needs several lines.
+    """
+    rows = math.ceil(len(titles) / columns)
+    figure = make_subplots(
+        rows, columns, shared_xaxes=cast(bool, "all") if shared_x else False,
+        subplot_titles=[f"{title}<br><span style='font-size:11px;color:{GREY}'>{of}</span>" for title, of in titles],
+        horizontal_spacing=0.09 if columns < 3 else 0.07, vertical_spacing=GAP / (height * rows) if rows > 1 else 0,
+    )  # fmt: skip
+    figure.update_layout(
+        template=TEMPLATE, height=height * rows + TOP, margin={"t": TOP, "b": 44, "l": 56, "r": 12},
+        legend={"y": 1 + TITLE / (height * rows - 44), "yanchor": "bottom", "x": 0, "xanchor": "left"},
+    )  # fmt: skip
+    figure.update_xaxes(showticklabels=True)
+    layout: Any = figure.layout
+    for index, note in enumerate(layout.annotations):
+        axis = layout[f"xaxis{index + 1 if index else ''}"]
+        note.update(x=axis.domain[0], xanchor="left", align="left", font={"size": 13}, yshift=4)
+    return figure, [{"row": index // columns + 1, "col": index % columns + 1} for index in range(len(titles))]
+
+
+def note_in_panel(figure: go.Figure, text: str, where: dict[str, Any]) -> None:
+    """Write into an empty panel why it is empty, and hide the numbers of its axis."""
+    # A browser draws no axes for a panel without a trace, and would put the note into the first panel.
+    figure.add_scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", **where)
+    figure.add_annotation(
+        text=text, showarrow=False, font={"size": 12, "color": GREY}, xref="x domain", yref="y domain", x=0.5, y=0.5,
+        **where,
+    )  # fmt: skip
+    figure.update_yaxes(showticklabels=False, **where)
+
+
+def for_background(figure: go.Figure, dark: bool) -> go.Figure:
+    """Set a figure's text and ramps for a light or a dark page, in place, and return it."""
+    ink, paper = ("#E6EAEE", "#1C232A") if dark else (INK, PAPER)
+    hover = {"bgcolor": paper, "bordercolor": RULE, "font": {"color": ink}}
+    figure.for_each_trace(lambda ramp: ramp.update(reversescale=dark), selector={"meta": RAMP})
+    return figure.update_layout(font={"color": ink}, hoverlabel=hover)
+
+
+def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str, Any]:
+    """Return a logarithmic axis with readable ticks: decades, or 1–2–5 where the values span less than two.
+
+    It spans all values and, up to a factor of five beyond them, the ends of their intervals: one very wide
+    interval must not flatten all the others.
+    """
+    drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
+    drawn, reaching = (x[np.isfinite(x) & (x > 0)] for x in (drawn, reaching))
+    if drawn.size == 0:
+        return {"type": "log"}
+    reaching = np.clip(np.append(reaching, drawn), drawn.min() / 5, drawn.max() * 5)
+    low, high = np.log10(reaching.min()), np.log10(reaching.max())
+    reach = max(0.06 * (high - low), 0.04)
+    low, high = low - reach, high + reach
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    leads = (1, 1.5, 2, 3, 4, 5, 6, 8) if high - low < 0.7 else (1, 2, 5) if high - low < 2.2 else (1,)
+    ticks = [lead * 10.0**k for k in decades for lead in leads if low <= k + math.log10(lead) <= high]
+    if len(ticks) < 2:
+        ticks = [float(f"{10**at:.2g}") for at in np.linspace(low + reach, high - reach, 3)]
+    every = math.ceil(len(ticks) / most)
+    # Where 1 is among the ticks it stays: ratios are read against it.
+    ticks = ticks[ticks.index(1.0) % every if 1.0 in ticks else 0 :: every]
+    texts = [number(tick) if 1e-3 <= tick < 1e5 else f"10{superscript(round(math.log10(tick)))}" for tick in ticks]
+    # Without the zeros that a tick does not need: 0.100 → 0.1, 2.00 → 2.
+    texts = [text.rstrip("0").rstrip(".") if "." in text else text for text in texts]
+    return {"type": "log", "range": [low, high], "tickvals": ticks, "ticktext": texts}
+
+
+def linear_range(values: ArrayLike, ends: ArrayLike, around: float) -> list[float]:
+    """Return the range of a linear axis: all values, one mark, and intervals up to as far again."""
+    drawn, reaching = (np.asarray(x, dtype=float) for x in (values, ends))
+    drawn = np.append(drawn[np.isfinite(drawn)], around)
+    low, high = drawn.min(), drawn.max()
+    reach = max(high - low, abs(around), 1e-12)
+    reaching = np.clip(np.append(reaching[np.isfinite(reaching)], drawn), low - reach, high + reach)
+    margin = 0.06 * (reaching.max() - reaching.min())
+    return [float(reaching.min() - margin), float(reaching.max() + margin)]
+
+
+def step_axis(steps: ArrayLike) -> dict[str, Any]:
+    """Return an axis of measured steps: ticks at steps that were measured, room on both sides."""
+    measured = np.unique(np.asarray(steps, dtype=float))
+    if measured.size == 0:
+        return {}
+    gap = float(np.diff(measured).min()) if measured.size > 1 else 1.0
+    every = math.ceil(measured.size / 9)
+    reach = [float(measured[0] - 0.7 * gap), float(measured[-1] + 0.7 * gap)]
+    return {"tickvals": measured[::every].astype(np.float32), "range": reach, "title": {"text": "step", "standoff": 6}}

@@ -174,17 +174,13 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
     for place, name in enumerate(names):
         if name.endswith("low") and (high := name[: -len("low")] + "high") in names:
             of = name.removesuffix("_low") if name != "low" else names[max(place - 1, 0)]
-            ends = [map(_end, table[one]) for one in (name, high)]
-            spans = [None if a is None or b is None else span(a, b) for a, b in zip(*ends, strict=True)]
+            ends = table[[name, high]].apply(pd.to_numeric, errors="coerce").astype(float).to_numpy()
+            spans = [None if np.isnan(two).any() else span(*two) for two in ends]
             columns[f"{of}, interval"] = pd.Series(spans, index=table.index, dtype="string")
         elif not (name.endswith("high") and name[: -len("high")] + "low" in names):
             columns[name] = table[name]
     shown = pd.DataFrame(columns).rename(columns=lambda name: name.replace("`", ""))
     return shown.replace("`", "", regex=True)
-
-
-def _end(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and value == value else None
 
 
 def for_dark(picture: str) -> str:

@@ -12,8 +12,7 @@ from otb_analysis.diagnostics import ChangePoint, Finding, Outlier, fall
 from otb_analysis.figures.alarms import MARKS, PANELS, TITLES
 from otb_analysis.figures.curves import QUANTITIES, Quantity, derived, finite
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.styles import BLUE, GREY
-from otb_analysis.figures.theme import RULE, TEMPLATE, log_axis
+from otb_analysis.figures.styles import BLUE, GREY, RULE, TEMPLATE, log_axis
 from otb_analysis.types import Float, Int
 
 FIRST = (
@@ -129,23 +128,17 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
         template=TEMPLATE, height=height + 60, hovermode="x unified", hoversubplots="axis", showlegend=False,
         margin={"l": 64, "r": 16, "t": 24, "b": 36}, clickmode="event+select", dragmode="zoom",
     )  # fmt: skip
-    _lane(figure, info, 1 - LANE / height)
+    _lane(figure, info.events, 1 - LANE / height)
     for index, series in enumerate(info.series):
         end = 1 - (LANE + index * (PANEL + GAP) + GAP) / height
-        _panel(figure, series, index + 2, (max(0.0, end - PANEL / height), end), log_y)
         single = [e.step for e in info.events if (e.kind, e.column) == ("outlier", series.quantity.column)]
-        if single:
-            _, symbol, color = MARKS["outlier"]
-            figure.add_scatter(
-                x=single, y=series.value[np.searchsorted(series.step, single)], yaxis=f"y{index + 2}", mode="markers",
-                marker={"symbol": symbol, "size": 9, "color": color}, hoverinfo="skip",
-            )  # fmt: skip
-    last = f"y{len(info.series) + 1}" if info.series else "y"
-    known = [s.step for s in info.series]
-    ends = (min(int(s[0]) for s in known), max(int(s[-1]) for s in known)) if known else (0, 1)
-    reach = max(0.5, 0.01 * (ends[1] - ends[0]))
+        _panel(figure, series, index + 2, (max(0.0, end - PANEL / height), end), log_y, single)
+    every = np.concatenate([(), *(series.step for series in info.series)]) if info.series else np.array([0, 1])
+    first, last = int(every.min()), int(every.max())
+    reach = max(0.5, 0.01 * (last - first))
     figure.update_xaxes(
-        anchor=last, range=[ends[0] - reach, ends[1] + reach], title={"text": "step", "standoff": 4},
+        anchor=f"y{len(info.series) + 1}" if info.series else "y", range=[first - reach, last + reach],
+        title={"text": "step", "standoff": 4},
         showspikes=True, spikemode="across", spikethickness=1, spikedash="solid", spikecolor=RULE,
     )  # fmt: skip
     if step is not None:
@@ -155,10 +148,10 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
     return figure
 
 
-def _lane(figure: go.Figure, info: TimelineInfo, bottom: float) -> None:
+def _lane(figure: go.Figure, events: Sequence[Event], bottom: float) -> None:
     """One row of marks: watches, alarms, change points and outliers, in the order in which they could be seen."""
     for kind, (name, symbol, color) in MARKS.items():
-        marked = [event for event in info.events if event.kind == kind]
+        marked = [event for event in events if event.kind == kind]
         figure.add_scatter(
             x=[event.step for event in marked], y=[0.5] * len(marked), mode="markers", name=name, yaxis="y",
             marker={"symbol": symbol, "size": 11, "color": color, "line": {"width": 1, "color": "#FFFFFF"}},
@@ -166,7 +159,7 @@ def _lane(figure: go.Figure, info: TimelineInfo, bottom: float) -> None:
         )  # fmt: skip
     lane = {"domain": (bottom, 1.0), "range": [0, 1], "showticklabels": False, "showgrid": False, "fixedrange": True}
     figure.update_layout(yaxis=lane)
-    if not info.events:
+    if not events:
         figure.add_annotation(
             text="nothing fired, nothing changed its level", showarrow=False, font={"size": 12, "color": GREY},
             xref="paper", x=0.5, yref="y", y=0.5,
@@ -174,7 +167,10 @@ def _lane(figure: go.Figure, info: TimelineInfo, bottom: float) -> None:
     _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼, single step ◆", 1.0)
 
 
-def _panel(figure: go.Figure, series: Series, number_: int, domain: tuple[float, float], log_y: bool) -> None:
+def _panel(
+    figure: go.Figure, series: Series, number_: int, domain: tuple[float, float], log_y: bool, single: list[int]
+) -> None:
+    """The recorded values, their centred mean thinly behind them, and marks at `single` steps."""
     quantity, axis = series.quantity, f"y{number_}"
     line = {"color": GREY, "width": 1}
     figure.add_scatter(x=series.step, y=series.mean, yaxis=axis, mode="lines", line=line, hoverinfo="skip")
@@ -183,6 +179,12 @@ def _panel(figure: go.Figure, series: Series, number_: int, domain: tuple[float,
         line={"color": BLUE, "width": 1.5}, marker=UNSEEN if len(series.step) >= DENSE else {"size": 4},
         hovertemplate="%{y:.4g}",
     )  # fmt: skip
+    if single:
+        _, symbol, color = MARKS["outlier"]
+        figure.add_scatter(
+            x=single, y=series.value[np.searchsorted(series.step, single)], yaxis=axis, mode="markers",
+            marker={"symbol": symbol, "size": 9, "color": color}, hoverinfo="skip",
+        )  # fmt: skip
     layout: dict[str, Any] = {"domain": domain, "nticks": 4}
     notes = [quantity.line]
     if quantity.column == "grad_norm" and (zero := int((series.value == 0).sum())):  # measured; nothing was learned

@@ -160,15 +160,17 @@ def token_details(
     if formula is not None and stored is not None:
         same = abs(stored - formula.baseline) <= 1e-4 * max(1.0, abs(formula.baseline))  # stored in single precision
         estimator = None if same else estimator
-    lines = [*_probability(token), *_energy(token, policy, t), *_advantage(token, policy, t, estimator)]
-    return TokenDetails(rollout, t, text, (*lines, *_share(token, tokens)))
+    lines = [*_measured(token, policy, t), *_moved(token, policy, t, estimator, tokens)]
+    return TokenDetails(rollout, t, text, tuple(lines))
 
 
 Lines = list[tuple[str, str]]
 
 
-def _probability(token: dict[str, Any]) -> Lines:
+def _measured(token: dict[str, Any], policy: Any, t: int) -> Lines:
+    """What the forward pass and the gradient say of it: probability, entropy, energies."""
     logprob, behavior, entropy = (token.get(name) for name in ("logprob", "behavior_logprob", "entropy"))
+    proxy, norm_sq = token.get("energy_proxy"), token.get("grad_norm_sq")
     lines: Lines = []
     if logprob is not None:
         # a soft token was drawn from a normal density, and has no entropy
@@ -178,12 +180,8 @@ def _probability(token: dict[str, Any]) -> Lines:
     if logprob is not None and behavior is not None:
         gap = f"{number(logprob)} − ({number(behavior)}) = {number(logprob - behavior)} nats"
         lines.append(("sampler mismatch", gap))
-    return lines if entropy is None else [*lines, ("entropy", f"H = {number(entropy)} nats")]
-
-
-def _energy(token: dict[str, Any], policy: Any, t: int) -> Lines:
-    logprob, proxy, norm_sq = (token.get(name) for name in ("logprob", "energy_proxy", "grad_norm_sq"))
-    lines: Lines = []
+    if entropy is not None:
+        lines.append(("entropy", f"H = {number(entropy)} nats"))
     if proxy is not None and logprob is not None:
         chosen = (1 - np.exp(logprob)) ** 2
         text = f"(1 − π)² + Σ_v≠y π_v² = {number(chosen)} + {number(max(proxy - chosen, 0.0))} = {number(proxy)}"
@@ -204,32 +202,27 @@ def _energy(token: dict[str, Any], policy: Any, t: int) -> Lines:
     return lines
 
 
-def _advantage(token: dict[str, Any], policy: Any, t: int, estimator: str | None) -> Lines:
-    baseline, advantage = token.get("baseline"), token.get("advantage")
+def _moved(token: dict[str, Any], policy: Any, t: int, estimator: str | None, tokens: Any) -> Lines:
+    """What it does to the update: its return, baseline and advantage, its share of the gradient."""
+    baseline, advantage, attribution, signal, noise = (
+        token.get(name) for name in ("baseline", "advantage", "attribution", "signal", "noise")
+    )
+    lines: Lines = []
     ahead = policy.loc[policy["t"] >= t, "reward"]
-    if not ahead.notna().all():
-        return []
-    to_go = float(ahead.sum())
-    lines: Lines = [("return", f"G = Σ of rewards from here on = {number(to_go)}")]
-    if baseline is None or advantage is None or estimator is None:
-        return lines
-    plain = f"G − B = {number(to_go)} − {number(baseline)} = {number(to_go - baseline)}"
-    if abs(to_go - baseline - advantage) > 1e-4 * max(1.0, abs(advantage)):
-        plain += f", rescaled by the estimator to A = {number(advantage)}"
-    return [
-        *lines,
-        (f"baseline of {estimator or 'training estimator'}", f"B = {number(baseline)}"),
-        ("advantage", plain),
-    ]
-
-
-def _share(token: dict[str, Any], tokens: Any) -> Lines:
-    attribution, signal, noise = (token.get(name) for name in ("attribution", "signal", "noise"))
-    if attribution is None:
-        return []
-    rank = int((tokens["attribution"].abs() > abs(attribution)).sum()) + 1
-    text = f"A/N · s·ḡ = {number(attribution)}: number {rank} of {tokens['attribution'].notna().sum()} by size here"
-    if signal is None or noise is None:
-        return [("share of ‖ḡ‖²", text)]
-    parts = f"along other prompts' gradients {number(signal)} + along its own prompt's {number(noise)}"
-    return [("share of ‖ḡ‖²", text), ("signal and noise", f"{parts} = {number(signal + noise)}")]
+    if ahead.notna().all():
+        to_go = float(ahead.sum())
+        lines.append(("return", f"G = Σ of rewards from here on = {number(to_go)}"))
+        if baseline is not None and advantage is not None and estimator is not None:
+            plain = f"G − B = {number(to_go)} − {number(baseline)} = {number(to_go - baseline)}"
+            if abs(to_go - baseline - advantage) > 1e-4 * max(1.0, abs(advantage)):
+                plain += f", rescaled by the estimator to A = {number(advantage)}"
+            lines.append((f"baseline of {estimator or 'training estimator'}", f"B = {number(baseline)}"))
+            lines.append(("advantage", plain))
+    if attribution is not None:
+        rank = int((tokens["attribution"].abs() > abs(attribution)).sum()) + 1
+        of = tokens["attribution"].notna().sum()
+        lines.append(("share of ‖ḡ‖²", f"A/N · s·ḡ = {number(attribution)}: number {rank} of {of} by size here"))
+        if signal is not None and noise is not None:
+            parts = f"along other prompts' gradients {number(signal)} + along its own prompt's {number(noise)}"
+            lines.append(("signal and noise", f"{parts} = {number(signal + noise)}"))
+    return lines

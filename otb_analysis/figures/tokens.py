@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.rollouts import ends_elsewhere
-from otb_analysis.figures.theme import RULE, TEMPLATE
+from otb_analysis.figures.styles import RULE, TEMPLATE
 from otb_analysis.figures.token_columns import LOW, RATIOS, SIGNED, ColorScale, color_levels, color_scale
 from otb_analysis.types import Float, Float32, Int
 
@@ -70,7 +70,6 @@ class TokensInfo:
     rollouts: tuple[RolloutRow, ...]
     # The column as a grid [rollouts, T], NaN where not measured or beyond the end; column k is the k-th token
     values: Float32
-    exists: Float32  # 1 where there is a token, NaN elsewhere [rollouts, T]
     scale: ColorScale
     n_missing: int
     n_below: int
@@ -135,13 +134,12 @@ def tokens_info(
     facts = {int(row["rollout"]): row for row in rollouts.to_dict("records")}
     parts = {int(str(rollout)): part for rollout, part in table.groupby("rollout")}
     rows = sorted((_row(r, part, facts.get(r, {})) for r, part in parts.items()), key=ORDERS[order])
-    grid, exists = np.full((2, len(rows), max(len(row.tokens) for row in rows)), np.nan, dtype=np.float32)
+    grid = np.full((len(rows), max(len(row.tokens) for row in rows)), np.nan, dtype=np.float32)
     for i, row in enumerate(rows):
-        n = len(row.tokens)
-        grid[i, :n], exists[i, :n] = parts[row.rollout]["_value"], 1
+        grid[i, : len(row.tokens)] = parts[row.rollout]["_value"]
     missing = int(np.isnan(value[policy]).sum())
     below, above = int((value < colors.low).sum()), int((value > colors.high).sum())
-    return TokensInfo(column, tuple(rows), grid, exists, colors, missing, below, above)
+    return TokensInfo(column, tuple(rows), grid, colors, missing, below, above)
 
 
 def _policy(tokens: pd.DataFrame) -> Any:
@@ -207,22 +205,15 @@ def prompt_head(rollouts: pd.DataFrame, tokens: pd.DataFrame, estimator: str = "
     if len(means) > 1:
         parts = (f"{name.removeprefix('reward_')} {number(mean)}" for name, mean in means.items())
         paid += f" (means of parts: {', '.join(parts)})"
-    equal = ""
-    if len(reward) > 1 and len(values) == 1:
-        equal = f"All {len(reward)} rewards are {number(float(reward[0]))}"
-        equal += _moved(tokens, 1e-6 * max(1.0, abs(reward[0])), estimator or "the estimator that trained")
-    return PromptHead(text, answer, paid, equal)
-
-
-def _moved(tokens: pd.DataFrame, least: float, estimator: str) -> str:
-    """Say what equal rewards mean for the gradient: an advantage above `least` still moves a token."""
+    if len(reward) < 2 or len(values) > 1:
+        return PromptHead(text, answer, paid, "")
     advantage = tokens.reindex(columns=["advantage"]).abs().dropna().to_numpy(np.float64)
-    if not advantage.size:
-        return ": no gradient here with a baseline from this group."
-    if not (moved := int((advantage > least).sum())):
-        return ": no gradient here."
-    largest = number(float(advantage.max()))
-    return f", yet {moved:,} of {advantage.size:,} tokens have an advantage under {estimator}, up to {largest}."
+    moved = int((advantage > 1e-6 * max(1.0, abs(reward[0]))).sum())  # equal rewards may still move tokens
+    effect = ": no gradient here." if advantage.size else ": no gradient here with a baseline from this group."
+    if moved:
+        under, largest = estimator or "the estimator that trained", number(float(advantage.max()))
+        effect = f", yet {moved:,} of {advantage.size:,} tokens have an advantage under {under}, up to {largest}."
+    return PromptHead(text, answer, paid, f"All {len(reward)} rewards are {number(float(reward[0]))}{effect}")
 
 
 UNKNOWN = "rgba(125, 130, 140, 0.35)"
@@ -246,16 +237,14 @@ def grid_info(info: TokensInfo) -> GridInfo:
     width = -(-length // min(ACROSS, max(1, CELLS // n)))
     cells = -(-length // width)
     pad = ((0, 0), (0, cells * width - length))
-    values, exists = (
-        np.pad(x, pad, constant_values=np.nan).reshape(n, cells, width) for x in (info.values, info.exists)
-    )
+    values = np.pad(info.values, pad, constant_values=np.nan).reshape(n, cells, width)
     loud = -values if info.scale.backward else values
     if info.scale.diverging:
         loud = np.abs(np.log(np.maximum(values, 1e-300)) if info.scale.log else values)
     apart = np.where(np.isnan(values), -np.inf, loud)
     best = apart.argmax(axis=2)
     shown = np.take_along_axis(values, best[:, :, None], axis=2)[:, :, 0]
-    there = ~np.isnan(exists).all(axis=2)
+    there = np.arange(cells) * width < np.array([len(row.tokens) for row in info.rollouts])[:, None]
     unknown = np.where(there & np.isnan(shown), 1, np.nan).astype(np.float32)
     return GridInfo(shown, unknown, np.arange(cells) * width + best, width)
 

@@ -13,8 +13,16 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.numbers import columns_of, error_bars, number, span
-from otb_analysis.figures.styles import Style, estimator_style
-from otb_analysis.figures.theme import RULE, linear_range, log_axis, note_in_panel, panels, place, step_axis
+from otb_analysis.figures.styles import (
+    RULE,
+    Style,
+    estimator_style,
+    linear_range,
+    log_axis,
+    note_in_panel,
+    panels,
+    step_axis,
+)
 from otb_analysis.statistics import NOTHING, pooled_statistics
 from otb_analysis.types import Float32, Gram, Label, Proved
 
@@ -70,14 +78,6 @@ def labels(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     pairs = list(pairs)
     several = len({source for _, source in pairs if source != "none"}) > 1
     return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
-
-
-def trace_style(estimator: str, energy_source: str) -> Style:
-    """Return the estimator's style; anything but exact energies is drawn dotted."""
-    style = estimator_style(estimator)
-    if energy_source in ("none", "exact"):
-        return style
-    return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
 
 
 def evenly(steps: Sequence[int], most: int = MAX_POINTS) -> list[int]:
@@ -154,7 +154,7 @@ class VarianceInfo:
     traces: tuple[tuple[Trace, ...], ...]
     n_prompts: tuple[int, int]
     reference: tuple[str, ...]
-    hidden: tuple[int, ...]  # Points that a logarithmic axis cannot show (SF or variance not above 0), per measure
+    hidden: int  # Points that a logarithmic axis cannot show: SF or variance not above 0
     # Points without efficiency, or SF and projection where c is not proved: there the estimate of ‖∇J‖², from pairs of
     # different prompts, is lost in the noise, so that nothing can be measured against it.
     undefined: int
@@ -173,31 +173,29 @@ def variance_info(gradients: pd.DataFrame) -> VarianceInfo:
     table: Any = gradients.sort_values("step")  # pandas' own annotations call every selection a Series or a frame
     parts = {(str(e), str(s)): part for (e, s), part in table.groupby(["estimator", "energy_source"], sort=False)}
     names, traces = labels(parts), []
-    for column in (measure.column for measure in MEASURES):
+    for measure in MEASURES:
         traces.append([])
+        columns = ["step", *columns_of(measure.column, None)]
         for label, part in parts.items():
-            columns = ["step", *columns_of(column, None)]
-            numbers = part[part[column].notna()].reindex(columns=columns).to_numpy(np.float32, na_value=np.nan)
-            traces[-1].append(Trace(names[label], trace_style(*label), *numbers.T))
-    hidden = tuple(int((table[m.column] <= 0).sum()) if m.log else 0 for m in MEASURES)
-    reference = tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else ()
-    counts = table["n_prompts"].dropna() if "n_prompts" in table else ()
-    prompts = (int(min(counts)), int(max(counts))) if len(counts) else (0, 0)
+            numbers = part[part[measure.column].notna()].reindex(columns=columns).to_numpy(np.float32, na_value=np.nan)
+            traces[-1].append(Trace(names[label], estimator_style(*label), *numbers.T))
+    counts = table.get("n_prompts", pd.Series(dtype=float)).dropna()
     known = "c_known" in table and bool(table["c_known"].fillna(False).any())
     return VarianceInfo(
-        tuple(map(tuple, traces)), prompts, reference, hidden, int(table["efficiency"].isna().sum()), len(table), known,
-        any(bool(np.isfinite(trace.low).any()) for of in traces for trace in of),
+        tuple(map(tuple, traces)), (int(counts.min()), int(counts.max())) if len(counts) else (0, 0),
+        tuple(sorted(table["reference"].dropna().unique())) if "reference" in table else (),
+        sum(int((table[m.column] <= 0).sum()) for m in MEASURES if m.log), int(table["efficiency"].isna().sum()),
+        len(table), known, any(bool(np.isfinite(trace.low).any()) for of in traces for trace in of),
     )  # fmt: skip
 
 
 def plot_variance(info: VarianceInfo) -> go.Figure:
     """Draw the four measures, each with its intervals; estimators are set slightly apart so that none hides another."""
-    figure, named = panels([(m.title, m.line) for m in MEASURES], 2, height=300), set[str]()
+    (figure, places), named = panels([(m.title, m.line) for m in MEASURES], 2, height=300), set[str]()
     steps = np.unique(np.concatenate([(), *(trace.step for traces in info.traces for trace in traces)]))
     # All estimators together take up a third of the gap between measured steps.
     third = float(np.diff(steps).min()) / 3 if len(steps) > 1 else 1 / 3
-    for index, (measure, traces) in enumerate(zip(MEASURES, info.traces, strict=True)):
-        where = place(index, 2)
+    for where, measure, traces in zip(places, MEASURES, info.traces, strict=True):
         for rank, trace in enumerate(traces):
             style, rows = trace.style, np.stack([trace.step, trace.value, trace.low, trace.high], -1).tolist()
             texts = [

@@ -6,11 +6,12 @@ from importlib import metadata
 from pathlib import Path
 
 from otb_analysis.answers import reportable
+from otb_analysis.answers.pairs import provenance_table
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import counted, plural
-from otb_analysis.report.document import Document, to_html, to_markdown
+from otb_analysis.report.document import Document, Grid, Section, to_html, to_markdown
 from otb_analysis.report.paper import write_figures
-from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview, provenance
+from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview
 
 __all__ = ["report", "write_report"]
 
@@ -25,13 +26,10 @@ def report(paths: Sequence[Path], command: str) -> Document:
     runs = reportable(paths)
     parts = [(make, run) for make in (estimators, fidelity, attribution_section) for run in runs.values()]
     each = [make(run) for make, run in counted(parts, "section")]
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Document(
-        title=" · ".join(runs),
-        command=command,
-        note=f"Made {made} by otb-analysis {metadata.version('otb-analysis')} from {plural(len(runs), 'run')}.",
-        sections=(overview(runs), collapse(runs), *each, provenance(runs)),
-    )
+    provenance = Section("How the runs were made", (Grid("From each run's run.json.", provenance_table(runs)),))
+    made, version = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), metadata.version("otb-analysis")
+    note = f"Made {made} by otb-analysis {version} from {plural(len(runs), 'run')}."
+    return Document(" · ".join(runs), command, note, (overview(runs), collapse(runs), *each, provenance))
 
 
 def write_report(paths: Sequence[Path], out: Path, command: str, figures: Path | None = None) -> list[Path]:

@@ -1,5 +1,6 @@
 """What `otb query` says: the answer to one SELECT, or of a whole run its rollouts, their rewards and all columns."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pandas as pd
 
 from otb_analysis.figures.numbers import cell
 from otb_analysis.report.document import Grid, Part
-from otb_analysis.report.records import infinite_cells, written
+from otb_analysis.report.records import written
 from otb_analysis.schema import TABLES
 from otb_analysis.store import ASKED_ROWS, RolloutFilter, RunStore, facts_of_rollouts, find_rollouts, reward_histogram
 
@@ -15,6 +16,12 @@ SHOWN, WIDEST = 50, 120
 """Rows of an answer that a terminal shows, and characters of a cell."""
 MOST = 500
 """Rollouts that are listed, as on the page Rollouts."""
+COLUMNS = {
+    name: pd.DataFrame({"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in of)
+    for name, of in TABLES.items()
+}
+"""The columns of every table of a run with their units and meanings."""
+WORDS = {math.inf: "infinite", -math.inf: "minus infinite"}
 
 
 def answer_record(run: str, table: pd.DataFrame) -> dict[str, Any]:
@@ -22,9 +29,13 @@ def answer_record(run: str, table: pd.DataFrame) -> dict[str, Any]:
 
     A missing number and NaN are null alike: frames do not tell them apart. The column `not_finite` of `steps` does.
     """
-    columns = [str(name) for name in table]
-    rows = {"columns": columns, "rows": written(table), "n": len(table), "cut": len(table) == ASKED_ROWS}
-    return {"run": run, **rows, "infinite": infinite_cells(table)}
+    infinite = [
+        {"row": int(row), "column": str(name), "is": WORDS[float(values[row])]}
+        for name, values in ((name, table[name].to_numpy()) for name in table.select_dtypes("floating"))
+        for row in np.flatnonzero(np.isinf(values.astype(np.float64, copy=False)))
+    ]
+    rows = {"columns": list(map(str, table)), "rows": written(table), "n": len(table), "cut": len(table) == ASKED_ROWS}
+    return {"run": run, **rows, "infinite": infinite}
 
 
 def answer_parts(table: pd.DataFrame) -> list[Part]:
@@ -42,29 +53,21 @@ def _cell(value: Any) -> str:
     return repr(text)[1:-1][:WIDEST]
 
 
-def rollouts_record(store: RunStore, asked: RolloutFilter | None = None) -> dict[str, Any]:
+def rollouts_record(store: RunStore) -> dict[str, Any]:
     """Return what the page Rollouts shows before anything is asked: ends, rewards by step, rollouts, all columns.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    asked = asked or RolloutFilter()
-    rollouts, total = find_rollouts(store, asked, MOST)
-    columns = {
-        name: [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in of] for name, of in TABLES.items()
-    }
+    everything = RolloutFilter()
+    rollouts, total = find_rollouts(store, everything, MOST)
+    rewards = written(reward_histogram(store, everything))
     return {
-        "run": store.path.name, "ends": facts_of_rollouts(store), "n_rollouts": total,
-        "rewards_by_step": written(reward_histogram(store, asked)), "rollouts": written(rollouts), "columns": columns,
+        "run": store.path.name, "ends": facts_of_rollouts(store), "n_rollouts": total, "rewards_by_step": rewards,
+        "rollouts": written(rollouts), "columns": written(COLUMNS),
     }  # fmt: skip
 
 
 def columns_parts() -> list[Part]:
     """Return the columns of every table of a run with their units and meanings."""
-    return [
-        Grid(
-            "", pd.DataFrame({"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in of), f"Table {name}",
-            texts=("unit",), folds=("meaning",),
-        )
-        for name, of in TABLES.items()
-    ]  # fmt: skip
+    return [Grid("", of, f"Table {name}", texts=("unit",), folds=("meaning",)) for name, of in COLUMNS.items()]

@@ -14,7 +14,7 @@ from otb_analysis.checks.bookkeeping import bookkeeping_lines
 from otb_analysis.checks.sampling_report import ZScores, sampling_lines
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import StoreError
-from otb_analysis.figures.comparison import comparison_table, dead_display, planner_words, plot_planner, sizes_display
+from otb_analysis.figures.comparison import comparison_table, planner_display, plot_planner
 from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
 from otb_analysis.report.compare import estimator_parts
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section, to_html
@@ -76,11 +76,9 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
         sections.append(Section("Tokens", tuple(grids)))
     if (proxy := report.proxy) is not None:
         values = {
-            "log correlation, all tokens": proxy.pooled,
-            "log correlation, within": proxy.within,
-            "efficiency kept": proxy.kept,
-            "share of otb's gain over rloo lost": proxy.gain_lost,
-        }
+            "log correlation, all tokens": proxy.pooled, "log correlation, within": proxy.within,
+            "efficiency kept": proxy.kept, "share of otb's gain over rloo lost": proxy.gain_lost,
+        }  # fmt: skip
         caption = (
             f"{proxy.n_tokens:,} tokens with both. within: among rollouts of one prompt at one position, where "
             "baselines compare. efficiency kept: of otb, the proxy over exact norms."
@@ -126,40 +124,42 @@ def write_audit(run: RunAnswers, report: AuditReport, folder: Path, command: str
 
 def planner_parts(planner: Planner) -> list[Part]:
     """Return group sizes at the same rollouts: picture, efficiencies, costs, dead groups and what cannot be known."""
-    sizes, parts = sizes_display(planner), list[Part]()
+    (words, sizes), parts = planner_display(planner), list[Part]()
     if len(sizes):
         caption = f"{planner.n_rollouts} rollouts in groups of each size. {COST} {BEST}"
-        parts.append(Picture("planner", planner_words(planner), plot_planner(planner)))
+        parts.append(Picture("planner", words, plot_planner(planner)))
         parts.append(Grid(caption, sizes, "Budget planner: group sizes at the same rollouts"))
     return [*parts, *dead_parts(planner), *filter(None, [planner.note])]
 
 
 def dead_parts(planner: Planner) -> list[Part]:
     """Return what success rates alone say about group sizes; empty where there is no group."""
-    return [Grid(DEAD, dead_display(planner), "Budget planner: dead groups")] if planner.dead else []
+    rows = pd.DataFrame(
+        {
+            "group size": str(row.size), "dead": interval_cell(row.share, ".1%"),
+            "informative": interval_cell(row.informative, ".1f"), "groups": str(row.n_groups),
+        }
+        for row in planner.dead
+    )  # fmt: skip
+    return [Grid(DEAD, rows, "Budget planner: dead groups")] if planner.dead else []
 
 
 def _shares(name: str, rows: tuple[Share, ...]) -> pd.DataFrame:
     return pd.DataFrame(
         {
-            name: " ".join(row.name.split())[-32:] or MISSING,
-            "tokens": f"{row.n_tokens:,}",
-            "share": f"{row.share:.1%}",
-            "of Σ|share|": f"{row.size:.1%}",
-            "signal": formatted(row.signal, ".1%"),
-            "noise": formatted(row.noise, ".1%"),
+            name: " ".join(row.name.split())[-32:] or MISSING, "tokens": f"{row.n_tokens:,}",
+            "share": f"{row.share:.1%}", "of Σ|share|": f"{row.size:.1%}",
+            "signal": formatted(row.signal, ".1%"), "noise": formatted(row.noise, ".1%"),
         }
         for row in rows
-    )
+    )  # fmt: skip
 
 
 def _z_scores(name: str, rows: Sequence[ZScores]) -> pd.DataFrame:
     return pd.DataFrame(
         {
-            name: str(row.at),
-            "tokens": f"{row.n_tokens:,}",
-            "temperature": formatted(row.temperature, "+.1f"),
+            name: str(row.at), "tokens": f"{row.n_tokens:,}", "temperature": formatted(row.temperature, "+.1f"),
             "probability": formatted(row.probability, "+.1f"),
         }
         for row in rows
-    )
+    )  # fmt: skip

@@ -19,14 +19,12 @@ def diagnosis_parts(run: RunAnswers) -> list[Part]:
     series = run.series
     rows = pd.DataFrame(
         {
-            "level": finding.level,
-            "detector": finding.detector,
+            "level": finding.level, "detector": finding.detector,
             "first watch": MISSING if finding.watch_step is None else str(finding.watch_step),
-            "first alarm": MISSING if finding.alarm_step is None else str(finding.alarm_step),
-            "why": finding.reason,
+            "first alarm": MISSING if finding.alarm_step is None else str(finding.alarm_step), "why": finding.reason,
         }
         for finding in run.findings
-    )
+    )  # fmt: skip
     title = f"{run.name}, steps {series.step[0]} to {series.step[-1]}"
     grid = Grid("", rows, title, texts=("detector",), folds=("why",))
     alarm, lines = ([run.lines[0]], run.lines[1:]) if run.alarm else ([], run.lines)

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from otb_analysis.figures.curves import CurvesInfo
 from otb_analysis.figures.numbers import cell
+from otb_analysis.figures.styles import CONFIG, FONT, for_background
 from otb_analysis.figures.svg import curves_svg
-from otb_analysis.figures.theme import CONFIG, FONT, for_background
 
 SHORT = 32
 """Characters up to which a text column is never broken into lines."""
@@ -81,13 +81,9 @@ class Document:
 def terminal_table(title: str, caption: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
     """Return an empty table: a title above, a caption below, columns of text on the left, of numbers on the right."""
     table = Table(
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption=caption, caption_justify="left",
         title=Text(title, "table.title"),  # a run's name in it is no markup
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-    )
+    )  # fmt: skip
     for name in texts:
         table.add_column(name, no_wrap=True)
     for name in numbers:

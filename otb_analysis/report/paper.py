@@ -11,7 +11,7 @@ from otb_analysis.answers import MeasuredSteps
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.figures.comparison import display_table
-from otb_analysis.figures.theme import for_background
+from otb_analysis.figures.styles import for_background
 from otb_analysis.report.document import Document, Grid, Picture, grid_text
 
 COLUMNS = {"column": 3.25, "page": 6.75}

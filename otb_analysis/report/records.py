@@ -20,8 +20,6 @@ from otb_analysis.figures.pairs import block_rows, curves_rows, noise_table, pai
 from otb_analysis.figures.runs import config_differences, grouped, headline_info
 from otb_analysis.figures.timeline import first_look, timeline_info
 
-WORDS = {math.inf: "infinite", -math.inf: "minus infinite"}
-
 
 def written(value: Any) -> Any:
     """Return a value as JSON can write it: null for every number that is unknown, NaN or infinite.
@@ -46,15 +44,6 @@ def written(value: Any) -> Any:
     return value if isinstance(value, str | int) else str(value)
 
 
-def infinite_cells(table: pd.DataFrame) -> list[dict[str, object]]:
-    """Return which cells of a table `written` makes null although they hold a number: those that are infinite."""
-    return [
-        {"row": int(row), "column": str(name), "is": WORDS[float(values[row])]}
-        for name, values in ((name, table[name].to_numpy()) for name in table.select_dtypes("floating"))
-        for row in np.flatnonzero(np.isinf(values.astype(np.float64, copy=False)))
-    ]
-
-
 def comparison_record(
     runs: Mapping[str, RunAnswers], sides: Sides | None = None, curves: bool = False, window: int = 10, by: str = ""
 ) -> dict[str, object]:
@@ -76,20 +65,19 @@ def comparison_record(
     if not others and only.measured is not None:
         pair = estimator_pair(only.measured, only.estimator, sides.a, sides.b)
     differences = config_differences({name: run.config for name, run in runs.items()})
-    rows = list[dict[str, object]]()
-    for name, run in runs.items():
-        status, reason = run.store.standing
-        rows.append({
-            "status": status, "reason": reason, **asdict(headline_info(name, run.estimator, run.steps)),
-            "alarm": run.alarm, "conclusion": run.lines, "proxy": run.proxy, "proxy_words": run.proxy_line,
+    rows = [
+        {
+            **dict(zip(("status", "reason"), run.store.standing, strict=True)),
+            **asdict(headline_info(name, run.estimator, run.steps)), "alarm": run.alarm, "conclusion": run.lines,
+            "proxy": run.proxy, "proxy_words": run.proxy_line,
             "planner": asdict(run.planner) | {"cells": planner_table(run.planner)},
             "fidelity": [{"of": title} | asdict(fidelity) for title, fidelity in run.fidelity],
-        })  # fmt: skip
+        }
+        for name, run in runs.items()
+    ]  # fmt: skip
     record: dict[str, object] = {
-        "runs": rows,
-        "estimators": [decision_record(of) for of in designs(runs).values()],
-        "settings": differences.table,
-        "pair": pair and {
+        "runs": rows, "estimators": [decision_record(of) for of in designs(runs).values()],
+        "settings": differences.table, "pair": pair and {
             "a": pair.a, "b": pair.b, "verdict": pair.verdict, "quantities": pair_table(pair.panels),
             "blocks": block_rows(pair.panels), "gradient_noise": noise_table(pair.noise), "notes": pair.notes,
         },

@@ -7,7 +7,6 @@ import numpy as np
 
 from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.holders import Attributed
-from otb_analysis.answers.pairs import provenance_table
 from otb_analysis.answers.proxy import MEASURED_GROUPS
 from otb_analysis.diagnostics import changes, detectors
 from otb_analysis.errors import InputError
@@ -118,16 +117,11 @@ def collapse(runs: Runs) -> Section:
         )
         for name, run in runs.items()
     ]  # fmt: skip
-    return Section(
-        "Alarms and health over steps",
-        (
-            Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings)),
-            *(f"{run}. {of.change_line} {of.outlier_line}".rstrip() for run, of in runs.items()),
-            *pictures,
-            Grid(DEGENERATE, degenerate_table({name: run.steps for name, run in runs.items()})),
-            Formulas(ALARM_FORMULAS),
-        ),
-    )
+    alarms = Grid(f"{alarms_line(findings)} {fired}", alarms_table(findings))
+    changes_seen = (f"{run}. {of.change_line} {of.outlier_line}".rstrip() for run, of in runs.items())
+    degenerate = Grid(DEGENERATE, degenerate_table({name: run.steps for name, run in runs.items()}))
+    parts = (alarms, *changes_seen, *pictures, degenerate, Formulas(ALARM_FORMULAS))
+    return Section("Alarms and health over steps", parts)
 
 
 def estimators(run: RunAnswers) -> Section:
@@ -169,8 +163,3 @@ def attribution_section(run: RunAnswers) -> Section:
         return Section(title, (without,))
     picture = Picture(f"attribution-{run.name}", found.says, plot_attribution(attribution_info(found.shares)))
     return Section(title, (picture, *holder_grids(found, TOP), Formulas(ATTRIBUTION_FORMULAS)))
-
-
-def provenance(runs: Runs) -> Section:
-    """Return what each run was made with."""
-    return Section("How the runs were made", (Grid("From each run's run.json.", provenance_table(runs)),))

@@ -3,7 +3,6 @@ import pandas as pd
 
 from otb_analysis.diagnostics import StepSeries, change_points, diagnose
 from otb_analysis.figures.alarms import SIGNS, alarms_line, alarms_table
-from otb_analysis.figures.curves import QUANTITIES, curves_info, derived, plot_curves
 from otb_analysis.figures.timeline import timeline_info
 
 CLIPPED = np.repeat([False, True, False], [35, 15, 10])
@@ -32,11 +31,3 @@ def test_levels_are_counted_in_words():
 def test_marks_stand_at_their_step_and_know_their_panel():
     found = {(e.column, e.kind, e.step) for e in timeline_info(STEPS, FINDINGS["mine"], change_points(SERIES)).events}
     assert found == {("grad_norm", "alarm", 52), ("clipped_share", "watch", 47), ("grad_norm", "change", 50)}
-
-
-def test_a_share_that_never_changes_is_drawn_on_an_axis_from_0_to_1():
-    steps = pd.DataFrame({"step": [0, 1], "n_truncated": [0, 0], "n_rollouts": [8, 8], "length_mean": [5.0, 5.0]})
-    info = curves_info({"mine": derived(steps)}, QUANTITIES, {"mine": "otb"})
-    layout = plot_curves(info).layout
-    axis = {q.column: layout[f"yaxis{i + 1 if i else ''}"].range for i, q in enumerate(info.quantities)}
-    assert axis["truncated_share"] == (0.0, 1.03)

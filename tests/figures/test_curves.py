@@ -10,7 +10,6 @@ from otb_analysis.figures.curves import (
     derived,
     grouped_info,
     learning_info,
-    plot_curves,
     plot_learning,
 )
 from otb_analysis.figures.runs import config_differences, grouped
@@ -89,23 +88,18 @@ def test_clipped_share_is_the_mean_of_the_last_twenty():
 
 
 def test_curves_have_titled_panels_and_one_legend_entry_a_run(steps):
-    figure = plot_curves(curves_info({"a": steps, "b": steps}, QUANTITIES, {"a": "otb", "b": "rloo"}, window=2))
+    figure = plot_learning(curves_info({"a": steps, "b": steps}, QUANTITIES, {"a": "otb", "b": "rloo"}, window=2))
     titles = [note.text.split("<br>")[0] for note in figure.layout.annotations[: len(QUANTITIES)]]
     assert titles == [q.title for q in QUANTITIES]
     assert [t.name for t in figure.data if t.showlegend] == ["a", "b"]
 
 
 def test_panel_without_data_says_not_recorded(steps):
-    figure = plot_curves(curves_info({"a": steps}, QUANTITIES, {"a": "otb"}))
+    figure = plot_learning(curves_info({"a": steps}, QUANTITIES, {"a": "otb"}))
     notes = [note for note in figure.layout.annotations if note.text == "no finite number was recorded"]
     assert notes
     # A note lies in its own panel only if the panel has a trace: without one a browser draws no axes there.
     assert {note.xref.split()[0] for note in notes} <= {trace.xaxis for trace in figure.data}
-
-
-def test_log_axes_on_request(steps):
-    figure = plot_curves(curves_info({"a": steps}, [Quantity("r", "", "grad_norm")], {}), log_y=True)
-    assert figure.layout.yaxis.type == "log"
 
 
 def test_run_name_is_text_in_hover_and_template():
@@ -186,6 +180,6 @@ def test_an_infinite_number_is_left_out_and_does_not_spoil_the_steps_after_it():
     never = {"a": table.assign(grad_norm=np.inf)}
     assert curves_info(never, [Quantity("‖ḡ‖", "", "grad_norm")], {}).curves == ((),)
     (note,) = [
-        n.text for n in plot_curves(curves_info(never, [Quantity("r", "", "grad_norm")], {})).layout.annotations
+        n.text for n in plot_learning(curves_info(never, [Quantity("r", "", "grad_norm")], {})).layout.annotations
     ][1:]
     assert note == "no finite number was recorded"

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.figures.rollouts import plot_rewards, rewards_info
-from otb_analysis.figures.theme import for_background
+from otb_analysis.figures.styles import for_background
 
 BINS = pd.DataFrame(
     {"step": [0, 0, 5, 10], "reward": [0.0, 1.0, 1.0, 0.0], "n": [3, 1, 4, 2], "width": 5, "height": 0.0}

@@ -4,8 +4,18 @@ import pytest
 
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.styles import ESTIMATOR_STYLES, estimator_style, run_styles
-from otb_analysis.figures.theme import CONFIG, RAMP, for_background, linear_range, log_axis, panels, step_axis
+from otb_analysis.figures.styles import (
+    CONFIG,
+    ESTIMATOR_STYLES,
+    RAMP,
+    estimator_style,
+    for_background,
+    linear_range,
+    log_axis,
+    panels,
+    run_styles,
+    step_axis,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +98,8 @@ def test_step_axis_has_its_ticks_where_something_was_measured():
 
 
 def test_panel_titles_stand_flush_left_above_their_panel():
-    figure = panels([("a", "x"), ("b", "y"), ("c", "z")], 2)
+    figure, places = panels([("a", "x"), ("b", "y"), ("c", "z")], 2)
+    assert places == [{"row": 1, "col": 1}, {"row": 1, "col": 2}, {"row": 2, "col": 1}]
     assert [note.text[0] for note in figure.layout.annotations] == ["a", "b", "c"]
     assert figure.layout.annotations[1].x == figure.layout.xaxis2.domain[0]
 
@@ -99,7 +110,7 @@ def test_nothing_leaves_the_page():
 
 
 def test_dark_background_gets_light_ink():
-    dark = for_background(panels([("a", "")], 1), dark=True).layout.font.color
+    dark = for_background(panels([("a", "")], 1)[0], dark=True).layout.font.color
     assert int(dark[1:3], 16) > 200
 
 

@@ -57,7 +57,7 @@ def test_token_that_was_not_measured_has_no_colour(tokens):
     assert (unmeasured.level, unmeasured.kind) == (-1, "special")
     assert info.n_missing == 1
     assert np.isnan(info.values[2, 0])
-    assert info.exists[2].tolist()[0] == 1 and np.isnan(info.exists[2, 1])
+    assert grid_info(info).unknown[2].tolist()[0] == 1 and np.isnan(grid_info(info).unknown[2, 1])
 
 
 def test_tool_token_has_no_colour_even_where_the_column_has_a_value(tokens):
