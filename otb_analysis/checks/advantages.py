@@ -18,6 +18,8 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-4
 """A recorded advantage agrees within so much: float32, bfloat16's reciprocal, or four decimals."""
 SCALED = 1e-4
 """Advantages agree up to a common factor where the factor leaves less than this share of their Σ of squares."""
+LISTED = 4
+"""Conventions that are named where several fit."""
 FEW = 0.2
 """Up to this share of rollouts that differ is an exception to a convention; more is another one."""
 
@@ -214,6 +216,8 @@ def check_advantages(store: RunStore) -> AdvantageCheck | None:
         return check
     ranges = [(np.nanmin(one.advantage), np.nanmax(one.advantage)) for one in _steps(store)]
     ends = float(min(low for low, _ in ranges)), float(max(high for _, high in ranges))
+    if ends[0] == ends[1]:  # to which any convention can be clipped
+        return replace(check, trait=f"all of them are {ends[0]:.4g}, whatever the reward")
     changed = {match.convention.partition(",")[0]: match for match in _compared(store, ends)[0][::-1]}
     if found := [match for match in changed.values() if not match.n_differ]:
         return replace(check, matches=(*found, *matches))
@@ -299,7 +303,9 @@ def advantage_lines(check: AdvantageCheck) -> list[str]:
     """Return what a run's recorded advantages are, in sentences."""
     count = f"The recorded advantages of {check.n_rollouts:,} rollouts in {check.n_groups:,} groups"
     if names := check.exact:
-        return [f"{count} are those of {' or '.join(f'{x} ({GLOSS[x]})' if x in GLOSS else x for x in names)}."]
+        named = [f"{x} ({GLOSS[x]})" if x in GLOSS else x for x in names[:LISTED]]
+        more = f" or {len(names) - LISTED} more" if len(names) > LISTED else ""
+        return [f"{count} are those of {' or '.join(named)}{more}."]
     if scaled := check.scaled:
         return [f"{count} are {' or '.join(f'{match.factor:.4g} × {match.convention}' for match in scaled)}."]
     best = check.matches[0]

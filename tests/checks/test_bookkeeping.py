@@ -243,3 +243,17 @@ def test_what_groups_that_differ_share_is_the_sentence(tmp_path, jsonl, what):
     check = check_advantages(imported(tmp_path, jsonl, records))
     assert check is not None and not check.exact and check.matches[0].convention == "group_mean"
     assert sentence in " ".join(advantage_lines(check))
+
+
+def test_one_advantage_for_all_is_no_convention_clipped_to_it(tmp_path, jsonl):
+    check = check_advantages(imported(tmp_path, jsonl, rows(np.full((3, 4), 0.5))))
+    assert check is not None and not check.exact
+    assert advantage_lines(check)[-1] == "All of them are 0.5, whatever the reward."
+
+
+def test_of_many_conventions_that_fit_four_are_named(tmp_path, jsonl):
+    # Where all rewards are equal every advantage is 0, which most conventions give.
+    check = check_advantages(imported(tmp_path, jsonl, rows(np.zeros((3, 4)), np.ones((3, 4)))))
+    assert check is not None and len(check.exact) > 4
+    (line,) = advantage_lines(check)
+    assert line.count(" or ") == 4 and line.endswith(f"or {len(check.exact) - 4} more.")

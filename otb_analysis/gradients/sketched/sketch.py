@@ -62,7 +62,8 @@ class Buckets:
         self.dim = dim
         self.signed = torch.empty(length, dtype=torch.int32, device=device)
         self.chunk = working_set(device, CHUNK)
-        # The seed is hashed first, so that neighbouring seeds are unrelated.
+        # The seed is hashed first, so that neighbouring seeds are unrelated; one of more than 63 bits wraps, too.
+        seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
         key = int(_mix(torch.tensor([seed], device="cpu"), _STRIDE))
         for first in range(0, length, self.chunk):
             part = self.signed[first : first + self.chunk]
