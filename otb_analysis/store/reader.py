@@ -1,6 +1,5 @@
 """Reading a run: frames, read-only SQL, the arrays of one step; each answer sees the steps complete at that moment."""
 
-import pickle
 import re
 import tempfile
 import threading
@@ -242,8 +241,7 @@ class RunStore:
             chunks, size = list[pd.DataFrame](), 0
             while not chunks or (len(chunks[-1]) and (rows is None or sum(map(len, chunks)) < rows)):
                 chunks.append(answer.fetch_df_chunk())
-                if megabytes is not None:  # pickled, since a cell may be a list of texts
-                    size += max(len(pickle.dumps(chunks[-1])), int(chunks[-1].memory_usage(index=False).sum()))
+                size += 0 if megabytes is None else sum(_size(column) for _, column in chunks[-1].items())
                 if megabytes is not None and size > 1e6 * megabytes:
                     raise InputError(
                         f"the answer of {self.path} is larger than {megabytes:g} MB; ask for fewer rows or columns, or "
@@ -406,3 +404,12 @@ class RunStore:
         tokens = self.tokens_df([step], list(TOKEN_COLUMNS), where, params)
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"], where, params)
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
+
+
+def _size(values: Any) -> int:
+    """Return about how many bytes values take, with all that they hold: a cell may be a list of texts."""
+    if isinstance(values, dict):
+        return _size([*values, *values.values()])
+    if isinstance(values, list | tuple) or str(getattr(values, "dtype", "")) == "object":
+        return 8 + sum(map(_size, values))
+    return len(values) if isinstance(values, str | bytes | bytearray) else int(getattr(values, "nbytes", 8))

@@ -369,7 +369,8 @@ class Budget:
                 )
         paid = {name: int(max(0.0, seconds) / self.price[name] + ROUNDING) for name, seconds in saved.items()}
         if prompts := due.get("gradients", 0) * (due.get("gradients", 0) <= paid.get("gradients", 0)):
-            whole = saved.get("exact", 0.0) + to_come / 2 >= prompts * self.price.get("exact", np.inf)
+            norms = (saved.get("exact", 0.0) + to_come / 2) / self.price.get("exact", np.inf)
+            whole = norms + ROUNDING >= prompts
             due |= {"sampled": prompts, "exact": prompts if whole else 1}
         if "gradients" not in saved or self.prompts >= MIN_CLUSTERS:
             due["attribution"] = 1

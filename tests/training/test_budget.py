@@ -210,6 +210,13 @@ def test_one_odd_step_moves_no_price(factor):
     assert odd.price == pytest.approx(even.price)
 
 
+def test_what_is_saved_to_the_last_second_is_measured_whole_at_any_pace():
+    for seed in range(30):
+        pace = np.random.default_rng(seed).uniform(0.5, 2, 8)
+        done, _ = run(budget_of(1e6, 8), pace=lambda step, pace=pace: pace[step])
+        assert all(due["exact"] == due["gradients"] == 8 for due in done[1:])
+
+
 def test_the_first_line_says_how_far_the_budget_reaches():
     def told(share, **measure):
         NOTES.clear()
