@@ -29,7 +29,6 @@ import pyarrow.parquet as pq
 
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require
-from otb_analysis.phases import note
 from otb_analysis.types import Bool, FinishReason, Float
 
 Row = Mapping[str, Any]
@@ -153,7 +152,7 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             elif suffix == ".eval":
                 rows = [_inspected(path)]
             elif suffix == ".db":
-                rows = map(_object, _logged(path), map(partial(Place, path), count(1)))
+                rows = map(_object, _logged(path, tally), map(partial(Place, path), count(1)))
             elif suffix in (".parquet", ".arrow"):
                 if suffix == ".parquet":
                     batches = opened.enter_context(pq.ParquetFile(path)).iter_batches(batch_size=BATCH)
@@ -172,6 +171,12 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
     except (OSError, pa.ArrowException, sqlite3.Error) as error:
         whole = "a Parquet file is read from its end, so one that was cut off is lost; " if suffix == ".parquet" else ""
         raise InputError(f"{path} cannot be read ({_first_line(error)}); {whole}write it again.") from error
+    except InputError:
+        raise
+    except (TypeError, LookupError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{path} holds no rows that can be read ({_first_line(error)}); export it again, or write JSON lines."
+        ) from error
 
 
 def _inspected(path: Path) -> Row:
@@ -185,13 +190,13 @@ def _inspected(path: Path) -> Row:
     return log.read_eval_log(str(path), resolve_attachments=True).model_dump(mode="json")
 
 
-def _logged(path: Path) -> list[Row]:
+def _logged(path: Path, tally: Tally) -> list[Row]:
     """Return the rows of the tables that a run sent to trackio, the newest run where a project has several."""
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
         query = "SELECT run_name, metrics FROM metrics WHERE metrics LIKE '%trackio.table%' ORDER BY id"
         logged = [(run, json.loads(metrics)) for run, metrics in database.execute(query)]
-    if len(runs := dict.fromkeys(run for run, _ in logged)) > 1:
-        note(f"{path.name} has tables of {len(runs)} runs ({', '.join(runs)}); the newest, {logged[-1][0]}, is read.")
+    for run in dict.fromkeys(run for run, _ in logged if run != logged[-1][0]):
+        tally[f"run of trackio was left out: {run}; the newest, {logged[-1][0]}, is read"] += 1
     tables = [value for run, metrics in logged if run == logged[-1][0] for value in metrics.values()]
     return [row for table in tables if isinstance(table, dict) for row in table.get("_value", ())]
 
@@ -334,7 +339,7 @@ class Message:
     content: str
     sampled: bool  # True where the policy wrote it
     lacks: str = ""  # What of it is not in the text, so that its tokens are not known: images
-    calls: tuple[Row, ...] = ()  # Its tool calls as chat templates take them
+    calls: tuple[Row, ...] = field(default=(), hash=False)  # Its tool calls as chat templates take them
 
 
 def messages_of(values: object, name: str, place: Place, sampled: bool = False) -> list[Message]:
@@ -419,7 +424,7 @@ class RecordedRollout:
     def prompt_key(self) -> Hashable:
         """What tells this prompt from others: its tokens, or its text where they were not recorded."""
         if self.messages:
-            return tuple((message.role, message.content) for message in self.prompt_messages)
+            return tuple((one.role, one.content, *map(repr, one.calls)) for one in self.prompt_messages)
         return self.opening or (self.prompt if self.prompt_ids is None else self.prompt_ids)
 
     @property

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from otb_analysis.errors import InputError
-from otb_analysis.phases import NOTES
 from otb_analysis.recorded.formats import FORMATS, find_source
 from otb_analysis.recorded.readers import (
     ONE_SCORED,
@@ -451,13 +450,22 @@ def test_tables_that_trackio_holds_are_read_of_its_newest_run(tmp_path, jsonl):
         database.executemany("INSERT INTO metrics (run_name, step, metrics) VALUES (?, ?, ?)", rows)
     records = read(tmp_path / "project.db")
     assert [r.step for r in records] == [row["step"] for step in (1, 2) for row in trl_rows(step)]
-    assert "2 runs (old, new); the newest, new" in NOTES[-1]
+    source = find_source(tmp_path / "project.db").weighed({})
+    assert len(list(source.records())) == len(records)
+    assert source.tally["run of trackio was left out: old; the newest, new, is read"] == 1
     assert [r.completion for r in read(jsonl(tables[:1], "completions.json"))] == [
         row["completion"] for row in trl_rows(1)
     ]
     (tmp_path / "other.db").write_bytes(b"no database, but long enough to be looked at" * 9)
     with pytest.raises(InputError, match=r"other\.db cannot be read"):
         read(tmp_path / "other.db")
+    for broken in (
+        {"_type": "trackio.table"},
+        {"_type": "trackio.table", "_value": 3},
+        {"columns": ["a"], "data": [1]},
+    ):
+        with pytest.raises(InputError, match="holds no rows that can be read"):
+            read(jsonl([broken], "broken.json"))
 
 
 PLAIN = {"prompt": "p", "completion": "c", "reward": 1.0}

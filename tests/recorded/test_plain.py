@@ -113,6 +113,18 @@ def test_results_of_verifiers_are_groups_by_example_with_tools_and_null_contents
         chat_text(tokenizer, records[0].messages, records[0].place, goes_on=False)
 
 
+def test_tool_calls_are_imported_and_tell_prompts_apart(jsonl, tmp_path):
+    def row(number, reward):
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": number})}}
+        asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        answer = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        return {"prompt": asked, "completion": answer, "reward": reward}
+
+    path = jsonl([row(1, 1.0), row(1, 0.0), row(2, 1.0), row(2, 0.0)])
+    rollouts = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs"))).rollouts_df()
+    assert rollouts["group"].tolist() == [0, 0, 1, 1] and rollouts["turns"].tolist() == [1] * 4
+
+
 def test_messages_with_images_are_prompts_of_their_own(jsonl):
     def row(url):
         content = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url}}]
