@@ -1,7 +1,7 @@
 """Whose advantages are these: a run's recorded ones against every estimator and the conventions of other trainers."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ SCALED = 1e-4
 """Advantages agree up to a common factor where the factor leaves less than this share of their Σ of squares."""
 LISTED = 4
 """Conventions that are named where several fit."""
+HELD = 1_000_000
+"""Tokens up to which a run's steps stay in memory, some 100 bytes each, while they are gone through several times."""
 FEW = 0.2
 """Up to this share of rollouts that differ is an exception to a convention; more is another one."""
 
@@ -204,32 +206,41 @@ def _steps(store: RunStore) -> Iterator[_Recorded]:
 def check_advantages(store: RunStore) -> AdvantageCheck | None:
     """Compare a run's recorded advantages with those of every estimator whose inputs it has; None where none are.
 
-    One step is in memory at a time. An estimator counts only if every step has its inputs. Advantages clipped, over the
-    length or of another group are looked for where nothing else agrees. Of the best convention, what differs is looked
-    at more closely.
+    Of a large run one step is in memory at a time. An estimator counts only if every step has its inputs. Advantages
+    clipped, over the length or of another group are looked for where nothing else agrees. Of the best convention, what
+    differs is looked at more closely.
     """
-    matches, n, n_groups = _compared(store)
+    lengths: Any = store.rollouts_df(columns=["length"])["length"]
+    few = list(_steps(store)) if lengths.sum() <= HELD else None
+
+    def steps() -> Iterable[_Recorded]:
+        return _steps(store) if few is None else few
+
+    matches, n, n_groups = _compared(store, steps())
     if not matches:
         return None
     check = AdvantageCheck(n, tuple(matches), n_groups)
     if check.exact or check.scaled:
         return check
-    ranges = [(np.nanmin(one.advantage), np.nanmax(one.advantage)) for one in _steps(store)]
+    ranges = [(np.nanmin(one.advantage), np.nanmax(one.advantage)) for one in steps()]
     ends = float(min(low for low, _ in ranges)), float(max(high for _, high in ranges))
     if ends[0] == ends[1]:  # to which any convention can be clipped
         return replace(check, trait=f"all of them are {ends[0]:.4g}, whatever the reward")
-    changed = {match.convention.partition(",")[0]: match for match in _compared(store, ends)[0][::-1]}
+    changed = {match.convention.partition(",")[0]: match for match in _compared(store, steps(), ends)[0][::-1]}
     if found := [match for match in changed.values() if not match.n_differ]:
         return replace(check, matches=(*found, *matches))
-    odd, trait = _exceptions(store, matches[0].convention)
+    rewards = set(np.round(np.concatenate([one.rewards.total for one in steps()]), 4).tolist())
+    odd, trait = _exceptions(store, steps(), matches[0].convention, rewards)
     return replace(check, odd=odd, trait=trait)
 
 
-def _compared(store: RunStore, ends: tuple[float, float] | None = None) -> tuple[list[AdvantageMatch], int, int]:
+def _compared(
+    store: RunStore, recorded: Iterable[_Recorded], ends: tuple[float, float] | None = None
+) -> tuple[list[AdvantageMatch], int, int]:
     """Return the conventions that every step allows, the best first, and how many rollouts and groups were compared."""
     sums = defaultdict[str, list[tuple[int, float, tuple[int, int] | None, float, float, float]]](list)
     n = n_groups = steps = 0
-    for one in _steps(store):
+    for one in recorded:
         present = ~np.isnan(one.advantage)
         b = np.where(present, one.advantage, 0.0)
         for name, ours in one.advantages(ends):
@@ -260,11 +271,16 @@ def _compared(store: RunStore, ends: tuple[float, float] | None = None) -> tuple
     return matches, n, n_groups
 
 
-def _exceptions(store: RunStore, convention: str) -> tuple[str, str]:
-    """Return the largest difference from a convention with its record, and what the groups that differ share."""
+def _exceptions(
+    store: RunStore, recorded: Iterable[_Recorded], convention: str, known: Collection[float]
+) -> tuple[str, str]:
+    """Return the largest difference from a convention with its record, and what the groups that differ share.
+
+    `known` are the total rewards of the file, to four decimals.
+    """
     worst, where, largest = 0.0, "", ""
     steps, offsets, residues, sizes, rewards = set[int](), list[float](), list[bool](), set[int](), list[float]()
-    for one in _steps(store):
+    for one in recorded:
         ours, present, step = dict(one.advantages())[convention], ~np.isnan(one.advantage), one.rewards
         apart = np.where(present, one.advantage - ours, 0.0)
         near = np.abs(apart) <= ABSOLUTE + RELATIVE * np.abs(np.where(present, one.advantage, 0.0))
@@ -284,7 +300,6 @@ def _exceptions(store: RunStore, convention: str) -> tuple[str, str]:
             residues.append(bool((step.others()[1][wrong & rows] == 0).all()))
             # One more reward x moves the mean by −offset: x = mean − offset·(n + 1).
             rewards.append(float(step.total[rows].mean() - offsets[-1] * (rows.sum() + 1)))
-    known = set(np.round(np.concatenate([one.rewards.total for one in _steps(store)]), 4).tolist())
     n = f"{len(offsets):,} group{'s' if len(offsets) > 1 else ''} that differ{'' if len(offsets) > 1 else 's'}"
     if sizes == {1}:
         return largest, f"the {n} have one rollout, where trainers take the raw reward or 0"
