@@ -21,6 +21,7 @@ import streamlit as st
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.holders import Attributed, NotAttributed
 from otb_analysis.answers.pairs import Pair, estimator_pair, pair_of
+from otb_analysis.answers.telling import Telling, telling_rollouts
 from otb_analysis.answers.triage import Triage, triage_row
 from otb_analysis.errors import STOPS
 from otb_analysis.figures import variance
@@ -208,6 +209,12 @@ def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
 def attribution(run: Run, step: int) -> Attributed | NotAttributed:
     """Return who holds a step's gradient, or why that is not known."""
     return answers(run).attribution(step)
+
+
+@st.cache_data(max_entries=16, show_spinner=False)
+def telling(run: Run, since: int) -> list[Telling]:
+    """Return the rollouts since a step that are worth reading."""
+    return telling_rollouts(store(run), since)
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)

@@ -1,14 +1,5 @@
 """The Python that draws each figure, for a notebook: shown below it, and run by the tests."""
 
-TIMELINE = """from otb_analysis.diagnostics import change_points, diagnose, single_step_outliers
-from otb_analysis.figures.timeline import plot_timeline, timeline_info
-from otb_analysis.store import RunStore, step_series
-
-steps = RunStore({path!r}).steps_df()
-series = step_series(steps)
-info = timeline_info(steps, diagnose(series), change_points(series), {more}, single_step_outliers(series))
-plot_timeline(info, {step}, log_y={log_y}).write_html("timeline.html")"""
-
 ATTRIBUTION = """from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.store import RunStore, step_attribution
 
@@ -51,6 +42,12 @@ from otb_analysis.store import RunStore
 
 run = RunAnswers(RunStore({{path!r}}))
 {draw}"""
+
+TIMELINE = _ANSWERS.format(
+    imports="from otb_analysis.figures.timeline import plot_timeline, timeline_info",
+    draw="""info = timeline_info(run.steps, run.findings, run.changes, {more}, run.outliers)
+plot_timeline(info, {step}, log_y={log_y}).write_html("timeline.html")""",
+)
 
 COMPARISON = _ANSWERS.format(
     imports="from otb_analysis.figures.comparison import plot_comparison",

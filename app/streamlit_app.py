@@ -106,6 +106,11 @@ except STOPS as error:
         st.stop()
 if not table.empty:
     chosen = choose_runs(table, folder, stamps)
+    arrived = st.session_state.setdefault("_arrived", page.title == "Triage" and not st.query_params)
+    if arrived and any(run.status == "running" for run in chosen):
+        st.session_state["_arrived"] = False  # Back leads to Triage
+        st.switch_page("views/run.py")
+    st.session_state["_arrived"] = False
     if any(run.status == "running" for run in chosen):
         live = st.sidebar.toggle(
             "Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds."

@@ -6,9 +6,10 @@ Work opens phases and counts what is done in them. These are a few assignments, 
 
 from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Thread
 from time import monotonic
 from typing import TypeVar
 
@@ -73,11 +74,23 @@ def counted(items: Collection[T], unit: str) -> Iterator[T]:
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
     """Yield items, each made in a thread beside the work on the one before: reading goes on while files are written."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, items, None)
-            yield item
+
+    def begun() -> Future[T | None]:
+        item = Future[T | None]()
+
+        def make() -> None:
+            try:
+                item.set_result(next(items, None))
+            except BaseException as error:  # raised where the item is asked for
+                item.set_exception(error)
+
+        Thread(target=make, daemon=True).start()  # nothing waits for it once the work is stopped
+        return item
+
+    coming = begun()
+    while (item := coming.result()) is not None:
+        coming = begun()
+        yield item
 
 
 def note(sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Run: what happened when, in one run; a click on a step shows who held its gradient."""
+"""Run: what is going on, what is worth reading, who held a step's gradient, and what happened when."""
 
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ from data import Run
 from widgets import box, chart, download, frame, go_to, one_run, plain
 
 from otb_analysis.answers.holders import NotAttributed
-from otb_analysis.answers.triage import UNFIRED, state_of
+from otb_analysis.answers.triage import UNFIRED, state_of, thinned
 from otb_analysis.diagnostics import LEVELS, Finding
-from otb_analysis.figures.alarms import alarms_table, false_alarms, fired_first, foresight
+from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.curves import degenerate_table
-from otb_analysis.figures.timeline import first_look, plot_timeline, timeline_info
+from otb_analysis.figures.numbers import number
+from otb_analysis.figures.timeline import TimelineInfo, plot_timeline, timeline_info
 
 ROWS = 50
 PERCENT = st.column_config.NumberColumn(format="percent")
@@ -24,12 +25,14 @@ COLUMNS: Any = {
     "reward": st.column_config.NumberColumn(format="%.3g"), "share": PERCENT, "signal": PERCENT, "noise": PERCENT,
 }  # fmt: skip
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
-FIRED = (
-    "What went wrong, since when, and how far to trust it. A step is the one at which you would have seen it while the "
-    "run was going. **False alarms**: the largest share of simulated healthy runs of 50 to 500 steps in which it ever "
-    "fires (docs/results/alarms.md). **Study 05**: of 79 runs that collapsed, how many it called before the collapse, "
-    "and at all. No detector is shown to foresee one."
+RATES = (
+    "A step is the one at which you would have seen it while the run was going. **False alarms**: the largest share of "
+    "simulated healthy runs of 50 to 500 steps in which it ever fires (docs/results/alarms.md). **Study 05**: of 79 "
+    "runs that collapsed, how many it called before the collapse, and at all. No detector is shown to foresee one."
 )
+CURVES, POINTS = 5, 60  # above the page, and the points of each; a string below would be shown on the page
+SIGNS = {"watch": "△", "alarm": "▲"}
+READ = 400  # Characters of an answer that are shown above the page
 SHARES = (
     "Shares of ‖ḡ‖², the squared length of the update's gradient; all tokens together are 100 %. Negative: the token "
     "pushed against the update, so that the others hold more than 100 %. **Signal** points along other prompts' "
@@ -50,6 +53,57 @@ def cells(findings: list[Finding]) -> pd.DataFrame:
     table = pd.concat(rows or [alarms_table({})]).drop(columns="run").fillna("–").map(plain)
     names = [finding.detector for finding in findings]
     return table.assign(**{"false alarms": list(map(false_alarms, names)), "study 05": list(map(foresight, names))})
+
+
+def alarms(findings: list[Finding]) -> None:
+    """Say what fired, one line each in the order of the steps; how far to trust it waits below."""
+    fired, rest = fired_first(findings)
+    for one in fired:
+        at = (
+            f"step {one.watch_step}"
+            if one.alarm_step in (None, one.watch_step)
+            else (f"step {one.watch_step}, alarm at {one.alarm_step}")
+        )
+        st.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
+    if not fired and (state := state_of(findings)) in UNFIRED:
+        st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
+    with st.expander(f"All {len(findings)} detectors, and how far to trust them"):
+        st.caption(RATES)
+        st.table(cells([*fired, *rest]), hide_index=True)
+
+
+def curves(info: TimelineInfo) -> None:
+    """Show the first curves small, each with its last value, its first ones, and the alarms that are about it."""
+    for place, series in zip(st.columns(CURVES), info.series[:CURVES], strict=False):
+        named = [e for e in info.events if e.kind in SIGNS and e.column == series.quantity.column]
+        first, last = thinned(series.value, POINTS)[[0, -1]].tolist()
+        with place.container(border=True, height="stretch"):
+            st.metric(
+                series.quantity.title, number(last), f"from {number(first)}", "off", help=series.quantity.line,
+                delta_arrow="off", chart_data=thinned(series.value, POINTS).tolist(),
+            )  # fmt: skip
+            st.caption("  \n".join(f"{SIGNS[e.kind]} {plain(e.text)}, step {e.step}" for e in named) or "no alarm")
+
+
+def worth_reading(run: Run, last: int) -> None:
+    """Show the rollouts that are new since this session last looked, or those of the newest step: a click opens one."""
+    seen, since = st.session_state.setdefault("_seen", {}).get(run.path, (last, last))
+    if last > seen:
+        since = seen + 1
+    st.session_state["_seen"][run.path] = last, since
+    told = data.telling(run, since)
+    if not told:
+        return
+    st.subheader("Worth reading", anchor=False)
+    st.caption(f"Of step {last}." if since == last else f"Of steps {since} to {last}, new since you last looked.")
+    for n, (place, one) in enumerate(zip(st.columns(3), told, strict=False)):
+        with place.container(border=True, height="stretch"):
+            st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
+            st.code(f"{one.prompt[-READ:]}\n{one.completion[:READ]}", language=None, wrap_lines=True, height=120)
+            st.button(
+                "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=go_to,
+                args=("tokens",), kwargs={"step": one.step, "prompt": one.group, "token": f"{one.rollout}.{one.t}"},
+            )  # fmt: skip
 
 
 def attribution(run: Run, step: int) -> None:
@@ -89,45 +143,37 @@ def open_clicked(table: pd.DataFrame) -> None:
     go_to("tokens", prompt=row["prompt"], color="attribution", **token)
 
 
-with frame("Run", "What happened when, and which tokens held the gradient of a step?"):
+with frame("Run", "What is going on in this run, since when, and which tokens did it?"):
     run = one_run()
-    steps: Any = data.answers(run).steps.sort_values("step")
-    findings = data.answers(run).findings
-    row = data.answers(run).triage
-    facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, f"{len(steps)} step{'s' * (len(steps) != 1)}"]
-    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(row.sentence)}.")
-    if data.answers(run).alarm:
-        st.warning(plain(data.answers(run).alarm), icon=":material/warning:")
-
+    told = data.answers(run)
+    row, findings = told.triage, told.findings
+    steps: Any = told.steps.sort_values("step")
     known = [int(step) for step in steps["step"]]
-    bar, more, log = st.columns([4, 1, 1], vertical_alignment="bottom")
-    st.caption(
-        "What happened when: events first, then what changes as a run collapses. A click on a point chooses its step."
-    )
-    step = box(bar, "Step", "step", known, first_look(known, findings), "slider")
-    every = more.toggle("All panels", key="all", bind="query-params")
-    log_y = log.toggle("Log axes", key="log", bind="query-params")
-    info = timeline_info(steps, findings, data.answers(run).changes, every, data.answers(run).outliers)
-    python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y)
-    chart(plot_timeline(info, step, log_y=log_y), "timeline", steps, python, clicked=clicked)
+    count = f"{len(known)} step{'s' * (len(known) != 1)}"
+    facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, count]
+    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(row.sentence)}.")
+    if told.alarm:
+        st.warning(plain(told.alarm), icon=":material/warning:")
+    alarms(findings)
+    info = timeline_info(steps, findings, told.changes, bool(st.session_state.get("all")), told.outliers)
+    curves(info)
+    with frame():
+        worth_reading(run, known[-1])
 
-    seen = data.answers(run).outlier_line, data.answers(run).mismatch_line
-    st.caption("  \n".join(plain(line) for line in seen if line))
-
-    fired, rest = fired_first(findings)
-    st.subheader("Alarms", anchor=False)
-    if fired:
-        st.table(cells(fired), hide_index=True)
-    elif (state := state_of(findings)) in UNFIRED:
-        st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
-    else:
-        st.success("Nothing fired.", icon=":material/check:")
-    st.caption(FIRED)
-    with st.expander(f"What the other {len(rest)} saw"):
-        st.table(cells(rest), hide_index=True)
-
+    step = box(st, "Step", "step", known, told.look, "slider")
     with frame():
         attribution(run, step)
+
+    st.subheader("What happened when", anchor=False)
+    st.caption("Events first, then what changes as a run collapses. A click on a point chooses its step.")
+    row = st.container(horizontal=True)
+    every = row.toggle("All panels", key="all", bind="query-params")
+    log_y = row.toggle("Log axes", key="log", bind="query-params")
+    python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y)
+    chart(plot_timeline(info, step, log_y=log_y), "timeline", steps, python, clicked=clicked)
+    seen = told.outlier_line, told.mismatch_line
+    st.caption("  \n".join(plain(line) for line in seen if line))
+
     st.subheader("Which baseline for the next run?", anchor=False)
     if st.toggle("Compare all baselines on this run's own rollouts", key="advise", bind="query-params"):
         with frame():

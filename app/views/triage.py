@@ -29,6 +29,10 @@ EACH = "each run alone"
 GROUPS = "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds."
 # Columns of texts: as wide as the longest needs, at most so many pixels; a string below would be shown on the page.
 TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150, "what happened": 400}
+ORDER = (  # what a narrow window cuts off matters least
+    *("run", "state", "held-out", "what happened", "reward", "first", "last", "first warning", "steps", "age"),
+    *("estimator", "status"),
+)
 NOTHING: dict[str, list[Any]] = {"status": ["complete"], "held-out": [None, float("nan")]}  # these columns go then
 WARNING = "The step at which any detector first fired, known at that step."
 THREE = st.column_config.NumberColumn(format="%.3f", width=60)
@@ -74,7 +78,7 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
         table.assign(state=signs).style.apply(lambda column: tints), hide_index=True, placeholder="–",
         height="content" if len(table) < 12 else 460,
         key="listed", on_select=partial(opened, list(table["run"])), selection_mode="single-cell",
-        column_order=[name for name in table if name not in empty],
+        column_order=[name for name in ORDER if name not in empty],
         column_config={name: st.column_config.TextColumn(width=width) for name, width in widths.items()} | COLUMNS,
     )  # fmt: skip
     st.caption("Click a row to open the run.")

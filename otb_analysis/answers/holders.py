@@ -40,8 +40,8 @@ class Attributed:
         """In two sentences how few tokens decide the step's update, and how much of it is signal."""
         of, few, total = self.shares, self.shares.tokens.holding(), len(self.shares.tokens)
         text = (
-            f"At step {of.step} {few:,} of {total:,} tokens ({few / total:.1%}) hold half of the gradient, by the size "
-            f"of their shares. Its squared length ‖ḡ‖² is {number(of.norm_sq)}"
+            f"At step {of.step}, {few:,} of {total:,} tokens ({few / total:.1%}) hold half of the gradient, by the "
+            f"size of their shares. Its squared length ‖ḡ‖² is {number(of.norm_sq)}"
         )
         if of.signal_total is None or of.noise_total is None:
             return f"{text}; signal and noise were not measured (--measure.attribution.split)."
@@ -73,7 +73,7 @@ class NotAttributed:
     step: int
     missing: str  # In a sentence or two, with what measures it
     command: str  # Empty where it is not known
-    nearest: int | None  # The nearest step that has one
+    nearest: int | None  # The last step before it that has one and a gradient, else the first behind it
 
 
 def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple[str, str]:

@@ -13,6 +13,7 @@ import pandas as pd
 from otb_analysis.answers.measured import MeasuredSteps
 from otb_analysis.answers.run import RunAnswers
 from otb_analysis.answers.runs import in_common
+from otb_analysis.config import section
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import MISSING, bracketed, formatted, number, span
 from otb_analysis.figures.pairs import (
@@ -218,7 +219,7 @@ def learning_notes(run: RunAnswers) -> list[str]:
         notes += [f"held-out prompts at step {last['step']:.0f}: {' · '.join(parts)}"] if parts else []
     if bool((steps["n_zero_variance_groups"] >= steps["n_prompts"]).fillna(False).all()):
         cut = bool((steps["n_truncated"] >= steps["n_rollouts"]).fillna(False).all())
-        budget = (run.config.get("sample") or {}).get("max_new_tokens", "its limit")
+        budget = section(run.config, "sample").get("max_new_tokens", "its limit")
         notes.append(CUT.format(budget=budget) if cut else NO_SIGNAL)
     return [note for note in notes if note]
 

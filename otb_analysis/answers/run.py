@@ -14,6 +14,7 @@ from otb_analysis.answers.sentences import NOT_MEASURED, size_line
 from otb_analysis.answers.traits import Traits, traits_of
 from otb_analysis.answers.triage import Triage, triage
 from otb_analysis.checks.sampling_report import SamplingReport, recorded_line, sampling_lines, sampling_report
+from otb_analysis.config import section
 from otb_analysis.diagnostics import (
     ChangePoint,
     Finding,
@@ -21,6 +22,7 @@ from otb_analysis.diagnostics import (
     StepSeries,
     change_points,
     diagnose,
+    fall,
     single_step_outliers,
 )
 from otb_analysis.diagnostics.detectors import sampling_certificate
@@ -32,6 +34,7 @@ from otb_analysis.estimators.proved import trained_labels
 from otb_analysis.figures.numbers import number
 from otb_analysis.statistics import REFERENCE, Fidelity
 from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
+from otb_analysis.store.token_arrays import floats
 from otb_analysis.types import Gram, Label, Proved
 
 PLAIN = (
@@ -88,7 +91,28 @@ class RunAnswers:
     @cached_property
     def findings(self) -> list[Finding]:
         """What every detector says."""
-        return diagnose(self.series)
+        return diagnose(self.series, section(self.config, "objective").get("staleness") or 0)
+
+    @cached_property
+    def learned(self) -> list[int]:
+        """Steps that say which tokens held their gradient, where it was not 0."""
+        norm = floats(self.steps.reindex(columns=["grad_norm"]), "grad_norm")
+        zero = set(self.steps["step"][norm == 0])
+        return [step for step in attributed_steps(self.store) if step not in zero]
+
+    @cached_property
+    def look(self) -> int:
+        """The step to look at first: the last of `learned` before the reward fell, or else before the first alarm.
+
+        Without such a step it is that of the fall, of the alarm or of the first warning; where nothing fired, the last
+        one.
+        """
+        fell = [fall(one)[0] for one in self.findings if one.detector == "reward_fall" and one.fired]
+        alarms = [one.alarm_step for one in self.findings if one.alarm_step is not None]
+        watches = [one.watch_step for one in self.findings if one.watch_step is not None]
+        if trouble := fell or alarms or watches:
+            return max((step for step in self.learned if step < min(trouble)), default=min(trouble))
+        return max(self.learned, default=int(self.series.step[-1]))
 
     @cached_property
     def changes(self) -> list[ChangePoint]:
@@ -168,7 +192,7 @@ class RunAnswers:
     @cached_property
     def alarms(self) -> tuple[str, ...]:
         """What stands before everything else: another sampler, and what recorded log-probabilities are instead."""
-        stated = (self.config.get("sample") or {}).get("temperature")
+        stated = section(self.config, "sample").get("temperature")
         cause = "" if self.sampling is None else recorded_line(self.sampling, stated)
         return tuple(filter(None, [self.alarm, cause]))
 
@@ -217,13 +241,13 @@ class RunAnswers:
     @property
     def scope(self) -> str:
         """Whose parameters' gradient was measured, as the configuration says; all where it does not say."""
-        return str((self.config.get("measure") or {}).get("scope", WHOLE))
+        return str(section(self.config, "measure").get("scope", WHOLE))
 
     @property
     def design(self) -> str:
         """What makes measured steps comparable: task, group size, soft tokens and scope."""
         sizes = [gram.n_rollouts / max(gram.n_prompts, 1) for gram in self.grams.values()]
-        soft = (self.config.get("sample") or {}).get("soft")  # their J is that of other answers
+        soft = section(self.config, "sample").get("soft")  # their J is that of other answers
         of_part = "" if self.scope == WHOLE else f", scope {self.scope!r}"
         size = round(sum(sizes) / len(sizes)) if sizes else 0
         task = self.config.get("task", "task not stored")
@@ -275,14 +299,22 @@ class RunAnswers:
             raise InputError(
                 f"--step is {step}, but {self.store.path.name} has steps {steps[0]} to {steps[-1]}; pass one."
             )
+        before = [other for other in self.learned if other <= step]
+        near = max(before) if before else min(self.learned, default=None)
+        columns = ["grad_norm", "n_zero_variance_groups", "n_prompts"]
+        row: Any = self.steps.set_index("step").reindex(columns=columns).loc[step]
+        if not pd.isna(norm := row["grad_norm"]) and norm == 0:
+            alike = pd.notna(dead := row["n_zero_variance_groups"]) and dead == row["n_prompts"]
+            why = ": the rewards of each group are all equal" if alike else ""
+            return NotAttributed(step, f"The gradient of step {step} is 0, so no token held any of it{why}.", "", near)
         if step in attributed:
             tokens = self.store.tokens_df([step], ["rollout", "t", "token"])
             rollouts = self.store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])
             return Attributed(step_attribution(self.store, step), tokens, rollouts)
-        near = min(attributed, key=lambda other: abs(other - step), default=None)
         missing = "No step of this run says which tokens held its gradient."
         if near is not None:
-            missing = f"Step {step} has no attribution; the nearest step that has is {near}."
+            which = "last step before it" if near < step else "first step"
+            missing = f"Step {step} has no attribution; the {which} that has is {near}."
         how, command = attribution_command(str(self.store.path), self.config, step)
         return NotAttributed(step, f"{missing} {how}", command, near)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from otb_analysis.config import section
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.estimators import registered
 from otb_analysis.figures.numbers import shown_name
@@ -59,7 +60,7 @@ def decision_lines(
         worse_ones = [one.label for one in decision.worse]
         kept = dict.fromkeys(shown_name(label) for label in trained if label not in worse_ones)
         first = f"Keep {' and '.join(kept)}: {first}" if kept else f"{first[0].upper()}{first[1:]}"
-        return tuple(filter(None, [first, *against_rloo, near, more]))
+        return tuple(filter(None, [first, near, *against_rloo, more]))
     entry = registered(best.label[0])
     exact = entry is not None and entry.reads_energy and best.label[1] == "exact"
     options = f"--estimator.name {quote(best.label[0])}{' --estimator.energy exact' * exact}"
@@ -200,10 +201,9 @@ def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> s
 
 def measure_options(needed: int, config: Mapping[str, Any]) -> str:
     """Return what to add to a run's own command so that it measures this many prompts, at its own steps if it can."""
-    prompts = (config.get("sample") or {}).get("prompts") or 0
-    steps = (config.get("optimize") or {}).get("steps") or 0
+    prompts, steps = section(config, "sample").get("prompts"), section(config, "optimize").get("steps")
     options = "--measure.gradients.prompts 0"
-    if prompts < 1 or steps < 1:
+    if not (isinstance(prompts, int) and isinstance(steps, int) and prompts > 0 and steps > 0):
         return f"{options} --measure.gradients.every 5"
     measured = math.ceil(needed / prompts)
     if measured <= steps:

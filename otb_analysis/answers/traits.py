@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from otb_analysis.config import section
 from otb_analysis.diagnostics.filtered import Filtered
 from otb_analysis.figures.runs import headline_info
 from otb_analysis.phases import plural
@@ -180,7 +181,7 @@ def _token_counts(store: RunStore, config: Mapping[str, Any]) -> tuple[int, int,
     """
     if not store.steps_with("tokens", "mask"):
         return None
-    made_by = (config.get("source") or {}).get("made_by")
+    made_by = section(config, "source").get("made_by")
     trainer = "logprob" if made_by in (None, "otb import") else "recorded_logprob"
     both = store.steps_with("tokens", trainer) and store.steps_with("tokens", "behavior_logprob")
     apart = f"{trainer} - behavior_logprob" if both else "NULL::DOUBLE"

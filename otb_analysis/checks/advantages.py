@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.arrays import Groups
+from otb_analysis.config import section
 from otb_analysis.custom import import_attribute, plugins
 from otb_analysis.estimators import ESTIMATORS, available, estimate
 from otb_analysis.store import RunStore
@@ -164,7 +165,7 @@ class _Recorded:
 def _steps(store: RunStore) -> Iterator[_Recorded]:
     """Yield the steps with recorded advantages: of tokens, or one for each rollout; a step's tokens are read once."""
     config: Any = store.info.get("config") or {}
-    made_by = (config.get("source") or {}).get("made_by")
+    made_by = section(config, "source").get("made_by")
     column = "recorded_advantage" if made_by in ("otb score", "otb audit") else "advantage"
     table: Any = store.rollouts_df()
     whole = table.reindex(columns=["step", "rollout", "group", "reward", "recorded_advantage"])

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from otb_analysis.checks.advantages import AdvantageCheck, advantage_lines, check_advantages
+from otb_analysis.config import section
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.aggregation import AggregationInputs, ConstantOptions, aggregation_weights
 from otb_analysis.store import RunStore
@@ -45,7 +46,7 @@ def trainer_loss(config: Mapping[str, Any], aggregation: str = "", micro_batch: 
         recorded = TrainerLoss(str(objective.get("aggregation") or ""), WHOLE, length)
     elif trl := config.get("trl"):
         kind, rows = str(trl.get("loss_type")), trl.get("per_device_train_batch_size")
-        limit = int((config.get("sample") or {}).get("max_new_tokens") or 1024)
+        limit = int(section(config, "sample").get("max_new_tokens") or 1024)
         recorded = TrainerLoss(TRL.get(kind, ""), WHOLE if kind == "dapo" else rows, limit)
     return TrainerLoss(aggregation or recorded.aggregation, micro_batch or recorded.micro_batch, recorded.constant)
 
@@ -163,7 +164,7 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
     """Return every check that a run and what is known of its trainer allow."""
     advantages, missing = check_advantages(store), list[str]()
     config: Any = store.info.get("config") or {}
-    reward = str((config.get("source") or {}).get("reward") or "")
+    reward = str(section(config, "source").get("reward") or "")
     if advantages is None:
         missing.append("Advantages: none were recorded, so none can be recomputed.")
     elif not config.get("source") and not advantages.exact:  # not a trainer that somebody else wrote

@@ -189,9 +189,8 @@ def watch(store: "RunStore", config: WatchConfig) -> Ending:
 
     A run that grows is read again; what a detector said of earlier steps does not change, so nothing is told twice.
     """
+    from otb_analysis.answers import RunAnswers
     from otb_analysis.answers.triage import finding_record
-    from otb_analysis.diagnostics import diagnose
-    from otb_analysis.store import step_series
 
     name, told, seen, heard = store.path.name, set[str](), None, monotonic()
     while True:
@@ -201,7 +200,7 @@ def watch(store: "RunStore", config: WatchConfig) -> Ending:
             if seen is None:
                 print(f"{name} is {status}, {f'step {steps[-1]}' if steps else 'no step yet'}.", flush=True)
             seen, heard = steps, monotonic()
-            findings = [finding for finding in diagnose(step_series(store.steps_df())) if finding.fired]
+            findings = [finding for finding in RunAnswers(store).findings if finding.fired] if steps else []
             steps_of = {f.detector: f.alarm_step if config.level == "alarm" else f.watch_step for f in findings}
             fired = [f for f in findings if steps_of[f.detector] is not None]
             if fired := sorted(fired, key=lambda f: int(steps_of[f.detector] or 0)):

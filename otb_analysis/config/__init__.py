@@ -38,6 +38,7 @@ from otb_analysis.config.train import (
     TrainConfig,
     WarmStartConfig,
     plain_config,
+    section,
 )
 
 __all__ = [
@@ -73,4 +74,5 @@ __all__ = [
     "TrainConfig",
     "WarmStartConfig",
     "plain_config",
+    "section",
 ]

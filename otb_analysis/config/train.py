@@ -1,6 +1,7 @@
 """A whole run: its tasks, the policy it starts from, its rollouts; and a run made of somebody else's rollouts."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -244,6 +245,12 @@ class DemoConfig(DeviceConfig):
 def plain_config(config: Any) -> dict[str, Any]:
     """Return a configuration as nested plain values, as JSON reads run.json back: paths are text, tuples lists."""
     return json.loads(json.dumps(asdict(config), default=str))
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a table of a stored configuration; an empty one where it is missing, or no table, as others write it."""
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,18 @@ DETECTORS: dict[str, Callable[[StepSeries], Finding]] = {
 """Each is a pure function of a run's scalars; its rate of false alarms is in docs/results/alarms.md."""
 
 
-def diagnose(series: StepSeries) -> list[Finding]:
-    """Return what every detector says, the worst first, in the order of `DETECTORS` among equals."""
-    return sorted((detect(series) for detect in DETECTORS.values()), key=lambda finding: SEVERITY[finding.level])
+OFF_POLICY = ("ratio_tails", "sampling_certificate")
+"""Detectors that call rollouts of an older policy, whatever becomes of the run."""
+
+
+def diagnose(series: StepSeries, staleness: int = 0) -> list[Finding]:
+    """Return what every detector says, the worst first, in the order of `DETECTORS` among equals.
+
+    With `staleness`, the batches by which rollouts are older than the policy, that they are is a fact and no warning.
+    """
+    findings = [detect(series) for detect in DETECTORS.values()]
+    for n, one in enumerate(findings):
+        if staleness and one.fired and one.detector in OFF_POLICY:
+            reason = f"As configured: rollouts are {staleness} batches old (objective.staleness). {one.reason}"
+            findings[n] = replace(one, level="ok", reason=reason, watch_step=None, alarm_step=None)
+    return sorted(findings, key=lambda finding: SEVERITY[finding.level])

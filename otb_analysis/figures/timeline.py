@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.diagnostics import ChangePoint, Finding, Outlier, fall
+from otb_analysis.diagnostics import ChangePoint, Finding, Outlier
 from otb_analysis.figures.alarms import MARKS, PANELS, TITLES
 from otb_analysis.figures.curves import QUANTITIES, Quantity, derived, finite
 from otb_analysis.figures.numbers import number
@@ -107,14 +107,6 @@ def centred_mean(value: Float, window: int) -> Float:
     k = np.arange(len(value))
     reach = np.minimum(window // 2, np.minimum(k, len(value) - 1 - k))
     return (total[k + reach + 1] - total[k - reach]) / (2 * reach + 1)
-
-
-def first_look(steps: Sequence[int], findings: Sequence[Finding]) -> int:
-    """Return the step to begin with: where the reward fell, else the first alarm or warning, else the last step."""
-    fell = [fall(finding)[0] for finding in findings if finding.detector == "reward_fall" and finding.fired]
-    alarms = [finding.alarm_step for finding in findings if finding.alarm_step is not None]
-    watches = [finding.watch_step for finding in findings if finding.watch_step is not None]
-    return fell[0] if fell else min(alarms or watches or steps[-1:])
 
 
 def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = False) -> go.Figure:

@@ -29,6 +29,7 @@ from otb_analysis.recorded.readers import (
     plain,
     prime_rl,
     results,
+    samples_of,
     trl,
     trl_weights,
     unfolded,
@@ -146,7 +147,7 @@ FORMATS: dict[str, Format] = {
     "inspect": Format(
         "Inspect's logs: .json, or .eval where inspect_ai is installed; epochs of a sample are a group",
         frozenset({"id", "epoch", "input", "scores"}), inspect, names=("*.eval", "*.json"),
-        unfold=lambda row: iter(row["samples"] if isinstance(row.get("samples"), list) else [row]),
+        unfold=samples_of,
     ),
     "plain": Format(
         "JSON lines or Parquet with prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs]",

@@ -227,6 +227,12 @@ def inspect(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recor
     )
 
 
+def samples_of(row: Row) -> Iterator[Row]:
+    """Yield the samples of a whole Inspect log, or the row itself."""
+    samples = row.get("samples")
+    yield from samples if isinstance(samples, list) and all(isinstance(one, dict) for one in samples) else [row]
+
+
 def first_filter(rows: Iterable[tuple[Place, Row]], files: Sequence[Path], tally: Tally) -> Iterator[tuple[Place, Row]]:
     """Yield lm-eval's samples under the first filter of each file; the same replies come again under every filter."""
     filters = dict[Path, object]()

@@ -12,6 +12,7 @@ from otb_analysis.answers.holders import Share
 from otb_analysis.atomic import atomic_file
 from otb_analysis.checks.bookkeeping import bookkeeping_lines
 from otb_analysis.checks.sampling_report import ZScores, sampling_lines
+from otb_analysis.config import section
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import StoreError
 from otb_analysis.figures.comparison import comparison_table, planner_display, plot_planner
@@ -88,7 +89,7 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
     if (sampling := report.sampling) is not None:
         by, title = {"step": sampling.by_step, "position": sampling.by_position}, "Sampling check: both z-scores by"
         grids = [Grid(Z_SCORES, _z_scores(name, rows), f"{title} {name}") for name, rows in by.items()]
-        stated = (run.config.get("sample") or {}).get("temperature")
+        stated = section(run.config, "sample").get("temperature")
         sections.append(Section("Sampling check", (*sampling_lines(sampling, stated), *grids)))
     sections.append(Section("Bookkeeping", tuple(bookkeeping_lines(report.bookkeeping))))
     return [*sections, Section("What is missing", report.missing)] if report.missing else sections

@@ -18,7 +18,7 @@ from otb_analysis.figures.comparison import comparison_table, planner_table
 from otb_analysis.figures.curves import curves_table, degenerate_table, grouped_info, learning_info
 from otb_analysis.figures.pairs import block_rows, curves_rows, noise_table, pair_table
 from otb_analysis.figures.runs import config_differences, grouped, headline_info
-from otb_analysis.figures.timeline import first_look, timeline_info
+from otb_analysis.figures.timeline import timeline_info
 
 
 def written(value: Any) -> Any:
@@ -133,7 +133,7 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
         "run": row.run, "estimator": row.estimator, "status": row.status, "state": row.state,
         "what_happened": row.sentence, "first_warning": row.first_warning,
         "steps": {"count": row.steps, "first": steps[0], "last": steps[-1]},
-        "look_first_at": first_look(steps, run.findings),
+        "look_first_at": run.look,
         "detectors": [
             finding_record(f) | {"false_alarms": RATES[f.detector].false_alarms, "study_05": foresight(f.detector)}
             for f in [*fired, *others]

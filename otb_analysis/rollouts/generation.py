@@ -102,6 +102,8 @@ class TransformersGenerator:
     ) -> tuple[list[Generation], SoftTokens | None]:
         """Continue each context by `soft` soft tokens, then by discrete ones; `max_new_tokens` counts both.
 
+        The vectors of the soft tokens are None where `soft` is 0.
+
         Raises:
             InputError: The model is one that `decode` cannot run, or has no plain table of embeddings.
         """

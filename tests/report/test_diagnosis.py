@@ -41,7 +41,7 @@ def test_attribution_prints_three_tables_and_that_the_shares_add_up(attributed, 
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--step", "1"], "Step 1 has no attribution; the nearest step that has is 0."),
+        (["--step", "1"], "Step 1 has no attribution; the last step before it that has is 0."),
         (["--top", "0"], "--top is 0; pass at least 1."),
     ],
 )

@@ -1,5 +1,6 @@
 """Checks at the door: the memory, the model, and the padding-free view of a batch from which every engine starts."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,7 +27,10 @@ def memory_bytes(device: torch.device) -> int:
     """All memory of a device, or of this machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return psutil.virtual_memory().total
+    try:
+        return psutil.virtual_memory().total
+    except OSError:  # /proc is closed
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -34,7 +38,9 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    free = psutil.virtual_memory().available
+    free = memory_bytes(device)
+    with suppress(OSError):
+        free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # a system without such files, or "max", where there is no limit
         free = min(free, int(_LIMIT.read_text()) - int(_USED.read_text()))
     return free

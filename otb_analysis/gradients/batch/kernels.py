@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 PLAIN_ATTENTION = ("sdpa", "eager")
 """Kernels that take float32 and, by PyTorch's math backend, many signals and derivatives; others are replaced."""
-FUSED = "liger_kernel."
-"""Start of the modules of fused functions, which are replaced: a `forward` by that of its class, and the rotation."""
+FUSED = "liger_kernel"
+"""Package of fused functions, which are replaced: a `forward` by that of its class, and the rotation."""
 ABSENT = object()
 _PLAIN_NOW: dict[int, dict[str, nn.Module]] = {}  # By identity of the models inside of a block, their layers
 
@@ -43,17 +43,18 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             own, kind = vars(module), type(module)
             names = vars(sys.modules[kind.__module__]) if "config" in own else {}
-            if str(getattr(names.get("apply_rotary_pos_emb"), "__module__", "")).startswith(FUSED):
+            if str(getattr(names.get("apply_rotary_pos_emb"), "__module__", "")).partition(".")[0] == FUSED:
                 undo.enter_context(replaced(names, "apply_rotary_pos_emb", _rotated))
             if kind.__name__ == "DoraLinearLayer":
                 # Its own way sends a unit matrix through both adapters, as if that were a text.
-                undo.enter_context(
-                    replaced(own, "get_lora_weight", lambda lora_A, lora_B, adapter_name: lora_B.weight @ lora_A.weight)
-                )
+                def product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> Tensor:
+                    return lora_B.weight @ lora_A.weight
+
+                undo.enter_context(replaced(own, "get_lora_weight", product))
             forward = own.get("forward")
             if forward is not None and getattr(forward, "func", None) not in _PLAIN.values():
                 # Replaced by somebody else, whose own way is kept unless it is fused.
-                fused = str(getattr(forward, "__module__", "")).startswith(FUSED)
+                fused = str(getattr(forward, "__module__", "")).partition(".")[0] == FUSED
                 plain = [partial(kind.forward, module)] if fused else []
             elif kind.__name__ == "BloomGelu":  # a function with a backward pass of its own and no derivative forward
                 plain = [partial(nn.functional.gelu, approximate="tanh")]

@@ -22,7 +22,7 @@ from otb_analysis.gradients.batch.scope import layer_input, unreached
 from otb_analysis.gradients.exact.gram import norm_sq, outer_norms, outer_row_norms, sum_of_squares
 from otb_analysis.gradients.exact.layers import EMBEDDING, MATRIX, pull_back, wide
 from otb_analysis.gradients.exact.plan import ELSEWHERE, ParameterUse, Plan, Trace, find_plan, own_rows, traced
-from otb_analysis.gradients.exact.reference import Asked, Mix, Norms, norms_of, pass_bytes
+from otb_analysis.gradients.exact.reference import Asked, Mix, Norms, graph_per_position, norms_of, pass_bytes
 from otb_analysis.gradients.exact.verdicts import Verdicts, fits_or_told, refuse_difference
 
 SIGNAL_BYTES = 1 << 27
@@ -292,6 +292,7 @@ def _checked_plan(batch: ScoreBatch) -> Plan:
         return decomposed.trace.logprob, parts
 
     refuse_difference(batch, "with plain attention kernels", ELSEWHERE.removesuffix("."), measure)
+    graph_per_position(batch)  # what cannot be measured has no plan, so that another engine takes the model
     return plan
 
 

@@ -207,7 +207,7 @@ MAGNITUDE = Rule(
     coordinates=_scale_coordinates,
     outer=lambda module, slope, signal: _bias_outer(module, slope, wide(slope) * signal),
 )
-"""DoRA's lengths of a matrix' rows; what stands for the layer's inputs is ∂output/∂length, see `hooks.traced`."""
+"""DoRA's lengths of a matrix' rows; what stands for the layer's inputs is ∂output/∂length, see `plan.traced`."""
 EMBEDDING = Rule(
     # Each position's index among the rollout's distinct tokens, and its factor [2, T]; float64 holds both exactly.
     prepare=lambda module, ids: torch.stack(
