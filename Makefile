@@ -7,11 +7,13 @@ RUNS ?= runs
 PORT ?= 8501
 PEERS ?= 1
 WORKERS ?= auto
-# One process a core and one thread each; a file's tests stay together, since they share trained runs.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# One process a core and one thread each. Neighbours stay together, since they share trained runs; who is idle takes
+# half of what another has left.
+XDIST := -n $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST)
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
-.PHONY: help install demo demo-real test test-all test-lowest test-verl check format docs bench dashboard clean
+.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl check format docs bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -41,12 +43,19 @@ dashboard: $(STAMP)  ## serve the dashboard on an existing root (RUNS=…)
 test: $(STAMP)   ## the tests that take minutes
 	$(PYTEST) -m 'not slow and not browser'
 
-test-all: $(STAMP) .venv-trl/.installed  ## all tests, the long ones, the browser's and those with TRL too
+test-long: $(STAMP)
 	$(PYTEST)
+
+test-all: test-long test-trl  ## all tests, the long ones, the browser's and those with TRL too
+
+test-trl: .venv-trl/.installed  ## our estimators and log inside TRL's trainer
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations $(TIMEOUT)
 
 test-lowest:     ## the tests that take minutes with the lowest versions that pyproject.toml allows
-	OMP_NUM_THREADS=1 $(PYTHON) .ci/lowest.py -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) .ci/lowest.py $(XDIST)
+
+test-wheel: $(STAMP)  ## the wheel, installed and used where there is no clone
+	$(BIN)/python .ci/wheel.py
 
 test-verl: .cache/verl/.installed  ## our estimators against verl's own, in an environment of 2.2 GB (no GPU packages)
 	OMP_NUM_THREADS=1 .cache/verl/bin/python -m pytest tests/integrations -k verl

@@ -19,6 +19,7 @@ from otb_analysis.figures.variance import statistics_table
 from otb_analysis.statistics import gradient_statistics, pooled_statistics
 from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
 from otb_analysis.types import Gram
+from tests.app.test_pages import open_page
 
 LABELS = (
     ("rloo", "none"), ("otb", "proxy"), ("none", "none"), ("energy_regression", "proxy"), ("sequence_optimal", "proxy"),
@@ -99,7 +100,6 @@ def three_runs(tmp_path_factory):
     }
 
 
-APP = Path(__file__).parents[2] / "app"
 RUNS = ("demo", "alarm", "few")
 
 
@@ -129,25 +129,30 @@ def answers(three_runs):
 @pytest.fixture
 def page(monkeypatch):
     """Open a page of the dashboard on one run."""
-    from streamlit.testing.v1 import AppTest
 
     def opened(path, name, **query):
-        monkeypatch.setenv("OTB_RUNS", str(path.parent))
         monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-        monkeypatch.setattr(sys, "path", [str(APP), *sys.path])
-        app = AppTest.from_file(str(APP / "streamlit_app.py"), default_timeout=60)
-        for key, value in {"run": path.name, **query}.items():
-            app.query_params[key] = value
-        app.run()
-        app.switch_page(f"views/{name}.py").run()
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        app = open_page(path.parent, name, monkeypatch, run=path.name, **query)
         assert not app.exception
         return app
 
     return opened
 
 
-def doors(capsys, path, tmp_path):
-    """What every command prints or writes about a run, by the name of the door."""
+@pytest.fixture(scope="module")
+def asked():
+    """What the doors said of each run that was asked about."""
+    return {}
+
+
+@pytest.fixture
+def doors(asked, capsys, tmp_path):
+    """Return what every command prints or writes about a run, by the name of the door; a run is asked about once."""
+    return lambda path: asked.get(path) or asked.setdefault(path, opened_doors(capsys, path, tmp_path))
+
+
+def opened_doors(capsys, path, tmp_path):
     root = path.parent
     texts = {
         "compare": otb(capsys, "compare", path.name, "--root", root),
@@ -164,9 +169,9 @@ def doors(capsys, path, tmp_path):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_command_says_what_the_run_says_in_the_same_sentences(name, three_runs, answers, capsys, tmp_path):
+def test_every_command_says_what_the_run_says_in_the_same_sentences(name, three_runs, answers, doors):
     lines = answers[name].lines
-    for door, text in doors(capsys, three_runs[name], tmp_path).items():
+    for door, text in doors(three_runs[name]).items():
         assert [line for line in lines if not has(text, line)] == [], door
 
 
@@ -232,11 +237,11 @@ def test_pages_say_the_same_sentences(name, three_runs, answers, page):
         assert [line for line in lines if not has(said, line)] == [], view
 
 
-def test_an_alarm_stands_in_the_first_lines_of_every_door_and_nothing_is_proved(three_runs, answers, capsys, tmp_path):
+def test_an_alarm_stands_in_the_first_lines_of_every_door_and_nothing_is_proved(three_runs, answers, doors):
     alarm = answers["alarm"].alarm
     assert "were not drawn by the stated sampler" in alarm
     assert not answers["alarm"].known.projection and answers["alarm"].measured.decision.best is None
-    for door, text in doors(capsys, three_runs["alarm"], tmp_path).items():
+    for door, text in doors(three_runs["alarm"]).items():
         body = plain(text)
         assert body.index(plain(alarm)) < 800, door
         assert "1 proved" not in body, door
@@ -286,7 +291,7 @@ def faint(tmp_path_factory):
     return write(tmp_path_factory.mktemp("faint"), "faint", config, signal=0.55)
 
 
-def test_no_door_shows_an_interval_whose_ends_are_a_hundred_apart(three_runs, faint, capsys, tmp_path, page):
+def test_no_door_shows_an_interval_whose_ends_are_a_hundred_apart(three_runs, faint, capsys, doors, page):
     assert any(
         (one := row.intervals["efficiency"]) is not None and one.low is not None and wide(one.low, one.high)
         for row in pooled_statistics(RunAnswers(RunStore(faint)).measured.grams)
@@ -304,7 +309,7 @@ def test_no_door_shows_an_interval_whose_ends_are_a_hundred_apart(three_runs, fa
             **{f"over training, {w}": statistics_table(run.grams, w, run.known) for w in (1, 2, 5)},
         }  # fmt: skip
         assert {door: found for door, of in tables.items() if (found := wide_columns(of))} == {}, name
-        texts = {**doors(capsys, path, tmp_path), "page": " ".join(str(of.value) for of in app.dataframe)}
+        texts = {**doors(path), "page": " ".join(str(of.value) for of in app.dataframe)}
         texts["page"] += " ".join(element.value for kind in ("markdown", "caption") for element in app.get(kind))
         for door, text in texts.items():
             pairs = [

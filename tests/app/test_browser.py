@@ -64,19 +64,13 @@ def tab(browser, address) -> Iterator[Watched]:
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_every_page_draws_and_asks_nobody_else(path, tab, address):
+def test_every_page_draws_asks_nobody_else_and_is_no_wider_than_a_small_window(path, tab, address):
+    tab.page.set_viewport_size({"width": 900, "height": 900})
     page = visit(tab, f"{address}/{path}")
     assert page.locator("h1").inner_text() == PAGES[path]
     page.wait_for_timeout(1000)
     assert not page.locator("[data-testid=stException]").count()
     assert (tab.foreign, tab.dialogs, tab.errors) == ([], [], [])
-
-
-@pytest.mark.parametrize("path", PAGES)
-def test_no_page_is_wider_than_a_small_window(path, tab, address):
-    tab.page.set_viewport_size({"width": 900, "height": 900})
-    page = visit(tab, f"{address}/{path}")
-    page.wait_for_timeout(500)
     assert sideways(page) <= 0
 
 

@@ -15,7 +15,7 @@ from tests.app.token_runs import write_token_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-STEPS, APART = 2000, 3
+STEPS, APART = 800, 3
 SPOT = """([figure, x, axis, y]) => {
   const plot = document.querySelectorAll('.js-plotly-plot')[figure], layout = plot._fullLayout;
   plot.scrollIntoView({block: 'center'});
@@ -39,7 +39,7 @@ def address(store_root, tmp_path_factory) -> Iterator[str]:
     write_token_run(root, "words")
     random, writer = np.random.default_rng(0), RunWriter.create(root, "dense", {})
     for k in range(STEPS):  # every third step was recorded
-        reward = 0.7 + 0.05 * random.normal() if k < 1500 else 0.0
+        reward = 0.7 + 0.05 * random.normal() if k < 600 else 0.0
         row = {"reward_mean": reward, "grad_norm": random.lognormal(), "entropy_mean": 0.8 + 0.02 * random.normal()}
         writer.write_step(APART * k, StepTables(steps=row))
     writer.finish()
@@ -76,7 +76,7 @@ def click(page, x: float, y: float, changes: str) -> str:
 
 def test_a_click_on_a_dense_curve_chooses_the_nearest_recorded_step(tab, address):
     page = visit(tab, f"{address}/run?run=dense&step=0")
-    for at, axis in ((1000, "yaxis2"), (3333, "yaxis3"), (5501, "yaxis4"), (4499.4, "yaxis2")):
+    for at, axis in ((400, "yaxis2"), (1333, "yaxis3"), (2201, "yaxis4"), (1700.4, "yaxis2")):
         x, y, unit = spot(page, at, axis)
         step = int(click(page, round(x), y, "step"))
         assert step % APART == 0 and abs(step - at) <= APART / 2 + 1 / unit

@@ -4,23 +4,13 @@ import re
 import shutil
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 from streamlit.testing.v1 import AppTest
 
 from otb_analysis.store import RunWriter, StepTables
-
-APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-
-
-def open_page(root: Path, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
-    monkeypatch.setenv("OTB_RUNS", str(root))
-    app = AppTest.from_file(APP, default_timeout=60)
-    for name, value in query.items():
-        app.query_params[name] = value
-    return app.run().switch_page("views/compare.py").run()
+from tests.app.test_pages import APP, open_page
 
 
 def texts(app: AppTest) -> str:
@@ -51,7 +41,7 @@ NAMES = [f"{name}-{seed}" for name in ("rloo", "value") for seed in range(3)]
 
 
 def test_groups_of_seeds_are_compared_first_and_the_planted_difference_is_found(sweep, monkeypatch):
-    app = open_page(sweep, monkeypatch, run=NAMES)
+    app = open_page(sweep, "compare", monkeypatch, run=NAMES)
     said = texts(app)
     assert not app.exception and not app.warning
     assert "Paired by seed: 3 pairs, Student's 95 % intervals over seeds." in said
@@ -62,17 +52,17 @@ def test_groups_of_seeds_are_compared_first_and_the_planted_difference_is_found(
 
 def test_the_address_chooses_what_is_compared(sweep, monkeypatch):
     asked = {"run": NAMES, "compare": "Two runs", "a": "rloo-1", "b": "rloo-2"}
-    app = open_page(sweep, monkeypatch, **asked)
+    app = open_page(sweep, "compare", monkeypatch, **asked)
     assert [box.value for box in app.selectbox if box.label in "AB"] == ["rloo-1", "rloo-2"]
     assert "not told from 0, over blocks of steps; other seeds may differ" in texts(app)
-    back = open_page(sweep, monkeypatch, **asked | {"a": "rloo-1", "b": "value-1"})
+    back = open_page(sweep, "compare", monkeypatch, **asked | {"a": "rloo-1", "b": "value-1"})
     assert re.search(r"Training reward: B − A is \+0\.(2|19)", texts(back))
     assert not back.exception
 
 
 def test_runs_that_measured_the_same_prompts_have_their_noise_compared(store_root, monkeypatch):
     runs = ["chain-group_mean-s0", "chain-otb-s0"]  # which of them is older is a matter of milliseconds
-    app = open_page(store_root, monkeypatch, run=runs, a=runs[0], b=runs[1])
+    app = open_page(store_root, "compare", monkeypatch, run=runs, a=runs[0], b=runs[1])
     table = app.table[0].value
     assert table.iloc[0, 0].replace("\\", "") == "updates as trained, each run on its own rollouts"
     assert table.iloc[1, 0].replace("\\", "") == "otb ÷ group_mean on the same rollouts"
@@ -80,22 +70,22 @@ def test_runs_that_measured_the_same_prompts_have_their_noise_compared(store_roo
 
 
 def test_one_run_alone_compares_its_estimators(store_root, monkeypatch):
-    app = open_page(store_root, monkeypatch, run="chain-otb-s0")
+    app = open_page(store_root, "compare", monkeypatch, run="chain-otb-s0")
     assert app.button_group(key="compare").value == "estimators" and app.selectbox(key="a").value == "rloo"
     assert "times A's efficiency" in texts(app) and len(app.get("plotly_chart")) == 1
-    alone = open_page(store_root, monkeypatch, run="chain-otb-s0", compare="Two runs")
+    alone = open_page(store_root, "compare", monkeypatch, run="chain-otb-s0", compare="Two runs")
     assert "Only one run is chosen." in texts(alone) and not alone.exception
-    apart = open_page(store_root, monkeypatch, run="chain-otb-s0", compare="Groups of runs")
+    apart = open_page(store_root, "compare", monkeypatch, run="chain-otb-s0", compare="Groups of runs")
     assert "These runs form no groups" in texts(apart)
 
 
 def test_a_run_without_measurements_is_told_how_to_get_them(sweep, monkeypatch):
-    app = open_page(sweep, monkeypatch, run="rloo-0")
+    app = open_page(sweep, "compare", monkeypatch, run="rloo-0")
     assert "so its estimators cannot be compared" in texts(app) and not app.exception
 
 
 def test_the_same_on_both_sides_is_said(sweep, monkeypatch):
-    app = open_page(sweep, monkeypatch, run=NAMES, compare="Two runs", a="rloo-1", b="rloo-1")
+    app = open_page(sweep, "compare", monkeypatch, run=NAMES, compare="Two runs", a="rloo-1", b="rloo-1")
     assert "A and B are the same" in texts(app) and not app.exception
 
 
@@ -106,7 +96,7 @@ def test_a_broken_part_gets_a_sentence_that_names_the_file(store_root, monkeypat
     with closing(sqlite3.connect(part)) as db:
         db.execute("DELETE FROM gradients")
         db.commit()
-    app = open_page(tmp_path, monkeypatch)
+    app = open_page(tmp_path, "compare", monkeypatch)
     assert not app.exception
     assert part.name in texts(app)
 
@@ -118,11 +108,9 @@ REAL = APP.parents[1] / "docs" / "examples" / "smollm2" / "runs"
 @pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators", "proxy", "compare"])
 def test_every_page_opens_the_committed_run_of_a_real_model(page, monkeypatch):
     assert sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file()) < 2e6
-    app = open_page(REAL, monkeypatch, **({"part": "Proxy"} if page == "proxy" else {}))
-    if page == "compare":
-        assert "Gradient noise at equal progress is not told apart" in texts(app)
-    else:
-        app.switch_page(f"views/{'estimators' if page == 'proxy' else page}.py").run()
+    asked = {"part": "Proxy"} if page == "proxy" else {}
+    app = open_page(REAL, "estimators" if asked else page, monkeypatch, **asked)
+    assert page != "compare" or "Gradient noise at equal progress is not told apart" in texts(app)
     assert not app.exception and not app.warning
     assert page != "proxy" or app.metric[0].label == "OTB's gain lost by the proxy"
     assert len(app.get("plotly_chart")) >= 1

@@ -14,7 +14,7 @@ from otb_analysis.store import RunWriter
 from tests.app.conftest import write_step
 from tests.app.test_pages import PAGES, open_page, texts
 
-LONG = Shape(steps=2_000, measured=20, tokens=32_000, prompts=4, group_size=4, estimators=12)
+LONG = Shape(steps=600, measured=20, tokens=9_600, prompts=4, group_size=4, estimators=12)
 SHORT = Shape(steps=16, measured=1, tokens=500, prompts=4, group_size=2, estimators=4)
 ANSWERS = Shape(steps=1, measured=1, tokens=32_000, prompts=2, group_size=8, estimators=8)
 NAMES = ["long", *(f"short-{seed:02}" for seed in range(23))]
@@ -23,7 +23,7 @@ MEGABYTE = 1_000_000
 
 @pytest.fixture(scope="module")
 def huge_root(tmp_path_factory) -> Path:
-    """A run of 2,000 steps, 23 short ones, and one of answers of 2,000 tokens, one token of which has a megabyte."""
+    """A run of 600 steps, 23 short ones, and one of answers of 2,000 tokens, one token of which has a megabyte."""
     root = tmp_path_factory.mktemp("huge")
     write_synthetic_run(root, "long", LONG)
     for seed, name in enumerate(NAMES[1:]):
@@ -39,8 +39,8 @@ def huge_root(tmp_path_factory) -> Path:
 
 SAID = {
     "triage": (NAMES, "long: first warning at step"),
-    "run": ("long", "complete · 2000 steps"),
-    "rollouts": ("long", "32,000 rollouts. The first 500 are shown"),
+    "run": ("long", "complete · 600 steps"),
+    "rollouts": ("long", "9,600 rollouts. The first 500 are shown"),
     "tokens": ("long", "Click a cell to choose its token."),
     "estimators": ("long", "80 prompts of 20 measured steps"),
     "compare": (NAMES[:2], "Training reward: B − A is"),
@@ -49,7 +49,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_page_opens_a_run_of_2000_steps_among_24_others(page, huge_root, monkeypatch):
+def test_every_page_opens_a_run_of_600_steps_among_24_others(page, huge_root, monkeypatch):
     runs, words = SAID[page]
     app = open_page(huge_root, page, monkeypatch, run=runs)
     assert not app.exception and not app.warning
@@ -59,7 +59,7 @@ def test_every_page_opens_a_run_of_2000_steps_among_24_others(page, huge_root, m
 def test_triage_lists_and_draws_all_runs_and_groups_them_by_seed(huge_root, monkeypatch):
     app = open_page(huge_root, "triage", monkeypatch, run=NAMES)
     assert sorted(app.dataframe[0].value["run"]) == sorted([*NAMES, "answers"])
-    assert app.dataframe[0].value.set_index("run").loc["long", "steps"] == 2_000
+    assert app.dataframe[0].value.set_index("run").loc["long", "steps"] == LONG.steps
     curves = {trace["name"] for trace in drawn(app)}
     assert curves == set(NAMES)
     app.selectbox(key="by").set_value("seed").run()

@@ -21,13 +21,13 @@ PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare")
 
 
 def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
+    """A page as its address opens it."""
     monkeypatch.setenv("OTB_RUNS", str(root))
     app = AppTest.from_file(APP, default_timeout=60)
     for name, value in query.items():
         app.query_params[name] = value
     app.session_state["_arrived"] = False  # or a running run would open
-    app.run()
-    return app if page == "triage" else app.switch_page(f"views/{page}.py").run()
+    return (app if page == "triage" else app.switch_page(f"views/{page}.py")).run()
 
 
 def open_part(root: Path, part: str, monkeypatch: pytest.MonkeyPatch, **query: str) -> AppTest:

@@ -1,10 +1,8 @@
 """Runs made of somebody else's rollouts: every page opens them, and says what is missing."""
 
 import json
-from pathlib import Path
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import audit_run
@@ -13,8 +11,8 @@ from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.recorded.score import score
 from otb_analysis.report.audit import write_audit
 from otb_analysis.store import RunStore
+from tests.app.test_pages import open_page
 
-APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
 PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare", "studies")
 
 
@@ -39,14 +37,6 @@ def recorded_root(tmp_path_factory, checkpoint):
     return folder / "runs"
 
 
-def opened(page, run, root, monkeypatch):
-    monkeypatch.setenv("OTB_RUNS", str(root))
-    app = AppTest.from_file(APP, default_timeout=60)
-    app.query_params["run"] = run
-    app.run()
-    return app if page == "triage" else app.switch_page(f"views/{page}.py").run()
-
-
 def said(app):
     shown = [*app.info, *app.warning, *app.caption, *app.markdown]
     return " ".join(element.value for element in shown).replace("\\", "")
@@ -57,7 +47,7 @@ def said(app):
 )
 @pytest.mark.parametrize("page", PAGES)
 def test_every_page_opens_a_run_of_recorded_rollouts(page, run, recorded_root, monkeypatch):
-    app = opened(page, run, recorded_root, monkeypatch)
+    app = open_page(recorded_root, page, monkeypatch, run=run)
     assert not app.exception
     assert not app.error
     assert app.title[0].value == page.capitalize()
@@ -75,17 +65,17 @@ MISSING = {
 
 @pytest.mark.parametrize("page", MISSING)
 def test_a_run_without_a_model_says_what_is_missing_and_which_command_adds_it(page, recorded_root, monkeypatch):
-    shown = said(opened(page, "texts-imported", recorded_root, monkeypatch))
+    shown = said(open_page(recorded_root, page, monkeypatch, run="texts-imported"))
     assert all(words in shown for words in MISSING[page])
 
 
 @pytest.mark.parametrize("page", MISSING)
 def test_an_audited_run_lacks_nothing_and_draws(page, recorded_root, monkeypatch):
-    app = opened(page, "texts-audited", recorded_root, monkeypatch)
+    app = open_page(recorded_root, page, monkeypatch, run="texts-audited")
     assert MISSING[page][0] not in said(app)
     assert app.get("plotly_chart")
 
 
 def test_a_scored_run_shows_its_tokens_but_no_gradients(recorded_root, monkeypatch):
-    assert MISSING["estimators"][0] in said(opened("estimators", "texts-scored", recorded_root, monkeypatch))
-    assert MISSING["tokens"][0] not in said(opened("tokens", "texts-scored", recorded_root, monkeypatch))
+    assert MISSING["estimators"][0] in said(open_page(recorded_root, "estimators", monkeypatch, run="texts-scored"))
+    assert MISSING["tokens"][0] not in said(open_page(recorded_root, "tokens", monkeypatch, run="texts-scored"))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from otb_analysis.commands import serve
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore, RunWriter, StepTables, compact
+from tests.app.test_pages import open_page
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
 LOOKING = """
@@ -33,15 +33,6 @@ while not Path(sys.argv[2]).exists() or looks < 3:
 """
 
 
-def opened(root, page, monkeypatch, **query):
-    monkeypatch.setenv("OTB_RUNS", str(root))
-    app = AppTest.from_file(APP, default_timeout=60)
-    for name, value in query.items():
-        app.query_params[name] = value
-    app.run()
-    return app if page == "triage" else app.switch_page(f"views/{page}.py").run()
-
-
 def test_dashboard_listens_on_this_machine_only(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(serve, "supervised", lambda command: started.append(command) or 0)
@@ -58,7 +49,7 @@ def test_address_opens_no_run_outside_the_folder(page, name, store_root, tmp_pat
     shutil.copytree(store_root / "failed-rloo", root / "inside")
     shutil.copytree(store_root / "chain-otb-s0", tmp_path / "outside")
     (root / "linked").symlink_to(tmp_path / "outside")
-    app = opened(root, page, monkeypatch, run=[name, "linked"], focus=name)
+    app = open_page(root, page, monkeypatch, run=[name, "linked"], focus=name)
     assert not app.exception
     assert app.multiselect[0].options == ["inside"] and app.multiselect[0].value == ["inside"]
 
@@ -71,7 +62,7 @@ SQL = (
 
 @pytest.mark.parametrize("query", SQL)
 def test_sql_box_answers_with_a_sentence(query, store_root, monkeypatch):
-    app = opened(store_root, "rollouts", monkeypatch, run="chain-otb-s0")
+    app = open_page(store_root, "rollouts", monkeypatch, run="chain-otb-s0")
     app.text_area(key="sql").set_value(query).run()
     app.button[[b.label for b in app.button].index("Run")].click().run()
     assert not app.exception and len(app.warning) == 1
@@ -81,7 +72,7 @@ def test_sql_box_answers_with_a_sentence(query, store_root, monkeypatch):
     "cell", ["repeat('x', 100000000)", "[repeat('x', 100000000)]", "{'a': repeat('x', 100000000)}"]
 )
 def test_answer_of_100_megabytes_in_one_cell_does_not_reach_the_browser(cell, store_root, monkeypatch):
-    app = opened(store_root, "rollouts", monkeypatch, run="chain-otb-s0")
+    app = open_page(store_root, "rollouts", monkeypatch, run="chain-otb-s0")
     shown = len(app.dataframe)
     app.text_area(key="sql").set_value(f"SELECT {cell} AS a").run()
     app.button[[b.label for b in app.button].index("Run")].click().run()
@@ -109,7 +100,7 @@ def test_token_of_a_megabyte_and_hostile_answers_stay_text(tmp_path, monkeypatch
     writer.finish()
     assert RunStore(writer.path).tokens_df()["token"].tolist() == texts
     for page in ("rollouts", "tokens"):
-        app = opened(tmp_path, page, monkeypatch)
+        app = open_page(tmp_path, page, monkeypatch)
         assert not app.exception and not app.warning
         assert not any("<script>" in element.value or "<b>" in element.value for element in app.markdown)
 

@@ -1,6 +1,6 @@
 """A walk through all pages as a user takes it: run → step → rollout → token, by mouse and by keys; every address again.
 
-Chromium, light and dark, 1,024 and 1,440 pixels; nobody but the dashboard is asked, and the console has no error.
+Chromium, light at 1,440 pixels and dark at 1,024; nobody but the dashboard is asked, and the console has no error.
 """
 
 import shutil
@@ -32,6 +32,8 @@ CHOSEN = ".tok.chosen"
 GRID = "canvas[data-testid=data-grid-canvas]"
 BAR = "input[type=range]"
 STEPS, DIES = 30, 20
+LIGHT = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"}
+DARK = {"viewport": {"width": 1024, "height": 900}, "color_scheme": "dark"}
 PLACES = {
     "Triage": "",
     "Run": "run?run=chain-group_mean-s0&step=20&level=prompts&log=true",
@@ -81,9 +83,8 @@ def view(page) -> dict:
     return page.evaluate(VIEW) | tokens
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1024, "dark"), (1440, "light")])
-def test_a_walk_from_a_run_to_a_token_by_mouse(width, scheme, browser, address):
-    with watched(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme) as tab:
+def test_a_walk_from_a_run_to_a_token_by_mouse(browser, address):
+    with watched(browser, address, **LIGHT) as tab:
         page = visit(tab, f"{address}/")
         assert page.locator("strong").first.inner_text().startswith("words: reward 0.750 → 0 at step 20; no gradient")
         reloaded(page)
@@ -115,13 +116,12 @@ def test_a_walk_from_a_run_to_a_token_by_mouse(width, scheme, browser, address):
         new_labels(page, lambda: choose(page, "Prompt", other_prompt(page)))
         says(page, "no gradient here")
         assert sideways(page) <= 0
-        again_by_its_address(page, browser, address, width, scheme)
+        again_by_its_address(page, browser, address, LIGHT)
         assert tab.clean
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1024, "light"), (1440, "dark")])
-def test_the_same_walk_by_keys(width, scheme, browser, address):
-    with watched(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme) as tab:
+def test_the_same_walk_by_keys(browser, address):
+    with watched(browser, address, **DARK) as tab:
         page = visit(tab, f"{address}/")
         finished(page)
         tab_to(page, GRID)  # a table takes the focus with its first row, which is the worst run
@@ -159,7 +159,7 @@ def test_the_same_walk_by_keys(width, scheme, browser, address):
         new_labels(page, lambda: [page.keyboard.press(key) for key in ("ArrowDown", "ArrowDown", "Enter")])
         assert asked(page, "prompt") == "1"
         says(page, "no gradient here")
-        again_by_its_address(page, browser, address, width, scheme)
+        again_by_its_address(page, browser, address, DARK)
         assert tab.clean
 
 
@@ -236,18 +236,17 @@ def prompts_match(page) -> None:
     assert label(page).endswith(shown.removeprefix(HEAD))
 
 
-def again_by_its_address(page, browser, address, width, scheme) -> None:
+def again_by_its_address(page, browser, address, how) -> None:
     """Open the page by its address in another browser: it shows the same."""
-    with watched(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme) as other:
+    with watched(browser, address, **how) as other:
         again = visit(other, page.url)
         assert view(again) == view(page)
         assert again.url == page.url and other.clean
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1024, "light"), (1440, "dark")])
 @pytest.mark.parametrize("name", PLACES)
-def test_every_address_opens_the_same_view_again(name, width, scheme, browser, address):
-    with watched(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme) as tab:
+def test_every_address_opens_the_same_view_again(name, browser, address):
+    with watched(browser, address, **DARK) as tab:
         page = visit(tab, f"{address}/{PLACES[name]}")
         finished(page)
         for asked_for in PLACES[name].partition("?")[2].split("&"):

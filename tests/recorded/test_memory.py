@@ -62,15 +62,10 @@ def peak(run):
         tracemalloc.stop()
 
 
-def peaks(file_of, checkpoint):
-    """Return the peaks of scoring a short file and one many times as long."""
-    short, long = (config(file_of(steps), checkpoint) for steps in (STEPS, STEPS * LONGER))
-    score(short)  # what is loaded and cached once
-    return peak(lambda: score(short)), peak(lambda: score(long))
-
-
 def test_scoring_holds_one_step_whatever_the_files_length(file_of, checkpoint, monkeypatch):
-    short, long = peaks(file_of, checkpoint)
+    one, many = (config(file_of(steps), checkpoint) for steps in (STEPS, STEPS * LONGER))
+    score(one)  # what is loaded and cached once
+    short, long = peak(lambda: score(one)), peak(lambda: score(many))
     assert long < GROWTH * short
     kept, write = [], RunWriter.write_step
 
@@ -79,8 +74,7 @@ def test_scoring_holds_one_step_whatever_the_files_length(file_of, checkpoint, m
         write(self, step, tables)
 
     monkeypatch.setattr(RunWriter, "write_step", keeping)  # the bound notices who keeps every step
-    short, long = peaks(file_of, checkpoint)
-    assert long > GROWTH * short
+    assert peak(lambda: score(many)) > GROWTH * short
 
 
 def test_records_are_alive_for_one_step_only(file_of, checkpoint, monkeypatch):

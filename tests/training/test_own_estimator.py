@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from otb_analysis.commands.cli import main
 from otb_analysis.config import EstimatorConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore
 from otb_analysis.training.loop import train
+from tests.app.test_pages import open_page
 
 ROOT = Path(__file__).parents[2]
 NAME = "my_estimators:shrunken"
@@ -87,11 +87,9 @@ def test_every_reader_shows_it_under_its_name_without_its_module(forgotten, caps
 
 @pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators"])
 def test_every_page_opens_it_without_its_module(forgotten, page, monkeypatch):
-    monkeypatch.setenv("OTB_RUNS", str(forgotten.parent))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    app = AppTest.from_file(ROOT / "app" / "streamlit_app.py", default_timeout=60).run()
-    app = app if page == "triage" else app.switch_page(f"views/{page}.py").run()
+    app = open_page(forgotten.parent, page, monkeypatch)
     assert not app.exception and not app.error
     shown = " ".join(element.value for element in [*app.caption, *app.markdown, *app.info]).replace("\\", "")
     frames = " ".join(frame.value.to_string() for frame in app.dataframe)

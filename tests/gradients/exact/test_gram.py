@@ -18,7 +18,7 @@ def weights_of(seed=0, rows=3):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-@pytest.mark.parametrize("limit", [1 << 16, 1 << 13, 1 << 10, 400])
+@pytest.mark.parametrize("limit", [1 << 16, 1 << 13])  # several parameters at a time, and parts of one
 def test_a_gram_matrix_in_stretches_is_the_same(make_model, sample, monkeypatch, family, limit):
     model, batch = make_model(family), sample["both"]
     args = (model, *batch.args, weights_of(), GROUP, batch.attention_mask)

@@ -12,6 +12,7 @@ from otb_analysis.objectives.aggregation import AGGREGATIONS, TOKEN_WEIGHTS
 from otb_analysis.objectives.ratios import RATIOS
 from otb_analysis.objectives.shaping import SHAPINGS
 from studies.lib.enumeration.catalogue import (
+    ALONE,
     bias_table,
     catalogue,
     main,
@@ -21,7 +22,10 @@ from studies.lib.enumeration.catalogue import (
     table,
     weight_table,
 )
+from studies.lib.enumeration.facts import GROUP, GROUP_SIZE
+from studies.lib.enumeration.groups import group_gradients, multisets
 from studies.lib.enumeration.off_policy import CASES
+from studies.lib.enumeration.trees import random_tree
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "catalogue.md"
@@ -32,9 +36,17 @@ def published_tables():
     return [found.strip() for found in re.findall(r"(?:^\|.*\n)+", PAGE.read_text(encoding="utf-8"), re.M)]
 
 
-@pytest.mark.slow
 def test_published_bias_is_that_of_the_code():
     assert published_tables()[0] == bias_table(), "run python -m studies.lib.enumeration.catalogue"
+
+
+@pytest.mark.parametrize(("name", "other"), ALONE.items())
+def test_what_stands_for_an_estimator_is_that_estimator_in_a_batch_of_one_prompt(name, other):
+    tree = random_tree(GROUP, np.random.default_rng(0))
+    members = multisets(tree, GROUP_SIZE)[0][::30]
+    gradients = [group_gradients(one, tree, members) for one in (name, other)]
+    assert gradients[1].any()
+    np.testing.assert_allclose(gradients[0], gradients[1], atol=1e-12)
 
 
 def test_published_shifts_are_those_of_the_code():
