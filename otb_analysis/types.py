@@ -113,6 +113,18 @@ class NormalEquations:
 
 
 @dataclass(frozen=True)
+class Tallies:
+    """What a baseline with a memory has counted over earlier steps; made by `estimate`, given back to it a step later.
+
+    A row per prompt for `dbb`, α and β; for `ebpo` row 0 of all rollouts' returns and row 1 of all group means, each
+    with how many they were, their mean and Σ (x − mean)².
+    """
+
+    key: Int  # What each row is of, ascending [K]
+    sums: Float  # [K, M]
+
+
+@dataclass(frozen=True)
 class EstimatorInputs:
     """What an advantage estimator may look at; made by `training` and the store's readers, read by `estimate`."""
 
@@ -129,8 +141,10 @@ class EstimatorInputs:
     token_id: Int | None = None  # Token ids [N, T], for the estimators that share prefixes
     ratio: Float | None = None  # Importance ratio ρ_{n,t} of each token [N, T]
     entropy: Float | None = None  # Entropy in nats of the distribution each token was drawn from [N, T]
+    # A number of each rollout's prompt [N], the same whenever it is sampled, for memories by prompt; below 2^53
+    prompt: Int | None = None
     # `Estimate.state` of the step before, for the estimators that remember earlier steps; None at the first one
-    state: NormalEquations | None = None
+    state: NormalEquations | Tallies | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,7 @@ class Estimate:
     advantage: Float  # A_{n,t} [N, T]: what multiplies the score; G − B, rescaled where the estimator says so
     fallback: Bool  # True where the formula was undefined, so the fallback was used [N, T]
     # What the next step gives back as `EstimatorInputs.state`; None where the estimator remembers nothing
-    state: NormalEquations | None = None
+    state: NormalEquations | Tallies | None = None
 
 
 @dataclass(frozen=True)

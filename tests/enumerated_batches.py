@@ -9,15 +9,17 @@ import numpy as np
 
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
-from otb_analysis.types import EstimatorInputs, Float, NormalEquations
+from otb_analysis.types import EstimatorInputs, Float, NormalEquations, Tallies
 from studies.lib.enumeration.groups import MOST_GROUPS, multisets
 from studies.lib.enumeration.trees import Tree
 
 
 def batch_means(
-    name: str, trees: Sequence[Tree], n: int, options: Any = None, state: NormalEquations | None = None
+    name: str, trees: Sequence[Tree], n: int, options: Any = None, state: NormalEquations | Tallies | None = None
 ) -> list[Float]:
     """Return E ḡ_p [D] of every prompt p in batches of one group of n per tree, with exact energies.
+
+    Prompts are numbered from 0 for those that remember by prompt.
 
     Every batch is enumerated: what looks across prompts is only then seen whole. Trees have one horizon.
 
@@ -37,7 +39,7 @@ def batch_means(
         columns: dict[str, Any] = {
             key: np.concatenate([part[key] for part in parts]) for key, x in parts[0].items() if x is not None
         }
-        inputs = EstimatorInputs(**columns | {"group": label, "state": state})
+        inputs = EstimatorInputs(**columns | {"group": label, "prompt": label, "state": state})
         advantage = estimate(name, inputs, options).advantage
         for p, (tree, one) in enumerate(zip(trees, rows, strict=True)):
             coefficient = advantage[p * n : (p + 1) * n] * tree.ratio[one]

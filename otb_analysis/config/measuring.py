@@ -176,21 +176,23 @@ class ObjectiveConfig:
 
     ratio: str = "none"
     """Importance weighting against the policy that sampled; docs/catalogue.md gives the formulas.
-    One of none, token, sequence, cumulative, minpro, ppo, gspo, ctpo, cumulative_truncated, tis, sequence_mask."""
+    One of none, token, sequence, cumulative, minpro, ppo, gspo, ctpo, cumulative_truncated, tis, sequence_mask, cispo,
+    icepop, ipo, dppo_tv, dppo_kl, sapo, gmpo."""
     ratio_options: dict[str, str] = field(default_factory=dict)
     """Options of that ratio, as name value pairs: `low 0.1`.
-    low, high: of ppo, gspo, ctpo, cumulative_truncated and sequence_mask. dual: of ppo, gspo and ctpo.
-    cap: of tis. veto: of sequence_mask."""
+    low, high: of ppo, gspo, ctpo, cumulative_truncated, sequence_mask, cispo, icepop, dppo_tv, dppo_kl and gmpo.
+    dual: of ppo, gspo and ctpo. cap: of tis. veto: of sequence_mask. threshold: of ipo. positive, negative: of sapo."""
     aggregation: str = "sequence_sum"
     """How token losses are averaged: sequence_sum, token_mean, sequence_mean, constant, dapo or balanced."""
     aggregation_options: dict[str, str] = field(default_factory=dict)
     """Options of that aggregation, as name value pairs. length: of constant."""
     token_weight: str = "none"
-    """What multiplies each token's advantage: none, stapo, delightful or critical. All but none change the mean of the
-    update. Estimators are compared without it; attribution of a step has it. critical takes measure.contrast.every 1"""
+    """What multiplies each token's advantage: none, stapo, delightful, critical, clip_cov, or kl_cov, which penalises
+    drift instead. All but none change the mean of the update. Estimators are compared without it; attribution of a step
+    has it. critical takes measure.contrast.every 1"""
     token_weight_options: dict[str, str] = field(default_factory=dict)
     """Options of that weight, as name value pairs. probability, entropy: of stapo. temperature: of delightful.
-    strength: of critical."""
+    strength: of critical. share, low, high: of clip_cov. share, coefficient: of kl_cov."""
     shaping: str = "none"
     """How rewards are reshaped before the estimator sees them: none, grpo_lambda, overlong, drop_equal or
     profiled."""

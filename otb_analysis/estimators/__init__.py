@@ -21,26 +21,33 @@ from otb_analysis.estimators.published import prefix_values
 from otb_analysis.estimators.registry import ESTIMATORS, registered
 from otb_analysis.estimators.spec import (
     DecayOptions,
+    DiscountOptions,
     EstimatorSpec,
+    KalmanOptions,
+    LengthOptions,
     NoOptions,
     QuantileOptions,
     RegressionOptions,
     TailOptions,
     ValueOptions,
 )
-from otb_analysis.types import Estimate, EstimatorInputs, NormalEquations
+from otb_analysis.types import Estimate, EstimatorInputs, NormalEquations, Tallies
 
 __all__ = [
     "ESTIMATORS",
     "DecayOptions",
+    "DiscountOptions",
     "Estimate",
     "EstimatorInputs",
     "EstimatorSpec",
+    "KalmanOptions",
+    "LengthOptions",
     "NoOptions",
     "NormalEquations",
     "QuantileOptions",
     "RegressionOptions",
     "TailOptions",
+    "Tallies",
     "ValueOptions",
     "available",
     "counting_tokens",

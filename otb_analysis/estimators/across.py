@@ -170,11 +170,13 @@ def energy_regression(batch: Batch, options: RegressionOptions) -> BaselineResul
     return BaselineResult(baseline, undefined[:, None], state=state)
 
 
-def _remembered(state: NormalEquations | None, options: RegressionOptions) -> tuple[Float, Float]:
+def _remembered(state: object, options: RegressionOptions) -> tuple[Float, Float]:
     """Return the sums of earlier steps as they count now; zero without memory."""
     names, k = options.used, len(options.used)
     if state is None or not options.memory:
         return np.zeros((k, k)), np.zeros(k)
+    if not isinstance(state, NormalEquations):
+        raise InputError(f"state is a {type(state).__name__}; pass the state of the same estimator.")
     if state.features != names or state.gram.shape != (k, k) or state.moment.shape != (k,):
         raise InputError(
             f"state has features {state.features} but the options have {names}; pass the state of the same options."

@@ -30,7 +30,7 @@ from otb_analysis.types import Estimate, EstimatorInputs, Float, Int
 
 GIVEN = ("reward", "mask", "group")
 OPTIONAL = tuple(field.name for field in fields(EstimatorInputs) if field.name not in (*GIVEN, "state"))
-WHOLE_NUMBERS = ("turn", "token_id")
+WHOLE_NUMBERS = ("turn", "token_id", "prompt")
 TRIAL, AT_WORK = "in a trial on 4 prompts of 4 rollouts", "on the rollouts it was given"
 
 _specs: dict[str, tuple[Callable[..., Any], EstimatorSpec]] = {}
@@ -149,6 +149,7 @@ def _trial() -> dict[str, np.ndarray]:
         "rollout_norm_sq": rng.lognormal(size=n),
         "turn": np.zeros((n, t), np.int64),
         "token_id": rng.integers(0, 9, size=(n, t)) * mask,
+        "prompt": np.repeat(np.arange(4), 4),
     }
     positive = ("energy", "position_baseline", "value", "ratio", "entropy")
     return inputs | {name: rng.lognormal(size=(n, t)) * mask for name in positive}
@@ -246,7 +247,8 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
         )
     out = Estimate(np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool))
     state = None
-    for rows, groups in _blocks(Groups.of(inputs.group), mask.shape[1], entry.batch_coupled):
+    whole = entry.batch_coupled or "state" in entry.uses
+    for rows, groups in _blocks(Groups.of(inputs.group), mask.shape[1], whole):
         batch, moved = prepare(inputs, rows, groups, names)
         result = entry.function(batch, options)
         state = result.state  # only entries that see the whole batch as one block have any
@@ -255,13 +257,13 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
         if result.scale is not None:
             advantage *= result.scale
         pieces = (baseline, advantage, batch.mask & result.fallback)
-        for whole, piece in zip((out.baseline, out.advantage, out.fallback), pieces, strict=True):
+        for answer, piece in zip((out.baseline, out.advantage, out.fallback), pieces, strict=True):
             if moved is None:
-                whole[selector(rows), : batch.mask.shape[1]] = piece
+                answer[selector(rows), : batch.mask.shape[1]] = piece
             else:  # tokens were squeezed: back to where they were
                 placed = np.zeros(moved.shape, piece.dtype)
                 placed[moved] = piece[batch.mask]
-                whole[selector(rows)] = placed
+                answer[selector(rows)] = placed
     return replace(out, state=state)
 
 

@@ -18,6 +18,7 @@ from otb_analysis.estimators.spec import (
     BaselineResult,
     Batch,
     DecayOptions,
+    LengthOptions,
     NoOptions,
     Tail,
     TailOptions,
@@ -153,6 +154,21 @@ def opo(batch: Batch, options: NoOptions, *, leave_one_out: bool = False) -> Bas
 
 
 opo_loo = without_self(opo, "Centre by the length-weighted mean total return of the other rollouts.")
+
+
+def length_power(batch: Batch, options: LengthOptions, *, leave_one_out: bool = False) -> BaselineResult:
+    """Centre by the mean total return of the group, weighted with a power of lengths.
+
+    B = Σ_j L_j^α R_j / Σ_j L_j^α: `group_mean` for α = 0, `opo` for α = 1. The energy of a rollout grows more slowly
+    than its length where later tokens are surer. An exponent on `opo`; no public code of it was seen.
+    """
+    weight = batch.present * np.maximum(batch.length, 1.0) ** options.exponent
+    return rollout_average(batch, weight, leave_one_out=leave_one_out)
+
+
+length_power_loo = without_self(
+    length_power, "Centre by the mean return of the others, weighted with a power of lengths."
+)
 
 
 def grpo(batch: Batch, options: NoOptions) -> BaselineResult:

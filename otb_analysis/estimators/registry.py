@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.estimators import across, group, published
+from otb_analysis.estimators import across, group, published, remembered
 from otb_analysis.estimators.spec import (
     NOWHERE,
     BaselineResult,
     Batch,
     DecayOptions,
+    DiscountOptions,
     EstimatorSpec,
+    KalmanOptions,
+    LengthOptions,
     NoOptions,
     QuantileOptions,
     RegressionOptions,
@@ -98,6 +101,7 @@ def combined(weights: Mapping[str, float], known: Mapping[str, EstimatorSpec]) -
         batch_coupled=any(entry.batch_coupled for entry in entries),
         takes_gaps=all(entry.takes_gaps for entry in entries),
         takes_single=all(entry.takes_single for entry in entries),
+        ordered=any(entry.ordered for entry in entries),
     )  # fmt: skip
 
 
@@ -132,6 +136,14 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
     "rloo": EstimatorSpec(group.rloo, "mean_{j≠i} R_j", True, IID, "REINFORCE leave-one-out", "code"),
     "opo": EstimatorSpec(group.opo, "Σ_j L_j R_j / Σ_j L_j", False, SELF, "OPO", "code"),
     "opo_loo": EstimatorSpec(group.opo_loo, "Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j", True, IID, "opo without i", "proved"),
+    "length_power": EstimatorSpec(
+        group.length_power, "Σ_j L_j^α R_j / Σ_j L_j^α", False, SELF, "opo with an exponent α on lengths", "guess",
+        options=LengthOptions,
+    ),
+    "length_power_loo": EstimatorSpec(
+        group.length_power_loo, "Σ_{j≠i} L_j^α R_j / Σ_{j≠i} L_j^α", True, IID, "length_power without i", "proved",
+        options=LengthOptions,
+    ),
     "james_stein": EstimatorSpec(
         across.james_stein, "(1 − λ)·mean_{j≠i} R_j + λ·m, m and λ = v²/(v² + s² + 1e-6) from the other prompts", True,
         f"{IID}; prompts independent", "James–Stein shrinkage, arXiv 2511.03710", "code", batch_coupled=True,
@@ -178,6 +190,33 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
         published.reinforce_plus_plus_baseline, "mean_j R_j + μ, then A/√(σ² + 1e-8), μ and σ² over all tokens", False,
         "μ and the scale depend on rollout i", "REINFORCE++ (baseline form), arXiv 2501.03262, as in verl", "code",
         batch_coupled=True,
+    ),
+    "krpo": EstimatorSpec(
+        remembered.krpo, "x_i of a Kalman filter over R_1, …, R_i of the group, then A/(√P_i + 1e-8)", False,
+        "mean over i of (1 − K_i)/(√P_i + 1e-8), times ∇J: direction intact", "KRPO, arXiv 2505.07527", "code",
+        options=KalmanOptions, ordered=True,
+    ),
+    "ebpo": EstimatorSpec(
+        remembered.ebpo,
+        "(1 − S)·mean_j R_j + S·μ, S = (σ²/n)/(σ²/n + τ²), μ, σ², τ² of all rollouts and group means so far, "
+        "then whitened over the batch", False, "the batch is part of μ, S and of the scale",
+        "EBPO, arXiv 2602.05165; the authors' code was not seen", "abstract", uses=("state",), batch_coupled=True,
+    ),
+    "ebpo_loo": EstimatorSpec(
+        remembered.ebpo_loo,
+        "(1 − S)·mean_{j≠i} R_j + S·μ, S = (σ²/(n − 1))/(σ²/(n − 1) + τ²), μ, σ², τ² of earlier steps", True,
+        f"{IID}; state from earlier steps", "ebpo without i and this batch", "proved", uses=("state",),
+    ),
+    "dbb": EstimatorSpec(
+        remembered.dbb, "p̂ = α/(α + β), α = λα' + Σ_j R_j, β = λβ' + Σ_j (1 − R_j), then A/√(p̂(1 − p̂))", False,
+        "the scale and p̂ depend on rollout i",
+        "discounted Beta–Bernoulli, arXiv 2603.18444; the authors' code was not seen", "abstract",
+        uses=("prompt", "state"), options=DiscountOptions, takes_single=True,
+    ),
+    "dbb_loo": EstimatorSpec(
+        remembered.dbb_loo, "(λα' + Σ_{j≠i} R_j)/(λα' + λβ' + n − 1), α' and β' of the prompt's earlier epochs", True,
+        f"{IID}; state from earlier steps", "dbb without i, not divided", "proved", uses=("prompt", "state"),
+        options=DiscountOptions, takes_single=True,
     ),
     "trloo": EstimatorSpec(
         published.trloo, "mean_{j≠i} G_j of the turn, j with that turn", True, IID,
@@ -262,6 +301,13 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
         published.value, "V(h_t); with γ or λ below 1, G_t − Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V(h_{t+1}) − V(h_t)",
         True, f"{IID}; a critic that has not seen these rollouts; γ = λ = 1", "actor-critic, GAE", "code",
         needs=("value",), options=ValueOptions, takes_single=True,
+    ),
+    "evpo": EstimatorSpec(
+        remembered.evpo,
+        "V(h_t) where Var(G_t − V(h_t)) < Var(G_t) over the batch's tokens, else mean_j R_j over the batch", False,
+        "the switch looks at rollout i, and so does the batch mean",
+        "EVPO, arXiv 2604.19485; the authors' code was not seen", "abstract", needs=("value",), batch_coupled=True,
+        takes_single=True,
     ),
     "tvm": EstimatorSpec(
         published.tvm, "V(h_t), the critic fitted to the share of correct rollouts through h_t", True,

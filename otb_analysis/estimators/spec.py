@@ -14,8 +14,8 @@ import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps, masked, prefix_length, squeeze, squeezed_mask
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.objectives.registry import NoOptions, Provenance, boolean_mask, group_vector
-from otb_analysis.types import Bool, EstimatorInputs, Float, Int, NormalEquations
+from otb_analysis.objectives.registry import LimitedOptions, NoOptions, Provenance, boolean_mask, group_vector
+from otb_analysis.types import Bool, EstimatorInputs, Float, Int, NormalEquations, Tallies
 
 Tail = Literal["own_return", "group", "zero"]
 
@@ -71,6 +71,34 @@ class QuantileOptions(_Shares):
 
     # q: the share of the group that does not exceed the baseline
     quantile: float = field(default=0.4, metadata={"ends": "0.5 is the (lower) median"})
+
+
+@dataclass(frozen=True)
+class LengthOptions(_Shares):
+    """Options of the mean weighted by powers of lengths."""
+
+    # α in L^α
+    exponent: float = field(default=0.5, metadata={"ends": "0 is group_mean, 1 is opo"})
+
+
+@dataclass(frozen=True)
+class DiscountOptions(_Shares):
+    """Options of the discounted Beta–Bernoulli baseline."""
+
+    # λ, what the counts of a prompt are worth when it is sampled again
+    discount: float = field(default=0.75, metadata={"ends": "0 remembers nothing, 1 forgets nothing"})
+
+
+@dataclass(frozen=True)
+class KalmanOptions(LimitedOptions):
+    """Options of the Kalman filter."""
+
+    valid = (
+        lambda o: o.process >= 0 and o.noise > 0,
+        "{self} is no filter; process is 0 or more and noise is above 0.",
+    )
+    process: float = 1e-5  # Q, by how much the mean's variance grows from rollout to rollout
+    noise: float = 1e-2  # R, the variance of a rollout's return around the mean
 
 
 FEATURES: dict[str, tuple[str, str]] = {
@@ -164,6 +192,7 @@ class EstimatorSpec:
     # `statistics.gradients` for what deleting prompts from a finished Gram matrix costs
     batch_coupled: bool = False
     takes_gaps: bool = True  # False when position t is column t, so that tool tokens in between are refused
+    ordered: bool = False  # True when the order of a group's rollouts changes the answer
     # Set where E ĝ = (1 − 1/N)·∇J: N counts the rollouts of the `group` or of the whole `batch`
     shrinks_by: Literal["", "group", "batch"] = ""
     # True when a prompt's only rollout is centred as any other: by other prompts, a critic, or nothing
@@ -198,9 +227,10 @@ REMEDY = {
     "turn": "pass the index of its turn at every policy token",
     "token_id": "pass a token id at every policy token",
     "entropy": "pass the finite entropy of the distribution each policy token was drawn from",
+    "prompt": "pass a number of each rollout's prompt",
 }
 NON_NEGATIVE = frozenset({"energy", "rollout_norm_sq", "ratio"})
-PER_ROLLOUT = frozenset({"rollout_norm_sq"})
+PER_ROLLOUT = frozenset({"rollout_norm_sq", "prompt"})
 
 ABSENT: Any = None
 NOWHERE = np.zeros((1, 1), bool)  # The fallback of a formula that is always defined
@@ -224,7 +254,8 @@ class Batch:
     turn: Float = ABSENT  # Index of the token's turn [N, T]
     token_id: Float = ABSENT  # Token ids [N, T]
     entropy: Float = ABSENT  # Entropy H_t in nats [N, T]
-    state: NormalEquations | None = None  # What the step before left, where there is any
+    prompt: Float = ABSENT  # Number of the prompt [N]; zero for a rollout without policy tokens
+    state: NormalEquations | Tallies | None = None  # What the step before left, where there is any
 
     @cached_property
     def length(self) -> Int:
@@ -264,7 +295,7 @@ class BaselineResult:
     baseline: Float  # B; values outside the mask are dropped
     fallback: Bool  # Where the formula is undefined
     scale: Float | None = None  # What multiplies G − B, where the estimator rescales
-    state: NormalEquations | None = None  # What the next step is given, where the estimator remembers
+    state: NormalEquations | Tallies | None = None  # What the next step is given, where the estimator remembers
 
 
 def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:

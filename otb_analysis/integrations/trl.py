@@ -31,7 +31,7 @@ from otb_analysis.measurement.measurer import GradientMeasurer, summarize
 from otb_analysis.measurement.table import rollout_rows, token_rows
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
-from otb_analysis.types import Estimate, NormalEquations
+from otb_analysis.types import Estimate, NormalEquations, Tallies
 
 __all__ = ["OTBGRPOTrainer", "RecordConfig", "RolloutRecorder"]
 
@@ -74,7 +74,7 @@ class OTBGRPOTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._refuse_settings()
         self._options = with_limit(estimator, self._options, self.args.max_completion_length)
-        self._remembered: NormalEquations | None = None
+        self._remembered: NormalEquations | Tallies | None = None
         self._last_step: int | None = None  # Number of the last batch that was generated for training
         self._rewards_by_function = torch.zeros(0)
         self._norms: list[float] = []  # ‖ḡ‖ of the updates since the last batch
@@ -170,7 +170,8 @@ class OTBGRPOTrainer(Trainer):
         weights = trained.advantage / len(table.mask)
         self._measurer.states = {}
         if self._remembered is not None:
-            self._measurer.states = {(self._estimator, "proxy"): self._remembered}
+            source = "proxy" if entry_of(self._estimator).reads_energy else "none"
+            self._measurer.states = {(self._estimator, source): self._remembered}
         with evaluating(self._measurer.model):
             measured = self._measurer.measure(step, rollouts, table, None, lambda: weights)
         seconds = seconds | {"seconds_measure": perf_counter() - start}

@@ -32,7 +32,7 @@ from otb_analysis.statistics import (
     smaller_sizes,
     top_share,
 )
-from otb_analysis.types import Bool, Estimate, Float, Gram, Int, Label, LogitStats, NormalEquations
+from otb_analysis.types import Bool, Estimate, Float, Gram, Int, Label, LogitStats, NormalEquations, Tallies
 
 CALIBRATED = ("otb", "otb_loo")
 """Estimators that calibrated energies are tried with, beside the one that trains: none is recommended with them, and
@@ -45,7 +45,7 @@ def every_advantage(
     rows: Bool,
     options: Mapping[str, Any] | None = None,
     calibrated: Float | None = None,
-    states: Mapping[Label, NormalEquations] | None = None,
+    states: Mapping[Label, NormalEquations | Tallies] | None = None,
 ) -> dict[Label, Float]:
     """Return the advantages [n, T] of every estimator whose inputs exist, by (estimator, energy source), on some rows.
 
@@ -110,7 +110,7 @@ class GradientMeasurer:
         self.run = run or {}  # the whole configuration, nested: it says what is proved of the estimators
         self.policy = MeasuredPolicy(model, config.scope, temperature, config.engine)
         # What the estimator that trains remembers of earlier steps, by its label; `training` keeps it up to date
-        self.states: dict[Label, NormalEquations] = {}
+        self.states: dict[Label, NormalEquations | Tallies] = {}
         self.settings = {"engine": self.policy.engine, **self.policy.settings}
 
     def norms(self, rollouts: Rollouts, groups: Int) -> TokenMeasurements:

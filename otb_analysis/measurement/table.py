@@ -6,6 +6,7 @@ nobody measured.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,6 +175,7 @@ class TokenTable:
     contrast: Float | None = None  # Contrast of right and wrong rollouts [N, T] where the update reads it
     limit: int = 0  # Most policy tokens that a rollout could have had, fixed before sampling; 0 where not known
     soft: SoftTokens | None = None  # The soft tokens among them
+    prompt: Int | None = None  # A number of each rollout's prompt [N], the same at every step
 
     @property
     def drawn(self) -> Bool:
@@ -198,6 +200,7 @@ class TokenTable:
             token_id=self.token_id,
             ratio=self.ratio,
             entropy=self.stats.entropy if self.soft is None else None,
+            prompt=self.prompt,
         )
 
 
@@ -234,6 +237,7 @@ def compute_rewards(task: Task, rollouts: Rollouts) -> Rollouts:
 def token_table(rollouts: Rollouts, forward: ForwardPass, value: Float | None) -> TokenTable:
     """Gather a step's columns by completion token; the task has paid for the rollouts."""
     mask, reward = rollouts.policy_tokens(), rollouts.rewards()
+    number = [int.from_bytes(blake2b(prompt.id.encode(), digest_size=6).digest()) for prompt in rollouts.prompts]
     return TokenTable(
         mask=mask,
         present=rollouts.present(),
@@ -248,6 +252,7 @@ def token_table(rollouts: Rollouts, forward: ForwardPass, value: Float | None) -
         ratio=None,
         keep=np.ones(len(mask), bool),
         soft=rollouts.soft,
+        prompt=np.array(number, np.int64)[rollouts.group],
     )
 
 

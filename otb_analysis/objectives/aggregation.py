@@ -156,6 +156,17 @@ class TokenWeightInputs(CheckedInputs):
     logprob: Float  # log π(y_t) in nats [N, T]
     entropy: Float  # H of the distribution that y_t was drawn from, in nats [N, T]
     contrast: Float | None = None  # softmax(2z₊ − z₋)[y_t] [N, T], where it was measured
+    update: Int | None = None  # Which update each rollout is part of [N], where the rollouts are of several
+
+    @property
+    def covariance(self) -> Float:
+        """(A − mean A)(log π(y) − mean log π(y)) of every token, means over the tokens of its update [N, T]."""
+        updates = Groups.of(np.zeros(len(self.mask), np.int64) if self.update is None else self.update)
+        tokens = np.maximum(updates.sum(self.length), 1)
+        away = (
+            x - updates.spread(updates.sum(x.sum(axis=1)) / tokens)[:, None] for x in (self.advantage, self.logprob)
+        )
+        return np.where(self.mask, np.prod(list(away), axis=0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -228,6 +239,66 @@ def critical(inputs: TokenWeightInputs, options: CriticalOptions) -> Float:
     return np.where(inputs.mask, 1.0 - options.strength * np.where(inputs.advantage < 0, inputs.contrast, 0.0), 0.0)
 
 
+@dataclass(frozen=True)
+class CovarianceOptions(LimitedOptions):
+    """Options of `clip_cov`."""
+
+    valid = (
+        lambda o: 0 < o.share <= 1 and o.low < o.high,
+        "{self} is out of range; choose share above 0 up to 1 and low < high.",
+    )
+    share: float = 2e-4  # Share of an update's tokens that is silenced, at least one where there is a candidate
+    low: float = 1.0  # Candidates have a covariance above this
+    high: float = 5.0  # And below this
+
+
+@dataclass(frozen=True)
+class PenaltyOptions(LimitedOptions):
+    """Options of `kl_cov`."""
+
+    valid = (
+        lambda o: 0 < o.share <= 1 and o.coefficient >= 0,
+        "{self} is out of range; choose share above 0 up to 1 and coefficient of at least 0.",
+    )
+    share: float = 2e-4  # Share of an update's tokens that is penalised, at least one
+    coefficient: float = 1.0  # κ, what a nat of drift from the sampler costs at these tokens
+
+
+def clip_cov(inputs: TokenWeightInputs, options: CovarianceOptions) -> Float:
+    """Silence a few of the tokens whose advantage and log-probability vary most together.
+
+    m = 1 − min(k/n, 1) at the n tokens with low < (A − mean A)(log π(y) − mean log π(y)) < high, else 1, k =
+    max(⌊share · tokens⌋, 1). The public code of Clip-Cov, arXiv 2505.22617, silences k of the n drawn at random, among
+    those its clip leaves: m is the mean over the draws, so the mean of the update is theirs and its noise is less.
+    There it goes with `ratio ppo`, and is drawn anew for every mini-batch.
+    """
+    updates = Groups.of(np.zeros(len(inputs.mask), np.int64) if inputs.update is None else inputs.update)
+    candidate = inputs.mask & (inputs.covariance > options.low) & (inputs.covariance < options.high)
+    wanted = np.maximum(np.floor(options.share * updates.sum(inputs.length)), 1)
+    share = np.minimum(wanted / np.maximum(updates.sum(candidate.sum(axis=1)), 1), 1)
+    return np.where(inputs.mask, 1 - candidate * updates.spread(share)[:, None], 0.0)
+
+
+def kl_cov(inputs: TokenWeightInputs, options: PenaltyOptions) -> Float:
+    """Weigh every token alike, and penalise the drift of those whose advantage and log-probability vary most together.
+
+    m = 1; the loss gains κ·|log π(y) − log μ(y)| at the k = max(⌊share · tokens⌋, 1) tokens with the largest
+    covariance, that of `clip_cov`. Where the policy samples for itself |log π − log μ| has no slope: only later updates
+    on the same rollouts, or old ones, differ from `none`. Public code of KL-Cov, arXiv 2505.22617, which goes with
+    `ratio token` and picks tokens anew for every mini-batch.
+    """
+    return np.where(inputs.mask, 1.0, 0.0)
+
+
+def drift_penalty(inputs: TokenWeightInputs, options: PenaltyOptions) -> Float:
+    """Return κ at the tokens that `kl_cov` penalises, 0 elsewhere [N, T]."""
+    covariance = np.where(inputs.mask, inputs.covariance, -np.inf).ravel()
+    wanted = min(max(int(options.share * inputs.mask.sum()), 1), int(inputs.mask.sum()))
+    chosen = np.zeros(covariance.shape)
+    chosen[np.argsort(-covariance, kind="stable")[:wanted]] = options.coefficient
+    return chosen.reshape(inputs.mask.shape)
+
+
 # fmt: off
 TOKEN_WEIGHTS: dict[str, Formula] = {
     "none": Formula(none, "1", "the estimator itself", "code"),
@@ -242,6 +313,14 @@ TOKEN_WEIGHTS: dict[str, Formula] = {
     "critical": Formula(
         critical, "1 − κ·softmax(2z₊ − z₋)[y] where A < 0, else 1", "cDPO, arXiv 2411.19943", "guess",
         needs=("advantage", "contrast"), options=CriticalOptions,
+    ),
+    "clip_cov": Formula(
+        clip_cov, "1 − min(k/n, 1) at the n tokens with 1 < (A − mean A)(log π(y) − mean log π(y)) < 5, else 1",
+        "Clip-Cov, arXiv 2505.22617", "code", needs=("advantage", "logprob"), options=CovarianceOptions,
+    ),
+    "kl_cov": Formula(
+        kl_cov, "1; −κ·|log π(y) − log μ(y)| at the k tokens with the largest covariance", "KL-Cov, arXiv 2505.22617",
+        "code", needs=("advantage", "logprob"), options=PenaltyOptions,
     ),
 }
 # fmt: on

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import expit, rel_entr
 
 from otb_analysis.arrays import masked, policy_position
 from otb_analysis.errors import InputError
@@ -75,6 +76,63 @@ class BoundOptions(LimitedOptions):
     valid = (lambda o: o.low >= 0 and o.high >= 0, "{self} has no room for a ratio of 1; low and high are 0 or more.")
     low: float = 0.025  # The log ratio is held at −low·√t or above, t counting policy tokens from 1
     high: float = 0.05  # And at high·√t or below
+
+
+@dataclass(frozen=True)
+class WeightOptions(BoundOptions):
+    """Between which a weight is held."""
+
+    low: float = 0.2  # Ratios below 1 − low are replaced by it; 1 sets no lower bound
+    high: float = 0.2  # Ratios above 1 + high are replaced by it
+
+
+@dataclass(frozen=True)
+class BandOptions(BoundOptions):
+    """Which ratios count."""
+
+    low: float = 0.5  # α: tokens with a smaller ratio have no gradient
+    high: float = 5.0  # β: nor have those with a larger one
+
+
+@dataclass(frozen=True)
+class MoveOptions(BoundOptions):
+    """How far a token's probability may have moved."""
+
+    low: float = 0.15  # A bad token has no gradient once it is less likely by more than this
+    high: float = 0.15  # A good one has none once it is more likely by more than this
+
+
+@dataclass(frozen=True)
+class DivergenceOptions(BoundOptions):
+    """How far, in nats, the distribution over a token and all others may have moved."""
+
+    low: float = 0.05  # A bad token that became less likely has no gradient beyond it
+    high: float = 0.05  # A good one that became more likely has none beyond it
+
+
+@dataclass(frozen=True)
+class MeanOptions(BoundOptions):
+    """Between which each token's log ratio is held before the geometric mean."""
+
+    low: float = 0.4  # Below −low a bad rollout's token has no gradient
+    high: float = 0.4  # Above high a good rollout's token has none
+
+
+@dataclass(frozen=True)
+class ThresholdOptions(LimitedOptions):
+    """How far a token's probability may have moved, either way."""
+
+    valid = (lambda o: o.threshold >= 0, "threshold is {self.threshold} but must be 0 or more; 0.1 is usual.")
+    threshold: float = 0.1  # Tokens with |π − μ| above it have no gradient, whatever the advantage
+
+
+@dataclass(frozen=True)
+class GateOptions(LimitedOptions):
+    """How steeply a gate closes."""
+
+    valid = (lambda o: o.positive > 0 and o.negative > 0, "{self} has no gate; positive and negative are above 0.")
+    positive: float = 1.0  # τ for a positive advantage
+    negative: float = 1.05  # τ for a negative one
 
 
 @dataclass(frozen=True)
@@ -159,11 +217,13 @@ class Ratio:
     limited: Bool  # True where a truncation replaced the ratio, or a mask removed it, whatever the advantage [N, T]
     # `token`: the gradient of r_t flows through log π(y_t) alone, as r_t s_t; what else r_t holds is a constant.
     # `rollout`: through every token of the rollout, as r (1/L) Σ_k s_k.
-    through: Literal["token", "rollout"] = "token"
+    # `unclipped`: likewise, but the clip stops tokens of that sum; the sign is that of Σ_t u_t
+    through: Literal["token", "rollout", "unclipped"] = "token"
+    falling: Float | None = None  # r_t where the advantage is negative, if it is another [N, T]
 
     def clipped(self, weighted: ArrayLike) -> Bool:
         """Return where the clip stops the gradient of a token whose advantage has this sign."""
-        u = masked(weighted, self.mask)
+        u = self._felt(weighted)
         r, limits = self.value, self.limits
         negative = (u < 0) & ((r < limits.low) | (r > limits.dual))
         return self.mask & (negative | ((u > 0) & (r > limits.high)))
@@ -172,16 +232,24 @@ class Ratio:
         """Return c [N, T], what multiplies each score in the gradient of the surrogate; zero outside the mask.
 
         ∇ Σ_t f(r_t, u_t) = Σ_t c_t s_t. Through the token c_t = r_t u_t where neither clip nor mask stops it; through
-        the rollout c_k = (1/L) Σ_t r u_t over the same tokens, for every k of the rollout. Exact at the parameters of
-        `value`, in log-probability, with no 1/N: whatever averages is in u.
+        the rollout c_k = (1/L) Σ_t r u_t over the same tokens, for every k of the rollout; `unclipped` the same over
+        all tokens, for those k that the clip does not stop. Exact at the parameters of `value`, in log-probability,
+        with no 1/N: whatever averages is in u.
         """
+        u = self._felt(weighted)
+        flows = self.kept & ~self.clipped(weighted)
+        value = self.value if self.falling is None else np.where(u < 0, self.falling, self.value)
+        carried = np.where(flows, value, 0.0) * u
+        return self._mean(carried) if self.through == "rollout" else carried
+
+    def _felt(self, weighted: ArrayLike) -> Float:
+        """Return what stands at each token for its weighted advantage: the rollout's mean where r has one sign."""
         u = masked(weighted, self.mask)
-        flows = self.kept & ~self.clipped(u)
-        carried = np.where(flows, self.value, 0.0) * u
-        if self.through == "token":
-            return carried
+        return self._mean(u) if self.through == "unclipped" else u
+
+    def _mean(self, x: Float) -> Float:
         length = np.maximum(np.count_nonzero(self.mask, axis=1, keepdims=True), 1)
-        return np.where(self.mask, carried.sum(axis=1, keepdims=True) / length, 0.0)
+        return np.where(self.mask, x.sum(axis=1, keepdims=True) / length, 0.0)
 
 
 def learning_rate_factor(weight: ArrayLike) -> float:
@@ -316,6 +384,95 @@ def sequence_mask(inputs: RatioInputs, options: MaskOptions) -> Ratio:
     return _ratio(inputs, inputs.log_ratio, kept=inputs.mask & kept)
 
 
+def cispo(inputs: RatioInputs, options: WeightOptions) -> Ratio:
+    """Hold the token's ratio in bounds, and keep every token's gradient.
+
+    r_t = clip(ρ_t, 1 − low, 1 + high), a constant in r_t A log π(y_t), whatever the sign of A. Low 1 is `tis` with the
+    cap 1 + high, which is the form of TRL. Public code of CISPO (MiniMax-M1), arXiv 2506.13585.
+    """
+    return _truncated(inputs, inputs.log_ratio, np.asarray(1 - options.low), np.asarray(1 + options.high))
+
+
+def icepop(inputs: RatioInputs, options: BandOptions) -> Ratio:
+    """Weight by the token's ratio, and drop tokens whose ratio leaves a band.
+
+    r_t = ρ_t where α ≤ ρ_t ≤ β, else no gradient, whatever the sign of A. There ρ is that of the trainer to the engine
+    that sampled, both at the parameters of sampling, and a clip as of `ppo` follows for later updates; here ρ has both.
+    Public code of IcePop, arXiv 2510.18855.
+    """
+    ratio = np.exp(inputs.log_ratio)
+    return _ratio(inputs, inputs.log_ratio, kept=inputs.mask & (ratio >= options.low) & (ratio <= options.high))
+
+
+def ipo(inputs: RatioInputs, options: ThresholdOptions) -> Ratio:
+    """Weight by the token's ratio, and drop tokens whose probability moved far.
+
+    r_t = ρ_t where |π(y_t) − μ(y_t)| ≤ threshold, else no gradient, whatever the sign of A. Public code of prime-rl,
+    whose loss also has a small penalty log² ρ_t, which is left out.
+    """
+    moved = np.abs(np.exp(inputs.logprob) - np.exp(inputs.behavior_logprob))
+    return _ratio(inputs, inputs.log_ratio, kept=inputs.mask & (moved <= options.threshold))
+
+
+def dppo_tv(inputs: RatioInputs, options: MoveOptions) -> Ratio:
+    """Weight by the token's ratio, and stop where the token's probability has moved far enough.
+
+    r_t = ρ_t; no gradient where A > 0 and π(y_t) − μ(y_t) > high, or A < 0 and μ(y_t) − π(y_t) > low. Public code of
+    DPPO-Binary-TV, arXiv 2602.04879, with bounds of its script; that also caps ρ_t, at 20 or more.
+    """
+    moved = np.exp(inputs.logprob) - np.exp(inputs.behavior_logprob)
+    return _ratio(inputs, inputs.log_ratio, _stops(moved > options.high, moved < -options.low))
+
+
+def dppo_kl(inputs: RatioInputs, options: DivergenceOptions) -> Ratio:
+    """Weight by the token's ratio, and stop where the token's distribution has moved far enough.
+
+    r_t = ρ_t; no gradient where A > 0, π > μ and D > high, or A < 0, π < μ and D > low, with
+    D = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π)) at y_t, the divergence of "y_t or any other token". Public code of
+    DPPO-Binary-KL, arXiv 2602.04879, with bounds of its script; that also caps ρ_t, at 20 or more.
+    """
+    policy, sampler = (np.exp(np.minimum(x, 0.0)) for x in (inputs.logprob, inputs.behavior_logprob))
+    divergence = rel_entr(sampler, policy) + rel_entr(1 - sampler, 1 - policy)
+    moved = policy - sampler
+    return _ratio(
+        inputs,
+        inputs.log_ratio,
+        _stops((divergence > options.high) & (moved > 0), (divergence > options.low) & (moved < 0)),
+    )
+
+
+def sapo(inputs: RatioInputs, options: GateOptions) -> Ratio:
+    """Weight by a gate that closes smoothly as the token's ratio leaves 1.
+
+    Surrogate f(ρ_t) u_t with f(ρ) = σ(τ(ρ − 1))·4/τ, so r_t = ρ_t f′(ρ_t) = 4 ρ_t σ(1 − σ); τ depends on the sign of A.
+    Public code of SAPO, arXiv 2511.20347.
+    """
+    ratio = np.exp(inputs.log_ratio)
+
+    def weight(steepness: float) -> Float:
+        gate = expit(steepness * (ratio - 1))
+        return masked(4 * ratio * gate * (1 - gate), inputs.mask)
+
+    plain = _ratio(inputs, inputs.log_ratio)
+    return replace(plain, value=weight(options.positive), falling=weight(options.negative))
+
+
+def gmpo(inputs: RatioInputs, options: MeanOptions) -> Ratio:
+    """Weight by the geometric mean of ratios that are clipped token by token.
+
+    r = exp((1/L) Σ_t l_t), l_t = min(log ρ_t, high) for a good rollout and max(log ρ_t, −low) for a bad one; gradient
+    through the tokens that are not clipped, as r (1/L) Σ_k s_k; good is Σ_t u_t > 0. Public code of GMPO, arXiv
+    2507.20673, for one advantage per rollout.
+    """
+    log, mask = inputs.log_ratio, inputs.mask
+    length = np.maximum(np.count_nonzero(mask, axis=1, keepdims=True), 1)
+    rising, falling = np.minimum(log, options.high), np.maximum(log, -options.low)
+    mean = (x.sum(axis=1, keepdims=True) / length for x in (rising, falling))
+    good, bad = (masked(np.broadcast_to(np.exp(x), mask.shape), mask) for x in mean)
+    stops = _stops(log > options.high, log < -options.low)
+    return replace(_ratio(inputs, log, stops, through="unclipped"), value=good, falling=bad)
+
+
 # fmt: off
 RATIOS: dict[str, RatioEntry] = {
     "none": RatioEntry(none, "1", "REINFORCE", "code", needs=()),
@@ -338,6 +495,30 @@ RATIOS: dict[str, RatioEntry] = {
         sequence_mask, "ρ_t · 1[(Π_j ρ_j)^{1/L} ∈ 1 ± .001] · 1[min_j ρ_j ≥ 1e-4]", "Dr. Kernel, arXiv 2602.05885",
         "code", options=MaskOptions,
     ),
+    "cispo": RatioEntry(
+        cispo, "clip(ρ_t, 1 − .2, 1 + .2), a constant", "CISPO, arXiv 2506.13585", "code", options=WeightOptions
+    ),
+    "icepop": RatioEntry(
+        icepop, "ρ_t · 1[α ≤ ρ_t ≤ β]", "IcePop, arXiv 2510.18855", "code", options=BandOptions
+    ),
+    "ipo": RatioEntry(ipo, "ρ_t · 1[|π(y_t) − μ(y_t)| ≤ .1]", "IPO of prime-rl", "code", options=ThresholdOptions),
+    "dppo_tv": RatioEntry(
+        dppo_tv, "ρ_t, 0 where A > 0 and π − μ > .15, or A < 0 and μ − π > .15", "DPPO-Binary-TV, arXiv 2602.04879",
+        "code", options=MoveOptions,
+    ),
+    "dppo_kl": RatioEntry(
+        dppo_kl,
+        "ρ_t, 0 where D > .05 and A > 0, π > μ or A < 0, π < μ; D = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π))",
+        "DPPO-Binary-KL, arXiv 2602.04879", "code", options=DivergenceOptions,
+    ),
+    "sapo": RatioEntry(
+        sapo, "4 ρ_t σ(1 − σ), σ = σ(τ(ρ_t − 1)), of σ(τ(ρ_t − 1))·4/τ·A", "SAPO, arXiv 2511.20347", "code",
+        options=GateOptions,
+    ),
+    "gmpo": RatioEntry(
+        gmpo, "exp((1/L) Σ_t l_t), l_t = min(log ρ_t, .4) where A > 0, max(log ρ_t, −.4) where A < 0",
+        "GMPO, arXiv 2507.20673", "code", options=MeanOptions,
+    ),
 }
 # fmt: on
 
@@ -357,12 +538,17 @@ def _ratio(
     log: Float,
     limits: Limits = FREE,
     kept: Bool | None = None,
-    through: Literal["token", "rollout"] = "token",
+    through: Literal["token", "rollout", "unclipped"] = "token",
 ) -> Ratio:
     """Return the ratio e^log, log any shape that broadcasts to [N, T]."""
     mask, value = inputs.mask, np.exp(np.clip(log, -LOG_LIMIT, LOG_LIMIT))
     kept = mask if kept is None else kept
     return Ratio(masked(np.broadcast_to(value, mask.shape), mask), mask, limits, kept, mask & ~kept, through)
+
+
+def _stops(rising: Bool, falling: Bool) -> Limits:
+    """Return the clip that stops good tokens where they rose too far and bad ones where they fell too far [N, T]."""
+    return Limits(np.where(falling, np.inf, 0.0), np.where(rising, 0.0, np.inf), np.asarray(np.inf))
 
 
 def _truncated(inputs: RatioInputs, log: Float, low: Float, high: Float) -> Ratio:

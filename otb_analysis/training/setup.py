@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from otb_analysis.config import TrainConfig, plain_config
 from otb_analysis.devices import device_of, machine_facts, random_state, set_random_state
 from otb_analysis.errors import InputError
-from otb_analysis.estimators import ESTIMATORS, NormalEquations, options_from_dict, with_limit
+from otb_analysis.estimators import ESTIMATORS, NormalEquations, Tallies, entry_of, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.gradients.exact.verdicts import arithmetic
 from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass, micro_batches
@@ -88,7 +88,7 @@ class Trainer:
         self.optimizer = PolicyOptimizer(self.policy.parameters, config.optimize, processes)
         options = options_from_dict(config.estimator.name, config.estimator.options)
         self.options = with_limit(config.estimator.name, options, config.sample.limit)
-        self.remembered: NormalEquations | None = None  # what the estimator remembers of earlier steps
+        self.remembered: NormalEquations | Tallies | None = None  # what the estimator remembers of earlier steps
         self.generator: Generator = (
             VllmGenerator(model, tokenizer, config.sample.vllm_memory)
             if config.sample.engine == "vllm"
@@ -209,11 +209,12 @@ class Trainer:
             contrast = np.full(table.mask.shape, np.nan)
         return replace(table, contrast=contrast)
 
-    def remember(self, state: NormalEquations | None) -> None:
+    def remember(self, state: NormalEquations | Tallies | None) -> None:
         """Keep what the estimator gives its next step; measuring then sees it too."""
         self.remembered = state
         if state is not None:
-            self.measurer.states = {(self.config.estimator.name, self.config.estimator.energy): state}
+            name, energy = self.config.estimator.name, self.config.estimator.energy
+            self.measurer.states = {(name, energy if entry_of(name).reads_energy else "none"): state}
 
     def update(self, batch: TokenBatch, forward: ForwardPass) -> dict[str, object]:
         """Take the updates of one batch and return their scalars.
@@ -278,7 +279,7 @@ class Trainer:
             weights = {"parameters": parameters, "optimizer": self.optimizer.optimizer.state_dict()}
         sums = None
         if (kept := self.remembered) is not None:  # as lists: Python's floats keep every bit on any device
-            sums = {"features": list(kept.features), "gram": kept.gram.tolist(), "moment": kept.moment.tolist()}
+            sums = {name: np.asarray(x).tolist() for name, x in vars(kept).items()}
         return {
             **weights,
             "sharded": self.processes.sharded,
@@ -308,8 +309,12 @@ class Trainer:
         if self.critic is not None:
             self.critic.load_state(state["critic"])
         if (sums := state.get("estimator")) is not None:
-            arrays = {name: np.array(sums[name], np.float64) for name in ("gram", "moment")}
-            self.remember(NormalEquations(tuple(sums["features"]), **arrays))
+            if "key" in sums:
+                width = len(sums["sums"][0]) if sums["sums"] else 0
+                self.remember(Tallies(np.array(sums["key"], np.int64), np.reshape(sums["sums"], (-1, width))))
+            else:
+                arrays = {name: np.array(sums[name], np.float64) for name in ("gram", "moment")}
+                self.remember(NormalEquations(tuple(sums["features"]), **arrays))
         set_random_state(self.model.device, state["random"])
         if self.budget is not None and state.get("budget"):
             self.budget.load_state(state["budget"])

@@ -26,6 +26,7 @@ from otb_analysis.objectives.aggregation import (
     aggregation_weights,
     divergence,
     divergence_slope,
+    drift_penalty,
     token_weights,
 )
 from otb_analysis.objectives.ratios import RATIOS, RatioInputs, importance_ratio
@@ -49,6 +50,7 @@ class TokenBatch:
     reference: Float | None  # log π_ref in nats, or None
     weight: Float  # Aggregation weight of each token within its mini-batch; set by `Objective.with_weights`
     number: Int  # Each rollout's index in the step [N]
+    penalty: Float | None = None  # What a nat of drift from the sampler costs at each token [N, T]
     seed: int = 0  # Seed of the mini-batches' order
     rate_factor: float = 1.0  # Multiplies the learning rate of these updates
 
@@ -56,7 +58,7 @@ class TokenBatch:
         """Return some rollouts, padded to the longest of them."""
         rollouts = self.rollouts.take(rows)
         width = rollouts.width
-        names = ("mask", "advantage", "behavior", "reference", "weight")
+        names = ("mask", "advantage", "behavior", "reference", "weight", "penalty")
         arrays = {name: getattr(self, name) for name in names}
         cut = {name: None if x is None else x[rows, :width] for name, x in arrays.items()}
         return replace(self, rollouts=rollouts, number=self.number[rows], **cut)
@@ -95,7 +97,8 @@ class Objective:
     def coefficients(self, batch: TokenBatch, logprob: Float) -> tuple[Float, dict[str, Float]]:
         """Return c at log-probabilities [n, T], in nats, for n rollouts of a weighed mini-batch.
 
-        c = coefficient of the ratio's surrogate at u = weight·advantage, minus β·weight·∂divergence/∂log π.
+        c = coefficient of the ratio's surrogate at u = weight·advantage, minus β·weight·∂divergence/∂log π, minus
+        weight·penalty·∂|log ρ|/∂log π.
 
         Returns:
             c [n, T], zero outside the mask: ĝ = Σ c·∇ log π(y_t) ascends the objective. And other numbers of each token
@@ -110,6 +113,8 @@ class Objective:
         if self.off_policy:
             by_token["ratio_mean"] = ratio.value
             by_token["ratio_clip_share"] = (ratio.clipped(advantage) | ratio.limited).astype(np.float64)
+        if batch.penalty is not None:
+            value = value - batch.weight * batch.penalty * np.sign(inputs.log_ratio)
         if batch.reference is not None:
             name = self.config.kl_estimator
             by_token["kl_reference"] = np.where(batch.mask, divergence(name, logprob, batch.reference), 0.0)
@@ -123,12 +128,14 @@ class Objective:
 
         Token weights are those of the policy before the first update, and part of the advantage from here on.
         """
-        mask = table.mask & table.keep[:, None]
+        mask, penalty = table.mask & table.keep[:, None], None
         if self.config.token_weight != "none":
             contrast = None if table.contrast is None else np.nan_to_num(table.contrast)  # unknown: weighs nothing
             inputs = TokenWeightInputs(mask, advantage, table.stats.logprob, table.stats.entropy, contrast)
             factor = token_weights(self.config.token_weight, inputs, self._options["token_weight"])
             advantage = factor * np.where(mask, advantage, 0.0)
+            if self.config.token_weight == "kl_cov":
+                penalty = drift_penalty(inputs, self._options["token_weight"])
         return TokenBatch(
             rollouts=rollouts,
             mask=mask,
@@ -137,6 +144,7 @@ class Objective:
             reference=reference,
             weight=np.zeros(mask.shape),
             number=np.arange(len(mask)),
+            penalty=penalty,
         )
 
 

@@ -1,6 +1,6 @@
 """Every entry against loops that spell the formula out, over ragged groups, gaps, ratios and dense rewards."""
 
-from math import prod
+from math import prod, sqrt
 from statistics import median
 
 import numpy as np
@@ -10,6 +10,7 @@ from otb_analysis.estimators import ESTIMATORS, DecayOptions, TailOptions, avail
 from otb_analysis.types import EstimatorInputs
 
 TREES = ("tempo", "tempo_loo", "trloo")
+REMEMBERED = ("krpo", "ebpo", "ebpo_loo", "dbb", "dbb_loo", "evpo")
 PUBLISHED = ("maxrl", "mc_grpo", "qae", "gpg", "reinforce_plus_plus_baseline")
 ENERGY = {"otb": "W", "otb_turn": "W", "token_optimal": "w", "energy_ema": "decayed"}
 
@@ -68,7 +69,7 @@ def twin(name, inputs, tail):
                 b, fell = (shrunk if name == "james_stein" else shrunk_by_noise)(me, others, everyone)
             elif name == "energy_across_loo":
                 b, fell = across(me, others, everyone)
-            elif name in PUBLISHED:
+            elif name in (*PUBLISHED, *REMEMBERED):
                 b, fell = 0.0, False
             elif name == "energy_regression":
                 b, fell = regressed(k, me, others, everyone)
@@ -80,7 +81,9 @@ def twin(name, inputs, tail):
                 std = np.std(returns, ddof=int(name == "grpo")) if others else 0.0
                 fell = not others or max(returns) - min(returns) < 1e-9
                 scale = 0.0 if fell else 1 / (std + 1e-6 * (name == "grpo"))
-            if name in PUBLISHED:
+            if name in REMEMBERED:
+                b, scale, fell = remembered(name, inputs, (i, t), me, [r for _, r in pool], everyone)
+            elif name in PUBLISHED:
                 b, scale, fell = published(name, me, [r for _, r in pool], everyone)
             baseline[i, t], advantage[i, t], fallback[i, t] = b, (me["G"][k] - b) * scale, fell
     return baseline, advantage, fallback
@@ -153,6 +156,48 @@ def published(name, me, group, everyone):
     return centre + np.mean(x), 1 / np.sqrt(np.var(x, ddof=1) + 1e-8), alone
 
 
+def remembered(name, inputs, place, me, group, everyone):
+    """B, scale and whether it is a fallback, at a first step."""
+    batch = [r for r in everyone if len(r["tokens"])]
+    paid, n = [r["R"] for r in group], len(group)
+    if name == "krpo":
+        x, p = 0.0, 1.0
+        for r in group:
+            p += 1e-5
+            gain = p / (p + 1e-2)
+            x, p = x + gain * (r["R"] - x), p * (1 - gain)
+            if r is me:
+                return (0.0, 1.0, True) if n == 1 else (x, 1 / (sqrt(p) + 1e-8), False)
+    if name == "ebpo_loo":
+        return (0.0, 1.0, True) if n == 1 else ((sum(paid) - me["R"]) / (n - 1), 1.0, False)
+    if name == "dbb":
+        mean = (0.75 + sum(paid)) / (1.5 + n)
+        return (mean, 1 / sqrt(mean * (1 - mean)), False) if 0 < mean < 1 else (mean, 0.0, True)
+    if name == "dbb_loo":
+        return (0.75 + sum(paid) - me["R"]) / (1.5 + n - 1), 1.0, False
+    if name == "evpo":
+        token = [
+            (g, float(inputs.value[i, t]))
+            for i, r in enumerate(everyone)
+            for t, g in zip(r["tokens"], r["G"], strict=True)
+        ]
+        if np.var([g - v for g, v in token]) < np.var([g for g, _ in token]):
+            return float(inputs.value[place]), 1.0, False
+        return float(np.mean([r["R"] for r in batch])), 1.0, False
+    groups = {}
+    for r in batch:
+        groups.setdefault(r["group"], []).append(r["R"])
+    every = [r["R"] for r in batch]
+    sigma_sq, tau_sq = np.var(every, ddof=1), np.var([np.mean(g) for g in groups.values()], ddof=1)
+
+    def centre(of):
+        share = sigma_sq / len(of) / (sigma_sq / len(of) + tau_sq)
+        return (1 - share) * np.mean(of) + share * np.mean(every) if len(of) > 1 else 0.0
+
+    raw = [r["R"] - centre(groups[r["group"]]) for r in batch]
+    return centre(paid) + np.mean(raw), 1 / (np.std(raw, ddof=1) + 1e-8), n == 1
+
+
 def across(me, others, everyone):
     elsewhere = [r for r in everyone if len(r["tokens"]) and r["group"] != me["group"]]
     if not elsewhere:
@@ -211,6 +256,7 @@ def baseline_of(name, inputs, place, me, peers, others, tail):
         return mean(carried, [r["W"][min(k, len(r["W"]) - 1)] for r in peers])
     weight = {
         "opo": lambda r: len(r["G"]),
+        "length_power": lambda r: sqrt(len(r["G"])),
         "sequence_optimal": lambda r: r["W"][-1],
         "classic_optimal": lambda r: r["norm"],
         "opob": lambda r: r["rho"] ** 2 * r["norm"],

@@ -7,13 +7,20 @@ import torch
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.ratios import (
     RATIOS,
+    BandOptions,
     BoundOptions,
     ClipOptions,
+    DivergenceOptions,
+    GateOptions,
     GspoOptions,
     MaskOptions,
+    MeanOptions,
+    MoveOptions,
     PositionOptions,
     RatioInputs,
+    ThresholdOptions,
     TruncationOptions,
+    WeightOptions,
     importance_ratio,
     learning_rate_factor,
     mismatch_scalars,
@@ -28,6 +35,12 @@ WIDE = {  # options under which some tokens are clipped and some are not
     "cumulative_truncated": BoundOptions(low=0.2, high=0.2),
     "tis": TruncationOptions(cap=1.2),
     "sequence_mask": MaskOptions(low=0.1, high=0.1),
+    "icepop": BandOptions(low=0.7, high=1.4),
+    "ipo": ThresholdOptions(0.01),  # the sampler's probability is e^−3 = .05 throughout
+    "dppo_tv": MoveOptions(low=0.003, high=0.005),
+    "dppo_kl": DivergenceOptions(low=2e-4, high=3e-4),
+    "sapo": GateOptions(positive=1.5, negative=3.0),
+    "gmpo": MeanOptions(low=0.2, high=0.3),
 }
 
 
@@ -109,6 +122,67 @@ def test_gspo_gradient_flows_through_every_token_with_one_over_the_length():
     np.testing.assert_allclose(got.coefficient(np.array([[4.0, 0, 0, 2]])), [[0.594**0.25 * 1.5] * 4])
 
 
+def test_cispo_holds_the_weight_and_keeps_every_gradient():
+    # bounds .8 and 1.2: .9 1.2 .8 1.1, for either sign; without a lower bound it is a truncation
+    got = importance_ratio("cispo", inputs_of(RHO))
+    for u in (np.ones((1, 4)), -np.ones((1, 4))):
+        np.testing.assert_allclose(got.coefficient(u), u * [[0.9, 1.2, 0.8, 1.1]])
+    assert got.limited.tolist() == [[False, False, True, False]]
+    np.testing.assert_array_equal(
+        value("cispo", options=WeightOptions(1.0, 0.1)), value("tis", options=TruncationOptions(1.1))
+    )
+
+
+def test_icepop_drops_tokens_outside_its_band():
+    # α = .5 and β = 5, for either sign
+    got = importance_ratio("icepop", inputs_of([[0.6, 0.4, 4.0, 6.0]]))
+    np.testing.assert_allclose(got.coefficient(np.array([[2.0, 2.0, -2.0, -2.0]])), [[1.2, 0, -8.0, 0]])
+
+
+def of_probabilities(policy, sampler):
+    return RatioInputs(np.log([policy]), np.log([sampler]), np.ones((1, len(policy)), bool))
+
+
+def test_ipo_drops_tokens_whose_probability_moved():
+    # differences .1 .15 .09 .001: ρ = 100 at a rare token stays, ρ = 1.375 at a likely one goes
+    got = importance_ratio(
+        "ipo", of_probabilities([0.55, 0.55, 0.1, 0.00101], [0.45, 0.4, 0.01, 0.00001]), ThresholdOptions(0.101)
+    )
+    np.testing.assert_allclose(got.coefficient(np.ones((1, 4))), [[0.55 / 0.45, 0, 10, 101]])
+    assert got.limited.tolist() == [[False, True, False, False]]
+
+
+def test_dppo_stops_good_tokens_that_rose_and_bad_ones_that_fell():
+    # moves +.2 −.2 +.1 with ρ = 1.5 .5 2
+    inputs = of_probabilities([0.6, 0.2, 0.2], [0.4, 0.4, 0.1])
+    for sign, expected in ((1.0, [0, 0.5, 2]), (-1.0, [-1.5, 0, -2])):
+        got = importance_ratio("dppo_tv", inputs).coefficient(np.full((1, 3), sign))
+        np.testing.assert_allclose(got, [expected], atol=1e-15)
+    # D = .4 log(2/3) + .6 log 1.5 = .081, .4 log 2 + .6 log .75 = .105 and .1 log ½ + .9 log 1.125 = .0367
+    limits = DivergenceOptions(low=0.1, high=0.09)
+    for sign, expected in ((1.0, [1.5, 0.5, 2]), (-1.0, [-1.5, 0, -2])):
+        np.testing.assert_allclose(
+            importance_ratio("dppo_kl", inputs, limits).coefficient(np.full((1, 3), sign)), [expected]
+        )
+    np.testing.assert_allclose(importance_ratio("dppo_kl", inputs).coefficient(np.ones((1, 3))), [[0, 0.5, 2]])
+
+
+def test_sapo_closes_its_gate_smoothly():
+    # τ = 2 and ρ = 1 + ½ log 3: σ = ¾, so 4·¾·¼·ρ = ¾ρ; τ = 4: σ = 9/10, 4·9/100·ρ = .36ρ
+    rho = 1 + np.log(3) / 2
+    got = importance_ratio("sapo", inputs_of([[rho, rho, 1.0]]), GateOptions(2.0, 4.0))
+    np.testing.assert_allclose(got.coefficient(np.array([[1.0, -1.0, 5.0]])), [[0.75 * rho, -0.36 * rho, 5.0]])
+
+
+def test_gmpo_clips_tokens_before_the_geometric_mean():
+    # log 4 is held at log 2: r = (2·½·1·1)^¼ = 1 for a good rollout; mean u = 1, the clipped token has no gradient
+    options = MeanOptions(low=np.log(4), high=np.log(2))
+    got = importance_ratio("gmpo", inputs_of([[4, 0.5, 1, 1]]), options)
+    np.testing.assert_allclose(got.coefficient(np.array([[4.0, 0, 0, 0]])), [[0, 1, 1, 1]])
+    # for a bad one nothing is below ¼: r = (4·½)^¼
+    np.testing.assert_allclose(got.coefficient(np.full((1, 4), -1.0)), np.full((1, 4), -(2**0.25)))
+
+
 def surrogate(name, logprob, inputs, u):
     """The objective of each entry as torch would train it, written without the library."""
     mask = torch.tensor(inputs.mask)
@@ -128,9 +202,30 @@ def surrogate(name, logprob, inputs, u):
         "cumulative_truncated": lambda: torch.clamp(torch.cumsum(log, 1), -0.2 * position, 0.2 * position).exp(),
         "tis": lambda: rho.clamp(max=1.2),
         "sequence_mask": lambda: rho * ((log.sum(1, keepdim=True) / length).exp() - 1).abs().le(0.1),
+        "cispo": lambda: rho.clamp(0.8, 1.2),
+    }
+    policy, sampler = logprob.exp(), torch.tensor(inputs.behavior_logprob).exp()
+    binary = sampler * (sampler / policy).log() + (1 - sampler) * ((1 - sampler) / (1 - policy)).log()
+    kept = {
+        "icepop": lambda: (rho >= 0.7) & (rho <= 1.4),
+        "ipo": lambda: (policy - sampler).abs() <= 0.01,
+        "dppo_tv": lambda: torch.where(u > 0, policy - sampler <= 0.005, policy - sampler >= -0.003),
+        "dppo_kl": lambda: torch.where(
+            u > 0, (binary <= 3e-4) | (policy <= sampler), (binary <= 2e-4) | (policy >= sampler)
+        ),
     }
     if name in detached:
         per_token = detached[name]().detach() * u * logprob
+    elif name in kept:
+        per_token = rho * u * kept[name]()
+    elif name == "sapo":
+        tau = torch.where(u > 0, 1.5, 3.0)
+        per_token = torch.sigmoid(tau * (rho - 1)) * 4 / tau * u
+    elif name == "gmpo":
+        total = torch.where(mask, u, 0.0).sum(1, keepdim=True)
+        sign = total.sign()
+        least = sign * torch.minimum(sign * log, sign * log.clamp(-0.2, 0.3))
+        per_token = (torch.where(mask, least, 0.0).sum(1, keepdim=True) / length).exp() * total / length
     elif name == "token":
         per_token = rho * u
     elif name == "minpro":
@@ -156,10 +251,11 @@ def test_coefficients_are_the_gradient_of_the_surrogate(name, seed):
     (gradient,) = torch.autograd.grad(surrogate(name, logprob, inputs, torch.tensor(u)), logprob)
     got = importance_ratio(name, inputs, WIDE.get(name))
     np.testing.assert_allclose(got.coefficient(u), gradient.numpy(), atol=1e-13)
-    assert name not in ("ppo", "gspo", "ctpo") or 0 < got.clipped(u).mean() < 0.9
+    assert name not in ("ppo", "gspo", "ctpo", "dppo_tv", "dppo_kl", "gmpo") or 0 < got.clipped(u).mean() < 0.9
+    assert name not in ("icepop", "ipo", "cispo") or 0 < got.limited.mean() < 0.9
 
 
-@pytest.mark.parametrize("name", ["token", "ppo", "gspo"])
+@pytest.mark.parametrize("name", ["token", "ppo", "gspo", "sapo", "gmpo"])
 def test_coefficients_are_finite_differences_of_the_objective(name):
     inputs, rng = random_inputs(3)
     u = np.where(inputs.mask, rng.normal(size=inputs.mask.shape), 0.0)
@@ -217,7 +313,7 @@ def test_tool_tokens_are_skipped(name):
     np.testing.assert_allclose(gapped[mask], dense[0], rtol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["sequence", "cumulative", "minpro", "ctpo", "gspo", "token"])
+@pytest.mark.parametrize("name", RATIOS)
 def test_a_thousand_nats_overflow_nowhere(name):
     mask = np.ones((2, 400), bool)
     inputs = RatioInputs(np.array([[-0.01], [-9.0]]) * mask, np.array([[-9.0], [-0.01]]) * mask, mask)
@@ -243,6 +339,8 @@ def test_learning_rate_factor_by_hand():
         (lambda: PositionOptions(dual=0.5), "dual is 0.5 but must be above 1"),
         (lambda: BoundOptions(high=-0.1), "high=-0.1.* no room"),
         (lambda: MaskOptions(veto=-1), "veto=-1.* is no mask"),
+        (lambda: ThresholdOptions(-0.1), "threshold is -0.1 but must be 0 or more"),
+        (lambda: GateOptions(negative=0.0), "negative=0.0.* has no gate"),
         (lambda: RatioInputs(np.zeros(3), np.zeros((1, 3)), np.ones((1, 3), bool)), r"logprob has shape \(3,\)"),
         (
             lambda: RatioInputs(np.zeros((1, 2)), np.array([[0, np.nan]]), np.ones((1, 2), bool)),

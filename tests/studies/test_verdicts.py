@@ -43,12 +43,14 @@ def test_00_every_seed_meets_its_target_in_twenty_minutes_of_processor_time():
 def test_01_identities_hold_everywhere_and_raw_variance_alone_is_lower_on_about_half():
     tables, numbers = tables_of("01_enumeration"), numbers_of("01_enumeration")
     assert all(claim.everywhere for claim in numbers["identities"])
-    assert [len(numbers[name]) for name in ("identities", "tendencies", "always", "never")] == [16, 37, 21, 1]
-    assert sum(claim.everywhere for claim in numbers["claims"].values()) == 37
+    assert [len(numbers[name]) for name in ("identities", "tendencies", "always", "never")] == [16, 46, 29, 1]
+    assert sum(claim.everywhere for claim in numbers["claims"].values()) == 45
     fooled = [row["v otb"] < 1 < row["sf otb"] for row in tables["groups"]]
     assert 0.3 < np.mean(fooled) < 0.6
     for row in tables["ratios"]:
-        shift = [value for name, value in row.items() if name not in ("setting", "policy")]
+        # some policies never move as far as the bound of `dppo_kl`
+        left_out = ("setting", "policy", "`dppo_kl` within .01")
+        shift = [value for name, value in row.items() if name not in left_out]
         assert max(shift[:4]) < 1e-9 < min(shift[4:])  # token, sequence, cumulative, minpro; then those with clips
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from otb_analysis.config import (
+    ChainSumConfig,
     CriticConfig,
     EstimatorConfig,
     EvaluateConfig,
@@ -323,6 +324,37 @@ def test_regression_trains_on_the_sampling_limit_and_what_it_remembers(trained, 
     # all groups are measured, so the Gram matrix's gradient is the one that the update followed: with the same memory
     rows = store.gradients_df(where="estimator = 'energy_regression' and energy_source = 'proxy'")
     np.testing.assert_allclose(np.sqrt(rows["mean_norm_sq"]), store.steps_df()["grad_norm"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ebpo", "ebpo_loo"])
+def test_running_means_train_on_what_they_remember(trained, name):
+    store = RunStore(trained(f"remembers-{name}", estimator=EstimatorConfig(name=name)))
+    state = None
+    for step in store.complete_steps():
+        again = estimate(name, replace(store.token_arrays(step).estimator_inputs("proxy"), state=state))
+        state, tokens = again.state, store.tokens_df([step])
+        np.testing.assert_allclose(tokens["advantage"], again.advantage[tokens["rollout"], tokens["t"]], atol=1e-5)
+    assert state.sums[:, 0].tolist() == [36, 12]
+    # measured with the same memory that the update followed
+    rows = store.gradients_df(where=f"estimator = '{name}'")
+    np.testing.assert_allclose(np.sqrt(rows["mean_norm_sq"]), store.steps_df()["grad_norm"], rtol=1e-4)
+
+
+def test_prompts_that_come_again_are_remembered(made):
+    trainer = made(
+        estimator=EstimatorConfig(name="dbb_loo", options={"discount": "0.5"}),
+        chain_sum=ChainSumConfig(terms_min=2, terms_max=2, largest=10),
+        optimize=OptimizeConfig(steps=5),
+        **UNMEASURED,
+    )
+    drawn, kept = [trainer.task.prompt("train", i).id for i in range(20)], []
+    for step in range(5):
+        train_step(trainer, step)
+        kept.append(trainer.remembered)
+    assert [len(state.key) for state in kept] == [len(set(drawn[:n])) for n in (4, 8, 12, 16, 20)]
+    # a prompt drawn once holds ½·2 + 3 counts, at two steps ½·4 + 3, and with two groups at the second ½·4 + 6
+    counts = kept[-1].sums.sum(axis=1).tolist()
+    assert {n: counts.count(n) for n in set(counts)} == {4.0: 13, 5.0: 2, 8.0: 1}
 
 
 def test_options_of_regression_leave_the_inputs_of_others_alone(trained):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from otb_analysis.config import (
+    ChainSumConfig,
     CheckpointConfig,
     CriticConfig,
     EstimatorConfig,
@@ -69,6 +70,12 @@ VARIANTS = {
     },
     # The advantages after the checkpoint show whether the sums of the steps before it came back.
     "memory": {"estimator": EstimatorConfig(name="energy_regression", options={"memory": "0.9"})},
+    "all_rollouts": {"estimator": EstimatorConfig(name="ebpo")},
+    # A hundred prompts, of which steps after the checkpoints meet one and two from before them
+    "prompts": {
+        "estimator": EstimatorConfig(name="dbb_loo"),
+        "chain_sum": ChainSumConfig(terms_min=2, terms_max=2, largest=10),
+    },
     "schedule": {"optimize": replace(STEPS, schedule="cosine", warmup_steps=2)},
 }
 

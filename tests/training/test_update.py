@@ -152,6 +152,41 @@ def test_every_epoch_visits_every_rollout_once_in_whole_groups(made):
     assert [p.tolist() for p in parts] == [p.tolist() for p in minibatches(rollouts, own, seed=5)]
 
 
+@pytest.mark.parametrize("micro_batch", [0, 5])
+def test_penalised_drift_is_the_slope_of_its_surrogate(made, micro_batch):
+    own = ObjectiveConfig(
+        ratio="token", token_weight="kl_cov", token_weight_options={"share": "0.3", "coefficient": "2"}
+    )
+    trainer = made(objective=own, optimize=OptimizeConfig(micro_batch=micro_batch))
+    rollouts, forward, _ = drawn(trainer)
+    table = trainer.table(rollouts, forward, None)
+    sampler = table.behavior_logprob + np.where(np.arange(table.mask.shape[1]) % 2, 0.3, -0.2)
+    advantage = np.where(table.mask, np.random.default_rng(3).normal(size=table.mask.shape), 0.0)
+    batch = trainer.objective.batch(rollouts, replace(table, behavior_logprob=sampler), advantage, None)
+    covariance = (advantage - advantage[table.mask].mean()) * (
+        forward.stats.logprob - forward.stats.logprob[table.mask].mean()
+    )
+    order = np.argsort(-covariance[table.mask])
+    chosen = np.zeros(order.shape)
+    chosen[order[: int(0.3 * len(order))]] = 2.0
+    np.testing.assert_array_equal(batch.penalty[table.mask], chosen)
+
+    def surrogate(logprob, mask):
+        drift = logprob - torch.nan_to_num(torch.as_tensor(batch.behavior))
+        terms = torch.as_tensor(advantage) * drift.exp() - torch.as_tensor(batch.penalty) * drift.abs()
+        return torch.where(mask, terms, 0.0).sum() / len(mask)
+
+    expected = surrogate_gradient(trainer, batch, surrogate)
+    (found,) = gathered(trainer, batch, forward)
+    assert torch.allclose(found, expected, atol=1e-5 * float(expected.norm()))
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_weights_by_covariance_train_over_several_updates(trained, name):
+    own = ObjectiveConfig(ratio="ppo", token_weight=name, minibatches=2, epochs=2)
+    assert np.isfinite(RunStore(trained(f"w-{name}", objective=own)).steps_df()["grad_norm"]).all()
+
+
 @pytest.mark.parametrize("ratio", [name for name in RATIOS if name != "none"])
 def test_every_ratio_trains_off_policy_and_says_how_far_it_drifted(trained, ratio):
     own = ObjectiveConfig(ratio=ratio, minibatches=2, epochs=2)

@@ -1,7 +1,7 @@
 """Groups of N rollouts: every multiset of completions with its probability, through the public `estimate`."""
 
 from dataclasses import replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from math import comb, factorial
 from typing import Any
 
@@ -20,8 +20,8 @@ MOST_GROUPS = 200_000
 def multisets(tree: Tree, n: int, chance: Float | None = None) -> tuple[Int, Float]:
     """Return every group of n rollouts up to order [K, N], with its probability [K].
 
-    P = N!/Π_k c_k! · Π_k p_k^{c_k}: no estimator depends on the order of a group. p is how often each completion is
-    sampled, or `chance` [M].
+    P = N!/Π_k c_k! · Π_k p_k^{c_k}, for estimators that do not depend on the order of a group. p is how often each
+    completion is sampled, or `chance` [M].
 
     Raises:
         InputError: There are too many groups to enumerate.
@@ -38,6 +38,21 @@ def multisets(tree: Tree, n: int, chance: Float | None = None) -> tuple[Int, Flo
         repeats[:, k] = np.where(members[:, k] == members[:, k - 1], repeats[:, k - 1] + 1, 1)
     chance = tree.prob if chance is None else chance
     return members, factorial(n) / repeats.prod(axis=1) * chance[members].prod(axis=1)
+
+
+def sequences(tree: Tree, n: int) -> tuple[Int, Float]:
+    """Return every group of n rollouts in every order [K, N], with its probability [K].
+
+    Raises:
+        InputError: There are too many groups to enumerate.
+    """
+    if len(tree.prob) ** n > MOST_GROUPS:
+        raise InputError(
+            f"{len(tree.prob)} completions in groups of {n} make {len(tree.prob) ** n} ordered groups but at most "
+            f"{MOST_GROUPS} are enumerated; take a smaller tree or group."
+        )
+    members = np.array(list(product(range(len(tree.prob)), repeat=n)), np.int64).reshape(-1, n)
+    return members, tree.prob[members].prod(axis=1)
 
 
 def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:
@@ -58,13 +73,15 @@ def _each_a_batch(name: str, tree: Tree, members: Int, options: Any, source: str
     Groups that are alike in everything the estimator reads are estimated once.
     """
     entry, m = entry_of(name), len(tree.prob)
-    whole = tree.inputs(np.arange(m), np.zeros(m, np.int64), source)
+    whole = replace(tree.inputs(np.arange(m), np.zeros(m, np.int64), source), value=values(tree))
     read = [getattr(whole, field) for field in ("reward", "mask", *entry.needs, *entry.uses)]
     _, kind = np.unique(np.column_stack([x for x in read if x is not None]), axis=0, return_inverse=True)
     kind = kind.reshape(-1)  # NumPy 2.0 keeps the axis
-    members = np.take_along_axis(members, np.argsort(kind[members], axis=1), axis=1)
+    if not entry.ordered:
+        members = np.take_along_axis(members, np.argsort(kind[members], axis=1), axis=1)
     _, first, same = np.unique(kind[members], axis=0, return_index=True, return_inverse=True)
-    batches = [tree.inputs(one, np.zeros(len(one), np.int64), source) for one in members[first]]
+    alone, value = np.zeros(members.shape[1], np.int64), values(tree)
+    batches = [replace(tree.inputs(one, alone, source), value=value[one]) for one in members[first]]
     advantage = np.stack([estimate(name, inputs, options).advantage for inputs in batches])
     return members, advantage[same.reshape(-1)].reshape(members.size, -1)
 
@@ -81,5 +98,5 @@ def linear_gradients(tree: Tree, members: Int, weight: Float) -> Float:
 
 def group_moments(name: str, tree: Tree, n: int, options: Any = None, source: str = "exact") -> GroupMoments:
     """Return the exact moments of an estimator's group gradient."""
-    members, prob = multisets(tree, n)
+    members, prob = sequences(tree, n) if entry_of(name).ordered else multisets(tree, n)
     return weighted_moments(group_gradients(name, tree, members, options, source), prob, tree.gradient, n)

@@ -15,6 +15,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.objectives.aggregation import (
     TOKEN_WEIGHTS,
+    CovarianceOptions,
     CriticalOptions,
     DelightOptions,
     StapoOptions,
@@ -112,6 +113,9 @@ WEIGHT_CASES: dict[str, tuple[str, object]] = {
     "`delightful`, η = .25": ("delightful", DelightOptions(0.25)),
     "`critical`": ("critical", None),
     "`critical`, κ = ½": ("critical", CriticalOptions(0.5)),
+    "`clip_cov`": ("clip_cov", None),
+    "`clip_cov`, a tenth above .2": ("clip_cov", CovarianceOptions(0.1, 0.2)),
+    "`kl_cov`": ("kl_cov", None),
 }
 """Every token weight; with options where the defaults do nothing on three tokens."""
 
@@ -157,7 +161,8 @@ def weighed_moments(tree: Tree, name: str, n: int, options: object = None) -> tu
     inputs = tree.inputs(rows, np.repeat(np.arange(len(members)), n))
     advantage = estimate("rloo", inputs).advantage
     contrast = exact_contrast(tree)[rows] if "contrast" in TOKEN_WEIGHTS[name].needs else None
-    read = TokenWeightInputs(inputs.mask, advantage, tree.logprob[rows], tree.entropy[rows], contrast)
+    logprob, entropy = tree.logprob[rows], tree.entropy[rows]
+    read = TokenWeightInputs(inputs.mask, advantage, logprob, entropy, contrast, update=inputs.group)
     weight = token_weights(name, read, options)
     low = (inputs.mask & (weight < 0.5)).reshape(len(members), -1).sum(axis=1)
     tokens = inputs.mask.reshape(len(members), -1).sum(axis=1)

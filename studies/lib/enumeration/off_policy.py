@@ -20,10 +20,16 @@ from otb_analysis.arrays import masked
 from otb_analysis.errors import InputError
 from otb_analysis.objectives.ratios import (
     RATIOS,
+    BandOptions,
+    DivergenceOptions,
+    GateOptions,
     GspoOptions,
     MaskOptions,
+    MeanOptions,
+    MoveOptions,
     Ratio,
     RatioInputs,
+    ThresholdOptions,
     TruncationOptions,
     importance_ratio,
 )
@@ -65,6 +71,15 @@ _CHOSEN = {
     "`sequence_mask` ± .05": Case("sequence_mask", MaskOptions(low=0.05, high=0.05), ".60"),
     "`gspo` without its clip": Case("gspo", GspoOptions(low=float("inf"), high=float("inf")), "moves"),
     "`gspo`": Case("gspo"),
+    "`cispo`": Case("cispo"),
+    "`icepop` within ± .2": Case("icepop", BandOptions(0.8, 1.2)),
+    "`ipo` within .05": Case("ipo", ThresholdOptions(0.05)),
+    "`dppo_tv` within .05": Case("dppo_tv", MoveOptions(0.05, 0.05)),
+    "`dppo_kl` within .01": Case("dppo_kl", DivergenceOptions(0.01, 0.01)),
+    "`sapo`": Case("sapo"),
+    "`sapo`, τ = 5": Case("sapo", GateOptions(5.0, 5.0)),
+    "`gmpo`": Case("gmpo"),
+    "`gmpo` within ± .2": Case("gmpo", MeanOptions(0.2, 0.2)),
 }
 _COVERED = {case.name for case in _CHOSEN.values()}
 CASES: dict[str, Case] = _CHOSEN | {f"`{name}`": Case(name) for name in RATIOS if name not in _COVERED}
