@@ -1,7 +1,9 @@
 """The dashboard's router: which pages there are, which runs they look at. Start it with `streamlit run app`."""
 
 import gc
+import os
 import sys
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,14 @@ def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> li
 loaded(len(sys.modules))
 st.set_page_config(page_title="otb-analysis", page_icon="🔬", layout="wide")
 st.html(STYLE)
+if secret := os.environ.get("OTB_TOKEN", "").encode():
+    known = compare_digest(st.query_params.get("token", "").encode(), secret)
+    if not st.session_state.setdefault("_admitted", known):
+        given = st.text_input("Token", type="password", help="`otb dashboard --host` printed it.")
+        if not compare_digest(given.encode(), secret):
+            st.stop()
+        st.session_state["_admitted"] = True
+        st.rerun()
 st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
 page = st.navigation([
     st.Page(f"views/{title.lower()}.py", title=title, icon=f":material/{icon}:", default=title == "Triage")

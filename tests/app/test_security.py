@@ -2,13 +2,16 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from streamlit.testing.v1 import AppTest
 
 from otb_analysis.commands import serve
 from otb_analysis.errors import InputError
@@ -35,11 +38,75 @@ while not Path(sys.argv[2]).exists() or looks < 3:
 
 def test_dashboard_listens_on_this_machine_only(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(serve, "supervised", lambda command: started.append(command) or 0)
+    monkeypatch.setattr(serve, "supervised", lambda *asked: started.append(asked) or 0)
     serve.serve(serve.DashboardConfig(root=tmp_path))
-    (command,) = started
-    assert command[command.index("--server.address") + 1] == "127.0.0.1"
-    assert "127.0.0.1" in (APP.parent / ".streamlit" / "config.toml").read_text()
+    ((command, environment),) = started
+    assert command[command.index("--server.address") + 1] == "127.0.0.1" and environment == {serve.TOKEN: ""}
+    assert "--server.allowedHosts" not in command
+    server = tomllib.loads((APP.parent / ".streamlit" / "config.toml").read_text())["server"]
+    assert server["address"] == "127.0.0.1" and set(server["allowedHosts"]) == set(serve.LOOPBACK)
+
+
+def test_beyond_this_machine_a_token_is_asked_for(store_root, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(serve, "supervised", lambda *asked: started.append(asked) or 0)
+    serve.serve(serve.DashboardConfig(root=store_root, host="0.0.0.0"))
+    ((command, environment),) = started
+    said, token, port = capsys.readouterr().out, environment[serve.TOKEN], command[command.index("--server.port") + 1]
+    assert len(token) > 16 and f"http://0.0.0.0:{port}/?token={token}" in said and "can read every run" in said
+    assert command[command.index("--server.allowedHosts") + 1] == "*"
+    monkeypatch.setenv(serve.TOKEN, token)
+    app = AppTest.from_file(APP, default_timeout=60).run()
+    assert not app.title and [box.label for box in app.text_input] == ["Token"]
+    assert not app.text_input[0].input("wrong").run().title
+    assert app.text_input[0].input(token).run().title and not app.text_input
+    assert open_page(store_root, "triage", monkeypatch, token=token).title
+
+
+def test_an_address_that_is_not_this_machines_is_a_sentence(tmp_path):
+    with pytest.raises(InputError, match="no address"):
+        serve.serve(serve.DashboardConfig(root=tmp_path, host="nowhere.invalid"))
+
+
+def asked_as(name, port):
+    """The status of opening a session from a page that calls this machine by a name."""
+    place = f"{name}:{port}"
+    asking = (
+        f"GET /_stcore/stream HTTP/1.1\r\nHost: {place}\r\nOrigin: http://{place}\r\nConnection: Upgrade\r\n"
+        "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    for _ in range(600):
+        try:
+            with socket.create_connection(("127.0.0.1", port), 60) as connection:
+                connection.sendall(asking.encode())
+                return int(connection.recv(100).split()[1])
+        except ConnectionRefusedError:  # not up yet
+            time.sleep(0.1)
+    return None
+
+
+@pytest.mark.slow
+def test_a_page_under_a_foreign_name_gets_no_session(tmp_path):
+    port = serve.free_port(8790)
+    command = [
+        sys.executable,
+        "-m",
+        "streamlit",
+        "run",
+        "app",
+        "--server.port",
+        str(port),
+        "--",
+        "--root",
+        str(tmp_path),
+    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=APP.parents[1], **quiet) as process:
+        try:
+            answers = {name: asked_as(name, port) for name in ("127.0.0.1", "localhost", "rebound.example")}
+        finally:
+            process.terminate()
+    assert answers == {"127.0.0.1": 101, "localhost": 101, "rebound.example": 403}
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc", "..", "outside", "chain-otb-s0/../../outside"])

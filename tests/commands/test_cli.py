@@ -417,7 +417,7 @@ def test_help_does_not_load_what_only_the_work_needs(command):
 def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeypatch, capsys):
     seen = []
 
-    def supervised(command):
+    def supervised(command, environment):
         seen.append(command)
         return 1
 
@@ -448,7 +448,7 @@ def test_interrupted_dashboard_is_stopped_and_says_so(tmp_path, monkeypatch, cap
 
 
 def test_dashboard_says_that_a_port_is_taken_and_that_a_folder_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(serve, "supervised", lambda command: 0)
+    monkeypatch.setattr(serve, "supervised", lambda command, environment: 0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
