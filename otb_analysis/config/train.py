@@ -62,6 +62,17 @@ class GraphPathConfig:
 
 
 @dataclass(frozen=True)
+class RunningTotalConfig:
+    """`running_total`: one rule applied line by line, so that answers of any length are alike; a line has 7 tokens."""
+
+    lines_min: int = 4  # Fewest lines of an answer.
+    lines_max: int = 6  # Most lines of an answer.
+    largest: int = 9  # Terms are from 1 … largest.
+    branching: bool = False  # True gives two terms, for even and for odd totals, all multiples of 3.
+    tool_calls: int = 0  # Replies of a tool between the lines, each with new terms.
+
+
+@dataclass(frozen=True)
 class MathJsonlConfig:
     """`math_jsonl`: prompts and answers from local JSON-lines or Parquet files, graded by math-verify."""
 
@@ -102,6 +113,7 @@ class TaskSections:
     calculator: CalculatorConfig = field(default_factory=CalculatorConfig)
     counting: CountingConfig = field(default_factory=CountingConfig)
     graph_path: GraphPathConfig = field(default_factory=GraphPathConfig)
+    running_total: RunningTotalConfig = field(default_factory=RunningTotalConfig)
     math_jsonl: MathJsonlConfig = field(default_factory=MathJsonlConfig)
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
 
@@ -199,7 +211,8 @@ class RunConfig:
     """Local Hugging Face checkpoint directory, a GGUF file, `demo`, the policy that the demo starts from, or `smollm2`,
     once `otb model fetch smollm2` brought it. By default the small model below is made and warm-started in code."""
     task: str = "chain_sum"
-    """chain_sum, calculator, counting, graph_path, math_jsonl or reasoning_gym, or module:attribute for your own."""
+    """chain_sum, calculator, counting, graph_path, running_total, math_jsonl or reasoning_gym, or module:attribute for
+    your own."""
     seed: int = 0  # Seed of prompts, sampling and initial weights.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where the scalars of every step go besides the store; TensorBoard's files lie in the run's own directory."""

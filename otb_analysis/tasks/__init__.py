@@ -11,28 +11,29 @@ from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 from otb_analysis.tasks.calculator import Calculator
 from otb_analysis.tasks.math_jsonl import MathJsonl
 from otb_analysis.tasks.reasoning_gym import ReasoningGym
+from otb_analysis.tasks.running_total import RunningTotal
 from otb_analysis.tasks.small import ChainSum, Counting, GraphPath
 
 NEEDED = ("name", "alphabet", "prompt", "demonstration", "reply", "reward")
 """What a task of one's own must have."""
 
 
-def _calculator(config: TrainConfig) -> Calculator:
-    """Make the calculator; refuse a turn limit at which its longest prompts cannot be solved."""
-    task = Calculator(config.calculator, config.seed)
+def _enough_turns(task: Calculator | RunningTotal, config: TrainConfig) -> Task:
+    """Return a task of several turns; refuse a turn limit at which its longest prompts cannot be solved."""
     if task.turns_needed > config.sample.max_turns:
         raise InputError(
-            f"sample.max_turns is {config.sample.max_turns} but calculator.operations_max="
-            f"{config.calculator.operations_max} takes {task.turns_needed} turns; raise the one or lower the other."
+            f"sample.max_turns is {config.sample.max_turns} but {task.name} takes {task.turns_needed} turns with these "
+            "settings; raise the one or make the problems shorter."
         )
     return task
 
 
 TASKS = {
     "chain_sum": lambda config: ChainSum(config.chain_sum, config.seed),
-    "calculator": _calculator,
+    "calculator": lambda config: _enough_turns(Calculator(config.calculator, config.seed), config),
     "counting": lambda config: Counting(config.counting, config.seed),
     "graph_path": lambda config: GraphPath(config.graph_path, config.seed),
+    "running_total": lambda config: _enough_turns(RunningTotal(config.running_total, config.seed), config),
     "math_jsonl": lambda config: MathJsonl(config.math_jsonl, config.seed),
     "reasoning_gym": lambda config: ReasoningGym(config.reasoning_gym, config.seed),
 }
@@ -91,6 +92,7 @@ __all__ = [
     "MathJsonl",
     "Prompt",
     "ReasoningGym",
+    "RunningTotal",
     "Split",
     "Task",
     "Turn",

@@ -4,8 +4,8 @@ Rollouts are those of an old policy, and the learning rate rises linearly from 0
 the step at which it breaks says how long a step it bears. All arms of a seed share the supervised start, the prompts
 and these conditions. Without a correction for the sampler a constant in B is a force on the policy; `otb` has a lower
 mean B than `rloo` where long answers fail more often. Level and shape of B are therefore varied apart: `lowered` is
-`rloo` moved to the mean of `otb`, `raised` is `otb` moved to the mean of `rloo` (levels.py). With the importance ratio
-of the token a constant exerts no force. `calm` shares the starts, but neither old rollouts nor long steps: what a
+`rloo` moved to the mean of `otb`, `raised` is `otb` moved to the mean of `rloo` (lib/collapse.py). With the importance
+ratio of the token a constant exerts no force. `calm` shares the starts, but neither old rollouts nor long steps: what a
 detector calls there is a false alarm.
 """
 
@@ -33,13 +33,11 @@ from otb_analysis.statistics import top_share
 from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime import Bar
-from otb_analysis.types import Float
 from studies.lib import Cell, Study, Tables, or_nan
+from studies.lib.collapse import DROP, LASTING, WINDOW, collapse_step, trailing_mean
 from studies.lib.record import Gathered
 from studies.lib.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, started
 
-WINDOW, DROP, LASTING = 6, 0.5, 6
-"""Collapsed: mean reward over 6 steps at most half of the highest such mean so far, and so for 6 steps on end."""
 ATTRIBUTED = 6
 """The fatal step is the one with the largest gradient among the last so many attributed ones up to the collapse."""
 SPAN = 10
@@ -71,27 +69,6 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
     if end is not None:
         tables.add(key, attribution=attribution_rows(store, steps, end))
     return tables
-
-
-def trailing_mean(reward: Float) -> Float:
-    """Return the mean over the last steps, of those there are at the beginning."""
-    total = np.concatenate([[0.0], np.cumsum(reward)])
-    ends = np.arange(1, len(reward) + 1)
-    begins = np.maximum(ends - WINDOW, 0)
-    return (total[ends] - total[begins]) / (ends - begins)
-
-
-def collapse_step(reward: Float) -> int | None:
-    """Return the first step of a lasting loss of half of the best trailing reward; None where there is none."""
-    mean = trailing_mean(reward)
-    low = mean <= DROP * np.maximum.accumulate(mean)
-    low[: WINDOW - 1] = False
-    run = 0
-    for step, is_low in enumerate(low):
-        run = run + 1 if is_low else 0
-        if run == LASTING:
-            return step - LASTING + 1
-    return None
 
 
 def signal_means(steps: pd.DataFrame, end: int | None) -> dict[str, float | None]:
@@ -154,7 +131,7 @@ STALENESSES = (4, 8)
 """Batches between the policy that samples and the one that learns."""
 RATIO = "token"
 """ρ_t: with it a constant in B drops out of the mean, whoever sampled."""
-LEVELS = f"study_{Path(__file__).parent.name}.levels"
+LEVELS = "studies.lib.collapse"
 BASELINES = {
     "rloo": ("rloo", BLUE), "lowered": (f"{LEVELS}:lowered", GREEN), "otb": ("otb", ORANGE),
     "raised": (f"{LEVELS}:raised", AMBER), "none": ("none", GREY),

@@ -79,11 +79,11 @@ class ScoredRollouts:
         return np.where(self.table.mask, self.rollouts.by_token(x), 0.0)
 
 
-def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
+def fresh_policy(config: TrainConfig, architecture: str = "qwen3", positions: int = POSITIONS) -> Policy:
     """Return a randomly initialised policy of the configured sizes for the configured task.
 
-    A GPT-2-type model has learned positions, biases, layer norms, and one head per key: `key_value_heads` has no
-    counterpart. The global random state is left as it was.
+    A GPT-2-type model has `positions` learned positions, biases, layer norms, and one head per key: `key_value_heads`
+    has no counterpart. The global random state is left as it was.
 
     Raises:
         InputError: The architecture is not known.
@@ -96,7 +96,7 @@ def fresh_policy(config: TrainConfig, architecture: str = "qwen3") -> Policy:
         return Policy(small_model(config.small_model, tokenizer, config.seed), tokenizer, task)
     size = config.small_model
     shape = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=size.width, n_layer=size.layers, n_head=size.heads,
+        vocab_size=len(tokenizer), n_positions=positions, n_embd=size.width, n_layer=size.layers, n_head=size.heads,
         n_inner=size.feed_forward, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=size.tied,
         eos_token_id=special_id(tokenizer, "eos"), bos_token_id=None, pad_token_id=special_id(tokenizer, "pad"),
     )  # fmt: skip

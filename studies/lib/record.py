@@ -67,6 +67,8 @@ class Study:
     cells: Sequence[Cell]  # The full setting, whose results are committed
     quick: Sequence[Cell]  # The same work at constants that take less than two minutes on two cores
     measure: Callable[[Cell, Path, Bar], Tables]  # (cell, empty directory of its own, progress) → rows; on one thread
+    # Cells of the full setting that the committed results can do without; the page names those that are missing
+    later: Sequence[Cell] = ()
     # Tables → what the template needs beyond them: differences over seeds, tests, functions for its cells
     numbers: Callable[[Mapping[str, Rows]], Mapping[str, Any]] = lambda tables: {}
     # Tables → SVG text by file name; the page shows them in this order, below the verdict

@@ -88,6 +88,12 @@ def outdated_defaults(rows: Rows) -> Rows:
     return out
 
 
+def missing_cells(study: Study, tables: Mapping[str, Rows]) -> list[str]:
+    """Return the names of the cells of the full setting that the tables are made without."""
+    known = {row["cell"] for row in tables[COST]}
+    return [cell.name for cell in (*study.cells, *study.later) if cell.name not in known]
+
+
 def study_page(
     folder: Path, study: Study, tables: Mapping[str, Rows], quick: bool = False
 ) -> tuple[str, Mapping[str, str]]:
@@ -104,6 +110,7 @@ def study_page(
     figures = study.figures(tables)
     facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
     facts["aged"] = outdated_defaults(tables.get(DEFAULTS, ()))
+    facts["missing"] = missing_cells(study, tables) if not quick else []
     seen = dict(study.names) | facts | dict(tables) | dict(study.numbers(tables))
     page = _environment(folder).get_template(TEMPLATE).render(seen)
     return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n", figures
@@ -159,7 +166,7 @@ class Setting:
 
 
 def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
-    """Run the study of a folder and return where its page went, or None while cells are still missing.
+    """Run the study of a folder and return where its page went, or None while cells of `Study.cells` are missing.
 
     Raises:
         InputError: A cell that was asked for does not exist, or there are no tables to render.
@@ -169,15 +176,16 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
     if setting.out is not None or setting.quick:
         target = (setting.out or Path(tempfile.mkdtemp(prefix="otb-study-"))) / folder.name
     if not setting.render:
-        cells = study.quick if setting.quick else study.cells
+        cells = study.quick if setting.quick else (*study.cells, *study.later)
         cache = CellCache(target / "cache" if setting.quick else setting.cache / folder.name)
         if setting.quick:
             shutil.rmtree(cache.path, ignore_errors=True)
-        results = _measured(study, cells, cache, setting.only, bar)
-        if len(results) < len(cells):
+        finished = _measured(study, cells, cache, setting.only, bar)
+        names, results = [cell.name for cell, _ in finished], [one for _, one in finished]
+        if any(cell.name not in names for cell in (study.quick if setting.quick else study.cells)):
             return None
-        cost = [one.cost(cell.name) for cell, one in zip(cells, results, strict=True)]
-        known = defaults_table(cells, results)
+        cost = [one.cost(cell.name) for cell, one in finished]
+        known = defaults_table([cell for cell, _ in finished], results)
         write_tables(target / "results", joined_tables(results) | {COST: cost} | ({DEFAULTS: known} if known else {}))
     tables = read_tables(target / "results")
     if COST not in tables:
@@ -194,7 +202,9 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
     return target
 
 
-def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Sequence[str], bar: Bar) -> list[Finished]:
+def _measured(
+    study: Study, cells: Sequence[Cell], cache: CellCache, only: Sequence[str], bar: Bar
+) -> list[tuple[Cell, Finished]]:
     """Measure the missing cells that were asked for; return all finished ones, in order."""
     names = [cell.name for cell in cells]
     for name in only:
@@ -218,4 +228,4 @@ def _measured(study: Study, cells: Sequence[Cell], cache: CellCache, only: Seque
             took = (perf_counter() - clock) / 60, peak_memory_mib(), machine_words(), (process_time() - processor) / 60
             cache.keep(cell, Finished(tables, *took, default_options()))
         bar(number + 1, len(cells), cell.name)
-    return [finished for cell in cells if (finished := cache.load(cell)) is not None]
+    return [(cell, finished) for cell in cells if (finished := cache.load(cell)) is not None]

@@ -304,3 +304,19 @@ def test_a_change_in_an_earlier_cell_measures_the_later_one_again(chain, tmp_pat
     source.write_text(source.read_text().replace("(2, 5, 3)", "(2, 7, 3)"))
     run_study(chain, setting(tmp_path))
     assert read_tables(chain / "results")["found"] == [{"value": 70, "tried": 3}]
+
+
+def test_page_can_come_before_its_later_cells_and_names_them(squares, asked, tmp_path):
+    source = squares / "study.py"
+    later = 'figures=figures, later=[Cell("cell-9", {"n": 9, "constant": 1})])'
+    source.write_text(source.read_text().replace("figures=figures)", later))
+    assert run_study(squares, setting(tmp_path, only=["cell-1", "cell-2"])) is None
+    assert run_study(squares, setting(tmp_path, only=["cell-3"])) == squares
+    page = (squares / "README.md").read_text()
+    assert (
+        "they sum to 14" in page and "**Not computed yet**: 1 cells, which the same command measures: cell-9." in page
+    )
+    run_study(squares, setting(tmp_path))
+    assert asked.read_text().split() == ["cell-1", "cell-2", "cell-3", "cell-9"]
+    page = (squares / "README.md").read_text()
+    assert "they sum to 95" in page and "Not computed yet" not in page

@@ -330,3 +330,20 @@ def test_16_soft_tokens_have_more_variance_also_at_equal_progress_and_without_th
     shares = [1 - row["variance_rest"] / row["variance"] for row in soft.values()]
     assert student(shares)[0] > 0.9
     assert all(abs(row["otb_loo"] - 1) < 0.05 for row in soft.values())
+
+
+def test_17_the_verdict_is_of_the_longest_answers_that_were_measured():
+    rows = select(tables_of("17_horizon")["rollouts"], policy="qwen3")
+    longest = max(row["length"] for row in rows)
+    found = {
+        row["estimator"]: row
+        for row in select(tables_of("17_horizon")["estimators"], policy="qwen3", length=longest, size=8)
+    }
+    verdict = verdict_of("17_horizon")
+    assert verdict.startswith(f"To {longest} tokens ")
+    for name, ratio in (("otb_turn", "sf"), ("energy_regression", "variance"), ("none", "variance")):
+        ends = [found[name][f"{ratio}_ratio{end}"] for end in ("", "_low", "_high")]
+        assert "{:.2f} ({:.2f}–{:.2f})".format(*ends) in verdict
+        assert ends[2] < 1  # all leave less than `rloo` has
+    growth = [one.estimate for one in numbers_of("17_horizon")["growth"].values() if one]
+    assert len(growth) >= 3 and f"T to the {min(growth):.2f} to {max(growth):.2f}, by policy" in verdict

@@ -55,7 +55,7 @@ def config(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("task", ["calculator", "counting", "graph_path", "math_jsonl"])
+@pytest.mark.parametrize("task", ["calculator", "counting", "graph_path", "running_total", "math_jsonl"])
 def test_task_is_trained_from_nothing_to_a_stored_run(config, task, one_thread):
     path = loop.train(replace(config, task=task))
     store = RunStore(path)

@@ -1,0 +1,170 @@
+"""What is measured on rollouts of any length: gradients of all their groups under every estimator, and token norms.
+
+One backward pass a token cannot be paid for at a thousand tokens. But every estimator weighs a rollout's scores by a
+row, most rows are smooth, and few directions span them: the sum of all scores, exactly, and others, until no row has
+more than a share `TOLERANCE` of its length left, tokens counted by the root of their proxy energy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import process_time
+from typing import Any
+
+import numpy as np
+
+from otb_analysis.arrays import policy_position
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, with_limit
+from otb_analysis.gradients import gradient_sketch
+from otb_analysis.statistics import (
+    Partition,
+    fidelity,
+    group_gradients,
+    inclusion_probabilities,
+    partitions,
+    position_cells,
+    systematic_sample,
+)
+from otb_analysis.statistics.energies import correlation, log_correlation
+from otb_analysis.types import Bool, Float, Int
+from studies.lib.formats import interval_columns, rounded
+from studies.lib.policies import Policy, ScoredRollouts, exact_norms
+from studies.lib.pools import in_batches, update_batches
+
+COMPARED = (
+    "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "trloo", "classic_optimal", "classic_optimal_loo",
+    "sequence_optimal", "sequence_optimal_loo", "otb_turn", "otb_turn_loo", "otb_carry", "otb_carry_loo",
+    "token_optimal", "token_optimal_loo", "batch_mean", "batch_mean_loo", "james_stein_corrected",
+    "energy_across_loo", "energy_regression", "blend_otb_regression",
+)  # fmt: skip
+"""Every baseline that needs no critic and no token norms. In one turn `otb_turn` is `otb`, and `trloo` is `rloo`."""
+TOLERANCE = 0.05
+"""Largest share of a row's length that its directions may leave out: 0.25 % of its square."""
+FLOOR = 1e-6
+"""Smallest proxy energy of a token beside the rollout's largest: a sure token's is known no better."""
+FIFTHS = 5
+
+
+def proxy_of(written: ScoredRollouts) -> Float:
+    """Return the forward-only energies [N, T], zero outside the mask."""
+    return np.where(written.table.mask, written.table.stats.energy, 0.0)
+
+
+def advantages(inputs: EstimatorInputs, cut: Partition, update: int, limit: int) -> dict[str, Float]:
+    """Return advantages [N, T] on the groups of a cut; estimators that look at their batch see `update` prompts."""
+    inputs, batches = replace(inputs, group=cut.group), update_batches(cut, update)[cut.group]
+    out = dict[str, Float]()
+    for name in available(inputs):
+        options = with_limit(name, None, limit)
+        if name in COMPARED and ESTIMATORS[name].batch_coupled:
+            out[name] = in_batches(name, inputs, batches, options)
+        elif name in COMPARED:
+            out[name] = estimate(name, inputs, options).advantage
+    return out
+
+
+def directions_of(rows: Float, energy: Float) -> tuple[Float, Float]:
+    """Return directions [r, T] that span rows of weights [M, T] well enough, and the tokens' scales [T].
+
+    Scaled by √energy the directions are orthonormal, so a row's coefficients are (row·scale) @ (directions·scale)ᵀ.
+    The first is the same at every token: rows that are, are spanned exactly.
+    """
+    scale = np.sqrt(np.maximum(energy, FLOOR * energy.max()))
+    constant, scaled = scale / np.linalg.norm(scale), rows * scale
+    length = np.linalg.norm(scaled, axis=1)
+    used = length > 0
+    rest = (scaled - np.outer(scaled @ constant, constant))[used] / length[used, None]
+    left, values, right = np.linalg.svd(rest, full_matrices=False)
+    missing = np.sqrt(np.cumsum(((left * values) ** 2)[:, ::-1], axis=1)[:, ::-1])  # without its first r directions
+    rank = int((missing.max(axis=0, initial=0.0) > TOLERANCE).sum())
+    return np.concatenate([constant[None], right[:rank]]) / scale, scale
+
+
+def block_gradients(
+    policy: Policy, written: ScoredRollouts, sizes: Sequence[int], update: int, buckets: int
+) -> tuple[dict[str, Any], tuple[str, ...], float]:
+    """Return sketched mean gradients [M, G, K] of all groups of N as `gN`, the M names, and a rollout's mean rank.
+
+    Beside them as `promptN` is the prompt of each group [G].
+    """
+    table, proxy = written.table, proxy_of(written)
+    cuts = {n: partitions(table.group, n, 1, seed=n)[0] for n in sizes}
+    plain = [advantages(table.inputs(proxy), cut, update, table.limit) for cut in cuts.values()]
+    rows = np.concatenate([np.stack(list(one.values())) for one in plain])
+    at = [np.flatnonzero(mask) for mask in table.mask]
+    spans = [directions_of(rows[:, n, t], proxy[n, t]) for n, t in enumerate(at)]
+    ranks = [len(span) for span, _ in spans]
+    weights = np.zeros((max(ranks), *table.mask.shape))
+    for n, (t, (span, _)) in enumerate(zip(at, spans, strict=True)):
+        weights[: len(span), n, t] = span
+    ids, mask, attention = written.batch
+    sketch = gradient_sketch(
+        policy.model, ids, mask, written.rollouts.by_column(weights), np.arange(len(ids)), attention, dim=buckets,
+        temperature=written.temperature,
+    )  # fmt: skip
+    # The first direction is the whole score over the length of the scales; two estimators weigh by that score's norm.
+    whole = [((one[0] * np.linalg.norm(scale)) ** 2).sum() for one, (_, scale) in zip(sketch, spans, strict=True)]
+    out, names = dict[str, Any](), tuple[str, ...]()
+    for n, cut in cuts.items():
+        every = advantages(table.inputs(proxy, np.array(whole)), cut, update, table.limit)
+        names, stacked = tuple(every), np.stack(list(every.values()))
+        mix = np.zeros((len(names), len(ranks), max(ranks)))
+        for i, (t, (span, scale)) in enumerate(zip(at, spans, strict=True)):
+            mix[:, i, : len(span)] = (stacked[:, i, t] * scale) @ (span * scale).T
+        out[f"g{n}"] = group_gradients(sketch, mix, cut).astype(np.float32)
+        out[f"prompt{n}"] = cut.prompt
+    return out, names, float(np.mean(ranks))
+
+
+def energy_facts(written: ScoredRollouts) -> dict[str, Float]:
+    """Return W_T by proxy, reward and length of every rollout [N], and its energy by fifth of its tokens [N, 5]."""
+    proxy, fifth, table = proxy_of(written), fifths_of(written), written.table
+    parts = np.stack([np.where(fifth == k, proxy, 0.0).sum(axis=1) for k in range(FIFTHS)], axis=1)
+    facts = {"energy": proxy.sum(axis=1), "reward": table.total_reward, "length": table.mask.sum(axis=1)}
+    return facts | {"prompt": table.group, "fifths": parts}
+
+
+def fifths_of(written: ScoredRollouts) -> Int:
+    """Return the fifth of its rollout's policy tokens that each one lies in [N, T], from 0; any number elsewhere."""
+    mask = written.table.mask
+    return np.minimum(policy_position(mask) * FIFTHS // np.maximum(mask.sum(axis=1), 1)[:, None], FIFTHS - 1)
+
+
+def drawn_cells(written: ScoredRollouts, positions: int, seed: int) -> tuple[Bool, Float]:
+    """Draw positions of every prompt in proportion to its rollouts' mean proxy there; return tokens and 1/π [N, T].
+
+    All rollouts that reach a drawn position are taken, so that they can be compared within (prompt, position).
+    """
+    table, proxy = written.table, proxy_of(written)
+    chosen, inverse = np.zeros(table.mask.shape, bool), np.zeros(table.mask.shape)
+    for group in np.unique(table.group):
+        rows = table.group == group
+        prob = inclusion_probabilities(proxy[rows].sum(axis=0), positions)
+        drawn = systematic_sample(prob, seed + int(group))
+        chosen[rows] = table.mask[rows] & drawn
+        inverse[rows] = np.where(drawn, 1 / np.where(drawn, prob, 1.0), 0.0)
+    return chosen, inverse
+
+
+def norm_rows(policy: Policy, written: ScoredRollouts, positions: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return how well the proxy follows exact norms within (prompt, position) of drawn tokens, and energy by fifth.
+
+    Totals of fifths are Horvitz–Thompson's from the drawn tokens; intervals are over prompts.
+    """
+    (chosen, inverse), table = drawn_cells(written, positions, seed=1), written.table
+    began = process_time()
+    exact, proxy = exact_norms(policy, written, chosen), proxy_of(written)
+    seconds = process_time() - began
+    cells = position_cells(table.group, table.mask.shape[1])[:, :1] + policy_position(table.mask)
+    prompt = np.broadcast_to(table.group[:, None], chosen.shape)[chosen]
+    pair = proxy[chosen], exact[chosen], prompt, cells[chosen]
+    agreement = fidelity(proxy, exact, chosen, cells)
+    row = {"tokens": int(chosen.sum()), "norm_seconds": rounded(seconds)}
+    row |= interval_columns("within", correlation(*pair)) | interval_columns("log_within", log_correlation(*pair))
+    row |= {"spearman_within": agreement.within.spearman if agreement.within else None}
+    fifth = fifths_of(written)
+    sums = [[float((w * inverse)[chosen & (fifth == k)].sum()) for k in range(FIFTHS)] for w in (proxy, exact)]
+    shares = [
+        {"fifth": k + 1, "drawn_proxy": rounded(sums[0][k] / sum(sums[0])), "exact": rounded(sums[1][k] / sum(sums[1]))}
+        for k in range(FIFTHS)
+    ]
+    return row, shares
