@@ -34,8 +34,8 @@ from tests.app.browsing import (
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = {  # a run is running: it opens first
-    "": "Run", "?run=chain-otb-s0": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens", "estimators": "Estimators",
-    "estimators?part=Proxy": "Estimators", "compare": "Compare",
+    "": "Run", "?run=chain-otb-s0": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens",
+    "estimators": "Estimators", "estimators?part=Proxy": "Estimators", "compare": "Compare",
 }  # fmt: skip
 
 
