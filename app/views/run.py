@@ -99,7 +99,8 @@ def worth_reading(run: Run, last: int) -> None:
     for n, (place, one) in enumerate(zip(st.columns(3), told, strict=False)):
         with place.container(border=True, height="stretch"):
             st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
-            st.code(f"{one.prompt[-READ:]}\n{one.completion[:READ]}", language=None, wrap_lines=True, height=120)
+            asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
+            st.code(f"{asked}\n{one.completion[:READ]}", language=None, wrap_lines=True, height=120)
             st.button(
                 "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=go_to,
                 args=("tokens",), kwargs={"step": one.step, "prompt": one.group, "token": f"{one.rollout}.{one.t}"},

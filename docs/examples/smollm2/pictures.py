@@ -58,8 +58,10 @@ def walk(page: Any, address: str) -> None:
     page.wait_for_selector("h1:has-text('Run')", timeout=MINUTE)
     page.wait_for_selector(PLOT, timeout=MINUTE)
     take(page, "run", 1000)
-    box = page.locator(PLOT).first.bounding_box()
-    begun = page.url
+    begun, timeline = page.url, page.locator(PLOT).last
+    timeline.scroll_into_view_if_needed()
+    page.wait_for_timeout(SETTLED)
+    box = timeline.bounding_box()
     page.mouse.click(box["x"] + 0.88 * box["width"], box["y"] + 150)
     page.wait_for_function("url => location.href !== url", arg=begun, timeout=MINUTE)
     go_to(page, "Rollouts", "text=Click one to see its tokens")
