@@ -79,13 +79,13 @@ def serve(config: DashboardConfig) -> None:
         raise InputError(f"the dashboard ended with code {code}; what it said above names the cause.")
 
 
-def supervised(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def supervised(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run a command to its end and return its exit code; Ctrl-C or SIGTERM to this process ends the command, too.
 
     `environment` is added to that of this process.
     """
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONUTF8": "1", **environment})
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONUTF8": "1", **(environment or {})})
     try:
         return process.wait()
     finally:

@@ -439,7 +439,7 @@ def test_dashboard_is_served_on_loopback_and_says_how_it_ended(tmp_path, monkeyp
 
 
 def test_interrupted_dashboard_is_stopped_and_says_so(tmp_path, monkeypatch, capsys):
-    def interrupted(command):
+    def interrupted(*asked):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve, "supervised", interrupted)

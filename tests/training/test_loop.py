@@ -387,7 +387,8 @@ def test_groups_of_one_are_refused_by_what_compares_rollouts_of_a_prompt(tiny_co
     ) as e:
         check(replace(tiny_config, sample=SINGLE, estimator=EstimatorConfig(name=name)))
     assert str(e.value).endswith(
-        "to at least 2, or estimator.name to one of none, batch_mean, batch_mean_loo, energy_across_loo, value, tvm."
+        "to at least 2, or estimator.name to one of none, batch_mean, batch_mean_loo, energy_across_loo, dbb, dbb_loo, "
+        "value, evpo, tvm."
     )
 
 
