@@ -37,26 +37,32 @@ def telling_rollouts(store: RunStore, since: int) -> list[Telling]:
     Raises:
         StoreError: The run cannot be read.
     """
-    rows: Any = store.rollouts_df(columns=["step", "group", "rollout", "prompt_id", "reward", "length"])
-    if rows.empty or rows["step"].max() < since:
+    new = [step for step in store.complete_steps() if step >= since]
+    rows: Any = store.rollouts_df(new, ["step", "group", "rollout", "prompt_id", "reward", "length"])
+    if rows.empty:
         return []
     reward, step = floats(rows, "reward"), rows["step"].to_numpy(np.int64)
     name = rows["prompt_id"].fillna(rows["step"].astype(str) + "/" + rows["group"].astype(str))
+    best = pd.Series(reward).groupby(name.to_numpy(object)).transform("max").to_numpy()
+    if not (best > reward).any():  # reading all steps takes a second in a long run
+        past = store.sql("SELECT prompt_id, max(reward) AS best FROM rollouts GROUP BY prompt_id").set_index(
+            "prompt_id"
+        )
+        best = name.map(past["best"]).astype("Float64").to_numpy(np.float64, na_value=-np.inf)
     with np.errstate(invalid="ignore"):  # infinite rewards
-        short_of_best = pd.Series(reward).groupby(name.to_numpy(object)).transform("max").to_numpy() - reward
+        short_of_best = best - reward
     chosen: dict[tuple[int, int], tuple[str, int]] = {}  # step and rollout → why, and the token
 
     def choose(at: tuple[int, int], why: str, t: int = 0) -> None:
         before = f"{chosen[at][0]}; " if at in chosen else ""
         chosen[at] = before + (why[0].lower() + why[1:] if before else why), t
 
-    new = np.flatnonzero(step >= since)
-    if len(wrong := new[short_of_best[new] > 0]):
+    if len(wrong := np.flatnonzero(short_of_best > 0)):
         worst = wrong[np.lexsort((-short_of_best[wrong], -step[wrong]))[0]]
         choose((int(step[worst]), int(rows["rollout"].iloc[worst])), WRONG)
-    length = floats(rows, "length")[new]
+    length = floats(rows, "length")
     if not np.isnan(length).all():
-        longest = new[np.nanargmax(length)]
+        longest = np.nanargmax(length)
         choose((int(step[longest]), int(rows["rollout"].iloc[longest])), f"{LONGEST}, {np.nanmax(length):,.0f} tokens")
     newest = int(step.max())
     tokens: Any = store.tokens_df([newest], ["rollout", "t", "token", "logprob"], "mask AND logprob IS NOT NULL")

@@ -41,12 +41,18 @@ def written(root, steps, name="run", config=None):
 def test_three_kinds_of_rollouts_are_told_each_once(tmp_path):
     steps = [([1, 0, 0, 0], [3, 3, 3, 3], 1.0), ([0, 0, 0, 0], [3, 9, 3, 4], 1.0), ([1, 1, 0, 0], [3, 4, 4, 3], 1.0)]
     told = telling_rollouts(written(tmp_path, steps), 1)
-    # Prompt q was never solved, p was at step 0; the longest since step 1 is the other of p there.
+    # Prompt q was never solved, p was at step 2; the longest since step 1 is the other of p there.
     assert [(one.why.partition(",")[0], one.step, one.rollout) for one in told] == [
         (WRONG, 1, 0), (LONGEST, 1, 1), ("Most surprising token '1'", 2, 2),
     ]  # fmt: skip
     assert told[1].why == f"{LONGEST}, 9 tokens"
     assert (told[2].t, told[2].prompt, told[2].completion) == (1, "Q", "answer 2.2") and "0.000825" in told[2].why
+
+
+def test_a_prompt_that_was_solved_long_ago_could_be_solved(tmp_path):
+    steps = [([1, 0, 0, 0], [3, 3, 3, 3], 1.0), ([0, 0, 0, 0], [3, 3, 5, 3], 1.0)]
+    told = telling_rollouts(written(tmp_path, steps), 1)
+    assert (told[0].why, told[0].step, told[0].rollout) == (WRONG, 1, 0)
 
 
 def test_one_rollout_can_be_told_for_two_reasons(tmp_path):
