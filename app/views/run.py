@@ -73,10 +73,10 @@ def alarms(findings: list[Finding]) -> None:
 
 
 def curves(info: TimelineInfo) -> None:
-    """Show the first curves small, each with its last value, its first ones, and the alarms that are about it."""
+    """Show the first curves small, each with its last value, its first one, and the alarms that are about it."""
     for place, series in zip(st.columns(CURVES), info.series[:CURVES], strict=False):
         named = [e for e in info.events if e.kind in SIGNS and e.column == series.quantity.column]
-        first, last = thinned(series.value, POINTS)[[0, -1]].tolist()
+        first, last = series.value[[0, -1]].tolist()
         with place.container(border=True, height="stretch"):
             st.metric(
                 series.quantity.title, number(last), f"from {number(first)}", "off", help=series.quantity.line,
@@ -88,8 +88,8 @@ def curves(info: TimelineInfo) -> None:
 def worth_reading(run: Run, last: int) -> None:
     """Show the rollouts that are new since this session last looked, or those of the newest step: a click opens one."""
     seen, since = st.session_state.setdefault("_seen", {}).get(run.path, (last, last))
-    if last > seen:
-        since = seen + 1
+    if last != seen:  # fewer steps than before: another run of this name
+        since = seen + 1 if last > seen else last
     st.session_state["_seen"][run.path] = last, since
     told = data.telling(run, since)
     if not told:
@@ -147,17 +147,16 @@ def open_clicked(table: pd.DataFrame) -> None:
 with frame("Run", "What is going on in this run, since when, and which tokens did it?"):
     run = one_run()
     told = data.answers(run)
-    row, findings = told.triage, told.findings
+    findings = told.findings
     steps: Any = told.steps.sort_values("step")
     known = [int(step) for step in steps["step"]]
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
     facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, count]
-    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(row.sentence)}.")
+    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence)}.")
     if told.alarm:
         st.warning(plain(told.alarm), icon=":material/warning:")
     alarms(findings)
-    info = timeline_info(steps, findings, told.changes, bool(st.session_state.get("all")), told.outliers)
-    curves(info)
+    curves(timeline_info(steps, findings, told.changes))
     with frame():
         worth_reading(run, known[-1])
 
@@ -167,9 +166,10 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
 
     st.subheader("What happened when", anchor=False)
     st.caption("Events first, then what changes as a run collapses. A click on a point chooses its step.")
-    row = st.container(horizontal=True)
-    every = row.toggle("All panels", key="all", bind="query-params")
-    log_y = row.toggle("Log axes", key="log", bind="query-params")
+    toggles = st.container(horizontal=True)
+    every = toggles.toggle("All panels", key="all", bind="query-params")
+    log_y = toggles.toggle("Log axes", key="log", bind="query-params")
+    info = timeline_info(steps, findings, told.changes, every, told.outliers)
     python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y)
     chart(plot_timeline(info, step, log_y=log_y), "timeline", steps, python, clicked=clicked)
     seen = told.outlier_line, told.mismatch_line

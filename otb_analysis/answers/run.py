@@ -104,15 +104,17 @@ class RunAnswers:
     def look(self) -> int:
         """The step to look at first: the last of `learned` before the reward fell, or else before the first alarm.
 
-        Without such a step it is that of the fall, of the alarm or of the first warning; where nothing fired, the last
-        one.
+        Without such a step it is the first of them. Where nothing fired it is the last. A run without any is looked at
+        where the trouble is, or else at its last step.
         """
         fell = [fall(one)[0] for one in self.findings if one.detector == "reward_fall" and one.fired]
         alarms = [one.alarm_step for one in self.findings if one.alarm_step is not None]
         watches = [one.watch_step for one in self.findings if one.watch_step is not None]
-        if trouble := fell or alarms or watches:
-            return max((step for step in self.learned if step < min(trouble)), default=min(trouble))
-        return max(self.learned, default=int(self.series.step[-1]))
+        trouble = min(fell or alarms or watches, default=None)
+        if trouble is None:
+            return max(self.learned, default=int(self.series.step[-1]))
+        before = [step for step in self.learned if step < trouble]
+        return max(before) if before else min(self.learned, default=trouble)
 
     @cached_property
     def changes(self) -> list[ChangePoint]:

@@ -54,6 +54,7 @@ def telling_rollouts(store: RunStore, since: int) -> list[Telling]:
     chosen: dict[tuple[int, int], tuple[str, int]] = {}  # step and rollout → why, and the token
 
     def choose(at: tuple[int, int], why: str, t: int = 0) -> None:
+        """Tell a rollout, or one that is told already for another reason, too."""
         before = f"{chosen[at][0]}; " if at in chosen else ""
         chosen[at] = before + (why[0].lower() + why[1:] if before else why), t
 

@@ -215,6 +215,7 @@ def check_advantages(store: RunStore) -> AdvantageCheck | None:
     few = list(_steps(store)) if lengths.sum() <= HELD else None
 
     def steps() -> Iterable[_Recorded]:
+        """Go through the steps once more."""
         return _steps(store) if few is None else few
 
     matches, n, n_groups = _compared(store, steps())

@@ -53,7 +53,7 @@ class AttributionConfig:
     run: Annotated[str, tyro.conf.Positional] = ""
     """Name or path of a run that measured the level attribution."""
     step: int | None = None
-    """A step; by default the measured one with the largest gradient."""
+    """A step; by default the last attributed one before the reward fell or an alarm fired, or of all."""
     top: int = 12
     """Rows per table."""
     root: Path = Path("runs")

@@ -59,7 +59,8 @@ def serve(config: DashboardConfig) -> None:
             f"otb: {config.root} is no folder of runs; the pages are empty until runs are written there.\n"
         )
     taken = "" if port == config.port else f"{config.port} is taken; "
-    link = f"http://{config.host}:{port}{f'/?token={token}' if token else ''}"
+    name = f"[{config.host}]" if ":" in config.host else config.host
+    link = f"http://{name}:{port}{f'/?token={token}' if token else ''}"
     sys.stdout.write(f"Dashboard: {taken}{link}  (Ctrl-C stops it)\n")
     if token:
         sys.stdout.write(f"Unencrypted; who has this link can read every run in {config.root.resolve()}.\n")

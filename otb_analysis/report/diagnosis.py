@@ -11,7 +11,6 @@ from otb_analysis.diagnostics import LEVELS
 from otb_analysis.errors import InputError
 from otb_analysis.figures.numbers import MISSING
 from otb_analysis.report.document import Grid, Part
-from otb_analysis.store import largest_attributed_step
 
 
 def diagnosis_parts(run: RunAnswers) -> list[Part]:
@@ -35,13 +34,13 @@ def diagnosis_parts(run: RunAnswers) -> list[Part]:
 def attribution_parts(run: RunAnswers, step: int | None, top: int) -> list[Part]:
     """Return what `otb attribution` prints: the prompts, rollouts and tokens that hold a step's ‖ḡ‖².
 
-    `step` is by default the attributed one with the largest gradient.
+    `step` is by default the one to look at first.
 
     Raises:
         InputError: The step was not attributed; the sentence says what measures it.
         StoreError: The run cannot be read.
     """
-    found = run.attribution(largest_attributed_step(run.store) if step is None else step)
+    found = run.attribution(run.look if step is None else step)
     if isinstance(found, NotAttributed):
         raise InputError(f"{found.missing} {found.command}".strip())
     gap = "" if found.shares.gap is None else f" The shares add up to ‖ḡ‖² to {abs(found.shares.gap):.0e} of it."

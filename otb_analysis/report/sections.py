@@ -28,7 +28,6 @@ from otb_analysis.report.audit import planner_parts
 from otb_analysis.report.compare import learning_grid
 from otb_analysis.report.diagnosis import holder_grids
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
-from otb_analysis.store import attributed_steps, largest_attributed_step
 
 Runs = Mapping[str, RunAnswers]
 
@@ -155,9 +154,9 @@ def fidelity(run: RunAnswers) -> Section:
 
 
 def attribution_section(run: RunAnswers) -> Section:
-    """Return who holds the gradient at the attributed step where it was largest."""
+    """Return who holds the gradient of the step to look at first."""
     title = f"Who holds the gradient of {run.name}"
-    found = run.attribution(largest_attributed_step(run.store)) if attributed_steps(run.store) else None
+    found = run.attribution(run.look)
     if not isinstance(found, Attributed):
         without = "No step was attributed; --measure.attribution.every 1 of otb train, or of otb score, does."
         return Section(title, (without,))

@@ -10,7 +10,7 @@ from otb_analysis.store.asked import (
 )
 from otb_analysis.store.compact import Compacted, compact
 from otb_analysis.store.gram import gram_rows, subgroup_rows
-from otb_analysis.store.measured import attributed_steps, largest_attributed_step, step_attribution, step_series
+from otb_analysis.store.measured import attributed_steps, step_attribution, step_series
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
 from otb_analysis.store.studies import CommittedStudy, committed_studies, study_figure, study_table, study_tables
@@ -35,7 +35,6 @@ __all__ = [
     "facts_of_rollouts",
     "find_rollouts",
     "gram_rows",
-    "largest_attributed_step",
     "reward_histogram",
     "runs_df",
     "step_attribution",

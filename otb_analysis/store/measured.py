@@ -95,19 +95,6 @@ def attributed_steps(store: RunStore) -> list[int]:
     return store.steps_with("tokens", "attribution")
 
 
-def largest_attributed_step(store: RunStore) -> int:
-    """Return the attributed step with the largest gradient, the one to look at first.
-
-    Raises:
-        InputError: No step was attributed; the sentence says what measures it.
-    """
-    steps = attributed_steps(store)
-    if not steps:
-        raise InputError(f"{store.path.name} has no attributed step; {MEASURED_BY}.")
-    norms = store.steps_df(steps, ["step", "grad_norm"]).dropna()
-    return steps[-1] if norms.empty else int(norms.loc[norms["grad_norm"].idxmax(), "step"])  # pyright: ignore
-
-
 def step_attribution(store: RunStore, step: int) -> StepAttribution:
     """Return who holds ‖ḡ‖² at a step.
 

@@ -77,6 +77,16 @@ def test_a_fallen_run_is_looked_at_where_it_still_learned(tmp_path):
     assert "has no attribution" in missing.missing and missing.nearest == 20 and before.nearest == 0
 
 
+def test_a_run_in_trouble_before_anything_was_attributed_is_looked_at_where_it_first_was(tmp_path):
+    good, bad = ([1, 1, 1, 0], [3, 3, 3, 3]), ([0, 0, 0, 0], [3, 3, 3, 3])
+    run = RunAnswers(
+        written(tmp_path, [(*(good if step < 23 else bad), 1.0 if step == 40 else None) for step in range(50)])
+    )
+    assert run.look == 40
+    bare = RunAnswers(written(tmp_path, [(*(good if step < 23 else bad), None) for step in range(50)], "bare"))
+    assert bare.look == 23
+
+
 def test_a_calm_run_is_looked_at_at_its_last_attributed_step(tmp_path):
     steps = [([1, 0, 1, 0], [3, 3, 3, 3], 1.0 if step in (2, 5) else None) for step in range(9)]
     assert RunAnswers(written(tmp_path, steps)).look == 5

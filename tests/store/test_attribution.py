@@ -1,9 +1,8 @@
-import numpy as np
 import pytest
 
 from otb_analysis.config import AttributionSchedule, MeasureConfig
 from otb_analysis.errors import InputError
-from otb_analysis.store import RunStore, attributed_steps, largest_attributed_step, step_attribution
+from otb_analysis.store import RunStore, attributed_steps, step_attribution
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +21,11 @@ def test_shares_of_a_trained_step_add_up_to_the_gradient_that_the_optimiser_saw(
     assert len(found.tokens) == store.sql("SELECT count(*) AS n FROM tokens WHERE mask AND step = 2")["n"].iloc[0]
 
 
-def test_the_step_to_look_at_first_has_the_largest_gradient(store):
-    norms = store.steps_df([0, 2], ["grad_norm"])["grad_norm"].to_numpy()
-    assert largest_attributed_step(store) == [0, 2][int(np.argmax(norms))]
-
-
 def test_a_step_that_was_not_attributed_names_those_that_were(store):
     with pytest.raises(InputError, match=r"step 1 of attributed has no attribution, steps 0, 2 have; .*every 1"):
         step_attribution(store, 1)
 
 
 def test_a_run_without_the_level_says_what_measures_it(otb_run):
-    with pytest.raises(InputError, match=r"otb has no attributed step; the level attribution measures it"):
-        largest_attributed_step(RunStore(otb_run))
     with pytest.raises(InputError, match="no step of this run has"):
         step_attribution(RunStore(otb_run), 0)
