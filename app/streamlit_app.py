@@ -70,7 +70,8 @@ def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> li
     begun = [name for name in running if name not in st.session_state.setdefault("_running", running)]
     if begun:
         st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
-    missing = [name for name in st.query_params.get_all("run") if name not in names]
+    shown = [run.name for run in st.session_state.get("_selection", ())]  # one of them may be gone
+    missing = [name for name in dict.fromkeys([*st.query_params.get_all("run"), *shown]) if name not in names]
     first = names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
     chosen = st.sidebar.multiselect("Runs", names, first, key="run", bind="query-params", placeholder="Choose runs")
     if missing:
@@ -78,7 +79,7 @@ def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> li
     missing, instead = st.session_state.get("_missing", ((), None))
     if chosen == instead:
         named = ", ".join(missing)
-        st.warning(plain(f"The address asks for {named}, which cannot be opened here; Triage lists all runs."))
+        st.warning(plain(f"{named} cannot be opened here, or no longer; Triage lists all runs."))
     selection = [run for run in runs if run.name in chosen]
     st.session_state.update(_running=running, _runs=table, _selection=selection, _readable=runs)
     return selection

@@ -192,12 +192,11 @@ class Source:
             InputError: A file cannot be read, a record is not whole, or records differ in what they have.
         """
         first: RecordedRollout | None = None
+        had = set[str]()
         for record in self._read():
-            first = first or record
-            had, has = (
-                {name for name in OPTIONAL if getattr(one, name) is not None} | {*one.columns}
-                for one in (first, record)
-            )
+            has = {name for name in OPTIONAL if getattr(record, name) is not None} | {*record.columns}
+            if first is None:
+                first, had = record, has
             if had != has:
                 part = sorted(had ^ has)[0]
                 one, other = (first, record) if part in had else (record, first)

@@ -97,10 +97,11 @@ def _texts(record: RecordedRollout, tokenizer: "PreTrainedTokenizerBase | None")
         turns = len(sampled)
     elif completion is None:
         completion = decoded(record.ids)
-    if (mask := record.policy_tokens) is not None:
-        length = int(np.count_nonzero(mask))
+    if record.ids is not None:
+        mask = record.mask
+        length = len(record.ids) if mask is None else int(np.count_nonzero(mask))
         if not record.messages:
-            turns = int((np.diff(mask, prepend=False) & mask).sum())
+            turns = min(1, length) if mask is None else int((np.diff(mask, prepend=False) & mask).sum())
     elif record.n_tokens is not None:
         length = record.n_tokens
     elif tokenizer is not None:

@@ -79,6 +79,10 @@ class Tally(Counter[str]):
         super().__init__(seen or {})
         self.places: dict[str, list[str]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what is beside the counts, too."""
+        return type(self), (dict(self),), self.__dict__
+
     def note(self, sentence: str, where: object) -> None:
         """Count what one record shows."""
         self[sentence] += 1
@@ -448,10 +452,10 @@ def checked(record: RecordedRollout, tally: Tally, names: Mapping[str, str]) -> 
     Raises:
         InputError: A list has the wrong length, or holds numbers that cannot be; the sentence names the record.
     """
-    place, sampled = record.place, record.policy_tokens
-    if sampled is None and record.mask is not None:
+    place, mask = record.place, record.mask
+    if record.ids is None and mask is not None:
         raise InputError(f"{place} has a mask but no ids, so nothing says which tokens it is of; add ids.")
-    lists = {} if sampled is None else {"mask": sampled, **record.columns}
+    lists = {} if record.ids is None else {**({} if mask is None else {"mask": mask}), **record.columns}
     tokens = len(record.ids or ())
     for name, values in lists.items():
         if len(values) != tokens:
@@ -460,28 +464,33 @@ def checked(record: RecordedRollout, tally: Tally, names: Mapping[str, str]) -> 
                 f"{place}: {names.get(name, name)} has {len(values)} entries but there are {tokens} completion "
                 f"tokens{shift}; write one per token."
             )
+
+    def token(first: np.intp) -> int:
+        """Return the completion token at an index among those of the policy."""
+        return int(first if mask is None else np.flatnonzero(mask)[first])
+
     for name, values in record.columns.items():
-        theirs, inside = names.get(name, name), np.ones(len(values), bool) if sampled is None else sampled
-        if (odd := inside & ~np.isfinite(values)).any():
-            where = f"{place.short}, token {odd.argmax()}"
+        theirs, inside = names.get(name, name), values if mask is None else values[mask]
+        if not (finite := np.isfinite(inside)).all():
+            where = f"{place.short}, token {token(finite.argmin())}"
             tally.fault(f"{theirs} not a finite number, and so not recorded", where)
-            values = np.where(np.isfinite(values), values, np.nan)
-            record = replace(record, columns={**record.columns, name: values})
-        if name in LOGPROBS and (above := inside & (values > ABOVE_ZERO)).any():
-            t = above.argmax()
+            record = replace(record, columns={**record.columns, name: np.where(np.isfinite(values), values, np.nan)})
+            inside = np.where(finite, inside, np.nan)
+        if name in LOGPROBS and (above := inside > ABOVE_ZERO).any():
+            t = token(above.argmax())
             raise InputError(
                 f"{place}: {theirs} of completion token {t} is {values[t]:.4g}, and no log-probability is above 0; "
                 "write natural logarithms of probabilities."
             )
-        if name in LOGPROBS and (tokens := np.count_nonzero(inside)) > 1 and not values[inside].any():
+        if name in LOGPROBS and (n := len(inside)) > 1 and not inside.any():
             raise InputError(
-                f"{place}: {theirs} is 0 at all {tokens} policy tokens, which is a placeholder; leave the list out."
+                f"{place}: {theirs} is 0 at all {n} policy tokens, which is a placeholder; leave the list out."
             )
     if record.advantage is not None and not np.isfinite(record.advantage):
         tally.fault(f"{names.get('advantage', 'advantage')} not a finite number, and so not recorded", place)
         record = replace(record, advantage=np.nan)
-    if record.columns and sampled is not None and not sampled.all():
-        tally[UNREAD] += int((~sampled).sum())
+    if record.columns and mask is not None and not mask.all():
+        tally[UNREAD] += int((~mask).sum())
     return record
 
 

@@ -1,6 +1,11 @@
 """Recorded rollouts as a run: records cut into steps of whole groups, and the run begun, gone on with and ended."""
 
+import gc
 import hashlib
+import pickle
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -8,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -33,6 +38,10 @@ ALONE = (
     "trainer's baseline saw one rollout"
 )
 REPEATED = "step has the rollouts of the step before it (TRL writes a batch again at every pass over it)"
+
+
+LARGE = 200_000_000
+"""Bytes of rollouts from which reading them takes longer than starting a process for it."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +283,73 @@ def refuse_existing(path: Path, config: RecordedConfig) -> None:
         )
 
 
+def read_steps(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]:
+    """Yield a source's steps, and count what is odd about them.
+
+    Raises:
+        InputError: A record is refused, or steps and groups of records do not fit together.
+    """
+    layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
+    tally, before, usual = source.tally, 0, 0
+    for step in islice(steps_of(source.records(), layout, tally), config.first or None):
+        here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
+        tally[REPEATED] += here == before
+        count = np.bincount(step.group)
+        # The size of group that most rollouts of the first step are in, the larger one of two
+        usual = usual or max(set(count.tolist()), key=lambda size: (size * np.sum(count == size), size))
+        for g in np.flatnonzero(count != usual):
+            first = step.records[int(np.argmax(step.group == g))].place
+            if count[g] < usual:
+                tally.note(f"group has fewer rollouts than the usual {usual}", first)
+            elif usual > 1:
+                tally.note(f"group has more than the usual {usual} rollouts: two attempts of a step, or ranks?", first)
+        yield replace(step, repeated=here == before)
+        before = here
+
+
+def read_aside(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]:
+    """Do the same in a Python process of its own, which reads on while a step is worked on.
+
+    Raises:
+        InputError: A record is refused, as there, or the process ended early.
+    """
+    command = [sys.executable, "-c", f"from {__name__} import write_steps; write_steps()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        given, made = cast(BinaryIO, reader.stdin), cast(BinaryIO, reader.stdout)
+        try:
+            with given:
+                pickle.dump((source, config, gc.get_threshold()), given)
+            while isinstance(item := pickle.load(made), RecordedStep):
+                yield item
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            raise InputError(
+                f"the process that read {source.path} ended early, by a signal or for want of memory; read it again, "
+                "or a part of it."
+            ) from error
+        finally:
+            reader.kill()
+    if isinstance(item, Exception):
+        raise item
+    source.tally.update(item)
+    source.tally.places |= item.places
+
+
+def write_steps() -> None:
+    """Write the steps of the source on standard input to standard output, pickled: what `read_aside` starts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process says when to stop
+    output, sys.stdout = sys.stdout.buffer, sys.stderr
+    source, config, threshold = pickle.load(sys.stdin.buffer)
+    gc.set_threshold(*threshold)
+    with suppress(BrokenPipeError):
+        try:
+            for step in read_steps(source, config):
+                pickle.dump(step, output)
+            pickle.dump(source.tally, output)
+        except STOPS as error:
+            pickle.dump(error, output)
+        output.flush()
+
+
 def record_run(
     path: Path,
     config: RecordedConfig,
@@ -297,7 +373,7 @@ def record_run(
             it stay.
         StoreError: The store cannot be read or written.
     """
-    run = _Run(path, config, stored, processes, machine)
+    run = _Run(path, config, stored, processes, machine, lasting)
     if source.reward and lasting:
         note(f"{source.reward[0].upper()}{source.reward[1:]}.")
     try:
@@ -335,8 +411,10 @@ class _Run:
         stored: Mapping[str, Any],
         processes: Processes,
         machine: Mapping[str, object] | None,
+        lasting: bool,
     ):
         self.path, self.config, self.stored, self.processes, self.machine = path, config, stored, processes, machine
+        self.lasting = lasting
         self._writer: RunWriter | None = None
         # Steps that were stored before → their rollouts, looked up once, before any process writes
         self.done: dict[int, int] = processes.broadcast_from_main(self._stored_steps)
@@ -345,7 +423,8 @@ class _Run:
         """Write the steps that are not there yet, every one in one of the processes."""
         due = 0
         last = -1
-        steps = self._read(source)
+        large = sum(file.stat().st_size for file in source.files) > LARGE
+        steps = (read_aside if large and not self.machine else read_steps)(source, self.config)
         # Scoring takes far longer than reading, and its records are many: one step of them is in memory.
         for step in steps if self.machine else ahead(steps):
             if step.step <= last:  # another attempt replaces the steps from this one on
@@ -365,27 +444,6 @@ class _Run:
                     self.writer().write_step(step.step, make(step))
                 due += 1
             advance()
-
-    def _read(self, source: Source) -> Iterator[RecordedStep]:
-        """Yield the source's steps, and count what is odd about them."""
-        layout = Layout(source.format.runs_of_prompts, self.config.group_size, self.config.prompts)
-        tally, before, usual = source.tally, 0, 0
-        for step in islice(steps_of(source.records(), layout, tally), self.config.first or None):
-            here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
-            tally[REPEATED] += here == before
-            count = np.bincount(step.group)
-            # The size of group that most rollouts of the first step are in, the larger one of two
-            usual = usual or max(set(count.tolist()), key=lambda size: (size * np.sum(count == size), size))
-            for g in np.flatnonzero(count != usual):
-                first = step.records[int(np.argmax(step.group == g))].place
-                if count[g] < usual:
-                    tally.note(f"group has fewer rollouts than the usual {usual}", first)
-                elif usual > 1:
-                    tally.note(
-                        f"group has more than the usual {usual} rollouts: two attempts of a step, or ranks?", first
-                    )
-            yield replace(step, repeated=here == before)
-            before = here
 
     def _stored_steps(self) -> dict[int, int]:
         """Return the steps of a run that goes on; refuse other settings than those it was made with."""
@@ -411,7 +469,8 @@ class _Run:
                 return RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
             policy = "replace" if self.config.if_exists == "replace" else "error"
             root, name = self.path.parent, self.path.name
-            return RunWriter.create(root, name, self.stored, if_exists=policy, machine=self.machine)
+            joins = self.lasting and not self.machine  # without a model, writing is what takes the time
+            return RunWriter.create(root, name, self.stored, if_exists=policy, machine=self.machine, joins=joins)
 
         if self._writer is None:
             writer = self._writer = self.processes.broadcast_from_main(opened)

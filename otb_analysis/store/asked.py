@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from threading import Timer
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pandas as pd
@@ -25,8 +26,8 @@ ASKED_SECONDS, ASKED_ROWS, ASKED_MEGABYTES, ASKED_MEMORY = 20, 100_000, 20, "256
 """Bounds of a query that somebody typed: on the page Rollouts, or behind `otb query`."""
 ASKED_PROCESS = 2_000_000_000
 """Bytes of data that the process of such a query may have; DuckDB keeps most within `ASKED_MEMORY`."""
-STARTED = 20
-"""Seconds in which the process may start and send its answer, beside those of the query."""
+STARTED, SENT = 60, 2
+"""Seconds in which the process may start; and in which it may send its answer, beside those of the query."""
 
 BINS, REWARD_BINS = 60, 10
 """Most columns of the histogram, and rows where the rewards are no few numbers."""
@@ -149,16 +150,20 @@ def asked_sql(run_dir: Path | str, query: str, seconds: float = ASKED_SECONDS) -
     too_large = StoreError(
         f"the query on {run_dir} needs more memory than allowed; ask for fewer steps or columns, or for shorter texts."
     )
-    try:
-        done = subprocess.run(
-            command, input=query.encode(errors="replace"), capture_output=True, timeout=seconds + STARTED,
-            check=False,
-        )  # fmt: skip
-        found: Any = pickle.loads(done.stdout) if done.returncode == 0 else too_large  # written by `answer`
-    except subprocess.TimeoutExpired:
-        found = InputError(
-            f"the query on {run_dir} took longer than {seconds:g} s and was ended; ask for fewer steps or columns."
-        )
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere) as process:
+        late = Timer(STARTED, process.kill)
+        late.start()
+        ready = cast(BinaryIO, process.stdout).read(1)  # from now on the query's time counts
+        late.cancel()
+        try:
+            sent, _ = process.communicate(query.encode(errors="replace"), timeout=seconds + SENT)
+            found: Any = pickle.loads(sent) if ready and process.returncode == 0 else too_large  # written by `answer`
+        except subprocess.TimeoutExpired:
+            process.kill()
+            found = InputError(
+                f"the query on {run_dir} took longer than {seconds:g} s and was ended; ask for fewer steps or columns."
+            )
     if isinstance(found, MemoryError):
         raise too_large
     if isinstance(found, Exception):
@@ -173,6 +178,8 @@ def answer() -> None:
 
         resource.setrlimit(resource.RLIMIT_DATA, (ASKED_PROCESS, ASKED_PROCESS))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.stdout.buffer.write(b".")  # it is ready
+    sys.stdout.buffer.flush()
     query = sys.stdin.buffer.read().decode()
     try:
         store = RunStore(sys.argv[1], memory_limit=ASKED_MEMORY)

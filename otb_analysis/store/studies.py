@@ -113,7 +113,8 @@ def _study(folder: Path, question: str) -> CommittedStudy:
     if not (title.startswith(head) and verdict.startswith("**Verdict.** ")):
         return replace(blank, verdict=f"{page} is no page of a study; run {command} --render.", state=BROKEN)
     pictures = re.findall(r"^!\[[^]]*]\((results/[\w.-]+\.svg)\)$", front, re.MULTILINE)
-    body = "\n\n".join(part for part in rest if part and not part.startswith("!["))
+    open_rest = (part for part in rest if part and not part.startswith(("![", "<details", "</details")))
+    body = "\n\n".join(open_rest)  # the dashboard folds whole sections
     return replace(
         blank, title=title.removeprefix(head), question=question.removeprefix("**Question.** "), body=body,
         verdict=verdict.removeprefix("**Verdict.** "), cost=made.split("```")[-1].strip().partition(" Tables: ")[0],

@@ -43,6 +43,8 @@ DEFAULTS = "defaults"
 """Name of the table of a study that names an estimator with options."""
 UNKNOWN = "not recorded"
 TEMPLATE, INDEX = "README.md.j2", "index.md.j2"
+OPEN_ROWS = 10
+"""Most rows of the one table of a page that is not folded."""
 OUTDATED = "None: the answer that was written here no longer holds in the tables. Read the numbers, and write another."
 """What a template says in place of its verdict where the tables do not bear it out."""
 CACHE = Path("runs") / "studies"
@@ -113,7 +115,22 @@ def study_page(
     facts["missing"] = missing_cells(study, tables) if not quick else []
     seen = dict(study.names) | facts | dict(tables) | dict(study.numbers(tables))
     page = _environment(folder).get_template(TEMPLATE).render(seen)
-    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n", figures
+    return _folded(re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"), figures
+
+
+def _folded(page: str) -> str:
+    """Return a page in which the first table of few rows is open and all others are folded."""
+    opened = False
+
+    def fold(table: re.Match[str]) -> str:
+        nonlocal opened
+        rows = table[0].count("\n") - 2  # without its head
+        if rows <= OPEN_ROWS and not opened:
+            opened = True
+            return table[0]
+        return f"<details markdown><summary>Table of {rows} rows</summary>\n\n{table[0]}\n</details>\n"
+
+    return re.sub(r"(?:^\|.*\n)+", fold, page, flags=re.MULTILINE)
 
 
 def index_page(studies: Path) -> str:

@@ -276,7 +276,7 @@ def test_an_address_that_asks_for_what_is_not_here_opens_the_default(store_root,
     for key in ("step", "prompt", "color"):
         assert app.selectbox(key=key).value == default.selectbox(key=key).value
     app = open_page(store_root, "run", monkeypatch, run=["nosuchrun", "chain-otb-s0"])
-    assert "asks for nosuchrun, which cannot be opened" in app.run().warning[0].value.replace("\\", "")
+    assert "nosuchrun cannot be opened" in app.run().warning[0].value.replace("\\", "")
     assert "".join(app.query_params["run"]) == "chain-otb-s0"
 
 

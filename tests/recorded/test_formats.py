@@ -610,6 +610,17 @@ def test_prime_rl_traces_take_the_newest_annotation_and_leave_out_what_is_not_co
     assert source.tally[UNCOVERED] == 1 and source.tally[MISSING] == 1
 
 
+def test_prime_rl_tokens_that_the_loss_left_out_are_counted_and_kept(jsonl):
+    stream = [stream_episode(name, "g", 0) for name in ("a", "b", "c")]
+    left_out = trained("a")
+    left_out["branches"][0]["is_masked"] = [False, False, True, False, False, True]
+    trainer = [left_out, trained("b"), trained("c")]
+    source = find_source(prime_traces(jsonl, stream, [shipped(name, 1) for name in "abc"], trainer))
+    records = list(source.records())
+    assert source.tally[MASKED] == 2
+    assert [r.mask.tolist() for r in records] == [[True, True, False, True]] * 3
+
+
 def test_prime_rl_stream_without_annotations_is_read_as_traces_by_the_step_that_asked_for_them(jsonl):
     stream = [stream_episode("a", "g", 0), stream_episode("b", "g", 0)]
     assert [r.step for r in read(prime_traces(jsonl, stream, []))] == [0, 0]

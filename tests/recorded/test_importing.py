@@ -1,8 +1,11 @@
 """Recorded rollouts without a model: rewards, dead groups, lengths and alarms, and the per-token numbers there are."""
 
+import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from otb_analysis.answers import RunAnswers, opened
@@ -11,6 +14,7 @@ from otb_analysis.config import ImportConfig
 from otb_analysis.diagnostics.changes import length_drift
 from otb_analysis.errors import InputError
 from otb_analysis.phases import NOTES
+from otb_analysis.recorded import runs
 from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.report.compare import comparison
 from otb_analysis.report.diagnosis import diagnosis_parts
@@ -121,6 +125,53 @@ def test_steps_that_repeat_the_rollouts_before_them_are_counted(config, jsonl, s
 def test_one_rollout_per_prompt_says_which_estimators_remain(config, jsonl, simple, notes):
     import_rollouts(jsonl(simple(size=1)), config)
     assert any("every prompt has one rollout, so these estimators remain: none, batch_mean" in note for note in notes)
+
+
+@pytest.fixture
+def aside(monkeypatch):
+    """Let a process of its own read any file, as it does large ones."""
+    monkeypatch.setattr(runs, "LARGE", 0)
+
+
+def test_a_process_of_its_own_reads_the_same(config, jsonl, simple, notes, monkeypatch):
+    rows = [row | {"logprobs": [-0.5, float("nan")], "ids": [1, 2]} for step in range(3) for row in simple(step=step)]
+    for large in (runs.LARGE, 0):
+        monkeypatch.setattr(runs, "LARGE", large)
+        import_rollouts(jsonl(rows), replace(config, run=f"from{large}"))
+    one, other = (RunStore(config.root / f"from{large}") for large in (runs.LARGE, 0))
+    for table in ("tokens", "rollouts", "steps"):
+        pd.testing.assert_frame_equal(one.frame(table), other.frame(table))
+    counted = [note for note in notes if "not a finite number" in note]
+    assert len(counted) == 2 and counted[0] == counted[1] and counted[0].startswith("36 × logprobs not a finite")
+    assert "(rollouts.jsonl, record 1" in counted[0]
+
+
+@pytest.mark.usefixtures("aside")
+def test_a_record_that_a_process_refuses_is_one_sentence_and_the_steps_before_stay(config, jsonl, simple):
+    rows = [row for step in range(4) for row in simple(step=step)]
+    rows[-1]["reward"] = "many"
+    with pytest.raises(InputError, match=r"reward is 'many'; it must be a number\. 3 steps before it can be read in"):
+        import_rollouts(jsonl(rows), config)
+    path = config.root / "rollouts-imported"
+    assert RunStore(path).complete_steps() == [0, 1, 2] and not list(path.rglob(".*.tmp"))
+
+
+@pytest.mark.usefixtures("aside")
+def test_a_process_that_is_killed_is_one_sentence(config, jsonl, simple, monkeypatch):
+    started = list[subprocess.Popen[bytes]]()
+
+    def killed(*given, **options):
+        started.append(subprocess.Popen(["sleep", "60"], **options))
+        started[0].kill()
+        return started[0]
+
+    path = jsonl(simple())
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=killed, PIPE=subprocess.PIPE))
+    with pytest.raises(
+        InputError, match=r"the process that read .*rollouts\.jsonl ended early, by a signal or for want"
+    ):
+        import_rollouts(path, config)
+    assert started[0].poll() is not None
 
 
 def test_the_commands_print_the_run_and_refuse_in_one_sentence(tmp_path, jsonl, simple, checkpoint, capsys):

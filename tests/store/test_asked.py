@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import time
 
 import pytest
 
@@ -56,3 +57,19 @@ def test_a_process_that_dies_is_a_sentence(run, monkeypatch):
     monkeypatch.setattr("otb_analysis.store.asked.sys.executable", "false")
     with pytest.raises(StoreError, match="needs more memory than allowed"):
         asked_sql(run, "SELECT 1")
+
+
+@pytest.mark.parametrize("work", ["pass", "time.sleep(60)"])
+def test_a_bound_holds_within_two_seconds_of_a_process_that_starts_slowly(run, tmp_path, monkeypatch, work):
+    slow = tmp_path / "python"  # takes longer to start than the query may, and then works without being interrupted
+    body = f"import sys, time; time.sleep(3); print('.', end='', flush=True); sys.stdin.read(); {work}"
+    slow.write_text(f"#!{sys.executable}\n{body}\nimport pickle; sys.stdout.buffer.write(pickle.dumps(7))\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("otb_analysis.store.asked.sys.executable", str(slow))
+    began = time.monotonic()
+    if work == "pass":
+        assert asked_sql(run, "SELECT 1", seconds=1) == 7
+    else:
+        with pytest.raises(InputError, match="took longer than 1 s and was ended"):
+            asked_sql(run, "SELECT 1", seconds=1)
+        assert time.monotonic() - began < 30  # six, and what the machine does beside

@@ -6,6 +6,7 @@ from jinja2 import UndefinedError
 
 from otb_analysis.commands.cli import main
 from otb_analysis.errors import InputError, StoreError
+from otb_analysis.store import committed_studies
 from studies.lib import distinct, select
 from studies.lib.record import (
     CellCache,
@@ -320,3 +321,21 @@ def test_page_can_come_before_its_later_cells_and_names_them(squares, asked, tmp
     assert asked.read_text().split() == ["cell-1", "cell-2", "cell-3", "cell-9"]
     page = (squares / "README.md").read_text()
     assert "they sum to 95" in page and "Not computed yet" not in page
+
+
+def test_one_table_of_few_rows_is_open_and_the_others_are_folded(squares, tmp_path):
+    def table(rows):
+        return f"| {rows} |\n| - |\n" + "".join(f"| {n} |\n" for n in range(rows))
+
+    body = "\n".join([table(11), "words\n", table(3), table(3), table(3)])
+    (squares / "README.md.j2").write_text(
+        '{% extends "study.md.j2" %}{% block verdict %}Few.{% endblock %}{% block page %}' + body + "{% endblock %}"
+    )
+    run_study(squares, setting(tmp_path))
+    page = (squares / "README.md").read_text()
+    fold = "<details markdown><summary>Table of {} rows</summary>\n\n{}\n</details>\n"
+    assert page.count("<details") == 3 and page.count(table(3)) == 3
+    assert fold.format(11, table(11)) in page and page.count(fold.format(3, table(3))) == 2
+    assert page.index("words") < page.index(table(3)) < page.index(fold.format(3, table(3)))
+    (study,) = committed_studies(squares.parent)
+    assert study.body.count("| 3 |\n| - |") == 3 and "details" not in study.body
