@@ -186,9 +186,9 @@ def rollouts(run: Run, step: int) -> pd.DataFrame:
 
 
 @st.cache_data(max_entries=16, show_spinner="Searching …")
-def found_rollouts(run: Run, asked: RolloutFilter, most: int) -> tuple[pd.DataFrame, int]:
+def found_rollouts(run: Run, asked: RolloutFilter, most: int, order: str) -> tuple[pd.DataFrame, int]:
     """Return the rollouts that are asked for, and how many there are."""
-    return find_rollouts(store(run), asked, most)
+    return find_rollouts(store(run), asked, most, order)
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
@@ -203,6 +203,13 @@ def occurrences(run: Run, prompt_id: str | None, prompt: str) -> list[tuple[int,
 def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
     """Return all tokens of one prompt."""
     return store(run).tokens_df([step], where='"group" = ?', params=[group])
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def texts_of_tokens(run: Run, step: int, rollout: int) -> pd.DataFrame:
+    """Return what the tokens of one rollout say, and who wrote them."""
+    columns = ["t", "turn", "mask", "token"]
+    return store(run).tokens_df([step], columns, where="rollout = ?", params=[rollout]).sort_values("t")
 
 
 @st.cache_resource(max_entries=8, show_spinner=False)

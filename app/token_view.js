@@ -23,7 +23,7 @@ function legend(data) {
     item.append(element("span", "swatch " + kind), element("span", "", label));
     row.append(item);
   }
-  row.append(element("span", "keys", "← → token · ↑ ↓ rollout · Shift + ← → step"));
+  row.append(element("span", "keys", "← → token · n p large token · ↑ ↓ rollout · Shift + ← → step"));
   return row;
 }
 function head(row) {
@@ -34,6 +34,45 @@ function head(row) {
   line.append(element("span", "paid", "reward " + row.reward));
   if (row.parts) line.append(element("span", "parts", row.parts));
   return line;
+}
+// How far a token's colour is from the quiet end of the scale, or from its middle: 0 to 1, and −1 where it has none.
+function apart(level, data) {
+  if (level < 0) return -1;
+  return Math.abs(level / (data.palette.length - 1) - data.quiet) / Math.max(data.quiet, 1 - data.quiet);
+}
+const BINS = 240, LARGE = 0.02, LONG = 120;
+// A rollout by position, each bin in the colour of its token that stands out most; a click leads there.
+function map(row, pane, place, data) {
+  const n = row.levels.length, bins = Math.min(BINS, n), strip = element("div", "map");
+  const loudest = Array.from({ length: bins }, (_, bin) => {
+    let best = Math.floor((bin * n) / bins);
+    for (let i = best; i < Math.floor(((bin + 1) * n) / bins); i++)
+      if (apart(row.levels[i], data) > apart(row.levels[best], data)) best = i;
+    return best;
+  });
+  const stops = loudest.flatMap((i, bin) => {
+    const color = row.levels[i] < 0 ? "transparent" : data.palette[row.levels[i]][0];
+    return [`${color} ${(100 * bin) / bins}%`, `${color} ${(100 * (bin + 1)) / bins}%`];
+  });
+  strip.style.background = `linear-gradient(to right, ${stops.join(",")})`;
+  strip.title = "where its tokens stand out: click to go there";
+  strip.place = (share) => [pane, place, loudest[Math.min(bins - 1, Math.max(0, Math.floor(share * bins)))]];
+  return strip;
+}
+// The largest fiftieth of a rollout's tokens, five at least, in their order.
+function large(row, data) {
+  const size = row.levels.map((level) => apart(level, data));
+  const order = size.map((_, i) => i).filter((i) => size[i] > 0).sort((a, b) => size[b] - size[a] || a - b);
+  return order.slice(0, Math.max(5, Math.ceil(LARGE * size.length))).sort((a, b) => a - b);
+}
+// The next large token, or the one before, in this rollout or the nearest one that has any.
+function leap([pane, place, i], way, data) {
+  const rows = data.panes[pane].rows;
+  for (let p = place; p >= 0 && p < rows.length; p += way) {
+    const after = large(rows[p], data).filter((k) => p !== place || (way > 0 ? k > i : k < i));
+    if (after.length) return [pane, p, after.at(way > 0 ? 0 : -1)];
+  }
+  return null;
 }
 function card(row, pane, place, data, tokens) {
   const box = element("div", "card");
@@ -61,7 +100,7 @@ function card(row, pane, place, data, tokens) {
     return token;
   });
   tokens[pane].push(own);
-  box.append(head(row), text);
+  box.append(head(row), ...(row.levels.length > LONG ? [map(row, pane, place, data)] : []), text);
   return box;
 }
 function build(wrap, data) {
@@ -120,11 +159,16 @@ function build(wrap, data) {
   };
   const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
   wrap.onkeydown = (event) => {
-    const move = moves[event.key];
-    if (!move || event.altKey || event.ctrlKey || event.metaKey) return;
+    const move = moves[event.key], way = { n: 1, p: -1 }[event.key];
+    if (!(move || way) || event.altKey || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
     event.stopPropagation();
     hide();
+    if (way) {
+      const next = leap(state.chosen ? state.chosen.at : [0, 0, way > 0 ? -1 : Infinity], way, data);
+      if (next) choose(next);
+      return;
+    }
     if (event.shiftKey) {
       if (move[1]) post(wrap, "step", [move[1], performance.now()]); // two presses in a row are two changes
       return;
@@ -139,10 +183,11 @@ function build(wrap, data) {
   panes.onmouseover = (event) => { const token = token_of(event); if (token) show(token); else hide(); };
   panes.onmouseleave = hide;
   panes.onclick = (event) => {
-    const token = token_of(event);
-    if (!token) return;
+    const token = token_of(event), strip = event.target.place;
+    if (!token && !strip) return;
     wrap.focus({ preventScroll: true });
-    choose(token.at);
+    const box = event.target.getBoundingClientRect();
+    choose(token ? token.at : strip((event.clientX - box.left) / box.width));
   };
   wrap.select = (chosen) => {
     if (state.timer) return; // a newer choice is on its way

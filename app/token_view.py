@@ -19,6 +19,7 @@ from data import Run
 from streamlit.components.v2 import component
 from widgets import asked, box, chosen_runs, plain
 
+from otb_analysis.answers.holders import Attributed
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.rollouts import distinct
@@ -56,15 +57,22 @@ class Place:
 
 
 def choose_prompt(run: data.Run, step: int, within: Any) -> int:
-    """Let the page choose a prompt; labels say in what it differs from the others, and its mean reward."""
+    """Let the page choose a prompt, to begin with the one that holds most of the gradient.
+
+    Labels say in what it differs from the others, and its mean reward.
+    """
     rollouts = data.rollouts(run, step)
     means: Any = rollouts.groupby("group")["reward"].mean()
     texts = distinct({int(str(g)): str(text) for g, text in rollouts.groupby("group")["prompt"].first().items()})
     labels = {group: f"{group} · reward {number(float(means[group]))} · {text}" for group, text in texts.items()}
     text = asked("prompt") or ""
     wanted = int(text) if text.isdigit() else st.session_state.get("prompt")
+    if wanted not in labels:
+        shares = data.attribution(run, step)
+        largest = shares.shares.prompts.group if isinstance(shares, Attributed) else list(labels)
+        wanted = int(largest[0])
     # Set each time: at another step the same prompt has another label, which a browser would not learn otherwise.
-    st.session_state["prompt"] = wanted if wanted in labels else next(iter(labels))
+    st.session_state["prompt"] = wanted
     return within.selectbox(
         "Prompt", list(labels), format_func=lambda group: labels.get(group, ""), key="prompt", persist_state="session"
     )
@@ -145,7 +153,7 @@ def token_view(
         _rows(pane, columns, chosen[1] if chosen and chosen[0] == k else None, MOST // len(panes))
         for k, pane in enumerate(panes)
     ]
-    kinds = {token.kind for info in infos for row in info.rollouts for token in row.tokens}
+    kinds = {kind for shown in rows for row in shown for kind in row["kinds"]}
     missing = sum(info.n_missing for info in infos)
     marks = {
         "missing": f"not measured ({missing:,})" if missing else "",
@@ -160,6 +168,7 @@ def token_view(
         "columns": list(columns.items()),
         "colors": list(scale.colors),
         "palette": palette(scale),
+        "quiet": 0.5 if scale.diverging else float(scale.backward),
         "low": "≤ " * below + number(scale.low),
         "high": "≥ " * above + number(scale.high) + " (log)" * (scale.log and not scale.diverging),
         "marks": [mark for mark in marks.items() if mark[1]],
@@ -174,12 +183,11 @@ def token_view(
 
 def _rows(pane: Pane, columns: Mapping[str, str], chosen: int | None, most: int) -> list[dict[str, Any]]:
     """Return the rollouts that fit, the chosen one always among them, with four digits of each value."""
-    ends = np.cumsum([len(row.tokens) for row in pane.info.rollouts])
+    ends = np.cumsum([len(row.rows) for row in pane.info.rollouts])
     fits = max(1, int((ends <= most).sum()))
-    by_rollout: Any = pane.tokens.sort_values(["rollout", "t"]).groupby("rollout")
     rows = []
     for row in (row for i, row in enumerate(pane.info.rollouts) if i < fits or row.rollout == chosen):
-        values = by_rollout.get_group(row.rollout)[list(columns)].to_numpy(np.float64, na_value=np.nan)
+        values = row.rows[list(columns)].to_numpy(np.float64, na_value=np.nan)
         size = np.where(np.isfinite(values) & (values != 0), np.abs(values), 1.0)
         unit = 10.0 ** (np.floor(np.log10(size)) - 3)
         rounded = np.round(values / unit) * unit
@@ -190,12 +198,7 @@ def _rows(pane: Pane, columns: Mapping[str, str], chosen: int | None, most: int)
             "parts": ", ".join(f"{name} {number(value)}" for name, value in row.parts),
             "facts": [f"{row.length:,} token{'s' * (row.length != 1)}", *([row.finish] if row.finish else [])],
             "warning": row.warning,
-            "ts": [token.t for token in row.tokens],
-            "texts": [token.text.encode("utf-8", "replace").decode() for token in row.tokens],
-            "kinds": [token.kind for token in row.tokens],
-            "turns": [token.turn for token in row.tokens],
-            "breaks": [int(token.breaks) for token in row.tokens],
-            "levels": [token.level for token in row.tokens],
+            **row.tokens,
             "values": dict(zip(columns, by_column, strict=True)),
         })  # fmt: skip
     return rows

@@ -14,9 +14,11 @@ import data
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
+from markdown_it import MarkdownIt
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.styles import CONFIG, for_background
+from otb_analysis.figures.texts import ONE_LINE, legible
 
 
 def plain(text: str) -> str:
@@ -37,6 +39,20 @@ def prose(markdown: str) -> str:
     text = INTERVAL.sub(lambda found: found[0].replace(" ", "\u00a0").replace("–", "\u2060–\u2060"), text)
     parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.DOTALL)
     return "".join(part if part.startswith("`") else re.sub(r"([$<]|:(?=\w))", r"\\\1", part) for part in parts)
+
+
+MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
+MARKDOWN.disable(["link", "image", "autolink", "reference", "entity"])
+
+
+def rendered(text: str) -> None:
+    """Show what a model wrote as the Markdown it may be: its links, pictures and HTML stay text."""
+    st.html(MARKDOWN.render(legible(text)))
+
+
+def one_line(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table whose texts have a sign for each character that would rearrange others or begin a line."""
+    return table.map(lambda cell: legible(cell, ONE_LINE) if isinstance(cell, str) else cell)
 
 
 Choices = Sequence[Any] | Mapping[Any, str]

@@ -214,7 +214,7 @@ def test_optional_packages_are_imported_where_they_are_used(path):
     if path.is_relative_to(LIBRARY) and (room(path) in MODEL_ROOMS or path.name == "demo.py"):
         base |= MODELS
     elif path.is_relative_to(ROOT / "app"):
-        base |= {"streamlit"}
+        base |= {"streamlit", "markdown_it"}
     loaded = when_loaded(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):

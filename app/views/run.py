@@ -17,6 +17,7 @@ from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fire
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.curves import degenerate_table
 from otb_analysis.figures.numbers import number
+from otb_analysis.figures.texts import legible
 from otb_analysis.figures.timeline import TimelineInfo, plot_timeline, timeline_info
 
 ROWS = 50
@@ -100,7 +101,7 @@ def worth_reading(run: Run, last: int) -> None:
         with place.container(border=True, height="stretch"):
             st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
             asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
-            st.code(f"{asked}\n{one.completion[:READ]}", language=None, wrap_lines=True, height=120)
+            st.code(legible(f"{asked}\n{one.completion[:READ]}"), language=None, wrap_lines=True, height=120)
             st.button(
                 "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=go_to,
                 args=("tokens",), kwargs={"step": one.step, "prompt": one.group, "token": f"{one.rollout}.{one.t}"},

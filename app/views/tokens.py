@@ -22,6 +22,8 @@ from token_view import (
 from widgets import asked, box, chart, clicked_data, download, frame, one_run, plain, write
 
 from otb_analysis.figures.numbers import number
+from otb_analysis.figures.rollouts import shared_head
+from otb_analysis.figures.texts import ONE_LINE, legible
 from otb_analysis.figures.token_columns import ADVANTAGES, COLOURS, KINDS, described, measured, with_differences
 from otb_analysis.figures.tokens import column_values, grid_info, plot_tokens, prompt_head, scale_of, tokens_info
 from otb_analysis.store.measured import exact_steps, first_step, token_steps
@@ -126,10 +128,13 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
         st.session_state["token"] = token
     write(prompt=here.group, token=st.session_state.get("token"))
     head = prompt_head(here.rollouts, here.tokens, run.estimator)
-    cut = f"… ({len(head.text):,} characters)" if len(head.text) > LONGEST else ""
+    shared = shared_head(data.rollouts(run, step)["prompt"].dropna())
     with st.container(key="prompt-text"):
-        st.code(head.text[:LONGEST] + cut, language=None, wrap_lines=True)
-    paid = {"Reference answer": head.answer[:LONGEST], "Rewards": head.rewards}
+        st.code(legible(head.text[shared:], most=LONGEST), language=None, wrap_lines=True)
+    if shared:
+        with st.expander(f"The {shared:,} characters before it, with which all prompts of this step begin"):
+            st.code(legible(head.text[:shared], most=LONGEST), language=None, wrap_lines=True)
+    paid = {"Reference answer": legible(head.answer, ONE_LINE, LONGEST), "Rewards": head.rewards}
     st.markdown(" · ".join(f"**{name}** {plain(value)}" for name, value in paid.items() if value))
     if head.equal:
         st.info(plain(head.equal), icon=":material/block:")

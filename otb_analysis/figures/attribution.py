@@ -8,15 +8,13 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import Holders, StepAttribution
+from otb_analysis.figures.rollouts import distinct
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE, RULE, panels
-from otb_analysis.figures.tokens import visible
+from otb_analysis.figures.texts import visible
 from otb_analysis.types import Float32
 
 MOST_PROMPTS = 24
 """Prompts drawn; the others are one bar."""
-
-TEXT = 60
-"""Characters of a prompt's text in a table."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,5 @@ def attribution_table(
     rewards: Any = rollouts.groupby(key)["reward"].mean()
     table["reward"] = rewards.reindex(table["prompt" if key == "group" else "rollout"]).to_numpy(float)
     first = rollouts.drop_duplicates("group")
-    prompts = dict(zip(first["group"], first["prompt"].fillna("").astype(str), strict=True))
-    table["text"] = [" ".join(prompts.get(g, "").split())[:TEXT] for g in holders.group]
-    return table
+    labels = distinct(dict(zip(first["group"], first["prompt"].fillna("").astype(str), strict=True)))
+    return table.assign(text=[labels.get(g, "") for g in holders.group])

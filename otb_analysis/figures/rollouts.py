@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import ORANGE, TEMPLATE, step_axis
+from otb_analysis.figures.texts import legible
 from otb_analysis.types import Float
 
 MOST = 60
@@ -32,7 +33,7 @@ def distinct(prompts: Mapping[int, str], most: int = MOST) -> dict[int, str]:
     White space counts as one blank. A label starts where all prompts begin to differ, or later: where the prompt
     differs from the one most like it, if its first characters would not show that.
     """
-    texts = {group: " ".join(text.split()) for group, text in prompts.items()}
+    texts = {group: legible(" ".join(text.split())) for group, text in prompts.items()}
     ordered = sorted(set(texts.values()))
     shared = len(os.path.commonprefix(ordered)) if len(ordered) > 1 else 0  # noqa: RUF071 (characters)
     alike = dict.fromkeys(ordered, shared)
@@ -47,6 +48,17 @@ def distinct(prompts: Mapping[int, str], most: int = MOST) -> dict[int, str]:
         part = ("…" if start else "") + text[start:]
         labels[group] = part if len(part) <= most else part[: most - 1] + "…"
     return labels
+
+
+def shared_head(prompts: Iterable[str]) -> int:
+    """Return how many first characters all different prompts share, up to the end of a sentence; 0 for few or none.
+
+    Prompts with the same examples share a long one; what differs stands behind it.
+    """
+    different = sorted(set(prompts))
+    shared = os.path.commonprefix(different) if len(different) > 1 else ""  # noqa: RUF071 (characters)
+    end = max((found.end() for found in re.finditer(r"[.!?:]\s+|\n+", shared)), default=0)
+    return end if end > MOST else 0
 
 
 def last_number(text: str) -> Fraction | None:

@@ -1,13 +1,8 @@
-"""Tokens of one prompt: all its rollouts side by side, coloured by one column; what was not measured has no colour.
+"""Tokens of one prompt: all its rollouts side by side, coloured by one column; what was not measured has no colour."""
 
-Token text is model output. It is passed on as text, with a visible sign for every character that would not show or
-would rearrange its neighbours; it is never markup, and never longer than a line or two.
-"""
-
-import re
-import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,28 +13,9 @@ from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.rollouts import ends_elsewhere
 from otb_analysis.figures.styles import RULE, TEMPLATE
+from otb_analysis.figures.texts import SPECIAL, visible
 from otb_analysis.figures.token_columns import LOW, RATIOS, SIGNED, ColorScale, color_levels, color_scale
 from otb_analysis.types import Float, Float32, Int
-
-GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
-SPECIAL = re.compile(r"<\|[^<>]{1,60}\|>|</?(s|pad|eos|bos|unk|mask|end|think|\w{1,20}_of_\w{1,20})>|\[[A-Z]{2,8}\]")
-"""Tokens that a tokenizer adds to text: ends, roles, padding."""
-SHAPELESS, JOINERS = ("Cc", "Cf", "Cs", "Zl", "Zp"), "\u200d\ufe0f"
-"""Categories of characters that show nothing or rearrange others, and those of them that hold emoji together."""
-LONGEST = 240
-"""Characters of one token that are shown."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """One token of the view."""
-
-    t: int
-    text: str  # Decoded text with visible glyphs; text, never markup
-    breaks: bool
-    kind: str  # "tool" where the policy did not sample it, "special" for a tokenizer's own, else empty
-    turn: int
-    level: int  # Colour, as `color_levels` counts them; −1 where the column was not measured
 
 
 @dataclass(frozen=True)
@@ -52,7 +28,27 @@ class RolloutRow:
     length: int  # Policy tokens
     finish: str
     warning: str  # Why the reward looks wrong, else empty
-    tokens: tuple[Token, ...]
+    rows: pd.DataFrame = field(repr=False, compare=False)  # Its tokens as stored, with _policy, _value and _level
+
+    @cached_property
+    def tokens(self) -> dict[str, list[Any]]:
+        """Its tokens by column, made when they are first asked for: those of 64 rollouts of 8,192 take seconds.
+
+        `ts`; `texts` with visible glyphs, never markup; `kinds`: "tool" where the policy did not sample it, "special"
+        for a tokenizer's own, else empty; `turns`; `breaks` where a line ends; `levels` as `color_levels` counts them,
+        −1 where the column was not measured.
+        """
+        rows: Any = self.rows
+        texts = (rows["token"].fillna("") if "token" in rows else rows["token_id"]).astype(str).tolist()
+        shown = {text: visible(text, flowing=True) for text in set(texts)}
+        special = {text: "special" for text in shown if text == "" or SPECIAL.fullmatch(text)}
+        written = zip(texts, rows["_policy"].tolist(), strict=True)
+        return {
+            "ts": rows["t"].tolist(), "texts": [shown[text] for text in texts],
+            "kinds": [special.get(text, "") if policy else "tool" for text, policy in written],
+            "turns": rows["turn"].tolist() if "turn" in rows else [0] * len(rows),
+            "breaks": [text.endswith("\n") for text in texts], "levels": rows["_level"].tolist(),
+        }  # fmt: skip
 
 
 ORDERS: dict[str, Callable[[RolloutRow], float]] = {
@@ -74,21 +70,6 @@ class TokensInfo:
     n_missing: int
     n_below: int
     n_above: int
-
-
-def visible(text: str, flowing: bool = False) -> str:
-    """Return a token's text with a glyph or a code point for each character that has no shape of its own.
-
-    These are controls, bidirectional overrides and invisible formatting; joiners inside emoji stay. A `flowing` text
-    keeps the blank before a word, so that a line of tokens reads as prose. Longer texts are cut.
-    """
-    if text == "":
-        return "∅"
-    shown = " " if flowing and text[0] == " " and not text[1:2].isspace() and text[1:] else ""
-    for character in text[len(shown) : LONGEST]:
-        shapeless = unicodedata.category(character) in SHAPELESS and character not in JOINERS
-        shown += GLYPHS.get(character) or (f"⟨{ord(character):04X}⟩" if shapeless else character)
-    return shown + (f"… ({len(text):,} characters)" if len(text) > LONGEST else "")
 
 
 def column_values(tokens: pd.DataFrame, column: str) -> Float:
@@ -134,9 +115,9 @@ def tokens_info(
     facts = {int(row["rollout"]): row for row in rollouts.to_dict("records")}
     parts = {int(str(rollout)): part for rollout, part in table.groupby("rollout")}
     rows = sorted((_row(r, part, facts.get(r, {})) for r, part in parts.items()), key=ORDERS[order])
-    grid = np.full((len(rows), max(len(row.tokens) for row in rows)), np.nan, dtype=np.float32)
+    grid = np.full((len(rows), max(len(row.rows) for row in rows)), np.nan, dtype=np.float32)
     for i, row in enumerate(rows):
-        grid[i, : len(row.tokens)] = parts[row.rollout]["_value"]
+        grid[i, : len(row.rows)] = row.rows["_value"]
     missing = int(np.isnan(value[policy]).sum())
     below, above = int((value < colors.low).sum()), int((value > colors.high).sum())
     return TokensInfo(column, tuple(rows), grid, colors, missing, below, above)
@@ -147,16 +128,6 @@ def _policy(tokens: pd.DataFrame) -> Any:
 
 
 def _row(rollout: int, part: Any, facts: dict[Any, Any]) -> RolloutRow:
-    texts = part["token"].fillna("").astype(str) if "token" in part else part["token_id"].astype(str)
-    shown = {text: visible(text, flowing=True) for text in set(texts)}
-    special = {text for text in shown if text == "" or SPECIAL.fullmatch(text)}
-    turns: Int = part["turn"].to_numpy(np.int64) if "turn" in part else np.zeros(len(part), np.int64)
-    tokens = []
-    for t, text, policy, turn, level in zip(part["t"], texts, part["_policy"], turns, part["_level"], strict=True):
-        kind = "special" if text in special else ""
-        tokens.append(
-            Token(int(t), shown[text], text.endswith("\n"), kind if policy else "tool", int(turn), int(level))
-        )
     reward, finish = _known(facts.get("reward")), facts.get("finish_reason")
     paid = {str(n).removeprefix("reward_"): _known(facts[n]) for n in facts if str(n).startswith("reward_")}
     parts = tuple((name, value) for name, value in paid.items() if value is not None)
@@ -166,7 +137,7 @@ def _row(rollout: int, part: Any, facts: dict[Any, Any]) -> RolloutRow:
     wrong = ends_elsewhere(answer, completion) if (dict(parts).get("correct", reward) or 0) > 0 else None
     return RolloutRow(
         rollout, reward, own, int(part["_policy"].sum()), finish if isinstance(finish, str) else "",
-        "" if wrong is None else f"rewarded, but ends with {wrong}", tuple(tokens),
+        "" if wrong is None else f"rewarded, but ends with {wrong}", part,
     )  # fmt: skip
 
 
@@ -244,7 +215,7 @@ def grid_info(info: TokensInfo) -> GridInfo:
     apart = np.where(np.isnan(values), -np.inf, loud)
     best = apart.argmax(axis=2)
     shown = np.take_along_axis(values, best[:, :, None], axis=2)[:, :, 0]
-    there = np.arange(cells) * width < np.array([len(row.tokens) for row in info.rollouts])[:, None]
+    there = np.arange(cells) * width < np.array([len(row.rows) for row in info.rollouts])[:, None]
     unknown = np.where(there & np.isnan(shown), 1, np.nan).astype(np.float32)
     return GridInfo(shown, unknown, np.arange(cells) * width + best, width)
 
@@ -269,16 +240,17 @@ def plot_tokens(info: TokensInfo, title: str = "", chosen: tuple[int, int] | Non
             "tickvals": ticks, "ticktext": [number(value) for value in info.scale.values(ticks)],
         },
     )  # fmt: skip
-    cells = [(i, k) for i, row in enumerate(info.rollouts) for k in range(-(-len(row.tokens) // grid.width))]
+    ts = [row.rows["t"].to_numpy(np.int64) for row in info.rollouts]
+    cells = [(i, k) for i, t in enumerate(ts) for k in range(-(-len(t) // grid.width))]
     figure.add_scatter(
         x=[x[k] for _, k in cells], y=[names[i] for i, _ in cells], mode="markers", showlegend=False,
-        customdata=[(info.rollouts[i].rollout, info.rollouts[i].tokens[grid.token[i, k]].t) for i, k in cells],
+        customdata=[(info.rollouts[i].rollout, int(ts[i][grid.token[i, k]])) for i, k in cells],
         text=[number(float(grid.values[i, k])) for i, k in cells],
         marker={"opacity": 0, "size": 14, "symbol": "square"},
         hovertemplate="%{y}, t = %{customdata[1]}<br>" + title + " <b>%{text}</b><extra></extra>",
     )  # fmt: skip
     for i, row in enumerate(info.rollouts):
-        for position in (j for j, token in enumerate(row.tokens) if (row.rollout, token.t) == chosen):
+        for position in np.flatnonzero(ts[i] == chosen[1]) if chosen and chosen[0] == row.rollout else ():
             figure.add_scatter(
                 x=[x[position // grid.width]], y=[names[i]], mode="markers", showlegend=False, hoverinfo="skip",
                 marker={"symbol": "square-open", "size": 16, "color": RULE, "line": {"width": 3}},

@@ -1,4 +1,4 @@
-"""What is asked of rollouts: by a filter with how their rewards spread, or by a query that somebody typed.
+"""What is asked of rollouts: by a filter and in an order, or by a query that somebody typed.
 
 The latter is answered in a process of its own, since DuckDB does not count the memory of values it computes:
 `SELECT repeat('x', 1000000) FROM range(2048)` takes 7 GB under a limit of 256 MB, and nothing interrupts it.
@@ -19,7 +19,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from otb_analysis.errors import STOPS, InputError, StoreError
+from otb_analysis.errors import STOPS, InputError, StoreError, nearest
+from otb_analysis.store.conditions import named_columns, rows_where
 from otb_analysis.store.reader import RunStore
 
 ASKED_SECONDS, ASKED_ROWS, ASKED_MEGABYTES, ASKED_MEMORY = 20, 100_000, 20, "256MB"
@@ -35,6 +36,17 @@ BINS, REWARD_BINS = 60, 10
 FEW = 12
 """Different rewards up to which each is a row of its own."""
 
+AS_SAMPLED, DISAGREEING = "oldest steps first", "prompts whose answers disagree first"
+UP, DOWN = "ascending", "descending"
+ORDERS = {
+    AS_SAMPLED: {"step": UP}, "newest steps first": {"step": DOWN}, DISAGREEING: {"spread": DOWN, "step": DOWN},
+    "highest rewards first": {"reward": DOWN}, "lowest rewards first": {"reward": UP},
+    "longest first": {"length": DOWN}, "shortest first": {"length": UP},
+}  # fmt: skip
+"""What rollouts are sorted by, before step and rollout; `spread` is that of the rewards of a rollout's group."""
+SHORT = {"tokens": "length"}
+"""Names that a condition may have beside the columns."""
+
 
 @dataclass(frozen=True)
 class RolloutFilter:
@@ -42,53 +54,71 @@ class RolloutFilter:
 
     steps: tuple[int, int] | None = None
     reward: tuple[float, float] | None = None
-    length: tuple[int, int] | None = None
     finish_reasons: Sequence[str] = field(default_factory=tuple)
     equal: bool | None = None  # True: of groups with equal rewards; False: of the others
-    turns: int | None = None  # At least so many turns
+    where: str = ""  # A condition over the columns, such as `reward == 0 and tokens > 200`
     text: str = ""  # In the prompt or the completion, upper and lower case alike
 
     def rows(self, store: RunStore, columns: Sequence[str]) -> pa.Table:
-        """Return columns of the rollouts that are asked for, by step.
+        """Return columns of the rollouts that are asked for, by step; `spread` is how their group's rewards disagree.
 
         Raises:
+            InputError: The condition is none, or names what is no column.
             StoreError: The rows are not those that were written.
         """
         steps = None if self.steps is None else range(self.steps[0], self.steps[1] + 1)
-        asked = {"reward": ("reward",), "length": ("length",), "finish_reasons": ("finish_reason",)}
-        asked |= {"equal": ("group", "reward"), "turns": ("turns",), "text": ("prompt", "completion")}
+        known = SHORT | {name: name for name in rollout_columns(store)}
+        asked = {"reward": ("reward",), "finish_reasons": ("finish_reason",)}
+        asked |= {"equal": ("group", "reward"), "text": ("prompt", "completion")}
         needed = [n for field, names in asked.items() if getattr(self, field) not in (None, (), "") for n in names]
-        rows = store.rows("rollouts", list(dict.fromkeys(["step", *columns, *needed])), steps)
-        if self.equal is not None:  # first: a group is equal in all its rollouts
+        needed += [known[name] for name in named_columns(self.where) if name in known]
+        needed += ["group", "reward"] * ("spread" in columns)
+        rows = store.rows("rollouts", [n for n in dict.fromkeys(["step", *columns, *needed]) if n != "spread"], steps)
+        if self.equal is not None or "spread" in columns:  # first: a group is equal in all its rollouts
             rewards: Any = rows.select(["step", "group", "reward"]).to_pandas().groupby(["step", "group"])["reward"]
-            known = rewards.transform("count") == rewards.transform("size")
-            equal = (known & (rewards.transform("min") == rewards.transform("max"))).to_numpy()
-            rows = rows.filter(pa.array(equal == self.equal))
-        for name in ("reward", "length"):
-            if (ends := getattr(self, name)) is not None:
-                rows = rows.filter((pc.field(name) >= ends[0]) & (pc.field(name) <= ends[1]))
+            whole = rewards.transform("count") == rewards.transform("size")
+            equal = whole & (rewards.transform("min") == rewards.transform("max"))
+            spread = rewards.transform("std", ddof=0).where(whole & ~equal, equal.map({True: 0.0, False: None}))
+            rows = rows.append_column("spread", pa.array(spread, pa.float64(), from_pandas=True))
+            if self.equal is not None:
+                rows = rows.filter(pa.array((equal == self.equal).to_numpy()))
+        if self.where:
+            rows = rows_where(rows, self.where, known)
+        if self.reward is not None:
+            rows = rows.filter((pc.field("reward") >= self.reward[0]) & (pc.field("reward") <= self.reward[1]))
         if self.finish_reasons:
             rows = rows.filter(pc.field("finish_reason").isin(list(self.finish_reasons)))
-        if self.turns is not None:
-            rows = rows.filter(pc.field("turns") >= self.turns)
         if self.text:
             options = pc.MatchSubstringOptions(self.text, ignore_case=True)
-            found = [pc.call_function("match_substring", [rows[name]], options) for name in asked["text"]]
+            found = [pc.call_function("match_substring", [rows[name]], options) for name in ("prompt", "completion")]
             rows = rows.filter(pc.call_function("or", [one.fill_null(False) for one in found]))
         return rows
 
 
-def find_rollouts(store: RunStore, asked: RolloutFilter, most: int = 500) -> tuple[pd.DataFrame, int]:
-    """Return the first `most` rollouts that are asked for, in order of steps, and how many there are.
+def rollout_columns(store: RunStore) -> list[str]:
+    """Return the columns that rollouts can be asked for: those of the schema, then the parts of the reward and others.
 
     Raises:
+        StoreError: The catalogue cannot be read.
+    """
+    return store.rows("rollouts", steps=[]).column_names
+
+
+def find_rollouts(
+    store: RunStore, asked: RolloutFilter, most: int = 500, order: str = AS_SAMPLED
+) -> tuple[pd.DataFrame, int]:
+    """Return the first `most` rollouts that are asked for, in one of `ORDERS`, and how many there are.
+
+    Raises:
+        InputError: The order is unknown, or the condition is none.
         StoreError: The rows are not those that were written.
     """
-    found = asked.rows(store, ["rollout"])
-    first = found.slice(0, most).select(["step", "rollout"]).to_pandas()
-    table = store.rollouts_df(first["step"].unique().tolist())
-    table = table.merge(first, on=["step", "rollout"]).sort_values(["step", "rollout"], ignore_index=True)
-    return table, len(found)
+    if order not in ORDERS:
+        raise InputError(f"order is {order!r}; {nearest(order, ORDERS)}")
+    keys = ORDERS[order] | {name: UP for name in ("step", "rollout") if name not in ORDERS[order]}
+    found = asked.rows(store, ["rollout", *keys])
+    first = found.sort_by(list(keys.items())).slice(0, most).select(["step", "rollout"]).to_pandas()
+    return first.merge(store.rollouts_df(first["step"].unique().tolist()), on=["step", "rollout"]), len(found)
 
 
 def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:

@@ -17,9 +17,11 @@ VIEWS = {
     "run": ({"run": BOTH, "step": "10", "focus": "chain-group_mean-s0", "log": "true", "level": "rollouts"},
             {"step": 10, "focus": "chain-group_mean-s0", "log": True, "level": "rollout"}),
     "rollouts": ({"run": "chain-otb-s0", "text": "1", "steps": ["3", "20"], "reward_range": ["0", "0.5"],
-                  "finish": "stop", "groups": "different rewards", "sql": "SELECT 1"},
+                  "finish": "stop", "groups": "different rewards", "sql": "SELECT 1", "where": "tokens > 4",
+                  "sort": "longest first", "columns": "turns", "rendered": "true", "rollout": "5.3"},
                  {"text": "1", "steps": (3, 20), "reward_range": (0.0, 0.5), "finish": ["stop"],
-                  "groups": "different rewards", "sql": "SELECT 1"}),
+                  "groups": "different rewards", "sql": "SELECT 1", "where": "tokens > 4", "sort": "longest first",
+                  "columns": ["turns"], "rendered": True}),
     "tokens": ({"run": "chain-otb-s0", "step": "10", "prompt": "3", "color": "entropy", "order": "by reward",
                 "scale": "linear", "two": "true"},
                {"step": 10, "prompt": 3, "color": "entropy", "order": "reward", "scale": "linear", "two": True}),
@@ -79,11 +81,18 @@ def test_a_query_is_asked_once_however_often_its_page_is_drawn(query, store_root
 
 
 def test_an_address_that_is_no_value_is_the_default(store_root, monkeypatch):
-    wrong = {"steps": ["nan", "x"], "reward_range": "1", "lengths": ["90", "99"], "groups": "none", "glossary": "files"}
+    wrong = {
+        "steps": ["nan", "x"],
+        "reward_range": "1",
+        "sort": "by luck",
+        "columns": "x",
+        "groups": "none",
+        "glossary": "files",
+    }
     app = open_page(store_root, "rollouts", monkeypatch, run="chain-otb-s0", **wrong)
     assert not app.exception
     assert app.slider(key="steps").value == (0, 40) and app.slider(key="reward_range").value == (0.0, 1.0)
-    assert app.slider(key="lengths").value[1] == 21 and app.selectbox(key="groups").value == "all"
+    assert app.selectbox(key="sort").value == "oldest steps first" and app.selectbox(key="groups").value == "all"
 
 
 def test_a_window_of_one_run_is_not_that_of_another(store_root, monkeypatch):

@@ -1,5 +1,6 @@
 """What pages answer to one question each: filters, SQL, glossary and histogram of Rollouts, advice, red rows."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,14 +13,21 @@ from otb_analysis.answers import RunAnswers
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from tests.app.test_pages import open_page, run_query, texts
-from tests.app.token_runs import write_token_run
+from tests.app.token_runs import HEAD, write_token_run
 
 RUN = "chain-otb-s0"
 
 
+def read(app) -> dict:
+    """What the reader of a page shows."""
+    return json.loads(app.get("bidi_component")[0].proto.json)
+
+
 def listed(app) -> pd.DataFrame:
     """The rollouts that a page lists."""
-    return app.dataframe[0].value
+    shown = read(app)
+    table = pd.DataFrame([row["cells"] for row in shown["rows"]], columns=shown["columns"])
+    return table.astype({name: int for name in ("step", "prompt", "rollout")})
 
 
 def stored(root: Path, run: str = RUN) -> pd.DataFrame:
@@ -38,7 +46,7 @@ def rollouts(store_root, monkeypatch):
 FILTERS = {
     "steps": ((10, 12), lambda t: t["step"].between(10, 12)),
     "reward_range": ((1.0, 1.0), lambda t: t["reward"] == 1),
-    "lengths": ((0, 5), lambda t: t["length"].between(0, 5)),
+    "where": ("tokens <= 5 and reward == 0", lambda t: t["length"].between(0, 5) & (t["reward"] == 0)),
     "finish": (["length"], lambda t: t["finish_reason"] == "length"),
     "groups": ("equal rewards", lambda t: t["equal"]),
     "text": ("<B>Bold", lambda t: t["prompt"].str.contains("<b>bold")),
@@ -61,18 +69,66 @@ def test_each_filter_leaves_the_rollouts_that_are_like_that(name, rollouts, stor
     assert shown.index.isin(pd.MultiIndex.from_frame(kept[["step", "rollout"]])).all()
 
 
-def test_filters_hold_together_and_turns_are_asked_for_where_a_run_has_several(tmp_path, monkeypatch):
+def test_filters_hold_together(tmp_path, monkeypatch):
     write_token_run(tmp_path, "words", steps=3)
     app = open_page(tmp_path, "rollouts", monkeypatch, run="words")
     assert "24 rollouts." in texts(app)
-    app.number_input(key="turns").set_value(2).run()
+    app.text_input(key="where").set_value("turns == 2").run()
     table = stored(tmp_path, "words")
-    assert len(listed(app)) == (table["turns"] == 2).sum() == 6 and set(listed(app)["turns"]) == {2}
+    assert len(listed(app)) == (table["turns"] == 2).sum() == 6 and set(listed(app)["turns"]) == {"2"}
     app.selectbox(key="groups").set_value("different rewards").run()
-    assert len(listed(app)) == 3 and set(listed(app)["prompt #"]) == {0}
+    assert len(listed(app)) == 3 and set(listed(app)["prompt"]) == {0}
     app.text_input(key="text").set_value("EGGS").run()
-    assert set(listed(app)["prompt"]) == {"Solve the problem step by step and write the final number last. "
-                                         "How many eggs are in three dozen?"}  # fmt: skip
+    assert [["match", "eggs"] in row["line"] for row in read(app)["rows"]] == [True]
+
+
+def test_a_text_is_read_with_its_head_folded_its_turns_its_tool_its_ends_and_what_was_searched_for(
+    tmp_path, monkeypatch
+):
+    write_token_run(tmp_path, "words", steps=2)
+    app = open_page(tmp_path, "rollouts", monkeypatch, run="words", rollout="1.5", text="dozen")
+    assert read(app)["chosen"] == "0.4"  # 1.5 asks for another prompt, so the first of the list is read
+    app.text_input(key="text").set_value("").run()
+    shown = read(app)["shown"]
+    assert read(app)["chosen"] == "1.5" and shown["facts"][:4] == ["step 1", "prompt 1", "rollout 5", "reward 1.00"]
+    assert shown["facts"][-1] == "reference answer 1" and "form 0.500" in shown["facts"]
+    assert shown["prompt"] == [["", "One?"]] and shown["head"] == [["", HEAD]]
+    assert [(turn, tool) for turn, tool, _ in shown["passages"]] == [(0, False), (0, True), (1, False)]
+    assert shown["passages"][-1][2][-1] == ["special", "<|im_end|>"]
+    app.text_input(key="text").set_value("one?").run()
+    assert read(app)["shown"]["prompt"] == [["match", "One?"]]
+
+
+def test_what_a_model_wrote_to_deceive_is_shown_as_signs_and_rendered_without_links_or_pictures(tmp_path, monkeypatch):
+    answer = "\u202e# Title\n[a](http://x.y) ![b](http://x.y/z.png) <http://x.y> <b>c</b> &#8238; **bold**\n\n[a]: http://x.y"
+    rollouts = {"group": [0], "rollout": [0], "prompt": ["\u2066p\x1b"], "completion": [answer], "reward": [1.0],
+                "answer": ["\u202e7"], "length": [1]}  # fmt: skip
+    writer = RunWriter.create(tmp_path, "hostile", {})
+    writer.write_step(0, StepTables(rollouts=rollouts, steps={"reward_mean": 1.0}))
+    writer.finish()
+    app = open_page(tmp_path, "rollouts", monkeypatch, rendered="true")
+    assert not app.exception and not app.warning
+    shown = read(app)
+    assert not set("\u202e\u2066\x1b") & set(str(shown)) and shown["shown"]["prompt"] == [["", "⟨2066⟩p⟨001B⟩"]]
+    (page,) = [html.proto.body for html in app.get("html") if "bold" in html.proto.body]
+    assert "<strong>bold</strong>" in page and not re.search(r"<(a|img|b|script)\b", page) and "⟨202E⟩" in page
+
+
+def test_the_same_prompt_is_listed_over_all_steps_by_a_button(tmp_path, monkeypatch):
+    write_token_run(tmp_path, "words", steps=4)
+    app = open_page(tmp_path, "rollouts", monkeypatch, run="words", steps=["3", "3"], text="12", sort="longest first")
+    next(button for button in app.button if button.label == "This prompt at all steps").click().run()
+    table = stored(tmp_path, "words")
+    expected = table[table["prompt_id"] == "sum"]
+    assert expected["step"].nunique() == 3
+    assert listed(app)[["step", "rollout"]].to_numpy().tolist() == expected[["step", "rollout"]].to_numpy().tolist()
+    assert app.query_params["where"] == "prompt_id == 'sum'" and not {"text", "steps", "sort"} & set(app.query_params)
+
+
+def test_what_is_no_condition_is_answered_in_a_sentence_and_the_page_goes_on(rollouts):
+    rollouts.text_input(key="where").set_value("reward = 0").run()
+    assert not rollouts.exception and "columns are tokens, step" in texts(rollouts)
+    assert rollouts.text_area(key="sql") and not rollouts.get("bidi_component")
 
 
 def test_a_cell_of_the_histogram_sets_both_ranges_and_the_list(rollouts, store_root):
@@ -91,7 +147,7 @@ def test_every_example_in_sql_has_an_answer(rollouts):
         next(box for box in rollouts.selectbox if box.label == "Example").select(example).run()
         run_query(rollouts)
         assert not rollouts.exception and not rollouts.warning, example
-        assert len(rollouts.dataframe[1].value) > 0, example
+        assert len(rollouts.dataframe[0].value) > 0, example
         assert re.search(r"[1-9][\d,]* rows", texts(rollouts)), example
 
 

@@ -40,7 +40,7 @@ def huge_root(tmp_path_factory) -> Path:
 SAID = {
     "triage": (NAMES, "long: first warning at step"),
     "run": ("long", "complete · 600 steps"),
-    "rollouts": ("long", "9,600 rollouts. The first 500 are shown"),
+    "rollouts": ("long", "9,600 rollouts. The first 500 are listed"),
     "tokens": ("long", "Click a cell to choose its token."),
     "estimators": ("long", "80 prompts of 20 measured steps"),
     "compare": (NAMES[:2], "Training reward: B − A is"),
@@ -95,7 +95,7 @@ def test_the_proxy_is_compared_on_all_of_them(huge_root, monkeypatch):
 
 SMALL = ("steps", "rollouts", "gradients")
 BROKEN = {
-    "tokens": {"run", "tokens", "proxy"},  # a step's attribution lies in its tokens
+    "tokens": {"run", "rollouts", "tokens", "proxy"},  # a step's attribution lies in its tokens
     "rollouts": {"run", "rollouts", "tokens", "estimators"},
     "steps": {"triage"},  # without its steps a run is not one that can be opened
     "gradients": {"estimators", "proxy", "compare"},

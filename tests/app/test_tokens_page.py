@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from otb_analysis.store import RunStore, RunWriter, StepTables
+from otb_analysis.store import RunStore, RunWriter, StepTables, step_attribution
 from tests.app.test_pages import PAGES, open_page, texts
-from tests.app.token_runs import PROMPTS, write_odd_run, write_token_run
+from tests.app.token_runs import HEAD, PROMPTS, write_odd_run, write_token_run
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_labels_of_prompts_say_what_differs_and_change_with_the_step(token_root,
     box(app, "Step").select(1).run()
     shown = box(app, "Prompt")
     assert shown.options[shown.index].endswith("How many eggs are in three dozen?") and "One?" in shown.options[1]
-    assert PROMPTS["eggs"] in [code.value for code in app.code]
+    assert [PROMPTS["eggs"].removeprefix(HEAD), HEAD] == [code.value for code in app.code][:2]  # the head is folded
 
 
 def test_a_group_with_equal_rewards_says_that_it_has_no_gradient(token_root, monkeypatch):
@@ -283,3 +283,13 @@ def test_half_written_and_broken_parts(name, token_root, tmp_path, monkeypatch):
     else:
         (path / "tokens.parquet").write_bytes((path / "tokens.parquet").read_bytes()[:200])
         assert "tokens.parquet" in texts(opened(tmp_path, monkeypatch, step="2"))
+
+
+def test_the_page_opens_at_the_prompt_with_the_largest_share_of_the_gradient(store_root, monkeypatch):
+    for step in (10, 30):
+        shares = step_attribution(RunStore(store_root / "chain-otb-s0"), step)
+        assert shares is not None and shares.prompts.group[0] != 0
+        app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step=str(step))
+        assert app.query_params["prompt"] in (str(shares.prompts.group[0]), [str(shares.prompts.group[0])])
+    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="30", prompt="2")
+    assert app.query_params["prompt"] in ("2", ["2"])  # asked for

@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from otb_analysis.figures.rollouts import distinct, ends_elsewhere, last_number
+from otb_analysis.figures.rollouts import distinct, ends_elsewhere, last_number, shared_head
 
 
 def test_prompts_that_begin_alike_are_named_by_what_differs():
@@ -25,6 +25,13 @@ def test_short_and_single_prompts_start_at_their_beginning():
 
 def test_equal_prompts_are_named_alike():
     assert distinct({0: "x" * 50, 1: "x" * 50}, most=20) == dict.fromkeys((0, 1), "x" * 19 + "…")
+
+
+def test_a_head_is_what_all_prompts_share_up_to_the_end_of_a_sentence():
+    head = "Add up all the numbers. Write the answer last.\n\nQ: 1 + 2\nA: 3\n\n"
+    assert shared_head([head + "Q: 12 + 7", head + "Q: 13 + 7", head + "Q: 12 + 7"]) == len(head + "Q: ")
+    assert shared_head([head + "Which is more?", head + "Who is there?"]) == len(head)
+    assert shared_head([head] * 3) == shared_head([]) == shared_head(["2 + 2", "2 + 3"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from otb_analysis.errors import InputError
 from otb_analysis.store import (
     RolloutFilter,
     RunStore,
@@ -12,6 +13,7 @@ from otb_analysis.store import (
     find_rollouts,
     reward_histogram,
 )
+from otb_analysis.store.asked import DISAGREEING, ORDERS
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def store(tmp_path_factory):
         rollouts = {
             "group": [0, 0, 1, 1], "rollout": [0, 1, 2, 3], "prompt": ["2+2="] * 2 + ["What is 100 % of 3?"] * 2,
             "completion": ["4", "4", "3", "Three"], "reward": [1.0, 1.0, 0.0, 1.0 + step], "length": [1, 2, 3, 4],
-            "turns": [1, 1, 1, 2],
+            "turns": [1, 1, 1, 2], "reward_form": [0.0, 0.5, 0.0, None],
             "finish_reason": ["stop", "stop", "length", "stop"],
         }  # fmt: skip
         writer.write_step(step, StepTables(None, rollouts, {"reward_mean": 0.5}))
@@ -36,11 +38,20 @@ def store(tmp_path_factory):
         (RolloutFilter(), [0, 1, 2, 3] * 3),
         (RolloutFilter(steps=(1, 1)), [0, 1, 2, 3]),
         (RolloutFilter(reward=(2.0, 3.0)), [3, 3]),
-        (RolloutFilter(length=(3, 4), steps=(0, 0)), [2, 3]),
+        (RolloutFilter(where="3 <= length <= 4", steps=(0, 0)), [2, 3]),
         (RolloutFilter(finish_reasons=("length",)), [2, 2, 2]),
         (RolloutFilter(equal=True, steps=(2, 2)), [0, 1]),
         (RolloutFilter(equal=False, steps=(2, 2)), [2, 3]),
-        (RolloutFilter(turns=2), [3, 3, 3]),
+        (RolloutFilter(where="turns >= 2"), [3, 3, 3]),
+        (RolloutFilter(where="reward == 0 and tokens > 2"), [2, 2, 2]),
+        (
+            RolloutFilter(where="0 < reward < 3 and not tokens <= 2 or step == 1 and finish_reason == 'length'"),
+            [3, 2, 3],
+        ),
+        (RolloutFilter(where="-length * 2 + 1 == -7 or length / turns < 1.5"), [0, 3, 0, 3, 0, 3]),
+        (RolloutFilter(where="length / reward > 100"), [2, 2, 2]),  # a division by 0 is infinite
+        (RolloutFilter(where="reward_form == 0.5", steps=(0, 1)), [1, 1]),
+        (RolloutFilter(where="not reward_form == 0.5", steps=(0, 0)), [0, 2]),  # rollout 3 has none
         (RolloutFilter(text="THREE", steps=(0, 0)), [3]),
         (RolloutFilter(text="100 %", steps=(0, 0)), [2, 3]),  # a percent sign is no wildcard
         (RolloutFilter(text="'; DROP TABLE rollouts; --"), []),
@@ -49,6 +60,50 @@ def store(tmp_path_factory):
 def test_filters_are_those_of_a_loop_over_the_rows(store, asked, rollouts):
     table, total = find_rollouts(store, asked)
     assert table["rollout"].tolist() == rollouts and total == len(rollouts)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["reward = 0", "reward", "(", "'", "\x00", "reward > 'x'", "__import__('os')", "reward.real > 0", "reward ** 2 > 0",
+     "length > 9 ** 999", "lambda: 0", "rewards > 0", "not " * 5000 + "reward", "length > 1" + "0" * 400],
+)  # fmt: skip
+def test_what_is_no_condition_is_refused_in_a_sentence_that_names_the_columns(where, store):
+    with pytest.raises(InputError, match=r"columns are tokens, step.*reward_form") as refused:
+        find_rollouts(store, RolloutFilter(where=where))
+    assert len(str(refused.value)) < 500
+
+
+def test_prompts_whose_answers_disagree_come_first_also_where_a_filter_leaves_answers_of_one_kind(tmp_path):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    for step in range(2):
+        rollouts = {
+            "group": np.repeat([0, 1, 2, 3], 4), "rollout": range(16), "length": range(16),
+            "reward": [0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0, None, 0, 1, 0],
+        }  # fmt: skip
+        writer.write_step(step, StepTables(None, rollouts, {"reward_mean": 0.25}))
+    writer.finish()
+    store = RunStore(writer.path)
+    # Half and half disagrees most, then one of four; equal rewards come next, and last a group with a missing one.
+    for where, expected in (("", [2, 2, 1, 1, 0, 0, 3, 3]), ("reward == 0 and tokens > 3", [2, 2, 1, 1, 3, 3])):
+        table, _ = find_rollouts(store, RolloutFilter(where=where), order=DISAGREEING)
+        groups = table.drop_duplicates(["step", "group"])
+        assert groups["group"].tolist() == expected and groups["step"].tolist() == [1, 0] * (len(expected) // 2)
+
+
+def test_each_order_is_that_of_a_sorted_list(store):
+    rows = store.rollouts_df()
+    for order, keys in ORDERS.items():
+        if "spread" in keys:
+            continue
+        signs = {name: -1 if way == "descending" else 1 for name, way in keys.items()}
+        by = sorted(
+            rows.to_dict("records"),
+            key=lambda row: [*(row[n] * s for n, s in signs.items()), row["step"], row["rollout"]],
+        )
+        table, _ = find_rollouts(store, RolloutFilter(), most=7, order=order)
+        assert table[["step", "rollout"]].to_numpy().tolist() == [[row["step"], row["rollout"]] for row in by][:7]
+    with pytest.raises(InputError, match="oldest steps first"):
+        find_rollouts(store, RolloutFilter(), order="by luck")
 
 
 def test_a_long_list_is_cut_and_counted(store):

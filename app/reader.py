@@ -1,0 +1,80 @@
+"""The reader: rollouts as a list beside the text of the chosen one.
+
+Texts are model output. They reach the browser as JSON and the page through `textContent`, with a visible sign for every
+character that would rearrange others.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+from streamlit.components.v2 import component
+
+from otb_analysis.figures.numbers import cell
+from otb_analysis.figures.rollouts import shared_head
+from otb_analysis.figures.texts import LONGEST, ONE_LINE, legible, passages, pieces, surroundings
+
+_HERE = Path(__file__)
+_STYLE, _SCRIPT = (_HERE.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
+_component = component("otb_analysis.reader", css=_STYLE, js=_SCRIPT)
+
+
+def name_of(row: Any) -> str:
+    """Return how an address names a rollout: its step and its number in the step."""
+    return f"{row['step']}.{row['rollout']}"
+
+
+def _on_rollout() -> None:
+    if (name := st.session_state["reader"].get("rollout")) is not None:
+        st.session_state["rollout"] = name
+
+
+def _cell(value: Any) -> str:
+    return legible(cell(value), ONE_LINE, LONGEST)
+
+
+def reader(
+    table: pd.DataFrame,
+    columns: Mapping[str, str],
+    chosen: int,
+    tokens: pd.DataFrame,
+    prompts: Iterable[str],
+    find: str,
+) -> None:
+    """Show rollouts as a list, and the text of one beside it; the name of another is in the session once it is chosen.
+
+    Args:
+        table: Rows of the table `rollouts`.
+        columns: Which columns are listed, and how they are called.
+        chosen: Which row is read.
+        tokens: Its tokens, as `passages` takes them.
+        prompts: All prompts of its step, whose shared beginning is folded.
+        find: What was searched for, which is marked.
+    """
+    texts = ["completion", "prompt"]
+    table = table.fillna(dict.fromkeys(texts, ""))
+    rows = [
+        {
+            "id": name_of(row),
+            "cells": [_cell(row[name]) for name in columns],
+            "line": surroundings([row[name] for name in texts], find),
+        }
+        for row in table.to_dict("records")
+    ]
+    row: Any = table.iloc[chosen]
+    head, facts = shared_head(prompts), {**columns, "answer": "reference answer"}
+    shown = {
+        "facts": [f"{title} {_cell(row[name])}" for name, title in facts.items()],
+        "prompt": pieces(row["prompt"][head:], find), "head": pieces(row["prompt"][:head], find),
+        "folded": f"The {head:,} characters before it, with which all prompts of this step begin",
+        "passages": [(p.turn, p.tool, pieces(p.text, find)) for p in passages(row["completion"], tokens)],
+    }  # fmt: skip
+    payload = {"columns": list(columns.values()), "rows": rows}
+    # The browser builds its list anew only where this changes.
+    version = hashlib.sha256(json.dumps(payload).encode()).hexdigest()
+    data = payload | {"version": version, "chosen": name_of(row), "shown": shown}
+    _component(data=data, key="reader", on_rollout_change=_on_rollout)

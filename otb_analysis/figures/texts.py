@@ -1,0 +1,98 @@
+"""Texts of a model as they are shown: characters without a shape made visible, and cut where something else begins.
+
+Model output is passed on as text, with a visible sign for every character that would not show or would rearrange its
+neighbours; it is never markup.
+"""
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+import pandas as pd
+
+GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
+LINES = {"\n": "\n", "\t": "\t"}
+"""What stays as it is in a text of several lines."""
+ONE_LINE = {"\n": "↵", "\t": "⇥", "\r": "␍"}
+SPECIAL = re.compile(r"<\|[^<>]{1,60}\|>|</?(s|pad|eos|bos|unk|mask|end|think|\w{1,20}_of_\w{1,20})>|\[[A-Z]{2,8}\]")
+"""Tokens that a tokenizer adds to text: ends, roles, padding."""
+SHAPELESS, JOINERS = ("Cc", "Cf", "Cs", "Zl", "Zp"), "\u200d\ufe0f"
+"""Categories of characters that show nothing or rearrange others, and those of them that hold emoji together."""
+LONGEST = 240
+"""Characters of one token that are shown."""
+MOST = 100_000
+"""Characters of a text that are shown."""
+
+Piece = tuple[str, str]
+"""A kind, `match`, `special` or empty, and a text of that kind."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A part of an answer that one turn's policy wrote, or that a tool did."""
+
+    turn: int
+    tool: bool
+    text: str
+
+
+def legible(text: str, glyphs: Mapping[str, str] = LINES, most: int = MOST) -> str:
+    """Return a text with a glyph or a code point for each character that has no shape of its own.
+
+    These are controls, bidirectional overrides and invisible formatting; joiners inside emoji stay. Longer texts are
+    cut, and then end with how long they are.
+    """
+    shown = "".join(
+        glyphs.get(c) or (f"⟨{ord(c):04X}⟩" if c not in JOINERS and unicodedata.category(c) in SHAPELESS else c)
+        for c in text[:most]
+    )
+    return shown + (f"… ({len(text):,} characters)" if len(text) > most else "")
+
+
+def visible(text: str, flowing: bool = False) -> str:
+    """Return a token's text with a sign for each character that has no shape of its own, a blank too.
+
+    A `flowing` text keeps the blank before a word, so that a line of tokens reads as prose.
+    """
+    if text == "":
+        return "∅"
+    kept = flowing and text[0] == " " and not text[1:2].isspace() and len(text) > 1
+    return " " * kept + legible(text, GLYPHS, LONGEST)[kept:]
+
+
+def pieces(text: str, find: str = "", glyphs: Mapping[str, str] = LINES) -> list[Piece]:
+    """Cut a text where special tokens stand and what is looked for, in upper or lower case; all of it legible."""
+    pattern = f"(?P<special>{SPECIAL.pattern})" + (f"|(?P<match>(?i:{re.escape(find)}))" if find else "")
+    cut, end = list[Piece](), 0
+    for found in re.finditer(pattern, text[:MOST]):
+        cut += [("", text[end : found.start()]), (str(found.lastgroup), found[0])]
+        end = found.end()
+    left_out = f"… ({len(text):,} characters)" if len(text) > MOST else ""
+    cut += [("", text[end:MOST]), ("", left_out)]
+    return [(kind, legible(part, glyphs)) for kind, part in cut if part]
+
+
+def surroundings(texts: Sequence[str], find: str = "", most: int = 140) -> list[Piece]:
+    """Return one line of the first text that holds what is looked for, from a little before it, else of the first."""
+    text = next((text for text in texts if find.lower() in text.lower()), texts[0])
+    start = max(0, text.lower().find(find.lower()) - most // 4)
+    return [("", "…")] * (start > 0) + pieces(text[start : start + most], find, ONE_LINE)
+
+
+def passages(completion: str, tokens: pd.DataFrame) -> list[Passage]:
+    """Cut an answer where a turn begins, or what a tool wrote; it is one passage where its tokens do not tell.
+
+    Args:
+        completion: All of the answer, as its tokenizer decoded it.
+        tokens: The columns `turn`, `mask` and `token` of its tokens in order; special tokens are among them.
+    """
+    texts = tokens["token"].fillna("").tolist()
+    if not any(texts) or any("\ufffd" in text for text in texts):  # a character that several tokens hold is in none
+        return [Passage(0, False, completion)]
+    tool = ~tokens["mask"].fillna(True).to_numpy(bool)
+    rows = zip(tokens["turn"].fillna(0).astype(int), tool.tolist(), texts, strict=True)
+    cut = groupby(rows, key=itemgetter(0, 1))
+    return [Passage(turn, written, "".join(text for *_, text in part)) for (turn, written), part in cut]
