@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.config import GramConfig
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of, settings_of
-from benchmarks.timing import group_passes, least_seconds, sampled_step, threads
+from benchmarks.timing import group_forward, group_passes, least_seconds, sampled_step, threads
 from otb_analysis.config import SampleConfig
 from otb_analysis.gradients import group_gradient_gram, sketched_group_gram
 from otb_analysis.measurement.level import shares
@@ -27,8 +27,9 @@ from otb_analysis.types import Float
 
 DIM = 1 << 20
 """Buckets of a sketch: an inner product is off by √(2/DIM), .14 % of ‖g‖‖g'‖."""
-PASS, BASIS, ROWS, SKETCH = (
+PASS, FORWARD, BASIS, ROWS, SKETCH = (
     "forward and backward pass",
+    "forward passes of the Gram matrix",
     "Gram matrix, of a basis",
     "Gram matrix, a pass per row",
     "Gram matrix, sketches of a basis",
@@ -78,6 +79,7 @@ def _calls(
     norms, gram = measure.norms(rollouts, groups), (model, ids, mask, weights, rollouts.group, real)
     calls: dict[str, Callable[[], object]] = {
         PASS: group_passes(model, rollouts),
+        FORWARD: group_forward(model, rollouts),
         "exact norms": lambda: measure.norms(rollouts, groups),
         BASIS: partial(group_gradient_gram, *gram),
         "smaller groups": lambda: measure.subgroups(rollouts, table, norms, groups),

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.devices import device_of, synchronize
 from otb_analysis.errors import InputError
-from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Batch, prepare
+from otb_analysis.gradients.batch.forward import layout_of, sampled_logprobs
+from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch, prepare
 from otb_analysis.rollouts.models import quiet_loading
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.tasks.task_calls import draw_prompts
@@ -213,11 +213,29 @@ def sampled_step(config: SampleConfig, model: str = "demo") -> tuple[Trainer, Ro
 
 def group_passes(model: PreTrainedModel, rollouts: Rollouts) -> Callable[[], None]:
     """Return a call that takes one forward and one backward pass of every group's rollouts: the yardstick."""
-    problem = prepare(model, Batch(*rollouts.tensors(model.device)), "all", 1.0)
-    groups = [tuple(r for r in problem.rollouts if rollouts.group[r.row] == g) for g in np.unique(rollouts.group)]
+    problem, groups = _by_group(model, rollouts)
 
     def passes() -> None:
         for own in groups:
             torch.autograd.grad(sampled_logprobs(problem, own).sum(), problem.scope.parameters)
 
     return passes
+
+
+def group_forward(model: PreTrainedModel, rollouts: Rollouts) -> Callable[[], None]:
+    """Return a call that takes the forward passes of a Gram matrix, which norms of the same rollouts have taken too."""
+    problem, groups = _by_group(model, rollouts)
+
+    @torch.no_grad()
+    def passes() -> None:
+        for own in groups:
+            sampled_logprobs(problem, own, layout_of(problem, own))
+
+    return passes
+
+
+def _by_group(model: PreTrainedModel, rollouts: Rollouts) -> tuple[ScoreBatch, list[tuple[Rollout, ...]]]:
+    problem = prepare(model, Batch(*rollouts.tensors(model.device)), "all", 1.0)
+    return problem, [
+        tuple(r for r in problem.rollouts if rollouts.group[r.row] == g) for g in np.unique(rollouts.group)
+    ]

@@ -209,7 +209,8 @@ def group_gradient_gram(
     prompt, G[m, m, p, p] is `weighted_score_norms`. The other arguments are those of `token_score_norms`.
 
     Cost: one forward and r + 1 backward passes of a prompt's rollouts, r ≤ M the rank of its rows, one block of the
-    model at a time (`basis`, `layered`); where memory is short, of some of the rollouts at a time. In float32 each
+    model at a time (`basis`, `layered`); where memory is short, of some of the rollouts at a time, and where signals do
+    not fit in half of it, two parts of the batch at a time: with k parts k − 1 times the passes. In float32 each
     entry is that of plain backward passes to 1e-6 of ‖g‖‖g'‖; recurrent layers round by 1e-5 themselves. A model that
     is not made of blocks has r gradients formed whole, in one more round for each 4 GiB of them
     (`gram.GRADIENT_BYTES`), and "reference" those of all M rows.

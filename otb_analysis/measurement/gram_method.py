@@ -86,19 +86,22 @@ def gram_method(
     try:
         structure = structure_of(ScoreBatch(model, (), (0, 0), np.zeros((0, 0), bool), chosen, 1.0))
     except UnfitError:  # the gradients are formed whole
-        needed, beside = size * count * total, 0
+        needed, signals, inputs = size * count * total, 0, 0
     else:
         needed = size * count * max((sum(entries[name] for name in names) for names in structure.inside), default=0)
         output = round(size * width * read * once)  # of one block, for all prompts
-        inputs, blocks = output * len(structure.blocks), len(structure.blocks)
+        blocks = len(structure.blocks)
+        inputs = output * blocks if output * blocks <= INPUT_BYTES else output * blocks // math.isqrt(blocks)
         # Signals of every row at a block's output, at its input and at the embedding's output.
-        beside = 3 * each * output + (inputs if inputs <= INPUT_BYTES else inputs // math.isqrt(blocks))
-    rounds = max(1, -(-needed // GRADIENT_BYTES))
-    memory = min(needed, GRADIENT_BYTES) + beside + 3 * 8 * count**2 + min(LOGIT_BYTES * vocabulary * read, SLICE_BYTES)
-    exact = GramMethod(None, memory, BASE * once * rounds + PRODUCT * count**2 / max(read, 1))
+        signals = 3 * each * output
     most = memory_bytes(model.device) // 2
-    if wanted == "exact" or (exact.memory <= most and exact.passes <= SLOWER * SKETCHED):
+    # Two thirds of the signals, where they are more than `most`, go back two by two of bins that hold half of it.
+    rounds = max(1, -(-needed // GRADIENT_BYTES)) * max(1, -(-4 * signals // (3 * most)) - 1)
+    rest = min(needed, GRADIENT_BYTES) + inputs + 3 * 8 * count**2 + min(LOGIT_BYTES * vocabulary * read, SLICE_BYTES)
+    exact = GramMethod(None, rest + min(signals, most), BASE * once * rounds + PRODUCT * count**2 / max(read, 1))
+    fits = rest + min(signals, most // 2) <= most
+    if wanted == "exact" or (fits and exact.passes <= SLOWER * SKETCHED):
         return exact
     too_large = f"an exact one would hold {exact.memory / 1e9:.1f} GB, of {2 * most / 1e9:.1f}"
     too_slow = f"an exact one would take {exact.passes / SKETCHED:.0f} times as long"
-    return replace(sketched, reason=too_large if exact.memory > most else too_slow)
+    return replace(sketched, reason=too_slow if fits else too_large)

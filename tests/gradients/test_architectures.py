@@ -18,6 +18,7 @@ from otb_analysis.gradients import (
 )
 from otb_analysis.gradients.batch.inputs import Batch, prepare
 from otb_analysis.gradients.exact import attention, generic
+from otb_analysis.gradients.groups import layered
 
 LONG = 2 * generic.BLOCK + 9
 SHAPE = {
@@ -107,6 +108,26 @@ def test_experts_are_measured_block_by_block(family, long_batch, caplog):
     with caplog.at_level(logging.INFO):
         group_gradient_gram(model, *batch.args, weights_of(batch), GROUP, batch.attention_mask)
     assert "is measured block by block" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "DeepseekV3"])
+@pytest.mark.parametrize("passes", ["one pass", "passes"])
+def test_coordinates_stand_for_the_gradients_of_experts(family, sample, passes, monkeypatch):
+    model, batch, group, taken = build(family), sample["both"], np.array([0, 0, 1, 1, 2]), []
+    weights = weights_of(batch)
+    weights[2:4] = 0.0  # a prompt without rows
+    args = (model, *batch.args, weights, group, batch.attention_mask)
+    expected = group_gradient_gram(*args, engine="reference")
+    if passes == "passes":
+        monkeypatch.setattr("otb_analysis.gradients.groups.group_gram.BLOCK_COPIES", 10**9)
+    few = layered._few_tokens
+    for fewer in (0, 10**9):
+        monkeypatch.setattr(layered, "FEWER", fewer)
+        monkeypatch.setattr(layered, "_few_tokens", lambda *args: taken.append(few(*args)) or taken[-1])
+        got, scale = group_gradient_gram(*args), np.sqrt(np.einsum("mmpp->mp", expected))
+        assert (np.abs(got - expected) <= 1e-6 * scale[:, None, :, None] * scale[None, :, None, :] + 1e-300).all()
+        assert any(call is not None for call in taken) == (fewer == 0)
+        taken.clear()
 
 
 @pytest.mark.parametrize("family", ROUTED)

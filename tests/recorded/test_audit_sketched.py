@@ -147,6 +147,24 @@ def test_a_method_is_chosen_by_memory_and_by_rounds(tiny_model, monkeypatch):
     assert method(tiny_model).dim == DIM and "times as long" in method(tiny_model).reason
 
 
+def test_signals_that_memory_does_not_hold_cost_rounds_of_passes_instead(tiny_model, monkeypatch):
+    # 12 rows a prompt, 4 · 4 rollouts of 2,000 positions, 16 float32 each: 49 MB at a block's output and at its input,
+    # 74 with those at the embedding, of 85 in all.
+    whole = method(tiny_model, "exact", prompts=4, length=2000)
+    monkeypatch.setattr(methods, "memory_bytes", lambda device: 2 * whole.memory)
+    assert method(tiny_model, prompts=4, length=2000) == whole
+    costs = list[float]()
+    for share in (1, 2, 3, 8):
+        monkeypatch.setattr(methods, "memory_bytes", lambda device, share=share: 2 * whole.memory // share)
+        exact = method(tiny_model, "exact", prompts=4, length=2000)
+        assert share == 1 or exact.memory < whole.memory
+        costs.append(exact.passes)
+    base = methods.BASE * methods.read_once(drawn(4, 4, 2000), np.ones(16, bool))
+    # 85, 42, 28 and 11 MB fit, and a bin holds half: 2, 3, 4 and 10 of them, each with every other one.
+    np.testing.assert_allclose(np.diff(costs) / base, [1, 1, 6], atol=0.1)
+    assert method(tiny_model, prompts=4, length=2000).reason  # so many rounds take longer than a sketch
+
+
 def test_exact_memory_grows_with_the_rollouts_and_sketched_with_prompts_alone(tiny_model):
     short, long = (method(tiny_model, "exact", length=length).memory for length in (4, 40))
     assert long > 1.2 * short

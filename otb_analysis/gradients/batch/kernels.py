@@ -9,6 +9,7 @@ comes out.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -147,6 +148,15 @@ class InnerVector(nn.Module):
         return vector[None]
 
 
+@dataclass(frozen=True)
+class Routed:
+    """What the experts of a layer did in one pass, expert after expert."""
+
+    inputs: Tensor  # The tokens' rows, each once for every expert that takes it [S, d]
+    outputs: Tensor  # With their graph [S, o]
+    counts: list[int]  # By expert, how many of the rows are its own
+
+
 class Experts(nn.Module):
     """One matrix of each of E experts, weight [E, o, d]: every token is given to k of them, and each has an output.
 
@@ -155,7 +165,7 @@ class Experts(nn.Module):
 
     summed = False
     choices = 1  # k, as of the last pass
-    matrices: list[Tensor] | None = None  # Each expert's matrix in the last pass, where `expert_matrices` asks
+    last: list[Routed] | None = None  # The last pass, where `routed` asks
 
     def unpacked(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [..., 1 or k, d], the factor of an expert's bias [..., 1 or k, 1], and the experts [..., k]."""
@@ -169,13 +179,13 @@ class Experts(nn.Module):
         x, factor, ids = self.unpacked(inputs)
         repeats, flat = ids.shape[-1] // x.shape[-2], ids.flatten()
         order, counts = flat.argsort(stable=True), flat.bincount(minlength=len(weight)).tolist()
-        rows = x.flatten(0, -2).to(weight.dtype).index_select(0, order // repeats).split(counts)
+        rows = x.flatten(0, -2).to(weight.dtype).index_select(0, order // repeats)
         apply = torch.matmul if transposed else nn.functional.linear
         # Not by index: the backward pass of `unbind` writes each expert's gradient once.
-        matrices = weight.unbind()
-        if self.matrices is not None:
-            self.matrices[:] = matrices
-        out = torch.cat([apply(x, matrix) for x, matrix in zip(rows, matrices, strict=True) if len(x)])
+        parts = zip(rows.split(counts), weight.unbind(), strict=True)
+        out = torch.cat([apply(part, matrix) for part, matrix in parts if len(part)])
+        if self.last is not None:
+            self.last[:] = [Routed(rows.detach(), out, counts)]
         out = out.index_select(0, order.argsort()).view(*ids.shape, -1)
         if bias is not None:
             out = out + factor.to(bias.dtype) * bias.index_select(0, flat).view_as(out)
@@ -221,20 +231,17 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def expert_matrices(module: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
-    """By identity of the parameters that hold experts, the experts' matrices in the last pass inside the block.
-
-    Gradients by these are formed one by one; those by the parameter are copied together.
-    """
+def routed(module: nn.Module) -> Iterator[dict[int, list[Routed]]]:
+    """By identity of the parameters that hold experts, what these did in the last pass inside the block."""
     inner = ((getattr(m, leaf), layer) for m in module.modules() for leaf, layer in inner_layers(m).items())
     layers = {id(parameter): layer for parameter, layer in inner if isinstance(layer, Experts)}
     try:
         for layer in layers.values():
-            layer.matrices = []
-        yield {key: layer.matrices for key, layer in layers.items() if layer.matrices is not None}
+            layer.last = []
+        yield {key: layer.last for key, layer in layers.items() if layer.last is not None}
     finally:
         for layer in layers.values():
-            layer.matrices = None  # a view would keep the weights alive
+            layer.last = None  # it would keep the graph alive
 
 
 class Answered(TorchFunctionMode):

@@ -7,14 +7,14 @@ its backward passes run. Gradients are formed in the model's dtype, squared norm
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, free_bytes
 from otb_analysis.gradients.exact.gram import GRADIENT_BYTES, Stretch, gram_matrix, norm_sq_of, refuse_many, stretches
 from otb_analysis.gradients.exact.verdicts import Verdicts, graph_bytes
 from otb_analysis.phases import counted
@@ -193,17 +193,25 @@ def prompt_weights(batch: ScoreBatch, weights: Float, member: Bool) -> tuple[tup
 
 def _stretch_gradients(
     batch: ScoreBatch, rollouts: tuple[Rollout, ...], rows: Float, stretch: Stretch
-) -> Iterator[list[Tensor]]:
+) -> list[list[Tensor]]:
     """The gradients of a prompt's rows of weights, on a stretch of the parameters only."""
+    parameters, total, start = [batch.scope.parameters[index] for index, _ in stretch], list[list[Tensor]](), 0
     if len(rows) == 0:
-        return
-    values = sampled_logprobs(batch, rollouts)
-    parameters = [batch.scope.parameters[index] for index, _ in stretch]
-    for row in torch.from_numpy(rows):
-        score = _weighted_score(values, row.to(values), parameters)
-        # A copy of a part lets go of the whole gradient; a whole one is kept as it is.
-        flat = [(part.flatten(), span) for part, (_, span) in zip(score, stretch, strict=True)]
-        yield [x if span.stop - span.start == len(x) else x[span].clone() for x, span in flat]
+        return total
+    # As many rollouts at a time as fit, with their graph and as much on the way back.
+    each = 2 * pass_bytes(replace(batch, rollouts=rollouts))
+    size = max(1, free_bytes(parameters[0].device) // max(each, 1))
+    for k in range(0, len(rollouts), size):
+        values, found = sampled_logprobs(batch, rollouts[k : k + size]), list[list[Tensor]]()
+        for row in torch.from_numpy(rows[:, start : (start := start + len(values))]):
+            score = _weighted_score(values, row.to(values), parameters)
+            # A copy of a part lets go of the whole gradient; a whole one is kept as it is.
+            flat = [(part.flatten(), span) for part, (_, span) in zip(score, stretch, strict=True)]
+            found.append([x if span.stop - span.start == len(x) else x[span].clone() for x, span in flat])
+        # Not in place: two parameters may have been given one tensor.
+        total = [[x + y for x, y in zip(*pair, strict=True)] for pair in zip(total, found, strict=True)] if k else found
+        del values
+    return total
 
 
 def token_alignments(batch: ScoreBatch, direction: Sequence[Tensor]) -> Float:

@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import torch
-from scipy.linalg import block_diag
 from torch import Tensor
 
 from otb_analysis.gradients.batch.forward import layout_of, sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, free_bytes
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, free_bytes, gibibytes
 from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import Tree, packing_pays, padded, sampled_nodes, tree_of
 from otb_analysis.gradients.exact import reference
@@ -71,15 +71,18 @@ _CHECKED = Verdicts[None]()
 
 @dataclass
 class PromptRows:
-    """One prompt's rollouts that hold a sampled token, and a basis of their weights, empty until `rows` finds it."""
+    """A prompt's rollouts that hold a sampled token, or some of them, and a basis of their weights once it is found."""
 
+    place: int  # Of the prompt, in the order of the group's sorted distinct values
     rollouts: tuple[Rollout, ...]
     weights: Float  # Side by side [M, Σ K]
     tree: Tree
     basis: Basis
 
     def rows(self, logprob: Tensor) -> Tensor:
-        """Find the basis and return its rows [r, Σ K]."""
+        """Find the basis, unless it is known, and return its rows [r, Σ K]."""
+        if len(self.basis.rows):
+            return torch.from_numpy(self.basis.rows).to(logprob.device)
         # Tokens sampled after the same text have one score: the first of them carries the sum of their weights.
         _, first, same = np.unique(sampled_nodes(self.rollouts, self.tree), return_index=True, return_inverse=True)
         summed = np.zeros((len(first), len(self.weights)))
@@ -90,6 +93,16 @@ class PromptRows:
         rows[:, first] = basis.rows
         self.basis = Basis(rows, basis.mix)
         return torch.from_numpy(rows).to(logprob.device)
+
+    def signals(self, width: int) -> int:
+        """Numbers that the signals of all rows take at a block's output and at its input, of so many a position."""
+        return 2 * width * int(np.linalg.matrix_rank(self.weights)) * sum(r.length for r in self.rollouts)
+
+    def cut(self) -> "list[PromptRows]":
+        """Every rollout by itself, with a basis of its own: a prompt's gradient is the sum of theirs."""
+        ends = np.cumsum([len(r.columns) for r in self.rollouts])
+        weights = np.split(self.weights, ends[:-1], axis=1)
+        return [_unmeasured(self.place, (r,), w) for r, w in zip(self.rollouts, weights, strict=True) if w.any()]
 
     def passes(self, most: int) -> list[tuple[Rollout, ...]]:
         """Cut the rollouts, in their order, into passes of at most so many positions; a longer one is alone.
@@ -113,13 +126,20 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
     """Gram matrix [M, M, P, P] from the gradients of each prompt's basis rows; all else is algebra in float64.
 
     A model of blocks is measured block by block (`layered`). Another one has its basis' gradients formed whole by
-    `reference`, in as many rounds as their memory takes. Which way a model takes is said once.
+    `reference`, in as many rounds as their memory takes.
+
+    Signals that do not fit in memory go back in rounds: parts of the batch, each of whole prompts or of some of a
+    prompt's rollouts, run two by two. Which way a model takes is said once.
     """
     prompts = prompts_of(batch, weights, group)
     refuse_many(sum(int(p.weights.any(-1).sum()) for p in prompts))
+    parts = list[PromptRows]()
     try:
-        total = _block_by_block(batch, [p for p in prompts if p.weights.any()])
-        way = "is measured block by block, in one round of passes"
+        structure = verified_structure(batch)
+        parts, rounds = rounds_of(batch, [p for p in prompts if p.weights.any()])
+        total = _in_rounds(batch, structure, parts, rounds)
+        many = f"{len(rounds)} rounds of passes, because the signals of all rollouts do not fit in memory together"
+        way = f"is measured block by block, in {'one round of passes' if len(rounds) == 1 else many}"
     except UnfitError as reason:
         way = f"is not measured block by block: {reason}"
         total = None
@@ -130,24 +150,65 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
         inner = reference.group_gradient_gram(batch, basis_weights(batch, prompts, weights.shape), group)
         where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
         m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
-        total = inner[m[:, None], m[None, :], p[:, None], p[None, :]]
-    return of_all_rows(total, prompts)
+        total, parts = inner[m[:, None], m[None, :], p[:, None], p[None, :]], prompts
+    return of_all_rows(total, parts, len(prompts), weights.shape[1])
 
 
-def of_all_rows(total: Float, prompts: Sequence[PromptRows]) -> Float:
+def of_all_rows(total: Float, parts: Sequence[PromptRows], prompts: int, size: int) -> Float:
     """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P], from those of the basis [R, R]."""
-    # Another prompt's basis has no part in a prompt's rows.
-    mix = np.asarray(block_diag(*(prompt.basis.mix for prompt in prompts)))
-    size = len(prompts[0].weights) if prompts else 0
-    whole = (mix @ total @ mix.T).reshape(len(prompts), size, len(prompts), size)
-    return np.ascontiguousarray(whole.transpose(1, 3, 0, 2))
+    # Another prompt's basis has no part in a prompt's rows, and the parts of one prompt add up.
+    mix, start = np.zeros((prompts, size, len(total))), 0
+    for part in parts:
+        mix[part.place, :, start : (start := start + len(part.basis.rows))] = part.basis.mix
+    return np.ascontiguousarray(np.tensordot(mix @ total, mix, axes=(2, 2)).transpose(1, 3, 0, 2))
 
 
-def _block_by_block(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> Float:
-    """Products [R, R] of the basis rows' gradients, in one round of passes; raises if the model has no blocks."""
-    layered = Layered(batch, verified_structure(batch), len(prompts))
-    # A prompt passes forward, and through each block that signals must go through.
-    count_to(len(prompts) * (1 + len(layered.structure.blocks) - layered.structure.first), "pass")
+def rounds_of(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> tuple[list[PromptRows], list[list[int]]]:
+    """Return the parts of a batch, and which of them run together, round by round.
+
+    In one round run all prompts, where half of the free memory holds their signals; else every two bins of parts that
+    a quarter holds, so that each part meets each other one. A prompt that is larger is cut into its rollouts.
+
+    Raises:
+        UnfitError: The signals of one rollout do not fit.
+    """
+    kind = batch.scope.parameters[0]
+    width = kind.element_size() * int(getattr(getattr(batch.model, "config", None), "hidden_size", 0))
+    room = free_bytes(kind.device) // 2
+    if sum(prompt.signals(width) for prompt in prompts) <= room:
+        return list(prompts), [list(range(len(prompts)))]
+    parts, bins, left = list[PromptRows](), list[list[int]](), 0
+    for part in (x for one in prompts for x in ([one] if one.signals(width) <= room // 2 else one.cut())):
+        if (needed := part.signals(width)) > room // 2:
+            named = f"rollout {part.rollouts[0].row}"
+            raise UnfitError(f"the signals of {named} would take {gibibytes(needed)}, of {gibibytes(2 * room)} free")
+        if needed > left:
+            bins.append([])
+            left = room // 2
+        bins[-1].append(len(parts))
+        parts.append(part)
+        left -= needed
+    return parts, [[*one, *other] for one, other in combinations(bins, 2)] if len(bins) > 1 else bins
+
+
+def _in_rounds(
+    batch: ScoreBatch, structure: BlockStructure, parts: Sequence[PromptRows], rounds: Sequence[list[int]]
+) -> Float:
+    """Products [R, R] of the basis rows' gradients of all parts."""
+    # A part passes forward, and through each block that signals must go through.
+    count_to(sum(map(len, rounds)) * (1 + len(structure.blocks) - structure.first), "pass")
+    found = [_block_by_block(batch, structure, [parts[i] for i in some]) for some in rounds]
+    place = np.repeat(np.arange(len(parts)), [len(part.basis.rows) for part in parts])
+    total = np.zeros((len(place), len(place)))
+    for some, products in zip(rounds, found, strict=True):
+        at = np.flatnonzero(np.isin(place, some))
+        total[np.ix_(at, at)] = products
+    return total
+
+
+def _block_by_block(batch: ScoreBatch, structure: BlockStructure, prompts: Sequence[PromptRows]) -> Float:
+    """Products [R, R] of the basis rows' gradients of some prompts, in one round of passes."""
+    layered = Layered(batch, structure, len(prompts))
     each = BLOCK_COPIES * reference.graph_per_position(batch) // len(layered.structure.blocks) if prompts else 1
     most = free_bytes(batch.scope.parameters[0].device) // (2 * max(each, 1))
     with plain_kernels(batch.model):  # once for all passes
@@ -188,12 +249,12 @@ def verified_structure(batch: ScoreBatch) -> BlockStructure:
 
 def prompts_of(batch: ScoreBatch, weights: Float, group: Int) -> list[PromptRows]:
     """Return every prompt's rollouts and weights, in the order of the group's sorted distinct values."""
-    prompts = list[PromptRows]()
-    for p in np.unique(group):
-        rollouts, rows = prompt_weights(batch, weights, group == p)
-        empty = Basis(np.zeros((0, rows.shape[1])), np.zeros((len(rows), 0)))
-        prompts.append(PromptRows(rollouts, rows, tree_of(rollouts), empty))
-    return prompts
+    return [_unmeasured(i, *prompt_weights(batch, weights, group == p)) for i, p in enumerate(np.unique(group))]
+
+
+def _unmeasured(place: int, rollouts: tuple[Rollout, ...], weights: Float) -> PromptRows:
+    empty = Basis(np.zeros((0, weights.shape[1])), np.zeros((len(weights), 0)))
+    return PromptRows(place, rollouts, weights, tree_of(rollouts), empty)
 
 
 def basis_weights(batch: ScoreBatch, prompts: Sequence[PromptRows], shape: tuple[int, ...]) -> Float:

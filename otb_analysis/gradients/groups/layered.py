@@ -13,14 +13,14 @@ and a tied one's as their sum.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, memory_bytes
-from otb_analysis.gradients.batch.kernels import expert_matrices
+from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.kernels import Routed, routed
 from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.scope import end_of
 from otb_analysis.gradients.exact.attention import many_signals, query_blocks
@@ -35,12 +35,16 @@ SIGNAL_BYTES, WIDER = 1 << 26, 8
 INPUT_BYTES = 1 << 30
 """What the inputs of all blocks may occupy, for all prompts; beyond, every √blocks-th is kept, for one more pass."""
 
+FEWER = 2
+"""How many times more numbers than tokens an expert's row must have for its gradients to be left as coordinates."""
+
 Rollouts = tuple[tuple[Rollout, ...], Layout]
 """Rollouts of one pass, and how they lie in it."""
-Gradient = tuple[str, list[Tensor]]
-"""The name of a parameter, and (part of) its gradients by some rows at a time [r, n], R in all."""
-Gradients = Iterator[Gradient]
-"""Gradients of the rows of all prompts; every entry of a parameter comes once."""
+Gradients = Iterator[tuple[str, list[Tensor]]]
+"""The name of a parameter, and (part of) the gradients of all prompts' rows by it, some at a time [r, n], R in all.
+
+Every entry comes once; in place of an expert's matrix that few tokens went to, coordinates with its inner products.
+"""
 
 
 @dataclass
@@ -53,12 +57,47 @@ class Pass:
 
 
 @dataclass
+class Part:
+    """Gradients of a prompt's rows by (part of) a parameter, some rows at a time."""
+
+    name: str
+    rows: list[Tensor]  # [r, n]; of experts whose gradients are not formed the signals at their outputs [r, S, o]
+    experts: list[tuple[Tensor, ...]] = field(default_factory=list)  # Those experts' inputs by pass, as `rows` then are
+
+    def add(self, other: "Part") -> None:
+        """Add the gradients of another pass."""
+        if self.experts:
+            self.rows, self.experts = self.rows + other.rows, self.experts + other.experts
+            return
+        for x, y in zip(self.rows, other.rows, strict=True):
+            x += y
+
+
+@dataclass
 class PromptPasses:
     """All rollouts of a prompt, in one pass or in several, whose gradients add up."""
 
     passes: list[Pass]
     ends: Ends  # What the vocabulary's matrices need to know
     outside: list[tuple[Tensor, ...]]  # By row, the gradients so far of the parameters outside of the blocks
+
+
+def expert_coordinates(prompts: Sequence[Part]) -> Iterator[list[Tensor]]:
+    """Coordinates [r, n] with the inner products of all prompts' gradients by one expert's matrix after another.
+
+    ⟨A_pᵀδ, A_qᵀδ'⟩ = ⟨R_p δ, R_q δ'⟩, where Aᵀ = QR are the rows that all prompts give the expert: n = o · min(d, rows)
+    numbers instead of o · d.
+    """
+    for expert in range(len(prompts[0].experts[0])):
+        triangle = torch.linalg.qr(torch.cat([x[expert] for part in prompts for x in part.experts]).T, mode="r").R
+        start, found = 0, list[Tensor]()
+        for part in prompts:
+            passes = list[Tensor]()
+            for inputs, signals in zip(part.experts, part.rows, strict=True):
+                own = slice(start, start := start + len(inputs[expert]))
+                passes.append(triangle[:, own] @ signals.split([len(x) for x in inputs], dim=1)[expert])
+            found.append(torch.stack(passes).sum(0).flatten(1))
+        yield found
 
 
 class Layered:
@@ -81,7 +120,7 @@ class Layered:
         `rows_of` gives the prompt's rows of weights [r, Σ K] from its log-probabilities [Σ K], pass after pass.
 
         Raises:
-            UnfitError: The blocks do not run in order, the output layer's logits are changed, or signals do not fit.
+            UnfitError: The blocks do not run in order, or the output layer's logits are changed.
         """
         ran = [self._forward(*one) for one in passes]
         if any(found is None for _, found in ran):  # the model caps or scales its logits
@@ -113,10 +152,6 @@ class Layered:
         ends = Ends(rows, targets, torch.cat(hidden) if hidden else None)
         if self.head is None:
             ends.check(self.structure.head, logprob, self.batch.temperature)
-        # Signals of all prompts, as many as this one's, at a block's output and at its input: half the memory at most.
-        needed = self.prompts * 2 * sum(one.signals.numel() * one.signals.element_size() for one in made)
-        if needed > memory_bytes(logprob.device) // 2:
-            raise UnfitError(f"the signals of {self.prompts} prompts would take {needed / 2**30:.1f} GiB")
         inputs = [call.hidden for one in made for call in one.calls if call.hidden is not None]
         if self.prompts * sum(x.numel() * x.element_size() for x in inputs) > INPUT_BYTES:
             # √L kept inputs, √L blocks run again between two of them: the least memory for one more pass.
@@ -153,24 +188,24 @@ class Layered:
         count = sum(len(prompt.ends.rows) for prompt in self.added)
         parts = stretches([parameter for _, parameter in named], max(count, 1))
         for part in parts:
-            wanted, by_prompt = [(*named[i], span) for i, span in part], list[list[Gradient]]()
+            wanted, by_prompt = [(*named[i], span) for i, span in part], list[list[Part]]()
             for prompt in self.added:
-                total = list[Gradient]()
+                total = list[Part]()
                 for one in prompt.passes:
                     found = self._through(index, one, wanted, last=part is parts[-1])
-                    for (_, into), (_, more) in zip(total, found, strict=False):  # of passes after the first
-                        for x, y in zip(into, more, strict=True):
-                            x += y
+                    for into, more in zip(total, found, strict=False):  # of passes after the first
+                        into.add(more)
                     total = total or found
-                by_prompt.append(total)
+                if len(prompt.ends.rows):
+                    by_prompt.append(total)
                 if part is parts[-1]:
                     advance()
             for same in zip(*by_prompt, strict=True):
-                yield same[0][0], [rows for _, gradients in same for rows in gradients]
+                formed = [[rows for one in same for rows in one.rows]]
+                for gradients in expert_coordinates(same) if same[0].experts else formed:
+                    yield same[0].name, gradients
 
-    def _through(
-        self, index: int, one: Pass, wanted: Sequence[tuple[str, Tensor, slice]], *, last: bool
-    ) -> list[Gradient]:
+    def _through(self, index: int, one: Pass, wanted: Sequence[tuple[str, Tensor, slice]], *, last: bool) -> list[Part]:
         """Form the gradients of a pass' rows by spans of parameters; if these are the `last`, move the signals on."""
         # A new leaf: the graph spans one block and is freed with it.
         # From the last block before it whose input was kept, if its own was not.
@@ -181,25 +216,28 @@ class Layered:
             for i in range(first, index):
                 hidden = one.calls[i + 1].hidden = one.calls[i].again(self.structure.blocks[i], hidden)
         source, block = hidden.detach().requires_grad_(), self.structure.blocks[index]
-        targets: list[tuple[str, Tensor, slice]] = []
-        with expert_matrices(block) as experts, many_signals(one.layout.ids.shape[1]):
+        with routed(block) as experts, many_signals(one.layout.ids.shape[1]):
             output = one.calls[index].again(block, source)
-            for name, parameter, span in wanted:
-                pieces = experts.get(id(parameter), []) if span.stop - span.start == parameter.numel() else []
-                targets += [(name, x, slice(0, x.numel())) for x in pieces] or [(name, parameter, span)]
-        size = sum(parameter.numel() * parameter.element_size() for _, parameter, _ in wanted)
-        back, found = torch.empty_like(one.signals), [(name, list[Tensor]()) for name, _, _ in targets]
+            share = one.layout.ids.numel() / sum(x.layout.ids.numel() for prompt in self.added for x in prompt.passes)
+            few = [_few_tokens(experts.get(id(x)), x, span, share) for _, x, span in wanted]
+        targets = [x if call is None else call.outputs for call, (_, x, _) in zip(few, wanted, strict=True)]
+        size = sum(x.numel() * x.element_size() for x in targets)
+        back, found = torch.empty_like(one.signals), [list[Tensor]() for _ in wanted]
         # Few enough rows at once for the block's activations and their gradients.
         widest = one.signals.element_size() * one.signals[:1].numel() * WIDER
         for rows in query_blocks(len(back), back.device, max(1, SIGNAL_BYTES // max(1, size, widest))):
-            back[rows], *gradients = pull_back(output, [source, *(x for _, x, _ in targets)], one.signals[rows])
-            for (_, into), gradient, (_, x, span) in zip(found, gradients, targets, strict=True):
-                flat = gradient.flatten(1)
+            back[rows], *gradients = pull_back(output, [source, *targets], one.signals[rows])
+            for into, gradient, call, (_, x, span) in zip(found, gradients, few, wanted, strict=True):
+                flat = gradient.flatten(1) if call is None else gradient
                 # A copy of a part lets go of the whole gradient; a whole one is kept as it is.
                 into.append(flat if span.stop - span.start == x.numel() else flat[:, span].clone())
         if last:  # every part needs the signals at the block's output and its input once more
             one.signals, one.calls[index].hidden = back, None
-        return found
+        return [
+            Part(name, pieces) if call is None
+            else Part(name, [torch.cat(pieces)] if pieces else [], [call.inputs.split(call.counts)])
+            for (name, _, _), pieces, call in zip(wanted, found, few, strict=True)
+        ]  # fmt: skip
 
     def _below(self, prompt: PromptPasses) -> None:
         """Bring a prompt's signals from the first block's input to the embedding's output."""
@@ -216,6 +254,14 @@ class Layered:
             prompt.ends.ids, prompt.ends.embedded = torch.cat(ids), torch.cat(signals, 1)
             if (padding := self.structure.embedding.padding_idx) is not None:  # its entry has no gradient
                 prompt.ends.embedded[:, prompt.ends.ids == padding] = 0
+
+
+def _few_tokens(calls: list[Routed] | None, parameter: Tensor, span: slice, share: float) -> Routed | None:
+    """The pass of experts that see fewer tokens than a row has numbers, by FEWER; `share` of all tokens is in it."""
+    if not calls or span.stop - span.start < parameter.numel():
+        return None
+    (call,) = calls
+    return call if FEWER * len(call.inputs) * call.outputs.shape[1] <= share * parameter.numel() else None
 
 
 def _pulled(

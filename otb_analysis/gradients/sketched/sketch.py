@@ -369,4 +369,4 @@ def sketched_group_gram(
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     if rows:
         add_products(total, [torch.from_numpy(row)[None] for row in rows])
-    return of_all_rows(total.numpy(), prompts)
+    return of_all_rows(total.numpy(), prompts, len(prompts), checked.shape[1])

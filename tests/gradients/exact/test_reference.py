@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from otb_analysis import gradients
+from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.reference import BLOCK
 from otb_analysis.logit_stats import logit_stats
 
@@ -120,6 +121,24 @@ def test_gram_matches_explicit_group_gradients(case, sample, explicit_scores, si
         gradients[:, [-1, 2, 7].index(group[n])] += weights[n, :, c, None] * s
     np.testing.assert_allclose(got, np.einsum("mpd,kqd->mkpq", gradients, gradients), rtol=1e-4, atol=1e-4)
     assert got.shape == (3, 3, 3, 3) and (got[2] == 0).all()
+
+
+def test_a_prompts_rollouts_run_some_at_a_time_where_their_graph_does_not_fit(make_model, sample, monkeypatch):
+    model, batch = make_model("gpt2"), sample["both"]
+    args = (model, *batch.args, np.random.default_rng(0).normal(size=(5, 3, 12)), np.array([1, 1, 1, 0, 0]))
+    whole, ran, run = group_gradient_gram(*args, batch.attention_mask), [], reference.sampled_logprobs
+
+    def spy(prepared, rollouts):
+        ran.append([rollout.row for rollout in rollouts])
+        return run(prepared, rollouts)
+
+    monkeypatch.setattr(reference, "sampled_logprobs", spy)
+    monkeypatch.setattr(reference, "pass_bytes", lambda prepared: len(prepared.rollouts))
+    for free, parts in ((6, [[4], [0], [1], [2]]), (12, [[4], [0, 1], [2]]), (18, [[4], [0, 1, 2]])):
+        monkeypatch.setattr(reference, "free_bytes", lambda _device, free=free: free)
+        np.testing.assert_allclose(group_gradient_gram(*args, batch.attention_mask), whole, rtol=1e-12, atol=1e-12)
+        assert ran == parts
+        ran.clear()
 
 
 def test_gram_diagonal_of_groups_of_one_is_the_weighted_norm(make_model, sample):

@@ -171,12 +171,38 @@ def test_inputs_that_were_dropped_are_run_again(batch, monkeypatch):
 
 
 def test_signals_that_do_not_fit_leave_the_matrix_to_whole_gradients(make_model, batch, monkeypatch, caplog):
-    monkeypatch.setattr(
-        "otb_analysis.gradients.groups.layered.memory_bytes", lambda device: 20_000
-    )  # enough for the probe
+    monkeypatch.setattr(group_gram, "free_bytes", lambda _device: 5_000)
     with caplog.at_level(logging.INFO):
         assert distance(*both(make_model("llama"), batch, weights_of())) < 1e-6
-    assert "LlamaForCausalLM is not measured block by block: the signals of 3 prompts would take" in caplog.text
+    assert "LlamaForCausalLM is not measured block by block: the signals of rollout " in caplog.text
+
+
+# Rank times positions of prompts 1, 3 and 8: 3 · (4 + 6), 3 · (6 + 8 + 4), 1; of the rollouts 3 and 4 of the first by
+# themselves 2 · 4 and 3 · 6, of 0, 1 and 2 of the second 3 · 6, 3 · 8 and 1 · 4. A bin holds half of what fits.
+@pytest.mark.parametrize(
+    ("fits", "rounds"),
+    [
+        (85, [[[3, 4], [0, 1, 2], [5]]]),
+        (76, [[[3, 4], [0]], [[3, 4], [1], [2], [5]], [[0], [1], [2], [5]]]),  # bins of 38: 30 | 18 | 24, 4 and 1
+        (51, [[[3], [4]], [[3], [0]], [[3], [1]], [[3], [2], [5]], [[4], [0]], [[4], [1]], [[4], [2], [5]],
+              [[0], [1]], [[0], [2], [5]], [[1], [2], [5]]]),  # bins of 25: 8 | 18 | 18 | 24 | 4 and 1
+    ],
+)  # fmt: skip
+def test_signals_that_do_not_fit_together_go_back_in_rounds_of_parts(case, batch, monkeypatch, caplog, fits, rounds):
+    ran, run = [], group_gram._block_by_block
+
+    def spy(prepared, structure, some):
+        ran.append([[rollout.row for rollout in part.rollouts] for part in some])
+        return run(prepared, structure, some)
+
+    monkeypatch.setattr(group_gram, "_block_by_block", spy)
+    # Numbers of 8 bytes in rows of 16, at a block's output and at its input; half of what is free is for them.
+    monkeypatch.setattr(group_gram, "free_bytes", lambda _device: 2 * fits * 2 * 8 * 16)
+    with caplog.at_level(logging.INFO):
+        found, expected = both(case, batch, weights_of())
+    assert ran == rounds
+    assert distance(found, expected) < 1e-6
+    assert (f"in {len(rounds)} rounds of passes, because the signals" in caplog.text) == (len(rounds) > 1)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -443,7 +469,7 @@ def test_rollouts_of_a_prompt_run_in_parts_where_memory_is_short(make_model, bat
         return add(layered, parts, rows_of)
 
     monkeypatch.setattr(group_gram.Layered, "add", spy)
-    monkeypatch.setattr(group_gram, "free_bytes", lambda _device: 0)
+    monkeypatch.setattr(group_gram, "BLOCK_COPIES", 10**9)
     found = group_gradient_gram(model, *batch.args, weights, GROUP, batch.attention_mask, **scope)
     assert passes[-3:] == [[1, 1], [1, 1, 1], [1]]
     assert distance(found, expected) < 2e-6 and distance(whole, expected) < 2e-6
