@@ -1,6 +1,5 @@
 """What pages answer to one question each: filters, SQL, glossary and histogram of Rollouts, advice, red rows."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -12,22 +11,10 @@ import pytest
 from otb_analysis.answers import RunAnswers
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore, RunWriter, StepTables
-from tests.app.test_pages import open_page, run_query, texts
+from tests.app.test_pages import listed, open_page, read, run_query, texts
 from tests.app.token_runs import HEAD, write_token_run
 
 RUN = "chain-otb-s0"
-
-
-def read(app) -> dict:
-    """What the reader of a page shows."""
-    return json.loads(app.get("bidi_component")[0].proto.json)
-
-
-def listed(app) -> pd.DataFrame:
-    """The rollouts that a page lists."""
-    shown = read(app)
-    table = pd.DataFrame([row["cells"] for row in shown["rows"]], columns=shown["columns"])
-    return table.astype({name: int for name in ("step", "prompt", "rollout")})
 
 
 def stored(root: Path, run: str = RUN) -> pd.DataFrame:
