@@ -24,12 +24,13 @@ from otb_analysis.answers.pairs import Pair, estimator_pair, pair_of
 from otb_analysis.answers.telling import Telling, telling_rollouts
 from otb_analysis.answers.triage import Triage, triage_row
 from otb_analysis.errors import STOPS
-from otb_analysis.figures import variance
+from otb_analysis.figures import pairs
 from otb_analysis.figures.comparison import ComparisonInfo
+from otb_analysis.figures.curves import CurvesInfo
 from otb_analysis.figures.fidelity import FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.runs import Pairing
+from otb_analysis.figures.styles import Style
 from otb_analysis.figures.token_formula import TokenFormula, token_formula
-from otb_analysis.figures.variance import evenly, statistics_table
 from otb_analysis.statistics import Interval, gain_lost
 from otb_analysis.store import (
     ASKED_MEMORY,
@@ -57,6 +58,7 @@ class Run:
     name: str
     estimator: str
     status: str
+    style: Style  # Of its place among all runs of the root, in order of creation
 
 
 def root(option: str = "--root", variable: str = "OTB_RUNS", default: Path = Path("runs")) -> Path:
@@ -152,18 +154,9 @@ def compared_estimators(run: Run, a: str, b: str) -> Pair | None:
 
 
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
-def statistics(run: Run, window: int, labels: frozenset[Label]) -> pd.DataFrame:
-    """Return measures of these estimators over steps, `window` of them pooled; stored ones without Gram matrices."""
-    if grams := answers(run).grams:
-        return statistics_table(grams, window, answers(run).known, at=evenly(list(grams)), only=labels)
-    table: Any = store(run).gradients_df()
-    return table[[label in labels for label in zip(table["estimator"], table["energy_source"], strict=True)]]
-
-
-@st.cache_data(max_entries=64, show_spinner=False)
-def default_window(run: Run) -> int:
-    """Return how many measured steps a point pools to begin with."""
-    return variance.default_window(answers(run).grams, answers(run).known)
+def over_training(run: Run, against: Label, chosen: tuple[Label, ...]) -> CurvesInfo:
+    """Return a few estimators over one on the same rollouts, by block of measured steps."""
+    return pairs.over_training(answers(run).grams, against, chosen, answers(run).known)
 
 
 @st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")

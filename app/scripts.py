@@ -7,11 +7,12 @@ shares = step_attribution(RunStore({path!r}), {step})
 plot_attribution(attribution_info(shares)).write_html("attribution.html")"""
 
 LEARNING = """from otb_analysis.figures.curves import learning_info, plot_learning
-from otb_analysis.store import RunStore
+from otb_analysis.figures.styles import run_styles
+from otb_analysis.store import RunStore, runs_df
 
-estimators = {estimators!r}
-steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for name in estimators}}
-plot_learning(learning_info(steps, estimators, {window})).write_html("learning.html")"""
+styles = run_styles(runs_df("{root}").sort_values(["created", "run"])["run"])
+steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for name in {names!r}}}
+plot_learning(learning_info(steps, styles, {window})).write_html("learning.html")"""
 
 GROUPED = """from otb_analysis.figures.curves import grouped_info, plot_learning
 from otb_analysis.store import RunStore
@@ -46,7 +47,7 @@ run = RunAnswers(RunStore({{path!r}}))
 TIMELINE = _ANSWERS.format(
     imports="from otb_analysis.figures.timeline import plot_timeline, timeline_info",
     draw="""info = timeline_info(run.steps, run.findings, run.changes, {more}, run.outliers)
-plot_timeline(info, {step}, log_y={log_y}).write_html("timeline.html")""",
+plot_timeline(info, {step}, log_y={log_y}, color={color!r}).write_html("timeline.html")""",
 )
 
 COMPARISON = _ANSWERS.format(
@@ -55,17 +56,19 @@ COMPARISON = _ANSWERS.format(
 plot_comparison(info).write_html("comparison.html")""",
 )
 
-VARIANCE = _ANSWERS.format(
-    imports="from otb_analysis.figures.variance import plot_variance, statistics_table, variance_info",
-    draw="""table = statistics_table(run.grams, {window}, run.known, only={labels!r})
-plot_variance(variance_info(table)).write_html("variance.html")""",
+OVER_TRAINING = _ANSWERS.format(
+    imports="""from otb_analysis.figures.curves import plot_learning
+from otb_analysis.figures.pairs import over_training""",
+    draw="""info = over_training(run.grams, {against!r}, {chosen!r}, run.known)
+plot_learning(info).write_html("over-training.html")""",
 )
 
 ESTIMATOR_PAIR = _ANSWERS.format(
     imports="""from otb_analysis.answers.pairs import estimator_pair
-from otb_analysis.figures.pairs import plot_pair""",
+from otb_analysis.figures.pairs import plot_pair
+from otb_analysis.figures.styles import Style""",
     draw="""pair = estimator_pair(run.measured, run.estimator, {a!r}, {b!r})
-plot_pair(pair.panels, "A", "B").write_html("pair.html")""",
+plot_pair(pair.panels, "A", "B", {styles!r}).write_html("pair.html")""",
 )
 
 PLANNER = _ANSWERS.format(
@@ -75,11 +78,13 @@ PLANNER = _ANSWERS.format(
 
 RUN_PAIR = """from otb_analysis.figures.pairs import compare_curves, plot_pair
 from otb_analysis.figures.runs import Pairing
+from otb_analysis.figures.styles import Style
 from otb_analysis.store import RunStore
 
 pairing = {pairing!r}
 steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for name in pairing.runs}}
-plot_pair(compare_curves(steps, pairing), f"A: {{pairing.a}}", f"B: {{pairing.b}}").write_html("pair.html")"""
+panels, styles = compare_curves(steps, pairing), {styles!r}
+plot_pair(panels, f"A: {{pairing.a}}", f"B: {{pairing.b}}", styles).write_html("pair.html")"""
 
 _FIDELITY = """from otb_analysis.figures.fidelity import fidelity_columns, fidelity_info, {plot}
 from otb_analysis.store import EXACT_ROWS, RunStore

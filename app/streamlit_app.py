@@ -10,17 +10,18 @@ from typing import Any
 import data
 import pandas as pd
 import streamlit as st
-from widgets import frame, plain
+from widgets import box, frame, plain, watch_window
 
 from otb_analysis.errors import STOPS
-from otb_analysis.store.runs import can_be_opened, estimator_names
+from otb_analysis.figures.styles import run_styles
+from otb_analysis.store.runs import can_be_opened, estimator_names, matching
 
 EMPTY = """Make some in minutes with `make demo`, train with `otb train`, or point the dashboard at another
 folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
 STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
-.st-key-ahead { display: none; }
+.st-key-ahead, .st-key-window-watch { display: none; }
 .st-key-prompt-text { max-height: 9rem; overflow: auto; }
 [data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
 .st-key-token-panel { max-height: 40vh; overflow: auto; padding: 6px 12px; border-radius: 6px 6px 0 0; gap: 0.3rem;
@@ -34,6 +35,7 @@ STYLE = """<style>
 
 
 PAPER = ("#FFFFFF", "#12171C")  # of .streamlit/config.toml, light and dark
+SMALL = ("#59636D", "#A3ADB7")  # of small text, which Streamlit makes too pale to read
 STUDIES = "Studies"  # the page that needs no runs
 PAGES = {  # in the order of the menu, with their icons
     "Triage": "monitoring", "Run": "timeline", "Rollouts": "list_alt", "Tokens": "abc", "Estimators": "target",
@@ -41,6 +43,11 @@ PAGES = {  # in the order of the menu, with their icons
 }  # fmt: skip
 DEFAULT_RUNS = 4
 LIVE_SECONDS = 3
+FIND = (
+    "Chooses all runs that fit every word: a part of the name, or a setting or result with `=`, `<` or `>`, such as "
+    "`seed=1`, `learning_rate<0.001`, `heldout_reward>0.4`, `status=failed`."
+)
+PINNED = "Always chosen and first: A on Compare, and the run in which the others' settings are read against."
 
 
 @st.cache_resource(max_entries=1, show_spinner=False)
@@ -52,36 +59,52 @@ def loaded(modules: int) -> None:
     gc.freeze()
 
 
-def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> list[data.Run]:
-    """Let the sidebar choose runs, for all pages and in the URL; all running and a few new ones to begin with.
-
-    Offered are those that can be opened and have a complete step: running ones first, newest first. A run that begins
-    to run while the page is open is chosen, too.
-    """
+def offered(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> list[data.Run]:
+    """Return the runs that can be opened and have a complete step: running ones first, newest first."""
     columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
+    styles = run_styles(columns.sort_values(["created", "run"])["run"])
     usable = columns[can_be_opened(columns)]
     rank = usable["status"].map({"running": 0, "complete": 1}).fillna(2)
     usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
     estimators = estimator_names(table)
     rows = [(str(name), str(status)) for name, status in zip(usable["run"], usable["status"], strict=True)]
-    runs = [data.Run(str(folder / n), stamps.get(n, ""), n, estimators.get(n, ""), status) for n, status in rows]
-    names = [run.name for run in runs]
+    return [data.Run(str(folder / n), stamps.get(n, ""), n, estimators.get(n, ""), s, styles[n]) for n, s in rows]
+
+
+def choose_runs(table: pd.DataFrame, runs: list[data.Run]) -> list[data.Run]:
+    """Let the sidebar choose runs, for all pages and in the URL; all running and a few new ones to begin with.
+
+    What is typed to find runs chooses those that fit, and Triage lists no others. The reference is always chosen and
+    stands first. A run that begins to run while the page is open is chosen, too.
+    """
+    names, pinned = [run.name for run in runs], ""
     running = [run.name for run in runs if run.status == "running"]
+    wanted = st.sidebar.text_input("Find runs", key="find", bind="query-params", placeholder="otb seed=1", help=FIND)
+    fits = pd.Series(True, table.index)
+    with frame():
+        fits = matching(table, wanted)
+    first = [name for name in names if name in set(table["run"][fits])]
+    if wanted != st.session_state.setdefault("_find", wanted):
+        st.session_state.update(_find=wanted, run=first)
     begun = [name for name in running if name not in st.session_state.setdefault("_running", running)]
     if begun:
         st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
     shown = [run.name for run in st.session_state.get("_selection", ())]  # one of them may be gone
     missing = [name for name in dict.fromkeys([*st.query_params.get_all("run"), *shown]) if name not in names]
-    first = names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
+    first = first if wanted else names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
     chosen = st.sidebar.multiselect("Runs", names, first, key="run", bind="query-params", placeholder="Choose runs")
+    if len(names) > 1:
+        pinned = box(st.sidebar, "Reference", "reference", {"": "none"} | {n: n for n in names}, help=PINNED)
+    if pinned != st.session_state.setdefault("_reference", pinned):
+        st.session_state.update(_reference=pinned, a=pinned)
     if missing:
         st.session_state["_missing"] = missing, chosen
     missing, instead = st.session_state.get("_missing", ((), None))
     if chosen == instead:
         named = ", ".join(missing)
         st.warning(plain(f"{named} cannot be opened here, or no longer; Triage lists all runs."))
-    selection = [run for run in runs if run.name in chosen]
-    st.session_state.update(_running=running, _runs=table, _selection=selection, _readable=runs)
+    selection = [run for run in sorted(runs, key=lambda run: run.name != pinned) if run.name in (*chosen, pinned)]
+    st.session_state.update(_running=running, _runs=table[fits], _selection=selection, _readable=runs)
     return selection
 
 
@@ -96,7 +119,12 @@ if secret := os.environ.get("OTB_TOKEN", "").encode():
             st.stop()
         st.session_state["_admitted"] = True
         st.rerun()
-st.html(f"<style>.st-key-token-panel {{ background: {PAPER[st.context.theme.type == 'dark']}; }}</style>")
+dark = st.context.theme.type == "dark"
+st.html(
+    f"<style>.st-key-token-panel {{ background: {PAPER[dark]}; }}"
+    f"[data-testid=stCaptionContainer] {{ color: {SMALL[dark]}; opacity: 1; }}"
+    f"[data-testid=stMultiSelect] span[title] {{ color: {PAPER[dark]}; }}</style>"  # of chips, bright on a dark page
+)
 page = st.navigation([
     st.Page(f"views/{title.lower()}.py", title=title, icon=f":material/{icon}:", default=title == "Triage")
     for title, icon in PAGES.items()
@@ -108,6 +136,8 @@ without_runs = page.title == STUDIES
 for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js") if not without_runs else ():
     load = f"<script>import('./static/js/{script.name}')</script>"
     st.container(key="ahead").html(load, unsafe_allow_javascript=True)
+with st.sidebar.container(key="window-watch"):
+    watch_window()
 folder, stamps, table = data.root(), data.stamps(), pd.DataFrame()
 try:
     table = data.runs(str(folder), stamps)
@@ -116,7 +146,7 @@ except STOPS as error:
         st.warning(plain(str(error)), icon=":material/warning:")
         st.stop()
 if not table.empty:
-    chosen = choose_runs(table, folder, stamps)
+    chosen = choose_runs(table, offered(table, folder, stamps))
     arrived = st.session_state.setdefault("_arrived", page.title == "Triage" and not st.query_params)
     if arrived and any(run.status == "running" for run in chosen):
         st.session_state["_arrived"] = False  # Back leads to Triage

@@ -5,9 +5,11 @@ was chosen while other pages are open. Model output, names and committed pages h
 are shown as text.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import data
@@ -15,9 +17,10 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 from markdown_it import MarkdownIt
+from streamlit.components.v2 import component
 
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.styles import CONFIG, for_background
+from otb_analysis.figures.styles import CONFIG, for_background, stacked
 from otb_analysis.figures.texts import ONE_LINE, legible
 
 
@@ -174,17 +177,27 @@ SHRUNK = 13 / 16
 """How much smaller than on the page a figure is printed: text of 13 pixels then has 8 points, notes of 11 have 6.7."""
 
 
+_window = component("otb_analysis.window", js=Path(__file__).with_name("window.js").read_text(encoding="utf-8"))
+
+
+def watch_window() -> None:
+    """Let the browser say whether the window is narrow, and describe figures to screen readers."""
+    st.session_state["_narrow"] = bool(_window(key="window", on_narrow_change=lambda: None).get("narrow"))
+
+
 def chart(
     figure: go.Figure,
     key: str,
+    says: str,
     table: pd.DataFrame | Callable[[], pd.DataFrame] | None = None,
     python: str = "",
     clicked: Callable[[], None] | None = None,
 ) -> None:
-    """Show a figure, with what saves it below: numbers as CSV, the size of the image, and the Python that draws it.
+    """Show a figure, with what saves it below: the size of its image, its numbers as CSV, and the Python that draws it.
 
     Args:
         key: Unique on the page; also the name of the downloaded files.
+        says: What it shows, in a sentence for a screen reader.
         table: The numbers, or what makes them when they are asked for.
         python: Lines that draw the figure, for a notebook; see `scripts`.
         clicked: Called where a point was clicked, which is then in the session under `key`.
@@ -193,6 +206,8 @@ def chart(
     # The camera button draws it `width` pixels wide and writes `scale` times as many, in SVG too.
     options: dict[str, Any] = {"filename": f"otb-{key}", "format": kind, "scale": 1 if kind == "svg" else 3}
     dark = st.context.theme.type == "dark"
+    if st.session_state.get("_narrow"):
+        stacked(figure)
     if inches is not None:  # for the white paper it is printed on
         layout: Any = figure.layout
         if dark:
@@ -203,17 +218,16 @@ def chart(
     for_background(figure, dark and inches is None)
     select: dict[str, Any] = {"on_select": clicked, "selection_mode": "points"} if clicked else {}
     config = CONFIG | {"toImageButtonOptions": options}
-    st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config, **select)
-    row = st.container(horizontal=True)
-    if table is not None:
-        with row:
-            download(table, key)
-    with row.popover("Figure", icon=":material/image:", type="tertiary"):
-        st.caption("The camera above the figure saves it like this.")
+    st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config, alt=f"Figure. {says}", **select)
+    with st.popover("Save", icon=":material/download:", type="tertiary", key=f"save-{key}"):
         st.segmented_control("Format", ["svg", "png"], default="svg", required=True, key=f"format-{key}")
         st.selectbox("Width", list(WIDTHS), key=f"width-{key}")
+        st.caption("The camera above the figure saves it like this.")
+        if table is not None:
+            download(table, key)
         if python:
-            st.code(python, language="python")
+            st.caption("This Python draws the figure where the dashboard was started.")
+            st.code(python.replace(str(data.root()), os.path.relpath(data.root())), language="python")
 
 
 def download(table: pd.DataFrame | Callable[[], pd.DataFrame], key: str) -> None:

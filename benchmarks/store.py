@@ -17,8 +17,7 @@ from benchmarks.publish import Report, mebibytes_cell, notes_of, report_of
 from benchmarks.synthetic_run import Shape, synthetic_step, write_synthetic_run
 from benchmarks.timing import interleaved, timed
 from otb_analysis.estimators import standing_for_truth
-from otb_analysis.figures.variance import evenly, statistics_table
-from otb_analysis.statistics import REFERENCE
+from otb_analysis.statistics import REFERENCE, pooled_statistics
 from otb_analysis.store import EXACT_ROWS, RolloutFilter, RunStore, find_rollouts, runs_df
 
 COLUMNS = {"what": "{what}", "seconds": "{seconds:.3f}", "extra memory, MiB": mebibytes_cell}
@@ -77,8 +76,8 @@ def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
         "Tokens: one prompt": lambda: (store := RunStore(path)).tokens_df(
             store.complete_steps()[-1:], where='"group" = 0'
         ),
-        "Estimators: measures over steps": lambda: statistics_table(
-            grams := RunStore(path).reduced_grams(against), at=evenly(list(grams))
-        ),
+        "Estimators: measures over steps": lambda: [
+            pooled_statistics([gram]) for gram in list(RunStore(path).reduced_grams(against).values())[:40]
+        ],
         "Proxy: measured tokens": lambda: RunStore(path).sql(proxy),
     }

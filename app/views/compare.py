@@ -11,7 +11,14 @@ import streamlit as st
 from widgets import box, chart, chosen_runs, download, frame, one_run, plain
 
 from otb_analysis.answers.pairs import Pair, estimator_names
-from otb_analysis.figures.pairs import curves_rows, default_estimators, noise_display, noise_table, plot_pair
+from otb_analysis.figures.pairs import (
+    SIDES,
+    curves_rows,
+    default_estimators,
+    noise_display,
+    noise_table,
+    plot_pair,
+)
 from otb_analysis.figures.runs import (
     Configs,
     config_differences,
@@ -22,6 +29,7 @@ from otb_analysis.figures.runs import (
     pair_groups,
     pair_runs,
 )
+from otb_analysis.figures.styles import Style, estimator_style
 
 KINDS = {"runs": "Two runs", "groups": "Groups of runs", "estimators": "Estimators of one run"}
 ONE_RUN = "Only one run is chosen. Choose a second one in the sidebar, or compare two estimators of this run."
@@ -57,25 +65,29 @@ def compare_runs(runs: list[data.Run], configs: Configs, kind: str) -> None:
         key = box(column, "Grouped by", "setting", list(keys))
         a, b = sides(keys[key], default_values(configs, key, keys[key]), columns)
         pairing = pair_groups(configs, key, a, b)
+        styles = (estimator_style(a), estimator_style(b)) if key in ("estimator", "estimator.name") else SIDES
     else:
         if (first := default_pairing(configs, list(configs))) is None:
             st.info(ONE_RUN, icon=":material/inbox:")
             return
         pairing = pair_runs(*sides(list(configs), first, st.columns(2)))
+        of = {run.name: run.style for run in runs}
+        styles = of[pairing.a], of[pairing.b]
     if not pairing.pairs or pairing.a == pairing.b:
         st.info("A and B are the same, or no seed is in both. Choose another A or B.", icon=":material/inbox:")
         return
     pair = data.compared(tuple(runs), pairing)
-    python = scripts.RUN_PAIR.format(root=data.root(), pairing=pairing)
-    drawn(pair, SEEDS if pairing.by == "seed" else BLOCKS, python)
+    python = scripts.RUN_PAIR.format(root=data.root(), pairing=pairing, styles=styles)
+    drawn(pair, styles, SEEDS if pairing.by == "seed" else BLOCKS, python)
     st.subheader("Configuration differences", anchor=False)
     differences = config_differences({run: configs[run] for run in pairing.runs})
     if differences.table.empty:
         st.caption(f"The same configuration. {differences.note}")
         return
-    st.dataframe(differences.table, hide_index=True)
+    by_run = differences.table.set_index("setting").T.rename_axis("run").reset_index()
+    st.dataframe(by_run, hide_index=True)
     st.caption(f"What explains most stands first. {differences.note}")
-    download(differences.table, "compare-config")
+    download(by_run, "compare-config")
 
 
 def compare_estimators(run: data.Run) -> None:
@@ -92,16 +104,17 @@ def compare_estimators(run: data.Run) -> None:
         return
     pair = data.compared_estimators(run, a, b)
     assert pair is not None  # both were measured
-    drawn(pair, RATIOS, scripts.ESTIMATOR_PAIR.format(path=run.path, a=a, b=b))
+    styles = estimator_style(*names[a]), estimator_style(*names[b])
+    drawn(pair, styles, RATIOS, scripts.ESTIMATOR_PAIR.format(path=run.path, a=a, b=b, styles=styles))
 
 
-def drawn(pair: Pair, caption: str, python: str) -> None:
+def drawn(pair: Pair, styles: tuple[Style, Style], caption: str, python: str) -> None:
     """Say what differs, then draw the curves with their differences, then the ratios of gradient noise."""
     st.markdown(f"**{plain(pair.verdict)}**")
     st.caption(plain(" ".join(pair.notes)))
     if pair.panels:
-        figure = plot_pair(pair.panels, f"A: {pair.a}", f"B: {pair.b}")
-        chart(figure, "pair", partial(curves_rows, pair.panels), python)
+        figure = plot_pair(pair.panels, f"A: {pair.a}", f"B: {pair.b}", styles)
+        chart(figure, "pair", pair.verdict, partial(curves_rows, pair.panels), python)
         st.caption(caption)
     shown: pd.DataFrame = noise_display(pair.noise)
     if len(shown):
@@ -112,7 +125,8 @@ def drawn(pair: Pair, caption: str, python: str) -> None:
 
 
 with frame("Compare", "A against B: what differs, by how much, and is it more than chance?"):
-    chosen = chosen_runs()[::-1]  # the oldest run is A to begin with
+    chosen = chosen_runs()[::-1]  # the reference is A to begin with, else the oldest run
+    chosen.sort(key=lambda run: run.name != st.session_state.get("_reference"))
     configs = {run.name: data.answers(run).config for run in chosen}
     # Groups to begin with where several seeds are paired, else two runs.
     first = "estimators" if len(configs) < 2 else "groups" if first_groups(configs) else "runs"

@@ -13,7 +13,9 @@ from data import Run
 from widgets import box, chart, chosen_runs, clicked_data, frame, go_to, one_run, plain
 
 from otb_analysis.answers.sentences import NOT_MEASURED
+from otb_analysis.figures import pairs
 from otb_analysis.figures.comparison import (
+    RATIOS,
     comparison_table,
     display_table,
     planner_display,
@@ -21,6 +23,7 @@ from otb_analysis.figures.comparison import (
     plot_comparison,
     plot_planner,
 )
+from otb_analysis.figures.curves import curves_table, plot_learning
 from otb_analysis.figures.fidelity import (
     COEFFICIENTS,
     fidelity_table,
@@ -30,18 +33,17 @@ from otb_analysis.figures.fidelity import (
 )
 from otb_analysis.figures.fidelity import SOURCES as COLUMNS
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.variance import MAX_WINDOW, MEASURES, NOISE_SCALE, plot_variance, variance_info
+from otb_analysis.figures.variance import MEASURES, NOISE_SCALE
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.store.measured import cheap_energies
 from otb_analysis.types import Label
 
 SHORTER = "A shorter step has less variance anyway: compare by efficiency or by variance at equal progress."
-BARS = "Bars: 95 % intervals clustered by prompt."
-POINTS = f"Points only: an interval needs {MIN_CLUSTERS} prompts; pool more measured steps or measure more prompts."
-LOST_POINTS = (
-    "variance at equal progress where the step length is not proved: too few prompts to tell the true gradient from "
-    "noise. Pool more steps, or compare by the ratios above."
+BANDS = (
+    "A point is a block of measured steps; bands are its 95 % intervals clustered by prompt, where it has "
+    f"{MIN_CLUSTERS} prompts. "
 )
+UNTOLD = "Not shown: {}, which too few prompts tell from noise in every block; measure more prompts."
 PARTS = {"comparison": "Comparison", "proxy": "Proxy"}
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
@@ -61,37 +63,25 @@ LOST = (
 )
 
 
-@st.fragment  # its slider draws this part of the page again, and no other
-def over_steps(run: Run, labels: frozenset[Label]) -> None:
-    """Draw the four measures over steps."""
+@st.fragment  # its box draws this part of the page again, and no other
+def over_steps(run: Run, against: Label, measured: dict[str, Label]) -> None:
+    """Draw up to three estimators over the one that all are compared with, over training."""
     st.subheader("Over training", anchor=False)
     st.caption("Does what holds over all steps hold at each of them?")
-    window = st.slider(
-        "Measured steps pooled into one point", 1, MAX_WINDOW, data.default_window(run), key=f"pool-{run.name}",
+    usual = [*dict.fromkeys(name for name in (run.estimator, "otb", "otb_loo", *measured) if name in measured)]
+    names = st.multiselect(
+        "At most three", list(measured), usual[: pairs.MOST], max_selections=pairs.MOST, key=f"over-{run.name}",
         bind="query-params", width=420,
-        help="More prompts in a point, narrower intervals. Ratios are of averages, not averages of ratios.",
     )  # fmt: skip
-    table = data.statistics(run, window, labels)
-    if table.empty:
-        return
-    info = variance_info(table)
-    python = (
-        scripts.VARIANCE.format(path=run.path, window=window, labels=sorted(labels)) if data.answers(run).grams else ""
-    )
-    chart(plot_variance(info), "variance", table, python)
-    words = "–".join(map(str, dict.fromkeys(info.n_prompts)))
-    words += f" prompts a step, {window} measured step{'s' * (window > 1)} per point. "
-    words += BARS if info.has_intervals else POINTS
-    if info.reference:
-        others = " and the others proved unbiased" if info.c_known else ""
-        words += f" The true gradient is estimated by {', '.join(info.reference)}{others} on other prompts."
-    if info.hidden:
-        words += f" {info.hidden} values at or below 0 cannot be drawn on a logarithmic axis."
-    if any(trace.style.symbol.endswith("-open") for traces in info.traces for trace in traces):
-        words += " Open marks only tell estimators apart."
-    if info.undefined:
-        words += f" {info.undefined:,} of {info.n_points:,} points have no efficiency, nor {LOST_POINTS}"
-    st.caption(words)
+    chosen = [measured[name] for name in names]
+    info = data.over_training(run, against, tuple(chosen))
+    shown = {quantity.column for quantity in info.quantities}
+    if shown:
+        python = scripts.OVER_TRAINING.format(path=run.path, against=against, chosen=chosen)
+        says = f"{', '.join(names)} divided by {against[0]}, by block of measured steps"
+        chart(plot_learning(info), "over-training", says, partial(curves_table, info), python)
+    missing = " and ".join(title.lower() for name, title, _ in RATIOS if name not in shown)
+    st.caption(f"{BANDS * bool(shown)}{UNTOLD.format(missing) * bool(missing and names)}")
 
 
 def token_clicked() -> None:
@@ -128,13 +118,16 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
                 delta_color="off", delta_arrow="off", help=WITHIN,
             )  # fmt: skip
         st.caption("Judge the proxy by what it costs, not by a correlation.")
+        says = f"Exact norms against {source} energies: OTB's gain lost is {share}, {rests_on}"
         left, right = st.columns(2)
         with left:
             python = scripts.FIDELITY.format(path=run.path, kind=kind, source=source)
-            chart(plot_fidelity(info), "fidelity", info.far, python, clicked=token_clicked)
+            chart(plot_fidelity(info), "fidelity", says, info.far, python, clicked=token_clicked)
         with right:
             python = scripts.FIDELITY_STEPS.format(path=run.path, kind=kind, source=source)
-            chart(plot_fidelity_steps(info), "fidelity-steps", partial(fidelity_table, info), python)
+            chart(
+                plot_fidelity_steps(info), "fidelity-steps", f"{says}, by step", partial(fidelity_table, info), python
+            )
         loaded = "all" if compared == total else f"{compared:,} of"
         dashed = ""
         if info.line is not None:
@@ -172,7 +165,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
         st.caption(plain(info.words))
         python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
-        chart(plot_comparison(info), "comparison", partial(comparison_table, info), python)
+        chart(plot_comparison(info), "comparison", info.words, partial(comparison_table, info), python)
         if whole.noise_scale_line:
             st.markdown(f"**{plain(whole.noise_scale_line)}**")
         with st.expander("Numbers, and what they are"):
@@ -202,7 +195,11 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
             if len(sizes):
                 st.caption(words)
                 python = scripts.PLANNER.format(path=run.path)
-                chart(plot_planner(planner), "planner", partial(planner_table, planner), python)
+                chart(plot_planner(planner), "planner", words, partial(planner_table, planner), python)
             st.markdown(plain(planner.note))
-    chosen = [(name, of) for name, of in measured if name in estimators]
-    over_steps(run, frozenset(label for label in chosen if source == "both" or label[1] in ("none", source)))
+    # One energy source of each: where all are shown the first that was measured.
+    offered = [label for label in measured if source == "both" or label[1] in ("none", source)]
+    by_name = {name: next(label for label in offered if label[0] == name) for name, _ in offered}
+    base = by_name.pop(against)
+    if whole is not None and by_name:
+        over_steps(run, base, by_name)

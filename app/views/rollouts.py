@@ -88,7 +88,8 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
             st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
             python = scripts.REWARDS.format(path=run.path, asked=everywhere)
             clicked = partial(ask_for_cell, info, facts["last"], facts["high"])
-            chart(plot_rewards(info, steps, reward), "rewards", histogram, python, clicked=clicked)
+            title = "Share of each reward by step"
+            chart(plot_rewards(info, steps, reward), "rewards", title, histogram, python, clicked=clicked)
         row = st.container(horizontal=True, vertical_alignment="bottom")
         order = box(row, "Order", "sort", list(ORDERS), width=290)
         further = [name for name in data.cached(run, rollout_columns) if name not in (*LISTED, *TEXTS)]

@@ -123,7 +123,7 @@ def attribution(run: Run, step: int) -> None:
     words = {name: HELD[name] for name in LEVELS}
     level = box(st, "Break down by", "level", words, "token", look="buttons")
     python = scripts.ATTRIBUTION.format(path=run.path, step=step)
-    chart(plot_attribution(attribution_info(found.shares)), "attribution", python=python)
+    chart(plot_attribution(attribution_info(found.shares)), "attribution", found.says, python=python)
     st.caption(SHARES)
     table, total = found.holders(level, ROWS), len(found.shares.at(level))
     st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest share. Click one to see it.")
@@ -171,8 +171,11 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     every = toggles.toggle("All panels", key="all", bind="query-params")
     log_y = toggles.toggle("Log axes", key="log", bind="query-params")
     info = timeline_info(steps, findings, told.changes, every, told.outliers)
-    python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y)
-    chart(plot_timeline(info, step, log_y=log_y), "timeline", steps, python, clicked=clicked)
+    python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y, color=run.style.color)
+    says = f"{run.name} over its steps: {told.triage.sentence}"
+    chart(
+        plot_timeline(info, step, log_y=log_y, color=run.style.color), "timeline", says, steps, python, clicked=clicked
+    )
     seen = told.outlier_line, told.mismatch_line
     st.caption("  \n".join(plain(line) for line in seen if line))
 

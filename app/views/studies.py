@@ -100,7 +100,7 @@ with frame("Studies", "Which claims about baselines were tested, what came out, 
     for path in study.figures:
         with frame():
             picture = study_figure(path)
-            st.image(for_dark(picture) if st.context.theme.type == "dark" else picture)
+            st.image(for_dark(picture) if st.context.theme.type == "dark" else picture, alt=f"Figure. {study.question}")
     with frame():
         results(study)
     reading(study)

@@ -202,6 +202,12 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
         width = grid_info(drawn.info).width
         many = f"Each cell holds {width} tokens and shows the one that stands out most. " if width > 1 else ""
         with side:
-            chart(figure, key, python=python if can else "", clicked=partial(on_cell, key, p))
+            chart(
+                figure,
+                key,
+                "Where in the answers such tokens stand",
+                python=python if can else "",
+                clicked=partial(on_cell, key, p),
+            )
             st.caption(f"Where in the answers such tokens stand. {many}Click a cell to choose its token.")
             download(drawn.tokens, f"tokens-of-one-prompt{'b' * p}")

@@ -6,11 +6,13 @@ from typing import Any
 import data
 import scripts
 import streamlit as st
-from widgets import box, chart, chosen_runs, download, frame, go_to, plain, reasons
+from widgets import box, chart, chosen_runs, download, frame, go_to, plain
 
-from otb_analysis.answers.triage import triage_table, verdict, worst_first
-from otb_analysis.figures.curves import curves_table, grouped_info, learning_info, plot_learning
+from otb_analysis.answers.triage import IN_TROUBLE, triage_table, verdict, worst_first
+from otb_analysis.figures.curves import LABELLED, curves_table, grouped_info, learning_info, plot_learning
+from otb_analysis.figures.numbers import number
 from otb_analysis.figures.runs import config_differences, grouped
+from otb_analysis.figures.styles import estimator_style
 
 SIGNS = {
     "collapsed": "■",
@@ -26,13 +28,17 @@ RED, ORANGE, AMBER = "rgba(193, 18, 31, 0.16)", "rgba(213, 94, 0, 0.14)", "rgba(
 TINTS = {"collapsed": RED, "failed": RED, "alarm": ORANGE, "watch": AMBER}
 REWARD = "Mean of every step, thinned to 40 points."
 EACH = "each run alone"
-GROUPS = "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds."
+ESTIMATOR = ("estimator.name", "estimator")  # the setting, which has a column and colours of its own
+GROUPS = (
+    "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds. "
+    "From seven runs on by the first setting with few values, to begin with."
+)
 # Columns of texts: as wide as the longest needs, at most so many pixels; a string below would be shown on the page.
 TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150, "what happened": 400}
-ORDER = (  # what a narrow window cuts off matters least
-    *("run", "state", "held-out", "what happened", "reward", "first", "last", "first warning", "steps", "age"),
-    *("estimator", "status"),
-)
+# What a narrow window cuts off matters least: the settings follow, then the rest.
+ORDER = (" ", "run", "held-out", "state", "reward", "last", "steps", "age", "estimator")
+AFTER = ("first", "first warning", "status", "what happened")
+TOLD = 8  # runs in trouble that have a sentence above the fold; a string below would be shown on the page
 NOTHING: dict[str, list[Any]] = {"status": ["complete"], "held-out": [None, float("nan")]}  # these columns go then
 WARNING = "The step at which any detector first fired, known at that step."
 THREE = st.column_config.NumberColumn(format="%.3f", width=60)
@@ -41,7 +47,7 @@ COLUMNS: Any = {
     "first warning": st.column_config.NumberColumn(help=WARNING, format="%d", width=95),
     "steps": st.column_config.NumberColumn(format="%d", width=55),
     "age": st.column_config.TextColumn(help="Since the last step was written.", width=70),
-    "first": THREE, "last": THREE, "held-out": THREE,
+    "first": THREE, "last": THREE, "held-out": THREE, " ": st.column_config.TextColumn(width=30),
 }  # fmt: skip
 
 
@@ -67,49 +73,53 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
         why = ended.get(row.state, "it has no complete step yet")
         st.info(plain(f"{row.run} cannot be opened: {why.rstrip('.')}."), icon=":material/block:")
     st.markdown(f"**{plain(verdict(triaged))}**")
-    table: Any = triage_table(triaged)
+    if not triaged:
+        st.stop()
+    settings = config_differences({name: data.answers(run).config for name, run in readable.items()})
+    of_runs: Any = settings.table[~settings.table["setting"].isin(ESTIMATOR)].set_index("setting").T
+    trouble = [row for row in triaged if row.state in (*IN_TROUBLE, "broken")]
+    for row in trouble[triaged[0].state in IN_TROUBLE : TOLD]:  # the worst is named above
+        st.caption(f"{SIGNS[row.state]} **{plain(row.run)}**: {plain(row.sentence)}")
+    table: Any = triage_table(triaged).join(of_runs, on="run")
+    table = table.sort_values("run", key=lambda names: names != st.session_state.get("_reference"), kind="stable")
+    colors = [f"color: {readable[name].style.color if name in readable else 'transparent'}" for name in table["run"]]
     signs = [f"{SIGNS[state]} {state}" for state in table["state"]]
     tints = [f"background-color: {TINTS.get(state, 'transparent')}" for state in table["state"]]
     empty = [name for name, nothing in NOTHING.items() if table[name].isin(nothing).all()]
     said = table[table["state"] != "broken"]  # why a run is broken stands below in full
     longest = {name: max([0, *(len(str(text)) for text in said[name])]) for name in TEXTS}
+    named = {name: st.column_config.TextColumn(name.rpartition(".")[2], help=name) for name in of_runs}
     widths = {name: min(most, max(70, 22 + 13 * longest[name] // 2)) for name, most in TEXTS.items()}
+    texts = {name: st.column_config.TextColumn(width=width) for name, width in widths.items()}
     st.dataframe(
-        table.assign(state=signs).style.apply(lambda column: tints), hide_index=True, placeholder="–",
+        table.assign(**{"state": signs, " ": "■"}).style.apply(lambda column: colors if column.name == " " else tints),
+        hide_index=True, placeholder="–",
         height="content" if len(table) < 12 else 460,
         key="listed", on_select=partial(opened, list(table["run"])), selection_mode="single-cell",
-        column_order=[name for name in ORDER if name not in empty],
-        column_config={name: st.column_config.TextColumn(width=width) for name, width in widths.items()} | COLUMNS,
+        column_order=[name for name in (*ORDER, *of_runs, *AFTER) if name not in empty],
+        column_config=texts | COLUMNS | named,
     )  # fmt: skip
-    st.caption("Click a row to open the run.")
+    st.caption(f"Click a row to open the run. {settings.note}")
     download(table, "runs")
-    if st.session_state["_readable"]:
-        reasons(st.session_state["_runs"])
     chosen = chosen_runs()
     st.subheader("Learning curves", anchor=False)
     st.caption("Does it learn, on prompts it trains on and on prompts it never sees?")
-    steps = {run.name: data.answers(run).steps for run in chosen}
+    steps, styles = {run.name: data.answers(run).steps for run in chosen}, {run.name: run.style for run in chosen}
     differences = config_differences({run.name: data.answers(run).config for run in chosen})
     left, right = st.columns(2)
     window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
-    by = box(right, "Group runs by", "by", [EACH, *differences.table["setting"]], width=320, help=GROUPS)
+    values = list(differences.table["setting"])
+    few = [one for one in values if len(chosen) > LABELLED >= len(grouped(differences, one))]
+    by = box(right, "Group runs by", "by", [EACH, *values], *few[:1], width=320, help=GROUPS)
     if by == EACH:
-        estimators = {run.name: run.estimator for run in chosen}
-        info = learning_info(steps, estimators, window)
-        python = scripts.LEARNING.format(root=data.root(), estimators=estimators, window=window)
+        info = learning_info(steps, styles, window)
+        python = scripts.LEARNING.format(root=data.root(), names=list(steps), window=window)
     else:
         groups = grouped(differences, by)
-        info = grouped_info(steps, groups, window)
+        styles = {name: estimator_style(readable[runs[0]].estimator) for name, runs in groups.items()}
+        info = grouped_info(steps, groups, window, styles if by in ESTIMATOR else {})
         python = scripts.GROUPED.format(root=data.root(), groups=groups, window=window)
-    chart(plot_learning(info), "learning", partial(curves_table, info), python)
-
-    st.subheader("Configuration differences", anchor=False)
-    if len(chosen) < 2:
-        st.caption("Choose two or more runs to compare their configurations.")
-    elif differences.table.empty:
-        st.caption(f"These runs have the same configuration. {differences.note}")
-    else:
-        st.dataframe(differences.table, hide_index=True)
-        if differences.note:
-            st.caption(differences.note)
-        download(differences.table, "config-differences")
+    says = "; ".join(
+        f"{r.run}: reward {number(r.reward_first)} to {number(r.reward_last)}" for r in triaged if r.run in steps
+    )
+    chart(plot_learning(info), "learning", says, partial(curves_table, info), python)

@@ -38,7 +38,7 @@ TITLES = {
 PANELS = {"n_zero_variance_groups": "zero_variance_share", "clipped": "clipped_share"}
 """Column of the evidence → column of the panel that shows it, where they differ."""
 
-RED = "#C1121F"
+RED = "#CC1F2B"
 MARKS = {
     "watch": ("first watch", "star", AMBER),
     "alarm": ("first alarm", "x", RED),

@@ -47,7 +47,7 @@ from otb_analysis.types import Gram, Label, Proved
 
 RATIOS = (
     ("sf", "Variance at equal progress", "left is less noisy"),
-    ("efficiency", "Efficiency", "share along the true gradient; right is better"),
+    ("efficiency", "Efficiency", "along the true gradient; right is better"),
     ("variance", "Batch variance", "smaller for shorter steps, too"),
 )
 DECIDES = {"variance": "sf", "efficiency": "efficiency"}

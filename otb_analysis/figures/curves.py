@@ -1,16 +1,24 @@
 """Training curves: any per-step quantities of runs as small multiples; what learning and a collapse are seen by."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from scipy.optimize import isotonic_regression
 
 from otb_analysis.figures.numbers import bracketed
-from otb_analysis.figures.styles import Style, note_in_panel, panels, run_styles
+from otb_analysis.figures.styles import RULE, Style, linear_range, log_axis, note_in_panel, panels, run_styles
 from otb_analysis.types import Bool, Float32
+
+LABELLED = 6
+"""Most lines of a panel that have their names at their ends."""
+LOOKS = {"solid": "━", "dash": "╍"}
+"""How a line looks beside its name."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class Quantity:
     share: bool = False  # A share: as `from_zero`
     rare: bool = False  # Measured rarely: points are drawn, and nothing is smoothed
     smoothed: bool = True  # Takes part in the running mean; False for what is a running mean already
+    ratio: bool = False  # On a logarithmic axis with a rule at 1
     # The columns `<column>_low` and `<column>_high` are the ends of its interval, drawn as a band.
     interval: bool = False
 
@@ -49,16 +58,17 @@ class CurvesInfo:
 
     quantities: tuple[Quantity, ...]
     curves: tuple[tuple[Curve, ...], ...]
-    estimators: Mapping[str, str]
+    styles: Mapping[str, Style]
     window: int
 
 
 def curves_info(
-    steps: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity], estimators: Mapping[str, str], window: int = 1
+    steps: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity], styles: Mapping[str, Style], window: int = 1
 ) -> CurvesInfo:
     """Collect what each run recorded of each quantity; steps without a finite value are left out, never drawn as 0.
 
-    `smooth` is the trailing mean of the last `window` values, of those there are at the start.
+    `smooth` is the trailing mean of the last `window` values, of those there are at the start. Runs without a style
+    get one by their order.
     """
     curves: list[list[Curve]] = []
     for quantity in quantities:
@@ -72,8 +82,7 @@ def curves_info(
                 step, value, *ends = recorded.to_numpy(np.float32, na_value=np.nan).T
                 low, high = ends if quantity.interval else (np.full_like(value, np.nan),) * 2
                 curves[-1].append(Curve(run, step, value, smooth.to_numpy(np.float32), low, high))
-    named = {run: estimators.get(run, "") for run in steps}
-    return CurvesInfo(tuple(quantities), tuple(map(tuple, curves)), named, window)
+    return CurvesInfo(tuple(quantities), tuple(map(tuple, curves)), {**run_styles(steps), **styles}, window)
 
 
 def finite(table: pd.DataFrame, column: str) -> Bool:
@@ -95,19 +104,54 @@ def curves_table(info: CurvesInfo) -> pd.DataFrame:
 
 
 def plot_learning(info: CurvesInfo) -> go.Figure:
-    """Draw the curves, two panels in a row; the running mean is the line, recorded values stand faintly behind it."""
-    figure, places = panels([(q.title, q.line) for q in info.quantities], 2, height=290)
-    styles, named = run_styles(info.estimators), set[str]()
+    """Draw the curves; the running mean is the line, recorded values stand faintly behind it.
+
+    Up to `LABELLED` lines have their names at their ends; more have a legend below.
+    """
+    columns = 3 if len(info.quantities) == 3 else 2
+    figure, places = panels([(q.title, q.line) for q in info.quantities], columns, height=290)
+    names = list(dict.fromkeys(curve.run for curves in info.curves for curve in curves))
+    shared = len(re.sub(r"\w*$", "", commonprefix(names))) * (len(names) > 1)  # noqa: RUF071 - names, no paths
+    named = set(names) if len(names) <= LABELLED else set[str]()
     for where, quantity, curves in zip(places, info.quantities, info.curves, strict=True):
         for curve in curves:
-            for trace in _traces(curve, quantity, styles[curve.run]):
+            for trace in _traces(curve, quantity, info.styles[curve.run]):
                 figure.add_trace(trace.update(showlegend=bool(trace.name) and curve.run not in named), **where)
             named.add(curve.run)
         if not curves:
             note_in_panel(figure, "no finite number was recorded", where)
-    for where in places[-2:]:  # the lowest of their columns
+        elif len(names) <= LABELLED:
+            _label_ends(figure, curves, info, shared, quantity.ratio, where)
+        if quantity.ratio:
+            values, ends = values_and_ends(curves)
+            figure.update_yaxes(**log_axis(np.append(values, 1), ends, most=5), **where)
+            figure.add_hline(y=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
+    for where in places[-columns:]:  # the lowest of their columns
         figure.update_xaxes(title_text="step", title_standoff=6, **where)
-    return figure
+    return figure.update_layout(legend={"y": -60 / (290 * places[-1]["row"]), "yanchor": "top"})
+
+
+def _label_ends(
+    figure: go.Figure, curves: Sequence[Curve], info: CurvesInfo, shared: int, ratio: bool, where: dict[str, Any]
+) -> None:
+    """Write beside each last point the line's look and its name without the `shared` first letters."""
+    scale, (values, ends) = np.log10 if ratio else np.asarray, values_and_ends(curves)
+    low, high = linear_range(scale(values), scale(ends), around=float(scale(values[0])))
+    ordered = sorted(curves, key=lambda curve: float(curve.smooth[-1]))
+    apart = 0.075 * (high - low) * np.arange(len(curves))
+    # The nearest heights of which each is that much above the one below.
+    heights = isotonic_regression(scale([curve.smooth[-1] for curve in ordered]) - apart).x + apart
+    for curve, y in zip(ordered, heights.tolist(), strict=True):
+        style, name = info.styles[curve.run], curve.run[shared:]
+        look = f"<span style='color:{style.color}'>{LOOKS.get(style.dash, '┅')}</span>"
+        text = f"{look} {plain_name(name if len(name) < 20 else f'{name[:18]}…')}"
+        figure.add_annotation(text=text, x=float(curve.step[-1]), y=y, xanchor="left", showarrow=False, **where)
+
+
+def values_and_ends(curves: Sequence[Curve]) -> tuple[Float32, Float32]:
+    """Return all values of some curves, and all ends of their intervals."""
+    parts = [np.concatenate([getattr(curve, part) for curve in curves]) for part in ("value", "low", "high")]
+    return parts[0], np.concatenate(parts[1:])
 
 
 def _traces(curve: Curve, quantity: Quantity, style: Style) -> list[go.Scatter]:
@@ -147,10 +191,10 @@ SUCCESS = Quantity(
 )
 
 
-OVER_RUNS = "mean over the runs of a group; band: from the lowest run to the highest"
+OVER_RUNS = "mean of a group's runs, band: lowest to highest"
 
 
-def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, str], window: int = 1) -> CurvesInfo:
+def learning_info(steps: Mapping[str, pd.DataFrame], styles: Mapping[str, Style], window: int = 1) -> CurvesInfo:
     """Collect the reward curves of some runs; with several answers per held-out prompt also success and pass@k.
 
     Held-out prompts have panels where a run recorded them; pass@k is named after the one k that the runs have, if any.
@@ -162,10 +206,15 @@ def learning_info(steps: Mapping[str, pd.DataFrame], estimators: Mapping[str, st
         note = f"one of {k} answers is right, 95 % interval"
         heldout += [SUCCESS, Quantity(f"Held-out pass@{k}", note, "heldout_pass_at_k", rare=True, interval=True)]
     recorded = [q for q in heldout if any(q.column in t and t[q.column].notna().any() for t in steps.values())]
-    return curves_info(steps, (TRAINING, *recorded), estimators, window)
+    return curves_info(steps, (TRAINING, *recorded), styles, window)
 
 
-def grouped_info(steps: Mapping[str, pd.DataFrame], groups: Mapping[str, Sequence[str]], window: int = 1) -> CurvesInfo:
+def grouped_info(
+    steps: Mapping[str, pd.DataFrame],
+    groups: Mapping[str, Sequence[str]],
+    window: int = 1,
+    styles: Mapping[str, Style] | None = None,
+) -> CurvesInfo:
     """Collect the mean over the runs of each group, of each run's running mean, at the steps that all of them have.
 
     The ends are the lowest and the highest run; a group of one run has none.
@@ -182,7 +231,7 @@ def grouped_info(steps: Mapping[str, pd.DataFrame], groups: Mapping[str, Sequenc
             columns += [values.rename(f"{quantity.column}{end}") for end, values in ends.items()]
         tables[name] = pd.concat(columns, axis=1).rename_axis("step").reset_index()
     over_runs = [replace(one, line=OVER_RUNS, interval=True, smoothed=False) for one in own.quantities]
-    return curves_info(tables, over_runs, {})
+    return curves_info(tables, over_runs, styles or {})
 
 
 QUANTITIES = (

@@ -11,11 +11,19 @@ import plotly.graph_objects as go
 
 from otb_analysis.estimators.proved import trained_labels
 from otb_analysis.figures.comparison import RATIOS, Row, compared
-from otb_analysis.figures.curves import QUANTITIES, Quantity, derived, finite, plain_name
+from otb_analysis.figures.curves import (
+    QUANTITIES,
+    Curve,
+    CurvesInfo,
+    Quantity,
+    derived,
+    finite,
+    plain_name,
+)
 from otb_analysis.figures.numbers import columns_of, error_bars, interval_cell, number, shown_name
 from otb_analysis.figures.runs import By, Pairing
-from otb_analysis.figures.styles import BLUE, GREY, ORANGE, RULE, linear_range, log_axis, panels
-from otb_analysis.figures.variance import MEASURES
+from otb_analysis.figures.styles import BLUE, GREY, ORANGE, RULE, Style, estimator_style, linear_range, log_axis, panels
+from otb_analysis.figures.variance import MEASURES, labels
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
@@ -44,6 +52,8 @@ ALIKE = 0.4
 """Correlation of neighbouring blocks from where they are no independent clusters; few of 16 independent ones reach it.
 `tests/figures/test_pair_curves.py` measures how often, and how often the intervals hold."""
 COLUMNS = 3
+SIDES = Style(BLUE), Style(ORANGE, "dash", "square")
+"""The looks of A and B where they are no runs and no estimators."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ def curves_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
 
 
-def plot_pair(info: Sequence[PairPanel], a: str, b: str) -> go.Figure:
+def plot_pair(info: Sequence[PairPanel], a: str, b: str, styles: tuple[Style, Style] = SIDES) -> go.Figure:
     """Draw A and B, and below each quantity its difference or ratio: by block, and over all steps as a band."""
     columns = 2 if len(info) in (2, 4) else min(len(info), COLUMNS)
     titles = list[tuple[str, str]]()
@@ -185,7 +195,7 @@ def plot_pair(info: Sequence[PairPanel], a: str, b: str) -> go.Figure:
         empty = [("", "")] * (columns - len(row))
         titles += [*((panel.quantity.title, panel.quantity.line) for panel in row), *empty]
         for panel in row:
-            title = "Ratio B ÷ A" if panel.ratio else "Difference B − A"
+            title = f"{panel.quantity.title}, {'B ÷ A' if panel.ratio else 'B − A'}"
             titles.append((title, "not known" if panel.whole is None else ratio_words(panel.whole, panel.ratio)))
         titles += empty
     figure, places = panels(titles, columns, height=215)
@@ -194,16 +204,17 @@ def plot_pair(info: Sequence[PairPanel], a: str, b: str) -> go.Figure:
     for index, panel in enumerate(info):
         first = 2 * columns * (index // columns) + index % columns
         above, below = places[first], places[first + columns]
-        for values, name, color, dash in ((panel.a, a, BLUE, "solid"), (panel.b, b, ORANGE, "dash")):
+        for values, name, style in ((panel.a, a, styles[0]), (panel.b, b, styles[1])):
             for one in values if len(values) > 1 else ():  # every pair's curve faintly, their mean as the line
                 figure.add_scatter(
-                    x=panel.step, y=one, mode="lines", line={"color": color, "width": 1}, opacity=0.3,
+                    x=panel.step, y=one, mode="lines", line={"color": style.color, "width": 1}, opacity=0.3,
                     hoverinfo="skip", showlegend=False, legendgroup=name, **above,
                 )  # fmt: skip
             figure.add_scatter(
                 x=panel.step, y=values.mean(axis=0), name=name, legendgroup=name, showlegend=index == 0,
                 mode="lines+markers" if panel.quantity.rare or panel.ratio else "lines",
-                line={"color": color, "width": 1.8, "dash": dash}, marker={"size": 5},
+                line={"color": style.color, "width": 1.8, "dash": style.dash},
+                marker={"size": 6, "symbol": style.symbol},
                 hovertemplate="step %{x}: <b>%{y:.4g}</b><extra>" + name + "</extra>", **above,
             )  # fmt: skip
         if panel.quantity.share or panel.quantity.from_zero:
@@ -367,6 +378,38 @@ def compare_estimators(
             panel = PairPanel(quantity, at[shown], of_a, of_b, at[shown], ratios, whole.ratios[index], ratio=True)
             panels_.append(panel)
     return tuple(panels_), NoiseInfo((whole,))
+
+
+MOST = 3
+"""Most estimators that are drawn over training."""
+READING = {
+    "sf": "below 1 is less noisy",
+    "efficiency": "above 1 is better",
+    "variance": "smaller for shorter steps, too",
+}
+
+
+def over_training(grams: Mapping[int, Gram], against: Label, chosen: Sequence[Label], known: Proved) -> CurvesInfo:
+    """Compare estimators with one of them on the same rollouts, by block of measured steps as `compare_estimators`.
+
+    Each curve is estimator ÷ `against` with 95 % intervals over prompts. A ratio that no block can tell has no panel.
+    """
+    names = labels([against, *chosen])
+    ratios = {names[one]: compare_estimators(grams, against, one, known)[0] for one in chosen if one != against}
+    quantities, curves = [], []
+    for name, title, _ in RATIOS:
+        drawn = []
+        for estimator, panel in ((e, p) for e, panels_ in ratios.items() for p in panels_ if p.quantity.column == name):
+            told = [[at, *columns_of("", one).values()] for at, one in zip(panel.at, panel.blocks, strict=True) if one]
+            if told:
+                step, value, low, high = np.array(told, np.float32).T
+                drawn.append(Curve(estimator, step, value, value, low, high))
+        if drawn:
+            line = f"÷ {names[against]}: {READING[name]}"
+            quantities.append(Quantity(title, line, name, rare=True, ratio=True, interval=True))
+            curves.append(tuple(drawn))
+    styles = {names[label]: estimator_style(*label) for label in chosen}
+    return CurvesInfo(tuple(quantities), tuple(curves), styles, 1)
 
 
 def noise_table(info: NoiseInfo) -> pd.DataFrame:

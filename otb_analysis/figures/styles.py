@@ -1,13 +1,13 @@
 """The look of all figures: of estimators and runs, a light grid, titles with their unit below, ticks as people read.
 
 An estimator has the colour of its family, and a dash and a marker of its own. Colours are Okabe and Ito's, which stay
-apart under the common colour-vision deficiencies; inside a family lightness, dash and marker separate the members, and
-a leave-one-out form is the dashed twin of its self-inclusive form. Where runs are compared, a run has a colour of its
-own and the dash of its estimator.
+apart under the common colour-vision deficiencies, of a lightness that is seen on white and on the dark page; inside a
+family lightness, dash and marker separate the members, and a leave-one-out form is the dashed twin of its
+self-inclusive form. Where runs are compared, each has a colour of its own.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,10 +18,11 @@ from plotly.subplots import make_subplots
 
 from otb_analysis.figures.numbers import number, superscript
 
-GREY = "#6F7782"
+GREY, PALE = "#6F7782", "#9AA4AF"
+"""Of marks without a name and of small text; of small text on the dark page."""
 INK, PAPER, GRID = "#1B2229", "#FFFFFF", "#E3E6EA"
 """Text, ground and lines of a picture on paper."""
-BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C98A00", "#56B4E9"
+BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C68800", "#4A9CCB"
 
 
 @dataclass(frozen=True)
@@ -40,38 +41,36 @@ class Style:
 
 ESTIMATOR_STYLES: dict[str, Style] = {
     "none": Style(GREY, "dot", "x"),
-    "batch_mean": Style("#00436B", symbol="square"),
+    "batch_mean": Style("#006AA6", symbol="square"),
     "group_mean": Style(BLUE),
     "rloo": Style(BLUE, "dash", "circle-open"),
     "grpo": Style(SKY, symbol="square"),
     "james_stein": Style(SKY, "dash", "square-open"),
-    "energy_across_loo": Style("#00615A", "dash", "bowtie-open"),
-    "energy_regression": Style("#00615A", symbol="bowtie"),
+    "energy_across_loo": Style("#00726A", "dash", "bowtie-open"),
+    "energy_regression": Style("#00726A", symbol="bowtie"),
     "blend_otb_regression": Style("#A34E00", symbol="bowtie"),
-    "opo": Style("#3D5A98", symbol="diamond-tall"),
-    "classic_optimal": Style("#4C6B1F", symbol="triangle-up"),
+    "opo": Style("#4464A8", symbol="diamond-tall"),
+    "classic_optimal": Style("#4F6F20", symbol="triangle-up"),
     "sequence_optimal": Style(GREEN, symbol="triangle-up"),
     "otb": Style(ORANGE, symbol="diamond"),
-    "otb_carry": Style("#8F3B00", symbol="diamond"),
-    "otb_turn": Style("#F0905A", symbol="diamond"),
+    "otb_carry": Style("#AA4700", symbol="diamond-wide"),
+    "otb_turn": Style("#D47F4E", symbol="star-diamond"),
     "token_optimal": Style(AMBER, symbol="star"),
     "energy_ema": Style("#8A6A00", symbol="star"),
-    "position_optimal": Style("#5E4B00", symbol="hexagon"),
+    "position_optimal": Style("#7B6300", symbol="hexagon"),
     "opob": Style("#7C9440", symbol="triangle-down"),
     "value": Style(PINK, symbol="pentagon"),
-    "tvm": Style("#8E4A75", symbol="pentagon"),
+    "tvm": Style("#944D7A", symbol="pentagon"),
     "tempo": Style("#7A5CA8", symbol="hourglass"),
     "trloo": Style("#2C7FB8", "dash", "cross-open"),
 }
 WITH_TWIN = "batch_mean opo classic_optimal sequence_optimal otb otb_carry otb_turn token_optimal energy_ema tempo"
 ESTIMATOR_STYLES |= {f"{name}_loo": ESTIMATOR_STYLES[name].left_out for name in WITH_TWIN.split()}
-RUN_COLORS = (BLUE, ORANGE, GREEN, PINK, AMBER, "#7A5CA8", SKY, GREY)
-"""One per run, in the order in which runs are chosen."""
+RUN_COLORS = (BLUE, ORANGE, GREEN, PINK, AMBER, "#8250C4", SKY, GREY)
+RUN_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+"""Each for four runs: of those of one dash no two colours are near for colour-blind eyes."""
 
-FURTHER_DASHES = ("dashdot", "longdash", "longdashdot")
-"""Dashes of further runs of a colour; solid, dash and dot tell estimators apart."""
-
-RUN_SYMBOLS = ("circle", "square", "diamond", "triangle-up")
+RUN_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star", "hexagon")
 
 FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("#86607D"))
 
@@ -89,17 +88,15 @@ def estimator_style(name: str, energy_source: str = "none") -> Style:
     return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
 
 
-def run_styles(estimators: Mapping[str, str]) -> dict[str, Style]:
-    """Return one style per run: a colour of its own, and the dash of its estimator.
+def run_styles(runs: Iterable[str]) -> dict[str, Style]:
+    """Return one style per run, by their order: that of creation gives each run of a root the same one everywhere.
 
-    From the ninth run on colours come back, with another dash and marker.
+    From the ninth run on colours come back with another dash and marker.
     """
-    styles = {}
-    for turn, (run, estimator) in enumerate(estimators.items()):
-        own, again = estimator_style(estimator) if estimator else Style(GREY), turn // len(RUN_COLORS)
-        dash = own.dash if not again else FURTHER_DASHES[(again - 1) % len(FURTHER_DASHES)]
-        styles[run] = Style(RUN_COLORS[turn % len(RUN_COLORS)], dash, RUN_SYMBOLS[again % len(RUN_SYMBOLS)])
-    return styles
+    return {
+        run: Style(RUN_COLORS[k % 8], RUN_DASHES[k // 4 % len(RUN_DASHES)], RUN_SYMBOLS[k % len(RUN_SYMBOLS)])
+        for k, run in enumerate(dict.fromkeys(runs))
+    }
 
 
 LINES = "rgba(125, 130, 140, 0.18)"
@@ -172,22 +169,44 @@ def panels(titles: Sequence[tuple[str, str]], columns: int, *, height: int = 250
     return figure, [{"row": index // columns + 1, "col": index % columns + 1} for index in range(len(titles))]
 
 
+def stacked(figure: go.Figure) -> go.Figure:
+    """Put panels that stand side by side below one another, in place, for a narrow page; each gets its own names."""
+    layout: Any = figure.layout
+    # The titles come first among the notes, one for each panel.
+    every = zip(figure.select_xaxes(), figure.select_yaxes(), layout.annotations, strict=False)
+    shown = [panel for panel in every if panel[0].visible is not False]
+    if len(shown) < 2:
+        return figure
+    each = (layout.height - TOP - 44) * (shown[0][1].domain[1] - shown[0][1].domain[0])
+    total = len(shown) * (each + GAP) - GAP
+    for place, (x, y, title) in enumerate(shown):
+        top = 1 - place * (each + GAP) / total
+        x.update(domain=[0, 1])
+        y.update(domain=[max(0.0, top - each / total), top], showticklabels=y.ticktext is not None or y.showticklabels)
+        title.update(x=0, y=top)
+    if layout.legend.y is not None:
+        layout.legend.y = 1 + TITLE / total if layout.legend.y > 1 else -60 / total
+    return figure.update_layout(height=total + TOP + 44)
+
+
 def note_in_panel(figure: go.Figure, text: str, where: dict[str, Any]) -> None:
     """Write into an empty panel why it is empty, and hide the numbers of its axis."""
     # A browser draws no axes for a panel without a trace, and would put the note into the first panel.
     figure.add_scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", **where)
     figure.add_annotation(
-        text=text, showarrow=False, font={"size": 12, "color": GREY}, xref="x domain", yref="y domain", x=0.5, y=0.5,
-        **where,
+        text=text, showarrow=False, font={"size": 12}, xref="x domain", yref="y domain", x=0.5, y=0.5, **where
     )  # fmt: skip
     figure.update_yaxes(showticklabels=False, **where)
 
 
 def for_background(figure: go.Figure, dark: bool) -> go.Figure:
-    """Set a figure's text and ramps for a light or a dark page, in place, and return it."""
+    """Set a figure's text and ramps for a light or a dark page, in place, and return it; marks are seen on both."""
     ink, paper = ("#E6EAEE", "#1C232A") if dark else (INK, PAPER)
     hover = {"bgcolor": paper, "bordercolor": RULE, "font": {"color": ink}}
     figure.for_each_trace(lambda ramp: ramp.update(reversescale=dark), selector={"meta": RAMP})
+    figure.for_each_annotation(
+        lambda note: note.update(text=note.text.replace(*((GREY, PALE) if dark else (PALE, GREY))))
+    )
     return figure.update_layout(font={"color": ink}, hoverlabel=hover)
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 from otb_analysis.extras import require
 from otb_analysis.figures.curves import CurvesInfo
 from otb_analysis.figures.numbers import span
-from otb_analysis.figures.styles import BLUE, GREY, GRID, INK, PAPER, run_styles
+from otb_analysis.figures.styles import BLUE, GREY, GRID, INK, PALE, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,12 +143,11 @@ def _draw(axes: "Axes", panel: Panel) -> dict[str, Any]:
 
 def curves_svg(info: CurvesInfo) -> str:
     """Return training curves as an SVG file, three panels in a row; panels without a curve are left out."""
-    styles = run_styles(info.estimators)
     drawn = [
         Panel(
             quantity.title, quantity.line, "step",
-            [Curve(c.step.tolist(), c.smooth.tolist(), c.run, color=styles[c.run].color,
-                   dashed=styles[c.run].dash != "solid") for c in curves],
+            [Curve(c.step.tolist(), c.smooth.tolist(), c.run, color=info.styles[c.run].color,
+                   dashed=info.styles[c.run].dash != "solid") for c in curves],
             y_range=(0.0, 1.0) if quantity.share else None,
         )
         for quantity, curves in zip(info.quantities, info.curves, strict=True) if curves
@@ -156,7 +155,7 @@ def curves_svg(info: CurvesInfo) -> str:
     return svg(drawn, columns=3)
 
 
-DARK = {INK: "#E6EAEE", PAPER: "#12171C", GRID: "#2A323A", GREY: "#9AA4AF"}
+DARK = {INK: "#E6EAEE", PAPER: "#12171C", GRID: "#2A323A", GREY: PALE}
 """Ink and paper of `figures.svg` on a dark ground."""
 LIGHTNESS = 0.52
 """Least lightness of any other colour there."""

@@ -109,8 +109,8 @@ def centred_mean(value: Float, window: int) -> Float:
     return (total[k + reach + 1] - total[k - reach]) / (2 * reach + 1)
 
 
-def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = False) -> go.Figure:
-    """Draw the lane and the panels over one axis of steps; a rule marks the chosen step.
+def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = False, color: str = BLUE) -> go.Figure:
+    """Draw the lane and the panels over one axis of steps in the run's colour; a rule marks the chosen step.
 
     One cursor runs through all panels. `log_y` turns the axes of positive, unbounded quantities.
     """
@@ -124,6 +124,11 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
     for index, series in enumerate(info.series):
         end = 1 - (LANE + index * (PANEL + GAP) + GAP) / height
         single = [e.step for e in info.events if (e.kind, e.column) == ("outlier", series.quantity.column)]
+        figure.add_scatter(
+            x=series.step, y=series.value, yaxis=f"y{index + 2}", name=series.quantity.title, mode="lines+markers",
+            line={"color": color, "width": 1.5}, marker=UNSEEN if len(series.step) >= DENSE else {"size": 4},
+            hovertemplate="%{y:.4g}",
+        )  # fmt: skip
         _panel(figure, series, index + 2, (max(0.0, end - PANEL / height), end), log_y, single)
     every = np.concatenate([(), *(series.step for series in info.series)]) if info.series else np.array([0, 1])
     first, last = int(every.min()), int(every.max())
@@ -153,7 +158,7 @@ def _lane(figure: go.Figure, events: Sequence[Event], bottom: float) -> None:
     figure.update_layout(yaxis=lane)
     if not events:
         figure.add_annotation(
-            text="nothing fired, nothing changed its level", showarrow=False, font={"size": 12, "color": GREY},
+            text="nothing fired, nothing changed its level", showarrow=False, font={"size": 12},
             xref="paper", x=0.5, yref="y", y=0.5,
         )  # fmt: skip
     _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼, single step ◆", 1.0)
@@ -162,15 +167,10 @@ def _lane(figure: go.Figure, events: Sequence[Event], bottom: float) -> None:
 def _panel(
     figure: go.Figure, series: Series, number_: int, domain: tuple[float, float], log_y: bool, single: list[int]
 ) -> None:
-    """The recorded values, their centred mean thinly behind them, and marks at `single` steps."""
+    """The centred mean of the recorded values thinly, marks at `single` steps, and the panel's axis and title."""
     quantity, axis = series.quantity, f"y{number_}"
     line = {"color": GREY, "width": 1}
     figure.add_scatter(x=series.step, y=series.mean, yaxis=axis, mode="lines", line=line, hoverinfo="skip")
-    figure.add_scatter(
-        x=series.step, y=series.value, yaxis=axis, name=quantity.title, mode="lines+markers",
-        line={"color": BLUE, "width": 1.5}, marker=UNSEEN if len(series.step) >= DENSE else {"size": 4},
-        hovertemplate="%{y:.4g}",
-    )  # fmt: skip
     if single:
         _, symbol, color = MARKS["outlier"]
         figure.add_scatter(

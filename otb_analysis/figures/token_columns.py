@@ -198,8 +198,8 @@ def color_levels(value: Float, scale: ColorScale) -> Int:
 
 
 def palette(scale: ColorScale) -> list[tuple[str, str]]:
-    """Return background and text colour of every level."""
+    """Return background and text colour of every level: black or white, whichever has the higher contrast."""
     colors = np.array(sample_colorscale(scale.stops, list(np.linspace(0, 1, LEVELS)), colortype="tuple"))
     backgrounds = ["#" + "".join(f"{round(255 * part):02X}" for part in color) for color in colors]
-    luminance = colors @ (0.2126, 0.7152, 0.0722)
-    return list(zip(backgrounds, np.where(luminance > 0.48, "#14181D", "#FFFFFF").tolist(), strict=True))
+    luminance = ((colors + 0.055) / 1.055) ** 2.4 @ (0.2126, 0.7152, 0.0722)
+    return list(zip(backgrounds, np.where(luminance > 0.179, "#000000", "#FFFFFF").tolist(), strict=True))

@@ -83,11 +83,10 @@ def comparison_record(
         },
     }  # fmt: skip
     if curves:
-        names = {name: run.estimator for name, run in runs.items()}
         settings = list(differences.table["setting"])
         if by and by not in settings:
             raise InputError(f"--by is {by!r}, in which these runs do not differ; {nearest(by, settings)}")
-        info = grouped_info(steps, grouped(differences, by), window) if by else learning_info(steps, names, window)
+        info = grouped_info(steps, grouped(differences, by), window) if by else learning_info(steps, {}, window)
         record["learning"] = curves_table(info)
         record["pair_curves"] = None if pair is None else curves_rows(pair.panels)
     return record

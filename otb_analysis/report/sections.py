@@ -85,9 +85,7 @@ ATTRIBUTION_FORMULAS = (
 
 def overview(runs: Runs) -> Section:
     """Return what the runs are and whether they learn."""
-    info = learning_info(
-        {name: run.steps for name, run in runs.items()}, {name: run.estimator for name, run in runs.items()}, WINDOW
-    )
+    info = learning_info({name: run.steps for name, run in runs.items()}, {}, WINDOW)
     differences = config_differences({name: run.config for name, run in runs.items()})
     parts: list[Part] = [
         *(f"{name}: {run.alarm}" for name, run in runs.items() if run.alarm),
@@ -112,7 +110,7 @@ def collapse(runs: Runs) -> Section:
         Picture(
             f"health-{name}", f"{name} over its steps, with the events that were seen.",
             plot_timeline(timeline_info(run.steps, run.findings, run.changes, more=True, outliers=run.outliers)),
-            curves_info({name: derived(run.steps)}, QUANTITIES, {name: run.estimator}, WINDOW),
+            curves_info({name: derived(run.steps)}, QUANTITIES, {}, WINDOW),
         )
         for name, run in runs.items()
     ]  # fmt: skip

@@ -110,10 +110,12 @@ class RunStore:
 
     @property
     def last_heard(self) -> datetime:
-        """When the run was last written to, in UTC."""
-        times = [path.stat().st_mtime for name in (CATALOGUE, "steps") if (path := self.path / name).exists()]
+        """When the run was last written to, in UTC: what it wrote itself when it ended, before that its files' time."""
+        info, times = self.info, list[float]()
         with suppress(ValueError):
-            times.append(datetime.fromisoformat(str(self.info.get("updated"))).timestamp())
+            times.append(datetime.fromisoformat(str(info.get("updated"))).timestamp())
+        if not times or info.get("status") == "running":
+            times += [path.stat().st_mtime for name in (CATALOGUE, "steps") if (path := self.path / name).exists()]
         return datetime.fromtimestamp(max(times, default=0), UTC)
 
     @property

@@ -1,6 +1,7 @@
 """Several runs: all of a root as one table, and counts, means and variances of their per-token columns."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.errors import InputError, StoreError
+from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.phases import counted
 from otb_analysis.schema import TABLES
 from otb_analysis.store.layout import list_runs
@@ -74,6 +75,32 @@ def can_be_opened(table: pd.DataFrame) -> pd.Series:
     """Return which rows of `runs_df` are runs that can be read and have a complete step."""
     readable: Any = (table["status"] != "broken") & (table["n_steps"].fillna(0) > 0)
     return readable
+
+
+def matching(table: pd.DataFrame, asked: str) -> pd.Series:
+    """Return which rows of `runs_df` fit every word of a text, such as `otb seed=1 heldout_reward>0.4`.
+
+    A word is a part of the run's name, or a setting or result with what it is, is above or is below. Settings are
+    named by any whole part of their dotted name.
+
+    Raises:
+        InputError: No column has that name.
+    """
+    fits = pd.Series(True, table.index)
+    for word in asked.split():
+        key, sign, value = re.split(r"([=<>]|$)", word, maxsplit=1)
+        if not sign:
+            fits &= table["run"].str.contains(key, case=False, regex=False)
+            continue
+        columns = [str(column) for column in table if f".{key}." in f".{column}."]
+        if not columns:
+            raise InputError(f"no run has the setting or result {key!r}; {nearest(key, map(str, table))}")
+        if sign == "=":
+            fits &= table[columns].astype(str).eq(value).any(axis=1)
+        else:
+            numbers, limit = table[columns].apply(pd.to_numeric, errors="coerce"), pd.to_numeric(value, errors="coerce")
+            fits &= (numbers > limit if sign == ">" else numbers < limit).any(axis=1)
+    return fits
 
 
 def estimator_names(table: pd.DataFrame) -> dict[str, str]:

@@ -25,9 +25,10 @@ VIEWS = {
     "tokens": ({"run": "chain-otb-s0", "step": "10", "prompt": "3", "color": "entropy", "order": "by reward",
                 "scale": "linear", "two": "true"},
                {"step": 10, "prompt": 3, "color": "entropy", "order": "reward", "scale": "linear", "two": True}),
-    "estimators": ({"run": "chain-otb-s0", "energy": "exact norms", "at": "20", "pool-chain-otb-s0": "3",
+    "estimators": ({"run": "chain-otb-s0", "energy": "exact norms", "at": "20", "over-chain-otb-s0": ["otb", "value"],
                     "shown-chain-otb-s0": ["rloo", "otb"]},
-                   {"energy": "exact", "at": "20", "pool-chain-otb-s0": 3, "shown-chain-otb-s0": ["rloo", "otb"]}),
+                   {"energy": "exact", "at": "20", "over-chain-otb-s0": ["otb", "value"],
+                    "shown-chain-otb-s0": ["rloo", "otb"]}),
     "compare": ({"run": BOTH, "a": "chain-otb-s0", "b": "chain-group_mean-s0"},
                 {"a": "chain-otb-s0", "b": "chain-group_mean-s0"}),
 }  # fmt: skip
@@ -95,12 +96,12 @@ def test_an_address_that_is_no_value_is_the_default(store_root, monkeypatch):
     assert app.selectbox(key="sort").value == "oldest steps first" and app.selectbox(key="groups").value == "all"
 
 
-def test_a_window_of_one_run_is_not_that_of_another(store_root, monkeypatch):
+def test_what_is_drawn_over_training_of_one_run_is_not_that_of_another(store_root, monkeypatch):
     app = open_page(store_root, "estimators", monkeypatch, run=BOTH, focus="chain-otb-s0")
-    first = app.slider(key="pool-chain-otb-s0").value
-    change(app, "pool-chain-otb-s0", 9)
+    assert app.multiselect(key="over-chain-otb-s0").value[0] == "otb"  # what trained
+    change(app, "over-chain-otb-s0", ["value"])
     change(app, "focus", "chain-group_mean-s0")
-    assert app.slider(key="pool-chain-group_mean-s0").value == first
+    assert app.multiselect(key="over-chain-group_mean-s0").value == ["group_mean", "otb", "otb_loo"]
 
 
 def test_all_of_a_run_that_grows_stays_all_of_it(tmp_path, monkeypatch):

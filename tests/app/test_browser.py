@@ -170,7 +170,8 @@ def test_running_run_is_followed(tab, address, live_root, write_next_step):
 def test_numbers_of_a_chart_download_as_csv(tab, address):
     page = visit(tab, f"{address}/?run=chain-otb-s0")
     with page.expect_download() as download:
-        page.locator("[data-testid=stDownloadButton] button").nth(1).click()
+        page.locator("[data-testid=stPopover] button:has-text('Save')").first.click()
+        page.locator("[data-testid=stPopoverBody] [data-testid=stDownloadButton] button").click()
     lines = Path(download.value.path()).read_text().splitlines()
     assert lines[0] == "run,quantity,step,value,smooth,low,high"
     assert len(lines) == 1 + 41 + 5

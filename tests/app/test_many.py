@@ -60,8 +60,11 @@ def test_triage_lists_and_draws_all_runs_and_groups_them_by_seed(huge_root, monk
     app = open_page(huge_root, "triage", monkeypatch, run=NAMES)
     assert sorted(app.dataframe[0].value["run"]) == sorted([*NAMES, "answers"])
     assert app.dataframe[0].value.set_index("run").loc["long", "steps"] == LONG.steps
-    curves = {trace["name"] for trace in drawn(app)}
-    assert curves == set(NAMES)
+    assert app.selectbox(key="by").value == "sample.group_size" and not drawn(
+        app
+    )  # two lines, with names at their ends
+    app.selectbox(key="by").set_value("each run alone").run()
+    assert {trace["name"] for trace in drawn(app)} == set(NAMES)
     app.selectbox(key="by").set_value("seed").run()
     assert not app.exception and len({trace["name"] for trace in drawn(app)}) == 23  # two of them have seed 0
 

@@ -155,16 +155,54 @@ def test_a_long_run_that_no_detector_can_judge_is_not_called_too_short(tmp_path,
 
 def test_triage_lists_only_settings_that_differ(store_root, monkeypatch):
     app = open_page(store_root, "triage", monkeypatch)
-    differences = app.dataframe[1].value
-    assert set(differences["setting"]) == {"seed", "estimator.name"}
+    table = app.dataframe[0].value
+    assert "seed" in table and not {"task", "estimator.name"} & set(table)  # the estimator has its own column
 
 
 def test_triage_says_how_many_settings_an_older_run_does_not_have(tmp_path, monkeypatch):
     for name, config in (("older", {"seed": 0}), ("newer", {"seed": 1, "objective": {"epochs": 1, "staleness": 0}})):
         RunWriter.create(tmp_path, name, config).write_step(0, StepTables(steps={"reward_mean": 0.5}))
     app = open_page(tmp_path, "triage", monkeypatch)
-    assert list(app.dataframe[1].value["setting"]) == ["seed"]
+    assert "seed" in app.dataframe[0].value and "objective.epochs" not in app.dataframe[0].value
     assert "2 settings are left out: some of these runs did not record them" in texts(app)
+
+
+def test_what_is_typed_to_find_runs_chooses_them_and_triage_lists_no_others(store_root, monkeypatch):
+    app = open_page(store_root, "triage", monkeypatch, find="chain estimator=otb")
+    assert app.multiselect(key="run").value == ["chain-otb-s0"]
+    assert app.dataframe[0].value["run"].tolist() == ["chain-otb-s0"]
+    app.text_input(key="find").set_value("heldout_reward>0.1 chain").run()
+    assert sorted(app.multiselect(key="run").value) == BOTH
+    app.multiselect(key="run").set_value(["failed-rloo"]).run()
+    assert app.multiselect(key="run").value == ["failed-rloo"] and len(app.dataframe[0].value) == 2
+    app.text_input(key="find").set_value("nowhere").run()
+    assert not app.exception and app.multiselect(key="run").value == [] and "There are no runs." in texts(app)
+    app.text_input(key="find").set_value("nosuch=1").run()
+    assert not app.exception and "no run has the setting or result 'nosuch'" in texts(app)
+
+
+def test_the_reference_is_chosen_first_on_triage_and_a_on_compare(store_root, monkeypatch):
+    asked = {"run": BOTH, "compare": "Two runs"}
+    for pinned in ("chain-otb-s0", "failed-rloo"):
+        app = open_page(store_root, "compare", monkeypatch, reference=pinned, **asked)
+        assert app.selectbox(key="a").value == pinned
+    app.selectbox(key="reference").set_value("chain-otb-s0").run()
+    assert app.selectbox(key="a").value == "chain-otb-s0"
+    app.switch_page("views/triage.py").run()
+    assert app.dataframe[0].value["run"].iloc[0] == "chain-otb-s0"
+
+
+def test_a_run_has_one_colour_on_every_page_and_in_every_selection(store_root, monkeypatch):
+    def lines(page, **asked):
+        app = open_page(store_root, page, monkeypatch, **asked)
+        traces = [trace for chart in app.get("plotly_chart") for trace in json.loads(chart.proto.spec)["data"]]
+        return {trace.get("name"): trace["line"]["color"] for trace in traces if trace.get("name") and "line" in trace}
+
+    alone, both = lines("triage", run="chain-otb-s0"), lines("triage", run=BOTH)
+    pair = lines("compare", run=BOTH, compare="Two runs")
+    own = both["chain-otb-s0"]
+    assert own == alone["chain-otb-s0"] == pair["B: chain-otb-s0"] == lines("run", run="chain-otb-s0")["Reward"]
+    assert both["chain-group_mean-s0"] == pair["A: chain-group_mean-s0"] != own
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -198,7 +236,7 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
 
 def test_variance_below_sixteen_prompts_shows_points_and_says_so(store_root, monkeypatch):
     app = open_page(store_root, "estimators", monkeypatch, run="failed-rloo")
-    assert "Points only: an interval needs 16 prompts" in texts(app)
+    assert "bands are its 95 % intervals clustered by prompt, where it has 16 prompts" in texts(app)
     assert "points without intervals" in texts(app)
 
 
@@ -219,7 +257,7 @@ SCRIPTS = (
     ("run", {"run": "chain-otb-s0", "step": "20"}, ["attribution", "timeline"]),
     ("rollouts", {"run": "chain-otb-s0", "text": "1"}, ["rewards"]),
     ("tokens", {"run": "chain-otb-s0"}, ["tokens"]),
-    ("estimators", {"run": "chain-otb-s0"}, ["comparison", "variance"]),
+    ("estimators", {"run": "chain-otb-s0"}, ["comparison", "over-training"]),
     ("estimators", {"run": "chain-otb-s0", "part": "Proxy"}, ["fidelity", "fidelity-steps"]),
     ("compare", {"run": BOTH, "compare": "Two runs"}, ["pair"]),
     ("compare", {"run": "chain-otb-s0", "compare": "Estimators of one run"}, ["pair"]),
@@ -228,7 +266,10 @@ SCRIPTS = (
 
 @pytest.mark.parametrize(("name", "asked", "figures"), SCRIPTS)
 def test_every_figure_comes_with_the_python_that_draws_it(name, asked, figures, store_root, monkeypatch, tmp_path):
-    assert drawn_by_scripts(open_page(store_root, name, monkeypatch, **asked), tmp_path, monkeypatch) == figures
+    monkeypatch.chdir(tmp_path)
+    app = open_page(store_root, name, monkeypatch, **asked)
+    assert drawn_by_scripts(app, tmp_path) == figures
+    assert not [block.value for block in app.code if str(store_root) in block.value]  # paths from where one stands
 
 
 def test_lines_of_the_documents_draw_the_figures_that_they_name(store_root):
@@ -246,13 +287,13 @@ def test_so_does_the_planner_of_a_run_with_smaller_groups(tmp_path, checkpoint, 
     asked = "train --run planned --task half --sample.prompts 4 --sample.group-size 4 --sample.max-new-tokens 6"
     asked += " --optimize.steps 3 --measure.exact.every 1 --measure.exact.prompts 0 --evaluate.prompts 8"
     assert main([*asked.split(), "--model", str(checkpoint), "--root", str(tmp_path / "runs")]) == 0
+    monkeypatch.chdir(tmp_path)
     app = open_page(tmp_path / "runs", "estimators", monkeypatch)
-    assert drawn_by_scripts(app, tmp_path, monkeypatch) == ["comparison", "planner", "variance"]
+    assert drawn_by_scripts(app, tmp_path) == ["comparison", "over-training", "planner"]
 
 
-def drawn_by_scripts(app: AppTest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run the Python of every figure of a page, and return what it drew."""
-    monkeypatch.chdir(folder)
+def drawn_by_scripts(app: AppTest, folder: Path) -> list[str]:
+    """Run the Python of every figure of a page that was opened in a folder, and return what it drew there."""
     scripts = [block.value for block in app.code if "write_html" in block.value]
     assert len(scripts) == len(app.get("plotly_chart"))
     for script in scripts:
@@ -370,7 +411,7 @@ def test_run_counts_degenerate_input(tmp_path, monkeypatch):
 def test_url_chooses_run_step_and_colour(store_root, monkeypatch):
     query = {"run": "chain-otb-s0", "step": "20", "prompt": "3", "color": "entropy"}
     app = open_page(store_root, "tokens", monkeypatch, **query)
-    boxes = [box.value for box in app.selectbox if not str(box.key).startswith("width-")]
+    boxes = [box.value for box in app.selectbox if box.key != "reference" and not str(box.key).startswith("width-")]
     assert boxes == [20, 3, "entropy", "otb (proxy)", "rollout", "auto"]
 
 

@@ -198,8 +198,8 @@ def test_of_too_many_tokens_for_a_browser_some_rollouts_are_left_out_and_the_cho
 
 @pytest.mark.parametrize("color", ["entropy", "exact_over_proxy"])
 def test_the_grid_comes_with_the_python_that_draws_it(color, token_root, monkeypatch, tmp_path):
-    app = opened(token_root, monkeypatch, run="first", step="0", color=COLORS.get(color, color))
     monkeypatch.chdir(tmp_path)
+    app = opened(token_root, monkeypatch, run="first", step="0", color=COLORS.get(color, color))
     exec(next(code.value for code in app.code if "plot_tokens" in code.value), {})
     assert "rollout 3" in (tmp_path / "tokens.html").read_text()
     other = opened(token_root, monkeypatch, run="first", step="0", color="advantage", estimator="grpo")

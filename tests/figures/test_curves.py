@@ -13,6 +13,7 @@ from otb_analysis.figures.curves import (
     plot_learning,
 )
 from otb_analysis.figures.runs import config_differences, grouped
+from otb_analysis.figures.styles import Style
 
 
 @pytest.fixture
@@ -37,14 +38,14 @@ def test_running_mean_of_a_hand_worked_row():
 
 
 def test_curves_come_in_order_of_steps_and_as_float32(steps):
-    curve = curves_info({"a": steps}, [Quantity("r", "", "reward_mean")], {"a": "otb"}).curves[0][0]
+    curve = curves_info({"a": steps}, [Quantity("r", "", "reward_mean")], {}).curves[0][0]
     assert curve.step.tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(curve.value, [0.1, 0.2, 0.3, 0.4], rtol=1e-6)
     assert {curve.step.dtype, curve.value.dtype, curve.smooth.dtype} == {np.dtype(np.float32)}
 
 
 def test_step_without_a_value_is_left_out_not_drawn_as_zero(steps):
-    held = learning_info({"a": steps}, {"a": "otb"}).curves[1][0]
+    held = learning_info({"a": steps}, {}).curves[1][0]
     assert held.step.tolist() == [0, 2]
 
 
@@ -59,7 +60,7 @@ def test_held_out_reward_has_no_panel_where_no_run_recorded_it(steps, without):
 
 
 def test_rare_quantity_is_never_smoothed(steps):
-    info = learning_info({"a": steps}, {"a": "otb"}, window=4)
+    info = learning_info({"a": steps}, {}, window=4)
     assert info.curves[1][0].smooth.tolist() == info.curves[1][0].value.tolist()
     assert info.curves[0][0].smooth.tolist() != info.curves[0][0].value.tolist()
 
@@ -87,15 +88,25 @@ def test_clipped_share_is_the_mean_of_the_last_twenty():
     assert derived(table)["clipped_share"].iloc[[4, 9, 24]].tolist() == [1.0, 0.5, 0.0]
 
 
-def test_curves_have_titled_panels_and_one_legend_entry_a_run(steps):
-    figure = plot_learning(curves_info({"a": steps, "b": steps}, QUANTITIES, {"a": "otb", "b": "rloo"}, window=2))
+def test_curves_have_titled_panels_and_their_names_at_their_ends_in_their_colours(steps):
+    names = ("demo-a", "demo-b")
+    figure = plot_learning(curves_info(dict.fromkeys(names, steps), QUANTITIES, {"demo-b": Style("#123456")}, window=2))
     titles = [note.text.split("<br>")[0] for note in figure.layout.annotations[: len(QUANTITIES)]]
     assert titles == [q.title for q in QUANTITIES]
-    assert [t.name for t in figure.data if t.showlegend] == ["a", "b"]
+    first, second = [n for n in figure.layout.annotations if n.xref == "x" and "━" in n.text]
+    assert first.text.endswith(" a") and second.text.endswith(" b") and "#123456" in second.text  # without "demo-"
+    assert first.x == second.x == 3 and first.y < second.y  # moved apart, though both end at one value
+    assert not [t.name for t in figure.data if t.showlegend]
+
+
+def test_more_lines_than_have_room_for_names_get_a_legend_below_the_panels(steps):
+    figure = plot_learning(curves_info({f"r{n}": steps for n in range(7)}, QUANTITIES, {}))
+    assert [t.name for t in figure.data if t.showlegend] == [f"r{n}" for n in range(7)]
+    assert figure.layout.legend.y < 0 and not [n for n in figure.layout.annotations if "━" in n.text]
 
 
 def test_panel_without_data_says_not_recorded(steps):
-    figure = plot_learning(curves_info({"a": steps}, QUANTITIES, {"a": "otb"}))
+    figure = plot_learning(curves_info({"a": steps}, QUANTITIES, {}))
     notes = [note for note in figure.layout.annotations if note.text == "no finite number was recorded"]
     assert notes
     # A note lies in its own panel only if the panel has a trace: without one a browser draws no axes there.
@@ -119,7 +130,7 @@ def evaluated(k):
 
 
 def test_interval_is_a_band_over_the_steps_that_have_one():
-    info = learning_info({"a": evaluated(1)}, {"a": "otb"})
+    info = learning_info({"a": evaluated(1)}, {})
     curve = info.curves[1][0]
     np.testing.assert_array_equal(curve.low, np.array([0.3, np.nan], np.float32))
     (band,) = [t for t in plot_learning(info).data if t.fill == "toself"]
@@ -128,12 +139,12 @@ def test_interval_is_a_band_over_the_steps_that_have_one():
 
 
 def test_hover_reads_the_interval_beside_the_value():
-    figure = plot_learning(learning_info({"a": evaluated(1)}, {"a": "otb"}))
+    figure = plot_learning(learning_info({"a": evaluated(1)}, {}))
     assert list(figure.data[-1].text) == ["0.400 [0.300, 0.600]", "0.500"]
 
 
 def test_run_from_before_intervals_has_a_curve_and_no_band(steps):
-    figure = plot_learning(learning_info({"a": steps}, {"a": "otb"}))
+    figure = plot_learning(learning_info({"a": steps}, {}))
     assert [t.fill for t in figure.data] == [None, None]
 
 

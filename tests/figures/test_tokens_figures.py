@@ -86,14 +86,14 @@ def test_scale_ends_at_its_two_colours():
     assert levels.tolist() == [0, LEVELS - 1, LEVELS - 1, -1]
     colors = palette(scale)
     assert (colors[0][0], colors[-1][0]) == (SEQUENTIAL[0], SEQUENTIAL[-1])
-    assert (colors[0][1], colors[-1][1]) == ("#14181D", "#FFFFFF")  # ink that can be read on it
+    assert (colors[0][1], colors[-1][1]) == ("#000000", "#FFFFFF")  # ink that can be read on it
 
 
 def test_on_a_dark_page_the_middle_is_dark_and_the_ends_are_light():
     scale = scale_of(np.array([-1.0, 1.0]), "advantage", dark=True)
     assert scale.colors == DIVERGING_DARK
     inks = [ink for _, ink in palette(scale)]
-    assert (inks[LEVELS // 2], inks[0], inks[-1]) == ("#FFFFFF", "#14181D", "#14181D")
+    assert (inks[LEVELS // 2], inks[0], inks[-1]) == ("#FFFFFF", "#000000", "#000000")
 
 
 def test_constant_column_has_a_scale():

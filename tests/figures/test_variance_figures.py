@@ -1,53 +1,15 @@
 import numpy as np
-import pandas as pd
 import pytest
 
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
-from otb_analysis.figures.variance import (
-    MEASURES,
-    default_window,
-    evenly,
-    labels,
-    plot_variance,
-    statistics_table,
-    variance_info,
-)
+from otb_analysis.figures.curves import plot_learning
+from otb_analysis.figures.pairs import over_training
+from otb_analysis.figures.variance import MEASURES, labels
 from otb_analysis.statistics import NOTHING, gradient_noise_scale, pooled_statistics
 from otb_analysis.types import Gram, Proved
 
 RLOO = ("rloo", "none")
-
-
-def test_variance_never_stands_alone(grams):
-    figure = plot_variance(variance_info(statistics_table(grams)))
-    titles = [note.text.split("<br>")[0] for note in figure.layout.annotations[:4]]
-    assert titles == [m.title for m in MEASURES]
-    assert {m.column for m in MEASURES} == {"efficiency", "sf", "variance", "projection"}
-
-
-def test_the_four_measures_of_four_prompts_are_hand_worked():
-    # Gradients of prompts (2, 0), (0, 0), (2, 0), (0, 0): their mean is (1, 0), their squared distances from it sum to
-    # 4, so the batch variance is 4/(4·3). Of the 12 pairs of different prompts 2 have the product 4: ‖∇J‖² = 2/3.
-    # rloo is unbiased, so c = 1 and SF = variance; efficiency = (2/3)/(2/3 + 1/3). Half as long: c = ½, the rest alike.
-    rloo = np.array([[2.0, 0], [0, 0], [2, 0], [0, 0]])
-    both = np.stack([rloo, rloo / 2])
-    gram = Gram(np.einsum("mpd,nqd->mnpq", both, both), (("rloo", "none"), ("group_mean", "none")), 32)
-    info = variance_info(statistics_table({5: gram}))
-    found = {m.column: [float(t.value[0]) for t in of] for m, of in zip(MEASURES, info.traces, strict=True)}
-    assert found["variance"] == pytest.approx([1 / 3, 1 / 12]) and found["projection"] == pytest.approx([1, 1 / 2])
-    assert found["sf"] == pytest.approx([1 / 3, 1 / 3]) and found["efficiency"] == pytest.approx([2 / 3, 2 / 3])
-    assert info.n_prompts == (4, 4) and [t.step.tolist() for t in info.traces[0]] == [[5], [5]]
-
-
-def test_points_and_intervals_are_those_of_the_statistics(grams):
-    info = variance_info(statistics_table(grams))
-    expected = next(s for s in pooled_statistics([grams[10]]) if s.estimator == "group_mean")
-    index = [m.column for m in MEASURES].index("variance")
-    trace = next(t for t in info.traces[index] if t.label == "group_mean")
-    assert trace.value[1] == pytest.approx(expected.variance, rel=1e-6)
-    assert trace.low[1] == pytest.approx(expected.variance_low, rel=1e-6)
-    assert trace.step.tolist() == [0, 10, 20]
 
 
 def test_group_mean_has_the_variance_of_rloo_times_its_shrinkage_squared(grams):
@@ -63,31 +25,6 @@ def test_half_of_the_noise_is_a_quarter_of_the_variance(grams):
     # otb = ∇J + noise/2 and otb of the proxy ∇J + 0.6·noise, rloo = ∇J + noise: exact but for the order of the sums.
     rows = {row.label: row.ratios[2].estimate for row in comparison_info(list(grams.values())).rows}
     assert rows == pytest.approx({"otb · exact": 0.25, "otb · proxy": 0.36, "group_mean": 49 / 64, "rloo": 1})
-
-
-def test_below_sixteen_prompts_there_are_points_and_no_intervals(vectors, grams):
-    inner = grams[0].inner[:, :, :15, :15]
-    few = {0: Gram(inner, grams[0].labels, 120)}
-    info = variance_info(statistics_table(few))
-    assert not info.has_intervals
-    assert info.n_prompts == (15, 15)
-    assert "without intervals" in comparison_info(list(few.values())).words
-
-
-def test_pooling_steps_gives_intervals_where_single_steps_have_none(grams):
-    few = {s: Gram(g.inner[:, :, :8, :8], g.labels, 64) for s, g in grams.items()}
-    assert not variance_info(statistics_table(few)).has_intervals
-    pooled = statistics_table(few, window=2)
-    assert pooled.loc[pooled["step"] == 0, "variance_low"].isna().all()
-    assert pooled.loc[pooled["step"] == 20, "variance_low"].notna().all()
-
-
-def test_gradients_table_without_grams_gives_points():
-    table = pd.DataFrame({"step": [0, 10], "estimator": "otb", "energy_source": "exact", "n_prompts": 4})
-    table = table.assign(n_rollouts=32, variance=[1.0, 2.0], sf=[-1.0, 2.0], projection=0.5, efficiency=0.4)
-    info = variance_info(table)
-    assert not info.has_intervals
-    assert info.hidden == 1  # SF −1 has no place on a logarithmic axis
 
 
 def test_energy_source_is_named_only_where_several_meet():
@@ -163,48 +100,56 @@ def test_forest_draws_a_point_per_estimator_and_ratio_a_thin_bar_where_it_is_jud
     assert [trace.name for trace in data if trace.showlegend] == ["one look", "all 2 together"]
 
 
-def test_estimators_are_set_apart_but_hover_says_the_true_step(grams):
-    figure = plot_variance(variance_info(statistics_table(grams)))
-    first = figure.data[0]
-    assert first.x[1] != 10
-    assert first.text[1].startswith("step 10:")
-    assert np.abs(first.x[1] - 10) < 10 / 3
-
-
-def test_measures_are_undefined_and_said_to_be_where_the_gradient_is_lost_in_the_noise(grams):
-    gram = grams[0]
-    # Opposite gradients: every pair of different prompts has a negative inner product on average.
-    inner = np.einsum("pq,mn->mnpq", np.where(np.eye(4, dtype=bool), 1.0, -0.5), np.ones((4, 4)))
-    info = variance_info(statistics_table({0: Gram(inner, gram.labels, 32)}))
-    assert info.undefined == info.n_points == 4
-    notes = [note.text for note in plot_variance(info).layout.annotations]
-    assert sum("too few prompts" in note for note in notes) == 3
-    compared = comparison_info([Gram(inner, gram.labels, 32)])
-    assert [row.ratios[1].estimate for row in compared.rows] == [1.0] * 4  # four times the same update
-
-
 def test_comparison_shows_the_chosen_estimators_and_the_one_they_are_compared_with(grams):
     info = comparison_info(list(grams.values()), estimators=["otb"])
     assert {row.label for row in info.rows} == {"rloo", "otb · exact", "otb · proxy"}
 
 
-def test_of_many_measured_steps_evenly_spread_ones_are_compared():
-    assert evenly(list(range(0, 90, 10))) == list(range(0, 90, 10)) and evenly([]) == []
-    assert evenly(list(range(9)), 3) == [0, 4, 8]
+def test_the_four_measures_of_four_prompts_are_hand_worked():
+    # Gradients of prompts (2, 0), (0, 0), (2, 0), (0, 0): their mean is (1, 0), their squared distances from it sum to
+    # 4, so the batch variance is 4/(4·3). Of the 12 pairs of different prompts 2 have the product 4: ‖∇J‖² = 2/3.
+    # rloo is unbiased, so c = 1 and SF = variance; efficiency = (2/3)/(2/3 + 1/3). Half as long: c = ½, the rest alike.
+    rloo = np.array([[2.0, 0], [0, 0], [2, 0], [0, 0]])
+    both = np.stack([rloo, rloo / 2])
+    gram = Gram(np.einsum("mpd,nqd->mnpq", both, both), (RLOO, ("group_mean", "none")), 32)
+    one, half = pooled_statistics([gram])
+    assert [getattr(one, m.column) for m in MEASURES] == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1])
+    assert [getattr(half, m.column) for m in MEASURES] == pytest.approx([2 / 3, 1 / 3, 1 / 12, 1 / 2])
 
 
-def test_table_of_some_estimators_is_their_rows_of_the_whole_one(grams):
-    whole, some = statistics_table(grams, 2), statistics_table(grams, 2, only={("otb", "exact"), ("rloo", "none")})
-    kept = whole[whole["energy_source"].eq("none") & whole["estimator"].eq("rloo") | whole["energy_source"].eq("exact")]
-    pd.testing.assert_frame_equal(some, kept.reset_index(drop=True), check_dtype=False)
-    assert 0 < len(some) < len(whole)
+def test_below_sixteen_prompts_there_are_points_and_no_intervals(grams):
+    few = Gram(grams[0].inner[:, :, :15, :15], grams[0].labels, 120)
+    assert "without intervals" in comparison_info([few]).words
+    of_few = over_training({0: few}, RLOO, [("otb", "exact")], NOTHING)
+    assert all(np.isnan(curve.low).all() and curve.value.size for curves in of_few.curves for curve in curves)
 
 
-def test_the_default_window_is_one_where_no_window_shows_an_efficiency(grams):
-    # Without inner products between prompts that are positive there is no gradient to be efficient about.
-    assert default_window(grams, NOTHING) < 10
-    orthogonal = np.zeros((1, 1, 4, 4))
-    orthogonal[0, 0] = 4 * np.eye(4) - 1
-    dull = {step: Gram(orthogonal, (RLOO,), 32) for step in range(12)}
-    assert statistics_table(dull, 10)["efficiency"].isna().all()
-    assert default_window(dull, NOTHING) == 1
+def test_over_training_the_ratios_are_the_planted_ones_at_every_block(grams):
+    # Half the noise is a quarter of the variance; with the proxy 0.6 of the noise, so 0.36; group_mean (7/8)².
+    chosen = [("otb", "exact"), ("otb", "proxy"), ("group_mean", "none")]
+    info = over_training(grams, RLOO, chosen, NOTHING)
+    assert [quantity.column for quantity in info.quantities] == ["sf", "efficiency", "variance"]
+    assert info.quantities[2].line.startswith("÷ rloo: ")
+    variance = {curve.run: curve for curve in info.curves[2]}
+    assert {name: curve.value.tolist() for name, curve in variance.items()} == {
+        "otb · exact": pytest.approx([0.25] * 3), "otb · proxy": pytest.approx([0.36] * 3),
+        "group_mean": pytest.approx([49 / 64] * 3),
+    }  # fmt: skip
+    otb = variance["otb · exact"]
+    assert otb.step.tolist() == [0, 10, 20] and (otb.low <= otb.value).all() and (otb.value <= otb.high).all()
+
+
+def test_over_training_has_a_rule_at_one_in_view_of_every_panel(grams):
+    figure = plot_learning(over_training(grams, RLOO, [("otb", "exact")], NOTHING))
+    assert [shape.y0 for shape in figure.layout.shapes] == [1] * 3
+    assert all(axis.type == "log" and axis.range[0] < 0 < axis.range[1] for axis in figure.select_yaxes())
+
+
+def test_over_training_what_no_block_tells_from_noise_has_no_panel(grams):
+    # Opposite gradients: every pair of different prompts has a negative inner product on average.
+    inner = np.einsum("pq,mn->mnpq", np.where(np.eye(4, dtype=bool), 1.0, -0.5), np.ones((4, 4)))
+    lost = Gram(inner, grams[0].labels, 32)
+    assert "efficiency" not in [
+        q.column for q in over_training({0: lost}, RLOO, [("otb", "exact")], NOTHING).quantities
+    ]
+    assert [row.ratios[1].estimate for row in comparison_info([lost]).rows] == [1.0] * 4  # four times the same update

@@ -1,6 +1,7 @@
 """The table of runs: one row each, broken ones too, and never an exception."""
 
 import json
+import os
 import shutil
 import sqlite3
 from contextlib import closing
@@ -11,7 +12,7 @@ import pytest
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import SCHEMA_VERSION
 from otb_analysis.store import RunStore, RunWriter, StepTables, runs_df
-from otb_analysis.store.runs import DTYPES
+from otb_analysis.store.runs import DTYPES, matching
 
 
 def row_of(root, run="demo"):
@@ -171,3 +172,26 @@ def test_other_ranks_join_and_leave_run_json_alone(tmp_path, writer):
     other.finish("failed", "not mine to say")
     assert RunStore(writer.path).info["seed"] == 3
     assert RunStore(writer.path).info["status"] == "running"
+
+
+def test_runs_are_found_by_name_setting_and_result(tmp_path):
+    for name, rate, heldout in (("otb-0", 1e-3, 0.5), ("otb-1", 1e-4, 0.3), ("rloo-0", 1e-3, 0.7)):
+        config = {"estimator": {"name": name[:-2]}, "seed": int(name[-1]), "optimize": {"learning_rate": rate}}
+        RunWriter.create(tmp_path, name, config).write_step(0, StepTables(steps={"heldout_reward": heldout}))
+    table = runs_df(tmp_path)
+    wanted = {
+        "": "otb-0 otb-1 rloo-0", "OTB": "otb-0 otb-1", "estimator=otb seed=1": "otb-1",
+        "heldout_reward>0.4": "otb-0 rloo-0",
+        "optimize.learning_rate<0.001": "otb-1", "seed=0 heldout_reward<0.6": "otb-0", "heldout_reward>high": "",
+    }  # fmt: skip
+    assert {asked: " ".join(table["run"][matching(table, asked)]) for asked in wanted} == wanted
+    with pytest.raises(InputError, match=r"'learning_rat'; did you mean"):
+        matching(table, "learning_rat=1")
+
+
+def test_a_run_that_ended_keeps_its_age_when_its_files_are_copied(tmp_path, writer):
+    writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+    writer.finish()
+    ended = row_of(tmp_path)["updated"]
+    os.utime(writer.path / "run.sqlite", (2e9, 2e9))  # in 2033
+    assert row_of(tmp_path)["updated"] == ended

