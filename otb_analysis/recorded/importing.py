@@ -1,6 +1,7 @@
 """`otb import`: recorded rollouts as a run, without a model; what was not recorded is null."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def import_rollouts(rollouts: Path, config: ImportConfig, lasting: bool = True) 
             tokenizer = load_tokenizer(config.tokenizer)
     path = run_path(rollouts, config, "imported")
     stored = stored_config(config, source, "otb import", {})
-    record_run(path, config, stored, source, lambda step: recorded_tables(step, tokenizer), lasting=lasting)
+    record_run(path, config, stored, source, partial(recorded_tables, tokenizer=tokenizer), lasting=lasting)
     if not lasting:
         return path
     names = {"length_mean": "lengths in tokens", "logprob_mean": "log-probabilities", "entropy_mean": "entropies"}

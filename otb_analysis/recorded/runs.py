@@ -307,8 +307,12 @@ def read_steps(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]
         before = here
 
 
-def read_aside(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]:
-    """Do the same in a Python process of its own, which reads on while a step is worked on.
+def read_aside(
+    source: Source, config: RecordedConfig, make: Callable[[RecordedStep], StepTables]
+) -> Iterator[tuple[RecordedStep, StepTables]]:
+    """Do the same in a Python process of its own, which reads on while a step is written; yield what it makes of each.
+
+    A step comes with its first record alone. `make` is a function that can be pickled.
 
     Raises:
         InputError: A record is refused, as there, or the process ended early.
@@ -318,8 +322,8 @@ def read_aside(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]
         given, made = cast(BinaryIO, reader.stdin), cast(BinaryIO, reader.stdout)
         try:
             with given:
-                pickle.dump((source, config, gc.get_threshold()), given)
-            while isinstance(item := pickle.load(made), RecordedStep):
+                pickle.dump((source, config, make, gc.get_threshold()), given)
+            while isinstance(item := pickle.load(made), tuple):
                 yield item
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise InputError(
@@ -335,15 +339,15 @@ def read_aside(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]
 
 
 def write_steps() -> None:
-    """Write the steps of the source on standard input to standard output, pickled: what `read_aside` starts."""
+    """Write the steps of the source on standard input to standard output, made: what `read_aside` starts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process says when to stop
     output, sys.stdout = sys.stdout.buffer, sys.stderr
-    source, config, threshold = pickle.load(sys.stdin.buffer)
+    source, config, make, threshold = pickle.load(sys.stdin.buffer)
     gc.set_threshold(*threshold)
     with suppress(BrokenPipeError):
         try:
             for step in read_steps(source, config):
-                pickle.dump(step, output)
+                pickle.dump((replace(step, records=step.records[:1]), make(step)), output)
             pickle.dump(source.tally, output)
         except STOPS as error:
             pickle.dump(error, output)
@@ -423,17 +427,20 @@ class _Run:
         """Write the steps that are not there yet, every one in one of the processes."""
         due = 0
         last = -1
-        large = sum(file.stat().st_size for file in source.files) > LARGE
-        steps = (read_aside if large and not self.machine else read_steps)(source, self.config)
-        # Scoring takes far longer than reading, and its records are many: one step of them is in memory.
-        for step in steps if self.machine else ahead(steps):
+        if self.machine:  # scoring takes far longer than reading, and its records are many: one step is in memory
+            steps = ((step, None) for step in read_steps(source, self.config))
+        elif sum(file.stat().st_size for file in source.files) > LARGE:
+            steps = ahead(read_aside(source, self.config, make))
+        else:
+            steps = ahead((step, make(step)) for step in read_steps(source, self.config))
+        for step, tables in steps:
             if step.step <= last:  # another attempt replaces the steps from this one on
                 self.writer()
                 self.done = {stored: n for stored, n in self.done.items() if stored < step.step}
                 self.processes.barrier()
                 again = partial(RunWriter.resume, self.path, step.step, self.machine)
                 self._writer = self.processes.broadcast_from_main(again)
-            n, n_stored, last = len(step.records), self.done.get(step.step, 0), step.step
+            n, n_stored, last = len(step.group), self.done.get(step.step, 0), step.step
             if n_stored > n:
                 raise InputError(
                     f"step {step.step} has {n} rollouts in {step.records[0].place.file} but {n_stored} in the run; the "
@@ -441,7 +448,7 @@ class _Run:
                 )
             if n_stored < n:
                 if due % self.processes.size == self.processes.rank:
-                    self.writer().write_step(step.step, make(step))
+                    self.writer().write_step(step.step, tables or make(step))
                 due += 1
             advance()
 
