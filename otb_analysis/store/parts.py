@@ -170,9 +170,10 @@ def parquet_options(schema: pa.Schema) -> dict[str, Any]:
     """Return how a table is written."""
     floats = [c.name for c in schema if pa.types.is_floating(c.type)]
     others = [c.name for c in schema if c.name not in floats]
+    coded = [name for name in others if name != "token_id"]  # of thousands of values a dictionary is no smaller
     # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
     return {
-        "compression": "zstd", "use_byte_stream_split": floats, "use_dictionary": others, "write_statistics": others
+        "compression": "zstd", "use_byte_stream_split": floats, "use_dictionary": coded, "write_statistics": others
     }  # fmt: skip
 
 
