@@ -95,11 +95,9 @@ def matching(table: pd.DataFrame, asked: str) -> pd.Series:
         columns = [str(column) for column in table if f".{key}." in f".{column}."]
         if not columns:
             raise InputError(f"no run has the setting or result {key!r}; {nearest(key, map(str, table))}")
-        if sign == "=":
-            fits &= table[columns].astype(str).eq(value).any(axis=1)
-        else:
-            numbers, limit = table[columns].apply(pd.to_numeric, errors="coerce"), pd.to_numeric(value, errors="coerce")
-            fits &= (numbers > limit if sign == ">" else numbers < limit).any(axis=1)
+        numbers, limit = table[columns].apply(pd.to_numeric, errors="coerce"), pd.to_numeric(value, errors="coerce")
+        equal = table[columns].astype(str).eq(value) | numbers.eq(limit)  # a seed beside a broken run's is 1.0
+        fits &= {"=": equal, ">": numbers > limit, "<": numbers < limit}[sign].any(axis=1)
     return fits
 
 

@@ -178,9 +178,11 @@ def test_runs_are_found_by_name_setting_and_result(tmp_path):
     for name, rate, heldout in (("otb-0", 1e-3, 0.5), ("otb-1", 1e-4, 0.3), ("rloo-0", 1e-3, 0.7)):
         config = {"estimator": {"name": name[:-2]}, "seed": int(name[-1]), "optimize": {"learning_rate": rate}}
         RunWriter.create(tmp_path, name, config).write_step(0, StepTables(steps={"heldout_reward": heldout}))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")  # it has no seed, so that those of the others are floats
     table = runs_df(tmp_path)
     wanted = {
-        "": "otb-0 otb-1 rloo-0", "OTB": "otb-0 otb-1", "estimator=otb seed=1": "otb-1",
+        "": "broken otb-0 otb-1 rloo-0", "OTB": "otb-0 otb-1", "estimator=otb seed=1": "otb-1",
         "heldout_reward>0.4": "otb-0 rloo-0",
         "optimize.learning_rate<0.001": "otb-1", "seed=0 heldout_reward<0.6": "otb-0", "heldout_reward>high": "",
     }  # fmt: skip
