@@ -80,23 +80,25 @@ def choose_runs(table: pd.DataFrame, runs: list[data.Run]) -> list[data.Run]:
     names, pinned = [run.name for run in runs], ""
     running = [run.name for run in runs if run.status == "running"]
     wanted = st.sidebar.text_input("Find runs", key="find", bind="query-params", placeholder="otb seed=1", help=FIND)
-    fits = pd.Series(True, table.index)
-    with frame():
+    fits, first = pd.Series(True, table.index), names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
+    with frame():  # what cannot be asked chooses none
         fits = matching(table, wanted)
-    first = [name for name in names if name in set(table["run"][fits])]
-    if wanted != st.session_state.setdefault("_find", wanted):
-        st.session_state.update(_find=wanted, run=first)
+        first = [name for name in names if name in set(table["run"][fits])] if wanted else first
+        if wanted != st.session_state.setdefault("_find", wanted):
+            st.session_state.update(_find=wanted, run=first)
     begun = [name for name in running if name not in st.session_state.setdefault("_running", running)]
     if begun:
         st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
     shown = [run.name for run in st.session_state.get("_selection", ())]  # one of them may be gone
     missing = [name for name in dict.fromkeys([*st.query_params.get_all("run"), *shown]) if name not in names]
-    first = first if wanted else names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
     chosen = st.sidebar.multiselect("Runs", names, first, key="run", bind="query-params", placeholder="Choose runs")
     if len(names) > 1:
         pinned = box(st.sidebar, "Reference", "reference", {"": "none"} | {n: n for n in names}, help=PINNED)
     if pinned != st.session_state.setdefault("_reference", pinned):
-        st.session_state.update(_reference=pinned, a=pinned)
+        st.session_state["_reference"] = pinned
+        if pinned and st.session_state.get("compare") == "runs":
+            other = next((name for name in (*chosen, *names) if name != pinned), pinned)
+            st.session_state.update(a=pinned, b=other)
     if missing:
         st.session_state["_missing"] = missing, chosen
     missing, instead = st.session_state.get("_missing", ((), None))
@@ -104,7 +106,9 @@ def choose_runs(table: pd.DataFrame, runs: list[data.Run]) -> list[data.Run]:
         named = ", ".join(missing)
         st.warning(plain(f"{named} cannot be opened here, or no longer; Triage lists all runs."))
     selection = [run for run in sorted(runs, key=lambda run: run.name != pinned) if run.name in (*chosen, pinned)]
-    st.session_state.update(_running=running, _runs=table[fits], _selection=selection, _readable=runs)
+    st.session_state.update(
+        _running=running, _runs=table[fits | (table["run"] == pinned)], _selection=selection, _readable=runs
+    )
     return selection
 
 

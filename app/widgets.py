@@ -50,7 +50,7 @@ MARKDOWN.disable(["link", "image", "autolink", "reference", "entity"])
 
 def rendered(text: str) -> None:
     """Show what a model wrote as the Markdown it may be: its links, pictures and HTML stay text."""
-    st.html(MARKDOWN.render(legible(text)))
+    st.html(MARKDOWN.render(legible(text)) or "<i>empty</i>")
 
 
 def one_line(table: pd.DataFrame) -> pd.DataFrame:

@@ -108,11 +108,11 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
                 "Its tokens", icon=":material/abc:", shortcut="T", on_click=go_to, args=("tokens",),
                 kwargs={"step": one["step"], "prompt": one["group"], "token": f"{one['rollout']}.0"},
             )  # fmt: skip
-            same = "prompt" if pd.isna(one["prompt_id"]) else "prompt_id"
-            row.button(
-                "This prompt at all steps", icon=":material/history:", on_click=st.session_state.update,
-                args=(EVERYTHING | drawn | {"where": f"{same} == {one[same]!r}"},),
-            )  # fmt: skip
+            for same in [name for name in ("prompt_id", "prompt") if pd.notna(one[name])][:1]:
+                row.button(
+                    "This prompt at all steps", icon=":material/history:", on_click=st.session_state.update,
+                    args=(EVERYTHING | drawn | {"where": f"{same} == {one[same]!r}"},),
+                )  # fmt: skip
             both = row.toggle("Rendered", key="rendered", bind="query-params", help=RENDERED)
             step, tokens = int(one["step"]), table.head(0).reindex(columns=["turn", "mask", "token"])
             with frame():
@@ -123,7 +123,7 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
                 reader(table, columns, at, tokens, data.rollouts(run, step)["prompt"].dropna(), text)
             if right is not None:
                 with right.container(border=True, height=562):
-                    rendered(one["completion"] or "")
+                    rendered(one["completion"] if pd.notna(one["completion"]) else "")
             cut = f" The first {len(table)} are listed; narrow the filters for the others." * (total > len(table))
             st.caption(f"{total:,} rollouts.{cut} {KEYS}")
             download(table, "rollouts")

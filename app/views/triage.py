@@ -35,9 +35,23 @@ GROUPS = (
 )
 # Columns of texts: as wide as the longest needs, at most so many pixels; a string below would be shown on the page.
 TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150, "what happened": 400}
-# What a narrow window cuts off matters least: the settings follow, then the rest.
-ORDER = (" ", "run", "held-out", "state", "reward", "last", "steps", "age", "estimator")
-AFTER = ("first", "first warning", "status", "what happened")
+# What a narrow window cuts off matters least.
+ORDER = (
+    " ",
+    "run",
+    "held-out",
+    "state",
+    "reward",
+    "last",
+    "steps",
+    "age",
+    "estimator",
+    "first warning",
+    "what happened",
+)
+ORDER += ("first", "status")
+SETTING = "config."
+NO_FIT = "No run fits what is looked for in the sidebar."
 TOLD = 8  # runs in trouble that have a sentence above the fold; a string below would be shown on the page
 NOTHING: dict[str, list[Any]] = {"status": ["complete"], "held-out": [None, float("nan")]}  # these columns go then
 WARNING = "The step at which any detector first fired, known at that step."
@@ -72,11 +86,13 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
         ended = {"broken": row.sentence, "failed": f"it has no complete step; {row.sentence}"}
         why = ended.get(row.state, "it has no complete step yet")
         st.info(plain(f"{row.run} cannot be opened: {why.rstrip('.')}."), icon=":material/block:")
-    st.markdown(f"**{plain(verdict(triaged))}**")
+    st.markdown(f"**{plain(verdict(triaged))}**" if triaged or not st.session_state.get("find") else f"**{NO_FIT}**")
     if not triaged:
         st.stop()
-    settings = config_differences({name: data.answers(run).config for name, run in readable.items()})
+    listed = [readable[row.run] for row in triaged if row.run in readable]
+    settings = config_differences({run.name: data.answers(run).config for run in listed})
     of_runs: Any = settings.table[~settings.table["setting"].isin(ESTIMATOR)].set_index("setting").T
+    of_runs = of_runs.add_prefix(SETTING)  # a setting may have the name of a column
     trouble = [row for row in triaged if row.state in (*IN_TROUBLE, "broken")]
     for row in trouble[triaged[0].state in IN_TROUBLE : TOLD]:  # the worst is named above
         st.caption(f"{SIGNS[row.state]} **{plain(row.run)}**: {plain(row.sentence)}")
@@ -88,7 +104,8 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     empty = [name for name, nothing in NOTHING.items() if table[name].isin(nothing).all()]
     said = table[table["state"] != "broken"]  # why a run is broken stands below in full
     longest = {name: max([0, *(len(str(text)) for text in said[name])]) for name in TEXTS}
-    named = {name: st.column_config.TextColumn(name.rpartition(".")[2], help=name) for name in of_runs}
+    full = {name: name.removeprefix(SETTING) for name in of_runs}
+    named = {name: st.column_config.TextColumn(one.rpartition(".")[2], help=one) for name, one in full.items()}
     widths = {name: min(most, max(70, 22 + 13 * longest[name] // 2)) for name, most in TEXTS.items()}
     texts = {name: st.column_config.TextColumn(width=width) for name, width in widths.items()}
     st.dataframe(
@@ -96,7 +113,7 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
         hide_index=True, placeholder="–",
         height="content" if len(table) < 12 else 460,
         key="listed", on_select=partial(opened, list(table["run"])), selection_mode="single-cell",
-        column_order=[name for name in (*ORDER, *of_runs, *AFTER) if name not in empty],
+        column_order=[name for name in (*ORDER, *of_runs) if name not in empty],
         column_config=texts | COLUMNS | named,
     )  # fmt: skip
     st.caption(f"Click a row to open the run. {settings.note}")

@@ -90,7 +90,9 @@ def passages(completion: str, tokens: pd.DataFrame) -> list[Passage]:
         tokens: The columns `turn`, `mask` and `token` of its tokens in order; special tokens are among them.
     """
     texts = tokens["token"].fillna("").tolist()
-    if not any(texts) or any("\ufffd" in text for text in texts):  # a character that several tokens hold is in none
+    # A character that several tokens hold is in none of them, and some tokenizers decode each without its blank.
+    blanks = sum(text.count(" ") for text in texts)
+    if not any(texts) or any("\ufffd" in text for text in texts) or blanks < completion.count(" "):
         return [Passage(0, False, completion)]
     tool = ~tokens["mask"].fillna(True).to_numpy(bool)
     rows = zip(tokens["turn"].fillna(0).astype(int), tool.tolist(), texts, strict=True)

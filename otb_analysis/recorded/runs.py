@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import os
 import pickle
 import signal
 import subprocess
@@ -318,7 +319,8 @@ def read_aside(
         InputError: A record is refused, as there, or the process ended early.
     """
     command = [sys.executable, "-c", f"from {__name__} import write_steps; write_steps()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # a format of one's own is found there, too
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as reader:
         given, made = cast(BinaryIO, reader.stdin), cast(BinaryIO, reader.stdout)
         try:
             with given:
@@ -377,7 +379,7 @@ def record_run(
             it stay.
         StoreError: The store cannot be read or written.
     """
-    run = _Run(path, config, stored, processes, machine, lasting)
+    run = _Run(path, config, stored, processes, machine)
     if source.reward and lasting:
         note(f"{source.reward[0].upper()}{source.reward[1:]}.")
     try:
@@ -415,10 +417,8 @@ class _Run:
         stored: Mapping[str, Any],
         processes: Processes,
         machine: Mapping[str, object] | None,
-        lasting: bool,
     ):
         self.path, self.config, self.stored, self.processes, self.machine = path, config, stored, processes, machine
-        self.lasting = lasting
         self._writer: RunWriter | None = None
         # Steps that were stored before → their rollouts, looked up once, before any process writes
         self.done: dict[int, int] = processes.broadcast_from_main(self._stored_steps)
@@ -429,10 +429,10 @@ class _Run:
         last = -1
         if self.machine:  # scoring takes far longer than reading, and its records are many: one step is in memory
             steps = ((step, None) for step in read_steps(source, self.config))
-        elif sum(file.stat().st_size for file in source.files) > LARGE:
+        elif sum(file.stat().st_size for file in source.files) > LARGE and not self.done:  # all of its steps are due
             steps = ahead(read_aside(source, self.config, make))
         else:
-            steps = ahead((step, make(step)) for step in read_steps(source, self.config))
+            steps = ((step, None) for step in ahead(read_steps(source, self.config)))
         for step, tables in steps:
             if step.step <= last:  # another attempt replaces the steps from this one on
                 self.writer()
@@ -476,8 +476,7 @@ class _Run:
                 return RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
             policy = "replace" if self.config.if_exists == "replace" else "error"
             root, name = self.path.parent, self.path.name
-            joins = self.lasting and not self.machine  # without a model, writing is what takes the time
-            return RunWriter.create(root, name, self.stored, if_exists=policy, machine=self.machine, joins=joins)
+            return RunWriter.create(root, name, self.stored, if_exists=policy, machine=self.machine)
 
         if self._writer is None:
             writer = self._writer = self.processes.broadcast_from_main(opened)

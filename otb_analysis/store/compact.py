@@ -8,13 +8,11 @@ readers go on meanwhile, and a run that was killed is whole either way.
 import os
 import shutil
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -52,77 +50,6 @@ class Compacted:
     bytes_after: int
 
 
-class Joined:
-    """A file of all rows of a table, in row groups of whole steps; a thread writes it, beside other work."""
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path, self.schema, self.checksums = path, schema, list[int]()  # Of the parts, in the order of their rows
-        self._thread, self._writing = ThreadPoolExecutor(1), Future[None]()
-        self._writing.set_result(None)
-        self._waiting, self._size = list[pa.Table](), 0
-        self._open = ExitStack()
-        self._file = self._open.enter_context(atomic_file(path))
-        self._writer = self._open.enter_context(pq.ParquetWriter(self._file, schema, **parquet_options(schema)))
-
-    def add(self, rows: pa.Table, checksums: Iterable[int]) -> None:
-        """Add the rows of whole steps, with the checksums of their parts.
-
-        Raises:
-            OSError: The disk refused the rows before.
-        """
-        if self._size + len(rows) > ROW_GROUP:
-            self._write()
-        self._waiting.append(rows)
-        self._size += len(rows)
-        self.checksums += checksums
-
-    def _write(self) -> None:
-        """Let the thread write the rows that wait, once it has written those before."""
-        self._writing.result()
-        if self._waiting:
-            rows = pa.concat_tables(self._waiting)
-            self._writing = self._thread.submit(self._writer.write_table, rows, row_group_size=ROW_GROUP)
-        self._waiting, self._size = [], 0
-
-    def compare(self, parts: Iterable[pa.Table]) -> None:
-        """Compare every bit of the file with the parts' rows.
-
-        Raises:
-            OSError: The disk refused the last rows.
-            StoreError: It holds others.
-        """
-        self._write()
-        self._writing.result()
-        self._writer.close()
-        self._file.flush()
-        written, n = pq.ParquetFile(self._file.name), 0
-        groups = ahead(written.read_row_group(i, use_threads=False) for i in range(written.num_row_groups))
-        read = self.schema.empty_table()
-        for rows in parts:
-            while len(read) < len(rows) and (group := next(groups, None)) is not None:
-                read = pa.concat_tables([read, group])
-            if not _bits(read.slice(0, len(rows))).equals(_bits(rows)):
-                break
-            read, n = read.slice(len(rows)), n + len(rows)
-        else:
-            if n == written.metadata.num_rows:
-                return
-        raise StoreError(f"{self.path} would not hold the rows of its parts; nothing was changed, please report it.")
-
-    def __enter__(self) -> "Joined":
-        """Give the file its name once the block ends, or remove it after a failure."""
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """End the thread and the file."""
-        self._thread.shutdown()
-        self._open.__exit__(*error)
-
-    def drop(self) -> None:
-        """Remove the file."""
-        self.__exit__(StoreError, StoreError(), None)
-
-
 def compact(path: Path) -> Compacted:
     """Make a run that has ended one Parquet file per table.
 
@@ -145,11 +72,8 @@ def compact(path: Path) -> Compacted:
         ) from error
 
 
-def merge(run_dir: Path, joined: Mapping[str, Joined] | None = None) -> Compacted:
-    """Do the same for the run's own writer, which may have `joined` tables meanwhile.
-
-    What the disk refuses is an OSError or a sqlite3.Error.
-    """
+def merge(run_dir: Path) -> Compacted:
+    """Do the same for the run's own writer; what the disk refuses is an OSError or a sqlite3.Error."""
     with transaction(run_dir, write=True) as db:
         steps = catalogue.written_steps(db, run_dir)
         whole = {table: {part.file for part in listed(db, run_dir, table)} == {f"{table}.parquet"} for table in LARGE}
@@ -164,7 +88,7 @@ def merge(run_dir: Path, joined: Mapping[str, Joined] | None = None) -> Compacte
     due = {table: parts for table, parts in of_table.items() if parts and not whole[table]}
     count_to(sum(map(len, due.values())), "file")
     try:
-        of_table |= {table: _merged(run_dir, table, parts, (joined or {}).get(table)) for table, parts in due.items()}
+        of_table |= {table: _merged(run_dir, table, parts) for table, parts in due.items()}
         with transaction(run_dir, write=True) as db:
             if db.execute("SELECT changes FROM totals").fetchone() != (changes,):
                 raise StoreError(f"{run_dir} was changed by another process while it was compacted; compact it again.")
@@ -208,22 +132,26 @@ def _name_parts(db: sqlite3.Connection, parts: Sequence[Part]) -> None:
         catalogue.replace_parts(db, step, as_rows(list(of_step)))
 
 
-def _merged(run_dir: Path, table: str, parts: Sequence[Part], joined: Joined | None) -> list[Part]:
-    """Name a file of all rows of a table, written by now or here, and return what the catalogue is to say."""
+def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
+    """Write all rows of a table into one file, compare them, and return what the catalogue is to say."""
     # Columns of all parts: those of the schema as it has them today, the others as they were written.
     one_of = {part.fields: part for part in reversed(parts)}
     found = [read_step(run_dir, part).schema.remove_metadata() for part in reversed(one_of.values())]
     today = {c.name: ARROW[c.dtype] for c in TABLES[table]}
-    unified = pa.unify_schemas(found, promote_options="permissive")
-    schema = pa.schema([field.with_type(today.get(field.name, field.type)) for field in unified])
+    joined = pa.unify_schemas(found, promote_options="permissive")
+    schema = pa.schema([field.with_type(today.get(field.name, field.type)) for field in joined])
     path = run_dir / f"{table}.parquet"
-    whole = joined and joined.schema == schema and joined.checksums == [part.crc32 for part in parts]
-    if joined and not whole:
-        joined.drop()
-    with joined if joined and whole else Joined(path, schema) as file:
-        for rows in () if whole else ahead(_pieces(run_dir, parts, schema)):
-            file.add(rows, ())
-        file.compare(ahead(_pieces(run_dir, parts, schema)))
+    with atomic_file(path) as file:
+        with pq.ParquetWriter(file, schema, **parquet_options(schema)) as writer:
+            for rows in ahead(_row_groups(run_dir, parts, schema)):
+                writer.write_table(rows, row_group_size=ROW_GROUP)
+        file.flush()
+        written, at = pq.ParquetFile(file.name), 0
+        for rows in ahead(_row_groups(run_dir, parts, schema)):
+            groups = list(range(at, at + max(1, -(-len(rows) // ROW_GROUP))))
+            if not _bits(written.read_row_groups(groups, use_threads=False)).equals(_bits(rows)):
+                raise StoreError(f"{path} would not hold the rows of its parts; nothing was changed, please report it.")
+            at = groups[-1] + 1
     status = path.stat()
     checksum = checksum_of(path, status.st_ino, status.st_mtime_ns, status.st_size)
     merged = list[Part]()
@@ -235,13 +163,14 @@ def _merged(run_dir: Path, table: str, parts: Sequence[Part], joined: Joined | N
     return merged
 
 
-def _pieces(run_dir: Path, parts: Sequence[Part], schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yield the rows of whole steps: those of one, or of a row group of a file that holds many."""
+def _row_groups(run_dir: Path, parts: Sequence[Part], schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield the rows of whole steps, at most `ROW_GROUP` of several steps, so that one step is found and read alone."""
+    waiting, size = list[pa.Table](), 0
     for alone, of_file in groupby(parts, lambda part: part.step if part.alone else part.file):
         some = list(of_file)
         if isinstance(alone, int):
             pieces = iter([pa.concat_tables([read_step(run_dir, part) for part in some], promote_options="default")])
-        else:
+        else:  # piece by piece, since it holds many steps
             check(run_dir, some)
             file, steps = pq.ParquetFile(run_dir / some[0].file), [part.step for part in some]
             groups = (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
@@ -251,8 +180,14 @@ def _pieces(run_dir: Path, parts: Sequence[Part], schema: pa.Schema) -> Iterator
                 piece[c.name].cast(c.type) if c.name in piece.column_names else pa.nulls(len(piece), c.type)
                 for c in schema
             ]
-            yield pa.table(columns, schema=schema)
+            if waiting and size + len(piece) > ROW_GROUP:
+                yield pa.concat_tables(waiting)
+                waiting, size = [], 0
+            waiting.append(pa.table(columns, schema=schema))
+            size += len(piece)
         advance(len(some))
+    if waiting:
+        yield pa.concat_tables(waiting)
 
 
 def _bits(rows: pa.Table) -> pa.Table:

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 
 from otb_analysis.errors import InputError
 
-LONGEST = 60
-"""Characters of a condition that an error repeats."""
+LONGEST, MOST = 60, 1_000
+"""Characters of a condition that an error repeats, and that it may have: Arrow overflows the stack where it is deep."""
 COMPARED = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
@@ -47,6 +47,8 @@ def rows_where(rows: pa.Table, text: str, columns: Mapping[str, str]) -> pa.Tabl
     """
     how = f"join comparisons such as reward == 0 by and, or, not; the columns are {', '.join(columns)}."
     asked = repr(text if len(text) <= LONGEST else f"{text[:LONGEST]} …")
+    if len(text) > MOST:
+        raise InputError(f"the condition {asked} has {len(text):,} characters, of {MOST:,} at most; {how}")
     try:
         return rows.filter(_expression(ast.parse(text.strip(), mode="eval").body, columns))
     except InputError as error:

@@ -88,16 +88,34 @@ def matching(table: pd.DataFrame, asked: str) -> pd.Series:
     """
     fits = pd.Series(True, table.index)
     for word in asked.split():
-        key, sign, value = re.split(r"([=<>]|$)", word, maxsplit=1)
+        key, sign, value = re.split(r"(<=|>=|==|!=|[=<>]|$)", word, maxsplit=1)
         if not sign:
             fits &= table["run"].str.contains(key, case=False, regex=False)
             continue
         columns = [str(column) for column in table if f".{key}." in f".{column}."]
         if not columns:
             raise InputError(f"no run has the setting or result {key!r}; {nearest(key, map(str, table))}")
-        numbers, limit = table[columns].apply(pd.to_numeric, errors="coerce"), pd.to_numeric(value, errors="coerce")
-        equal = table[columns].astype(str).eq(value) | numbers.eq(limit)  # a seed beside a broken run's is 1.0
-        fits &= {"=": equal, ">": numbers > limit, "<": numbers < limit}[sign].any(axis=1)
+        kept = table[columns]
+        limit: Any = pd.to_numeric(value, errors="coerce")
+        numbers = kept.apply(pd.to_numeric, errors="coerce")
+        if len(kept.select_dtypes(["datetime", "datetimetz"]).columns):  # the beginning of a date does
+            limit, numbers = value, kept.astype(str).apply(lambda times, n: times.str[:n], n=len(value))
+        if sign[0] in "<>" and limit != limit:  # NaN
+            raise InputError(
+                f"{word!r} asks for more or less than {value!r}, which is no number; write one behind {sign}."
+            )
+        equal = kept.astype(str).eq(value) | numbers.eq(limit)  # a seed beside a broken run's is 1.0
+        more, less = numbers.gt(limit), numbers.lt(limit)
+        asked_for = {
+            ">": more,
+            "<": less,
+            ">=": more | equal,
+            "<=": less | equal,
+            "=": equal,
+            "==": equal,
+            "!=": ~equal,
+        }
+        fits &= asked_for[sign].any(axis=1)
     return fits
 
 

@@ -22,7 +22,7 @@ from otb_analysis.phases import note, phase
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier
 from otb_analysis.store.catalogue import ARROW, LARGE, SMALL, transaction
-from otb_analysis.store.compact import Joined, merge, separate
+from otb_analysis.store.compact import merge, separate
 from otb_analysis.store.gram import derived
 from otb_analysis.store.layout import (
     CATALOGUE,
@@ -74,7 +74,6 @@ class RunWriter:
         self.rank = rank
         self.size = size  # Processes that write parts of the same steps
         self._last_step: int | None = None
-        self._joined: dict[str, Joined] | None = None
 
     @cached_property
     def _steps(self) -> set[int]:
@@ -91,7 +90,6 @@ class RunWriter:
         *,
         if_exists: Literal["error", "replace"] = "error",
         machine: Mapping[str, object] | None = None,
-        joins: bool = False,
     ) -> "RunWriter":
         """Make the run's directory, its run.json and its catalogue, and return its writer.
 
@@ -99,8 +97,6 @@ class RunWriter:
             config: Its whole configuration, nested; `seed` is repeated at the top of run.json.
             if_exists: What to do with a run of that name: refuse, or delete it first.
             machine: Where its model runs, and in which arithmetic it is measured.
-            joins: Whether the files of the run that has ended are written beside its steps, for a run whose writing is
-                what takes its time.
 
         Raises:
             InputError: The name is no directory name, a directory of that name exists, or the run to be replaced is
@@ -130,9 +126,7 @@ class RunWriter:
                     catalogue.make(db)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot make {path} ({_why(error)}); pass a writable parent.") from error
-        writer = cls(path)
-        writer._joined = {} if joins else None
-        return writer
+        return cls(path)
 
     @classmethod
     def resume(cls, path: Path, from_step: int, machine: Mapping[str, object] | None = None) -> "RunWriter":
@@ -218,8 +212,6 @@ class RunWriter:
                 path.unlink()
         self._steps.add(step)
         self._last_step = step
-        for part in parts:
-            self._join(part, rows[part.table])
 
     def finish(
         self, status: Literal["complete", "failed"] = "complete", reason: str = "", *, merged: bool = True
@@ -233,8 +225,6 @@ class RunWriter:
         """
         if self.rank:
             return
-        if status != "complete" or not merged:
-            self._drop()
         with transaction(self.path) as db:
             steps = catalogue.written_steps(db, self.path)
         ended = {"number": len(steps), "first": steps[0], "last": steps[-1]} if steps else {"number": 0}
@@ -250,7 +240,7 @@ class RunWriter:
         if status == "complete" and merged:
             try:
                 with phase("one file for each table"):
-                    merge(self.path, self._joined)
+                    merge(self.path)
             except (StoreError, OSError, sqlite3.Error) as error:  # the run is whole as it is
                 note(f"{self.path} keeps a file for each step ({error}); otb compact tries again.")
 
@@ -265,22 +255,6 @@ class RunWriter:
             written.append(path)
             file.write(content)
         return described(step, table, f"{table}/{path.name}", rows, crc32(content))
-
-    def _join(self, part: Part, rows: pa.Table) -> None:
-        """Write rows into the file of all rows of their table, too; if that fails, it is written at the end."""
-        try:
-            if self._joined is not None:
-                if part.table not in self._joined:
-                    self._joined[part.table] = Joined(self.path / f"{part.table}.parquet", rows.schema)
-                self._joined[part.table].add(rows, [part.crc32])
-        except (OSError, pa.ArrowException):
-            self._drop()
-
-    def _drop(self) -> None:
-        """Remove what was written of the files of all rows."""
-        for joined in (self._joined or {}).values():
-            joined.drop()
-        self._joined = None
 
     def _remove(self, step: int) -> None:
         """Remove a step that is there already, so that no reader sees half of it."""

@@ -115,7 +115,7 @@ def test_the_same_prompt_is_listed_over_all_steps_by_a_button(tmp_path, monkeypa
 def test_what_is_no_condition_is_answered_in_a_sentence_and_the_page_goes_on(rollouts):
     rollouts.text_input(key="where").set_value("reward = 0").run()
     assert not rollouts.exception and "columns are tokens, step" in texts(rollouts)
-    assert rollouts.text_area(key="sql") and not rollouts.get("bidi_component")
+    assert rollouts.text_area(key="sql") and not [one for one in rollouts.get("bidi_component") if one.key == "reader"]
 
 
 def test_a_cell_of_the_histogram_sets_both_ranges_and_the_list(rollouts, store_root):
@@ -203,3 +203,15 @@ def test_a_click_leads_on_also_where_the_address_sets_boxes(page, store_root, mo
     app.run()
     assert not app.exception and app.title[0].value == title
     assert app.query_params["run"] in (RUN, [RUN]) and not set(app.query_params) & {"smooth", "kind", "text", "steps"}
+
+
+@pytest.mark.parametrize("answers", [["", ""], [None, "x"], None])
+def test_an_answer_without_text_is_read_and_rendered_as_empty(answers, tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "run", {})
+    rows = {"group": [0, 0], "rollout": [0, 1], "reward": [0.0, 1.0], "length": [0, 1]}
+    writer.write_step(0, StepTables(rollouts=rows | ({"completion": answers} if answers else {}), steps={"x": 1.0}))
+    writer.finish()
+    app = open_page(tmp_path, "rollouts", monkeypatch, rendered="true")
+    assert not app.exception and len(listed(app)) == 2
+    assert any("<i>empty</i>" in html.proto.body for html in app.get("html"))
+    assert not [button for button in app.button if button.label.startswith("This prompt")]  # it is not known

@@ -156,14 +156,17 @@ def test_a_long_run_that_no_detector_can_judge_is_not_called_too_short(tmp_path,
 def test_triage_lists_only_settings_that_differ(store_root, monkeypatch):
     app = open_page(store_root, "triage", monkeypatch)
     table = app.dataframe[0].value
-    assert "seed" in table and not {"task", "estimator.name"} & set(table)  # the estimator has its own column
+    assert "config.seed" in table and not {"task", "config.estimator.name"} & set(
+        table
+    )  # the estimator has its own column
 
 
 def test_triage_says_how_many_settings_an_older_run_does_not_have(tmp_path, monkeypatch):
     for name, config in (("older", {"seed": 0}), ("newer", {"seed": 1, "objective": {"epochs": 1, "staleness": 0}})):
         RunWriter.create(tmp_path, name, config).write_step(0, StepTables(steps={"reward_mean": 0.5}))
     app = open_page(tmp_path, "triage", monkeypatch)
-    assert "seed" in app.dataframe[0].value and "objective.epochs" not in app.dataframe[0].value
+    listed_columns = app.dataframe[0].value
+    assert "config.seed" in listed_columns and "config.objective.epochs" not in listed_columns
     assert "2 settings are left out: some of these runs did not record them" in texts(app)
 
 
@@ -176,9 +179,22 @@ def test_what_is_typed_to_find_runs_chooses_them_and_triage_lists_no_others(stor
     app.multiselect(key="run").set_value(["failed-rloo"]).run()
     assert app.multiselect(key="run").value == ["failed-rloo"] and len(app.dataframe[0].value) == 2
     app.text_input(key="find").set_value("nowhere").run()
-    assert not app.exception and app.multiselect(key="run").value == [] and "There are no runs." in texts(app)
+    assert not app.exception and app.multiselect(key="run").value == [] and "No run fits what" in texts(app)
     app.text_input(key="find").set_value("nosuch=1").run()
     assert not app.exception and "no run has the setting or result 'nosuch'" in texts(app)
+    assert app.multiselect(key="run").value == []  # what cannot be asked chooses none anew
+
+
+def test_an_emptied_search_chooses_the_usual_runs_and_a_setting_may_be_called_as_a_column(tmp_path, monkeypatch):
+    for i in range(8):
+        writer = RunWriter.create(tmp_path, f"r{i}", {"steps": 10 + i, "seed": i})
+        writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+        writer.finish()
+    app = open_page(tmp_path, "triage", monkeypatch)
+    usual = app.multiselect(key="run").value
+    assert not app.exception and 1 < len(usual) < 8 and "config.steps" in app.dataframe[0].value
+    assert app.text_input(key="find").set_value("seed=0").run().multiselect(key="run").value == ["r0"]
+    assert app.text_input(key="find").set_value("").run().multiselect(key="run").value == usual
 
 
 def test_the_reference_is_chosen_first_on_triage_and_a_on_compare(store_root, monkeypatch):
@@ -186,8 +202,12 @@ def test_the_reference_is_chosen_first_on_triage_and_a_on_compare(store_root, mo
     for pinned in ("chain-otb-s0", "failed-rloo"):
         app = open_page(store_root, "compare", monkeypatch, reference=pinned, **asked)
         assert app.selectbox(key="a").value == pinned
+    for pinned in (*BOTH, *BOTH):
+        app.selectbox(key="reference").set_value(pinned).run()
+        assert app.selectbox(key="a").value == pinned != app.selectbox(key="b").value
+    app.selectbox(key="reference").set_value("").run()
+    assert app.selectbox(key="a").value != app.selectbox(key="b").value
     app.selectbox(key="reference").set_value("chain-otb-s0").run()
-    assert app.selectbox(key="a").value == "chain-otb-s0"
     app.switch_page("views/triage.py").run()
     assert app.dataframe[0].value["run"].iloc[0] == "chain-otb-s0"
 

@@ -65,9 +65,14 @@ def test_an_answer_is_cut_where_a_turn_or_a_tool_begins():
     )
     cut = [Passage(0, False, "Let me"), Passage(0, True, "42"), Passage(1, False, " So.")]
     assert passages("all of it", tokens) == cut
-    assert passages("all of it", answer((0, True, "x"), (0, True, None))) == [Passage(0, False, "x")]
+    assert passages("all", answer((0, True, "x"), (0, True, None))) == [Passage(0, False, "x")]
 
 
 @pytest.mark.parametrize("tokens", [answer(), answer((0, True, None)), answer((0, True, "a"), (0, True, "\ufffd"))])
 def test_an_answer_whose_tokens_are_not_its_text_is_one_passage(tokens):
     assert passages("a🙂", tokens) == [Passage(0, False, "a🙂")]
+
+
+def test_blanks_that_a_tokenizer_leaves_out_of_single_tokens_are_in_the_answer():
+    tokens = answer((0, True, "Hello"), (0, True, "world"))  # as SentencePiece decodes them one by one
+    assert passages("Hello world", tokens) == [Passage(0, False, "Hello world")]

@@ -130,6 +130,24 @@ def test_coordinates_stand_for_the_gradients_of_experts(family, sample, passes, 
         taken.clear()
 
 
+@pytest.mark.parametrize("lengths", [(17, 39), (18, 40), (17, 40)])
+def test_all_passes_decide_alike_whether_experts_have_coordinates(lengths):
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=17, hidden_size=56, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, num_experts_per_tok=2, num_local_experts=4,
+    )  # fmt: skip
+    model, longest = transformers.MixtralForCausalLM(config).eval(), max(lengths)
+    ids = torch.randint(0, 17, (2, longest))
+    attention = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    mask = attention & (torch.arange(longest) > 1)
+    weights = np.random.default_rng(0).normal(size=(2, 2, longest))
+    args = (model, ids, mask, weights, np.array([0, 1]), attention)
+    got, expected = group_gradient_gram(*args), group_gradient_gram(*args, engine="reference")
+    scale = np.sqrt(np.einsum("mmpp->mp", expected))
+    assert (np.abs(got - expected) <= 1e-5 * scale[:, None, :, None] * scale[None, :, None, :]).all()
+
+
 @pytest.mark.parametrize("family", ROUTED)
 @pytest.mark.parametrize("scope", ["experts", r"gate\.weight|router", r"layers\.1\.mlp", "self_attn|norm"])
 def test_every_part_of_a_mixture_may_be_in_scope(family, scope, long_batch, agree_with_reference):

@@ -135,10 +135,10 @@ def aside(monkeypatch):
 
 def test_a_process_of_its_own_reads_the_same(config, jsonl, simple, notes, monkeypatch):
     rows = [row | {"logprobs": [-0.5, float("nan")], "ids": [1, 2]} for step in range(3) for row in simple(step=step)]
-    for large in (runs.LARGE, 0):
+    for name, large in (("thread", runs.LARGE), ("process", 0)):
         monkeypatch.setattr(runs, "LARGE", large)
-        import_rollouts(jsonl(rows), replace(config, run=f"from{large}"))
-    one, other = (RunStore(config.root / f"from{large}") for large in (runs.LARGE, 0))
+        import_rollouts(jsonl(rows), replace(config, run=name))
+    one, other = RunStore(config.root / "thread"), RunStore(config.root / "process")
     for table in ("tokens", "rollouts", "steps"):
         pd.testing.assert_frame_equal(one.frame(table), other.frame(table))
     counted = [note for note in notes if "not a finite number" in note]

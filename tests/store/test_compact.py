@@ -137,59 +137,6 @@ def test_row_groups_hold_whole_steps_so_that_one_is_read_alone(run, monkeypatch)
     assert len(RunStore(run).tokens_df([2])) == 20
 
 
-def joining(tables, tmp_path, steps):
-    """A run whose files are written beside its steps, and one whose are not."""
-    for joins in (True, False):
-        writer = RunWriter.create(tmp_path, f"joins-{joins}", {}, joins=joins)
-        for step in steps:
-            write(writer, tables, step)
-        yield writer
-
-
-@pytest.mark.parametrize("rows", [10, 25, 100_000])
-def test_files_written_beside_the_steps_are_those_that_are_written_at_the_end(tables, tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(compact_module, "ROW_GROUP", rows)
-    read, pieces = [], compact_module._pieces
-    monkeypatch.setattr(compact_module, "_pieces", lambda *given: read.append(0) or pieces(*given))
-    paths, times = [], []
-    for writer in joining(tables, tmp_path, range(4)):
-        read.clear()
-        writer.finish()
-        times.append(len(read))
-        paths.append(writer.path)
-    assert times == [2, 4]  # of tokens and Gram matrices: to compare, and to write before
-    for name in ("tokens.parquet", "grams.parquet"):
-        assert (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes()
-    same(everything(paths[0]), everything(paths[1]))
-
-
-def test_steps_that_are_written_again_or_have_more_columns_are_written_at_the_end(tables, tmp_path, monkeypatch):
-    def refused(*given, **options):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(compact_module, "ROW_GROUP", 10)
-    for change in ("again", "columns", "disk"):
-        found = []
-        for writer in joining(tables, tmp_path / change, range(2)):
-            if change == "disk" and writer._joined:
-                monkeypatch.setattr(writer._joined["tokens"]._writer, "write_table", refused)
-            one = tables(9)
-            tokens = one.tokens | ({"note": np.arange(10)} if change == "columns" else {})
-            writer.write_step(1 if change == "again" else 2, StepTables(tokens, one.rollouts, one.steps))
-            write(writer, tables, 3)
-            writer.finish()
-            found.append(everything(writer.path))
-            assert names(writer.path) == WHOLE and not list(writer.path.rglob(".*"))
-        same(*found)
-
-
-def test_run_that_fails_keeps_no_half_written_file(tables, tmp_path):
-    writer = next(joining(tables, tmp_path, range(4)))
-    assert list(writer.path.rglob(".*.tmp"))
-    writer.finish("failed", "stopped")
-    assert not list(writer.path.rglob(".*.tmp")) and RunStore(writer.path).complete_steps() == [0, 1, 2, 3]
-
-
 def test_run_that_is_written_is_refused(writer, tables):
     write(writer, tables, 0)
     with pytest.raises(InputError, match="demo is being written by"):

@@ -184,11 +184,15 @@ def test_runs_are_found_by_name_setting_and_result(tmp_path):
     wanted = {
         "": "broken otb-0 otb-1 rloo-0", "OTB": "otb-0 otb-1", "estimator=otb seed=1": "otb-1",
         "heldout_reward>0.4": "otb-0 rloo-0",
-        "optimize.learning_rate<0.001": "otb-1", "seed=0 heldout_reward<0.6": "otb-0", "heldout_reward>high": "",
+        "optimize.learning_rate<0.001": "otb-1", "seed=0 heldout_reward<0.6": "otb-0",
+        "seed>=1": "otb-1", "seed==0 otb": "otb-0", "heldout_reward<=0.5": "otb-0 otb-1", "seed!=0 -": "otb-1",
+        "created<2000": "", "created>=2001 rloo": "rloo-0",
     }  # fmt: skip
     assert {asked: " ".join(table["run"][matching(table, asked)]) for asked in wanted} == wanted
     with pytest.raises(InputError, match=r"'learning_rat'; did you mean"):
         matching(table, "learning_rat=1")
+    with pytest.raises(InputError, match="'heldout_reward>high' asks for more or less than 'high', which is no number"):
+        matching(table, "heldout_reward>high")
 
 
 def test_a_run_that_ended_keeps_its_age_when_its_files_are_copied(tmp_path, writer):

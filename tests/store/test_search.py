@@ -73,6 +73,13 @@ def test_what_is_no_condition_is_refused_in_a_sentence_that_names_the_columns(wh
     assert len(str(refused.value)) < 500
 
 
+@pytest.mark.parametrize("where", ["0" + "<1" * 20_000, "0 <= reward" + " and 1 < 2" * 10_000])
+def test_a_condition_that_would_overflow_the_stack_is_refused(where, store):
+    with pytest.raises(InputError, match=r"characters, of 1,000 at most"):
+        find_rollouts(store, RolloutFilter(where=where))
+    assert find_rollouts(store, RolloutFilter(where="0 <= reward" + " and 1 < 2" * 98))[1]
+
+
 def test_prompts_whose_answers_disagree_come_first_also_where_a_filter_leaves_answers_of_one_kind(tmp_path):
     writer = RunWriter.create(tmp_path, "mine", {})
     for step in range(2):

@@ -13,6 +13,7 @@ from otb_analysis.gradients.batch.forward import layout_of, sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, free_bytes, gibibytes
 from otb_analysis.gradients.batch.kernels import plain_kernels
 from otb_analysis.gradients.batch.layout import Tree, packing_pays, padded, sampled_nodes, tree_of
+from otb_analysis.gradients.batch.scope import end_of
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import add_products, flat_norm_sq, refuse_many
 from otb_analysis.gradients.exact.layers import UnfitError
@@ -173,7 +174,8 @@ def rounds_of(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> tuple[list[Pr
         UnfitError: The signals of one rollout do not fit.
     """
     kind = batch.scope.parameters[0]
-    width = kind.element_size() * int(getattr(getattr(batch.model, "config", None), "hidden_size", 0))
+    table = end_of(batch.model, "input") or end_of(batch.model, "output")
+    width = kind.element_size() * (table.weight.shape[-1] if table is not None else 0)
     room = free_bytes(kind.device) // 2
     if sum(prompt.signals(width) for prompt in prompts) <= room:
         return list(prompts), [list(range(len(prompts)))]

@@ -69,6 +69,8 @@ class Part:
         if self.experts:
             self.rows, self.experts = self.rows + other.rows, self.experts + other.experts
             return
+        if [len(x) for x in self.rows] != [len(x) for x in other.rows]:  # of another length, so of other rows at once
+            self.rows, other = [torch.cat(self.rows)], Part(self.name, [torch.cat(other.rows)])
         for x, y in zip(self.rows, other.rows, strict=True):
             x += y
 
@@ -218,8 +220,8 @@ class Layered:
         source, block = hidden.detach().requires_grad_(), self.structure.blocks[index]
         with routed(block) as experts, many_signals(one.layout.ids.shape[1]):
             output = one.calls[index].again(block, source)
-            share = one.layout.ids.numel() / sum(x.layout.ids.numel() for prompt in self.added for x in prompt.passes)
-            few = [_few_tokens(experts.get(id(x)), x, span, share) for _, x, span in wanted]
+            tokens = one.layout.ids.numel(), sum(x.layout.ids.numel() for prompt in self.added for x in prompt.passes)
+            few = [_few_tokens(experts.get(id(x)), x, span, *tokens) for _, x, span in wanted]
         targets = [x if call is None else call.outputs for call, (_, x, _) in zip(few, wanted, strict=True)]
         size = sum(x.numel() * x.element_size() for x in targets)
         back, found = torch.empty_like(one.signals), [list[Tensor]() for _ in wanted]
@@ -256,12 +258,15 @@ class Layered:
                 prompt.ends.embedded[:, prompt.ends.ids == padding] = 0
 
 
-def _few_tokens(calls: list[Routed] | None, parameter: Tensor, span: slice, share: float) -> Routed | None:
-    """The pass of experts that see fewer tokens than a row has numbers, by FEWER; `share` of all tokens is in it."""
+def _few_tokens(calls: list[Routed] | None, parameter: Tensor, span: slice, n: int, total: int) -> Routed | None:
+    """The pass of experts that see fewer tokens than a row has numbers, by FEWER; it has n of all tokens.
+
+    In whole numbers, so that all passes answer alike.
+    """
     if not calls or span.stop - span.start < parameter.numel():
         return None
     (call,) = calls
-    return call if FEWER * len(call.inputs) * call.outputs.shape[1] <= share * parameter.numel() else None
+    return call if FEWER * len(call.inputs) * call.outputs.shape[1] * total <= parameter.numel() * n else None
 
 
 def _pulled(

@@ -152,6 +152,27 @@ def test_rows_go_through_a_block_a_few_at_a_time_where_memory_is_short(make_mode
     assert distance(both(model, batch, weights_of())[0], whole) < 1e-6
 
 
+@pytest.mark.parametrize("memory", [1 << 18, 1 << 17])
+def test_passes_of_a_prompt_may_take_other_rows_at_once(memory, monkeypatch):
+    length = 300
+    ids = torch.randint(0, 17, (2, length), generator=torch.Generator().manual_seed(0))
+    attention = torch.ones(2, length, dtype=torch.bool)
+    attention[0, 40:] = False
+    mask = attention.clone()
+    mask[:, :2] = False
+    weights = np.random.default_rng(0).normal(size=(2, 6, length))
+    config = LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    args = (LlamaForCausalLM(config).double().eval(), ids, mask, weights, np.array([0, 0]), attention)
+    expected = group_gradient_gram(*args, engine="reference")
+    monkeypatch.setattr(group_gram, "BLOCK_COPIES", 10**12)  # a pass for each rollout
+    monkeypatch.setattr("otb_analysis.gradients.groups.layered.SIGNAL_BYTES", memory)
+    assert distance(group_gradient_gram(*args), expected) < 1e-6
+
+
 def test_inputs_that_were_dropped_are_run_again(batch, monkeypatch):
     torch.manual_seed(1)
     config = LlamaConfig(
