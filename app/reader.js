@@ -88,10 +88,13 @@ export default function (component) {
   let wrap = parentElement.querySelector(".wrap");
   if (!wrap) {
     wrap = element("div", "wrap");
-    wrap.tabIndex = 0;
-    wrap.setAttribute("aria-label", "Rollouts: j, k and arrow keys choose one");
+    wrap.tabIndex = -1;
     wrap.list = element("div", "list");
     wrap.text = element("div", "pane");
+    wrap.list.tabIndex = wrap.text.tabIndex = 0; // what scrolls is reached by Tab
+    for (const part of [wrap.list, wrap.text]) part.setAttribute("role", "region");
+    wrap.list.setAttribute("aria-label", "Rollouts: j, k and arrow keys choose one");
+    wrap.text.setAttribute("aria-label", "The chosen rollout");
     wrap.onkeydown = (event) => pressed(wrap, event);
     wrap.append(wrap.list, wrap.text);
     parentElement.append(wrap);

@@ -130,17 +130,19 @@ def test_a_figure_is_saved_as_wide_as_a_column_of_a_paper(width, inches, tab, ad
     page.locator("[data-testid=stPopoverBody] [data-testid=stSelectbox] input").click()
     page.locator(f"[role=option]:has-text('{width}')").click()
     finished(page)
-    svg = saved(page).decode()
+    svg = saved(page, "svg").decode()
     size = re.search(r'<svg[^>]* width="([\d.]+)"', svg)
     assert float(size[1]) == pytest.approx(96 * inches, abs=0.01) and "viewBox" in svg
     page.locator("[data-testid=stPopover] button").first.click()  # saving closed it
     page.locator("[data-testid=stPopoverBody] button:has-text('png')").click()
     finished(page)
-    assert struct.unpack(">I", saved(page)[16:20])[0] == round(300 * inches)  # the width in a PNG's first chunk
+    assert struct.unpack(">I", saved(page, "png")[16:20])[0] == round(300 * inches)  # the width in a PNG's first chunk
 
 
-def saved(page) -> bytes:
-    """What the camera of the first figure saves."""
+def saved(page, kind: str) -> bytes:
+    """What the camera of the first figure saves, once the figure is drawn with what was chosen."""
+    options = "document.querySelector('.js-plotly-plot')._context?.toImageButtonOptions"
+    page.wait_for_function(f"{options}?.format === '{kind}' && {options}.width > 0", timeout=60_000)
     page.locator(".js-plotly-plot").first.hover(position={"x": 300, "y": 120})
     with page.expect_download() as download:
         page.locator(".js-plotly-plot .modebar-btn[data-title*=ownload]").first.evaluate("(e) => e.click()")
