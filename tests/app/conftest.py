@@ -1,6 +1,7 @@
 """A small synthetic store: three whole runs, a failed one, a running one, a broken one; hostile text throughout."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,21 @@ import pytest
 from otb_analysis.statistics import gradient_statistics
 from otb_analysis.store import RunWriter, StepTables, gram_rows
 from otb_analysis.types import Gram
+from tests.app.browsing import Watched, chromium_started, watched
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    """Chromium, for the tests of a module."""
+    with chromium_started() as instance:
+        yield instance
+
+
+@pytest.fixture
+def tab(browser, address) -> Iterator[Watched]:
+    """A page of the dashboard that a module serves at its `address`, watched."""
+    with watched(browser, address) as page:
+        yield page
 
 
 @pytest.fixture(autouse=True)

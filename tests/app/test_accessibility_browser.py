@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.app.browsing import Watched, chromium_started, finished, served, sideways, visit, watched
+from tests.app.browsing import Watched, finished, served, sideways, visit, watched
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -14,12 +14,6 @@ PAGES = (
     "estimators?run=chain-otb-s0", "estimators?run=chain-otb-s0&part=Proxy", f"compare?{BOTH}",
 )  # fmt: skip
 FIGURES = "[...document.querySelectorAll('[data-testid=stPlotlyChart]')]"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with chromium_started() as instance:
-        yield instance
 
 
 @pytest.fixture(scope="module")

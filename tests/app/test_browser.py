@@ -22,13 +22,10 @@ from tests.app.browsing import (
     PLOT,
     ROOT,
     SECONDS,
-    Watched,
-    chromium_started,
     click_first_row,
     served,
     sideways,
     visit,
-    watched,
 )
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -37,12 +34,6 @@ PAGES = {  # a run is running: it opens first
     "": "Run", "?run=chain-otb-s0": "Triage", "run": "Run", "rollouts": "Rollouts", "tokens": "Tokens",
     "estimators": "Estimators", "estimators?part=Proxy": "Estimators", "compare": "Compare",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with chromium_started() as instance:
-        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +46,6 @@ def live_root(store_root, tmp_path_factory) -> Path:
 def address(live_root) -> Iterator[str]:
     with served(live_root) as url:
         yield url
-
-
-@pytest.fixture
-def tab(browser, address) -> Iterator[Watched]:
-    with watched(browser, address) as page:
-        yield page
 
 
 @pytest.mark.parametrize("path", PAGES)

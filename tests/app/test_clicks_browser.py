@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.store import RunWriter, StepTables
-from tests.app.browsing import SECONDS, Watched, asked, chromium_started, finished, served, visit, watched
+from tests.app.browsing import SECONDS, Watched, asked, finished, served, visit, watched
 from tests.app.token_runs import write_token_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -24,12 +24,6 @@ SPOT = """([figure, x, axis, y]) => {
           box.top + rows._offset + (y === null ? rows._length / 2 : rows.d2p(y)),
           layout.xaxis.d2p(1) - layout.xaxis.d2p(0)];
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with chromium_started() as instance:
-        yield instance
 
 
 @pytest.fixture(scope="module")

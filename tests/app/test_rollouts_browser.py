@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from otb_analysis.store import RunWriter, StepTables
-from tests.app.browsing import SECONDS, Watched, asked, chromium_started, finished, served, sideways, visit, watched
+from tests.app.browsing import SECONDS, asked, finished, served, sideways, visit, watched
 from tests.app.token_runs import write_token_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -19,12 +19,6 @@ HOSTILE = (
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with chromium_started() as instance:
-        yield instance
-
-
-@pytest.fixture(scope="module")
 def address(tmp_path_factory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("read_runs")
     write_token_run(root, "short")
@@ -35,12 +29,6 @@ def address(tmp_path_factory) -> Iterator[str]:
     writer.finish()
     with served(root) as url:
         yield url
-
-
-@pytest.fixture
-def tab(browser, address) -> Iterator[Watched]:
-    with watched(browser, address) as page:
-        yield page
 
 
 def reads(page, rollout: str) -> None:

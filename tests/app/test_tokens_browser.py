@@ -7,10 +7,8 @@ import pytest
 from tests.app.browsing import (
     PLOT,
     SECONDS,
-    Watched,
     asked,
     choose,
-    chromium_started,
     finished,
     select_box,
     served,
@@ -26,12 +24,6 @@ CHOSEN = ".tok.chosen"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with chromium_started() as instance:
-        yield instance
-
-
-@pytest.fixture(scope="module")
 def address(tmp_path_factory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("token_runs")
     for seed, name in enumerate(("first", "second")):
@@ -40,12 +32,6 @@ def address(tmp_path_factory) -> Iterator[str]:
     write_odd_run(root)
     with served(root) as url:
         yield url
-
-
-@pytest.fixture
-def tab(browser, address) -> Iterator[Watched]:
-    with watched(browser, address) as page:
-        yield page
 
 
 def says(page, text: str) -> None:

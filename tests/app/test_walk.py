@@ -13,7 +13,6 @@ from tests.app.browsing import (
     SECONDS,
     asked,
     choose,
-    chromium_started,
     click_point,
     click_row,
     finished,
@@ -57,12 +56,6 @@ VIEW = """() => {
     sentences: read('[data-testid=stCaptionContainer], [data-testid=stAlert]', (e) => e.innerText),
   };
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with chromium_started() as instance:
-        yield instance
 
 
 @pytest.fixture(scope="module")

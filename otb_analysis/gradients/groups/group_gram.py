@@ -174,8 +174,8 @@ def rounds_of(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> tuple[list[Pr
         UnfitError: The signals of one rollout do not fit.
     """
     kind = batch.scope.parameters[0]
-    table = end_of(batch.model, "input") or end_of(batch.model, "output")
-    width = kind.element_size() * (table.weight.shape[-1] if table is not None else 0)
+    table = getattr(end_of(batch.model, "input") or end_of(batch.model, "output"), "weight", None)
+    width = kind.element_size() * (0 if table is None else table.shape[-1])
     room = free_bytes(kind.device) // 2
     if sum(prompt.signals(width) for prompt in prompts) <= room:
         return list(prompts), [list(range(len(prompts)))]
