@@ -11,6 +11,8 @@ WORKERS ?= auto
 # half of what another has left.
 XDIST := -n $(WORKERS) --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST)
+# Tests of what a clone alone has, and of which file imports which: neither meets other versions at a user.
+CLONE := studies benchmarks test_imports.py
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
 .PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl check format docs bench dashboard clean
@@ -51,8 +53,8 @@ test-all: test-long test-trl  ## all tests, the long ones, the browser's and tho
 test-trl: .venv-trl/.installed  ## our estimators and log inside TRL's trainer
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations $(TIMEOUT)
 
-test-lowest:     ## the tests that take minutes with the lowest versions that pyproject.toml allows
-	OMP_NUM_THREADS=1 $(PYTHON) .ci/lowest.py $(XDIST)
+test-lowest: .cache/lowest/.installed  ## the tests of the package that take minutes, with the lowest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 .cache/lowest/bin/python -m pytest $(XDIST) -m 'not slow and not browser' $(CLONE:%=--ignore=tests/%)
 
 test-wheel: $(STAMP)  ## the wheel, installed and used where there is no clone
 	$(BIN)/python .ci/wheel.py
@@ -83,6 +85,10 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet -c constraints.txt torch
 	.venv-trl/bin/python -m pip install --quiet -c constraints.txt -e '.[trl]' pytest
+	@touch $@
+
+.cache/lowest/.installed: pyproject.toml constraints.txt .ci/lowest.py
+	$(PYTHON) .ci/lowest.py
 	@touch $@
 
 .cache/opacus/.installed: PACKAGES = 'opacus>=1.5'

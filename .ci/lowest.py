@@ -1,4 +1,4 @@
-"""The lowest versions that pyproject.toml allows, resolved by uv into .cache/lowest, and the quick tests with them.
+"""The lowest versions that pyproject.toml allows, resolved by uv into .cache/lowest.
 
 PyTorch is the one that constraints.txt names: older ones take hours to download or have no wheel for this Python.
 """
@@ -19,7 +19,7 @@ def run(*words: object) -> None:
 
 
 def main() -> None:
-    """Resolve, install, test; what stands behind the command goes to pytest."""
+    """Resolve and install."""
     for folder in (UV, VENV):
         if not (folder / "bin" / "python").exists():
             run(sys.executable, "-m", "venv", folder)
@@ -34,7 +34,6 @@ def main() -> None:
     run(*pip, torch[0] if torch else "torch")
     run(*pip, "-r", LIST)
     run(*pip, "--no-deps", "-e", ".")
-    run(VENV / "bin" / "python", "-m", "pytest", "-m", "not slow and not browser", *sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -349,7 +349,8 @@ def write_steps() -> None:
     with suppress(BrokenPipeError):
         try:
             for step in read_steps(source, config):
-                pickle.dump((replace(step, records=step.records[:1]), make(step)), output)
+                made = replace(step, records=step.records[:1]), make(step)
+                pickle.dump(made, output, pickle.HIGHEST_PROTOCOL)  # arrays without a copy
             pickle.dump(source.tally, output)
         except STOPS as error:
             pickle.dump(error, output)

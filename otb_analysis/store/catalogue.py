@@ -341,7 +341,7 @@ def column_sums(name: str, column: pa.ChunkedArray | pa.Array, ends: Sequence[in
         return np.zeros(len(ends) - 1, np.uint64)
     valid = column.is_valid().to_numpy(zero_copy_only=False)
     if pa.types.is_string(column.type):
-        seen = hash_array(column.fill_null("").to_pandas().to_numpy(object), categorize=False)
+        seen = hash_array(column.fill_null("").to_numpy(zero_copy_only=False), categorize=False)
     else:  # flags and whole numbers as floats: a later step may make floats of a column
         whole = column.cast(pa.int64()) if not pa.types.is_floating(column.type) else column
         values = whole.fill_null(0).to_numpy().astype(np.float64) + 0.0  # −0 is stored as 0

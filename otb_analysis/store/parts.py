@@ -44,6 +44,12 @@ class Part:
         """True when the file holds no other step."""
         return "/part-" in self.file
 
+    @property
+    def filled(self) -> list[str]:
+        """Columns of the file without those of the schema that are null throughout: reading these takes as long."""
+        null = {c.name for c in TABLES[self.table]} - set(self.recorded.split(","))
+        return [name for name in json.loads(self.fields) if name not in null]
+
 
 def listed(db: Any, run_dir: Path, table: str | None = None, steps: Collection[int] | None = None) -> list[Part]:
     """Return the files of a table, or of all, by step; those of several steps come once for each.
@@ -147,8 +153,8 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def read_step(run_dir: Path, part: Part, categories: Sequence[str] = ()) -> pa.Table:
-    """Return a file's rows of one step; texts named in `categories` as codes.
+def read_step(run_dir: Path, part: Part, categories: Sequence[str] = (), columns: list[str] | None = None) -> pa.Table:
+    """Return a file's rows of one step, all `columns` or some; texts named in `categories` as codes.
 
     Raises:
         StoreError: It is missing, or not the one that was written.
@@ -157,11 +163,11 @@ def read_step(run_dir: Path, part: Part, categories: Sequence[str] = ()) -> pa.T
     try:
         file = pq.ParquetFile(run_dir / part.file, read_dictionary=list(categories))
         if part.alone:
-            return file.read(use_threads=False)
+            return file.read(columns, use_threads=False)
         place = file.metadata.schema.names.index("step")
         ends = [file.metadata.row_group(i).column(place).statistics for i in range(file.metadata.num_row_groups)]
         groups = [i for i, one in enumerate(ends) if one is None or one.min <= part.step <= one.max]
-        return file.read_row_groups(groups, use_threads=False).filter(pc.field("step") == part.step)
+        return file.read_row_groups(groups, columns, use_threads=False).filter(pc.field("step") == part.step)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{run_dir / part.file} cannot be read ({error}); restore it from a copy.") from error
 

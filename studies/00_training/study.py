@@ -10,19 +10,13 @@ from pathlib import Path
 from time import process_time
 
 from otb_analysis.commands.cli import from_toml
-from otb_analysis.config import (
-    CalculatorConfig,
-    ChainSumConfig,
-    SmallModelConfig,
-    TrainConfig,
-    WarmStartConfig,
-    plain_config,
-)
+from otb_analysis.config import CalculatorConfig, TrainConfig, plain_config
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime import Bar
 from otb_analysis.training.warm_start import warm_started
 from studies.lib import Cell, Study, Tables
 from studies.lib.record import training_steps
+from studies.lib.seeds import QUICK_MODEL, QUICK_START, QUICK_TASK
 
 HERE = Path(__file__).parent
 SEEDS = {"chain_sum": (0, 1, 2), "calculator": (0, 1, 2)}
@@ -30,8 +24,6 @@ QUICK_SEEDS = {"chain_sum": (0, 1), "calculator": (0, 1)}
 HELDOUT = {"success": "heldout_success", "low": "heldout_success_low", "high": "heldout_success_high"}
 """Columns of the learning curve: held-out success with its interval over prompts."""
 QUICK_STEPS, QUICK_PROMPTS = 4, 32
-QUICK_MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
-QUICK_START = WarmStartConfig(success_low=0.05, success_high=0.95, check_prompts=64)
 
 
 def config_of(task: str, seed: int, quick: bool) -> TrainConfig:
@@ -40,7 +32,7 @@ def config_of(task: str, seed: int, quick: bool) -> TrainConfig:
     if not quick:
         return config
     return replace(
-        config, chain_sum=ChainSumConfig(terms_min=2, terms_max=2, largest=10),
+        config, chain_sum=QUICK_TASK,
         calculator=CalculatorConfig(operations_min=1, operations_max=1, largest=9), small_model=QUICK_MODEL,
         warm_start=QUICK_START, optimize=replace(config.optimize, steps=QUICK_STEPS),
         evaluate=replace(config.evaluate, every=QUICK_STEPS - 1, prompts=QUICK_PROMPTS),

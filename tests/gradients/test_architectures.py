@@ -76,8 +76,11 @@ def weights_of(batch, rows=3):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_norms_are_the_reference_ones(model, sample, long_batch, agree_with_reference, side):
+def test_norms_are_the_reference_ones(model, sample, agree_with_reference, side):
     agree_with_reference("generic", model, sample[side])
+
+
+def test_norms_of_rollouts_of_several_blocks_are_the_reference_ones(model, long_batch, agree_with_reference):
     agree_with_reference("generic", model, long_batch(LONG))
 
 

@@ -1,5 +1,6 @@
 """Two processes of one launch score a file: the run is that of a single process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -54,30 +55,27 @@ def same(one, two):
     np.testing.assert_array_equal(first.inner, second.inner)
 
 
-def test_two_processes_make_the_run_of_one_and_resume_each_others(tmp_path, checkpoint, rollouts):
+def test_two_processes_end_at_a_bad_record_and_make_the_run_of_one_and_resume_each_others(
+    tmp_path, checkpoint, rollouts
+):
     options = ["--rollouts", rollouts, "--model", checkpoint, "--root", tmp_path, "--measure.exact.every", "1"]
+    options += ["--measure.exact.prompts", "0", "--run", "two"]
     exact = MeasureConfig(exact=Schedule(every=1, prompts=0))
     config = ScoreConfig(rollouts=rollouts, model=str(checkpoint), root=tmp_path, run="one", measure=exact)
     score(config)
-    told = launched(*options, "--measure.exact.prompts", "0", "--run", "two")
+    whole = rollouts.read_text()
+    lines = whole.splitlines()
+    rollouts.write_text("\n".join([*lines[:30], json.dumps(json.loads(lines[30]) | {"reward": "good"}), *lines[31:]]))
+    told = launched(*options)  # of step 3, which is process 1's
+    assert told.returncode != 0 and "record 31: reward is 'good'" in told.stderr
+    info = RunStore(tmp_path / "two").info
+    assert info["status"] == "failed" and "record 31: reward is 'good'" in info["reason"]
+    rollouts.write_text(whole)
+    forget(tmp_path / "two", [1])  # as if process 1 had been killed in step 1, and process 0 before step 4
+    told = launched(*options, "--if-exists", "resume")
     assert told.returncode == 0, told.stderr
     same(tmp_path / "one", tmp_path / "two")
     assert RunStore(tmp_path / "two").info["status"] == "complete"
-    forget(tmp_path / "two", [1, 4])  # as if process 1 had been killed in step 1, and process 0 before step 4
-    told = launched(*options, "--measure.exact.prompts", "0", "--run", "two", "--if-exists", "resume")
-    assert told.returncode == 0, told.stderr
-    same(tmp_path / "one", tmp_path / "two")
     forget(tmp_path / "two", [2])
     score(replace(config, run="two", if_exists="resume"))
     same(tmp_path / "one", tmp_path / "two")
-
-
-def test_a_record_that_one_process_refuses_ends_both(tmp_path, checkpoint, jsonl, simple):
-    rows = [{**row, "step": step} for step in range(4) for row in simple(prompts=3)]
-    rows[30]["reward"] = "good"
-    path = jsonl(rows)
-    told = launched("--rollouts", path, "--model", checkpoint, "--root", tmp_path, "--run", "bad")
-    assert told.returncode != 0 and "record 31: reward is 'good'" in told.stderr
-    if (tmp_path / "bad").exists():
-        info = RunStore(tmp_path / "bad").info
-        assert info["status"] == "failed" and "record 31: reward is 'good'" in info["reason"]

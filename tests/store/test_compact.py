@@ -237,6 +237,19 @@ def test_full_disk_leaves_the_run_as_it_was(run, monkeypatch):
     assert RunStore(run).info["status"] == "complete" and names(run) == files
 
 
+@pytest.mark.parametrize("inner", ["checksum_of", "_row_groups"])
+def test_a_file_of_other_bytes_or_fewer_rows_takes_no_part_away(run, monkeypatch, inner):
+    before, files = everything(run), names(run)
+    real = getattr(compact_module, inner)
+    other = {"checksum_of": lambda *given: 0, "_row_groups": lambda *given: iter([*real(*given)][1:])}
+    monkeypatch.setattr(compact_module, "ROW_GROUP", 25)
+    monkeypatch.setattr(compact_module, inner, other[inner])
+    with pytest.raises(StoreError, match=r"parquet would not hold the .* rows of its parts"):
+        compact(run)
+    assert names(run) == files
+    same(everything(run), before)
+
+
 def test_readers_see_the_same_rows_while_a_run_ends_and_goes_on(run, tables):
     before, failures, stop = everything(run), [], threading.Event()
 
