@@ -139,6 +139,37 @@ class LongConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class ProcessesConfig(BenchConfig):
+    """Time a measured step by one process and by several that share its prompts out, with whole and sharded weights."""
+
+    model: str = "M"  # S (0.85 million parameters), M (29 million), L (100 million), or R: smollm2, once fetched.
+    processes: tuple[int, ...] = (1, 2)  # Numbers of processes, a thread each; the first is 1.
+    tokens: int = 32  # Tokens of an answer.
+    prompts: int = 32  # Prompts of the step.
+    group_size: int = 4  # Rollouts per prompt.
+    repeats: int = 2  # Repetitions, taking turns; the least time by the clock counts.
+
+
+@dataclass(frozen=True)
+class ScaleConfig(BenchConfig):
+    """Costs of a measured step of a large model on many GPUs, from formulas; nothing is run."""
+
+    layers: int = 32  # Blocks.
+    width: int = 4096  # Of the model.
+    inner: int = 11_008  # Width inside a feed-forward layer.
+    vocabulary: int = 32_000  # Entries.
+    prompts: int = 128  # Prompts of the step.
+    group_size: int = 8  # Rollouts per prompt.
+    prompt_tokens: int = 512  # Tokens of a prompt.
+    tokens: int = 8192  # Tokens of an answer.
+    rows: int = 12  # Rank of all estimators' weights on a prompt, as it is for 8 rollouts.
+    drawn: int = 32  # Tokens that are drawn of a prompt.
+    processes: int = 64  # GPUs.
+    teraflops: int = 40  # Operations per second that a GPU reaches, in 10¹², in float32 with TF32 products.
+    gigabytes: int = 50  # Sent by a GPU in a second, in 10⁹ bytes.
+
+
+@dataclass(frozen=True)
 class StoreConfig(BenchConfig):
     """Time appending to a run and reading it, DuckDB beside pandas, on synthetic runs of full size."""
 
@@ -261,6 +292,8 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "demo-seeds": DemoSeedsConfig,
     "gram": GramConfig,
     "long": LongConfig,
+    "processes": ProcessesConfig,
+    "scale": ScaleConfig,
     "alarms": AlarmsConfig,
     "sampling-check": SamplingCheckConfig,
     "sampling-cost": SamplingCostConfig,

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedModel
 
-from benchmarks.config import LongConfig
+from benchmarks.config import LongConfig, ProcessesConfig
 from benchmarks.engine import model_of
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of
@@ -60,7 +60,7 @@ def run(config: LongConfig) -> Report:
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, before=BEFORE))
 
 
-def random_rollouts(vocabulary: int, config: LongConfig, tokens: int) -> Rollouts:
+def random_rollouts(vocabulary: int, config: LongConfig | ProcessesConfig, tokens: int) -> Rollouts:
     """Return rollouts of random tokens, one prompt for each group, with rewards by lot at the last token."""
     random, n = np.random.default_rng(0), config.prompts * config.group_size
     shape = n, BEFORE + tokens

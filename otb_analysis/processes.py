@@ -4,9 +4,10 @@
 """
 
 import os
+import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +22,7 @@ from otb_analysis.types import Float, Int
 
 if TYPE_CHECKING:  # a single process needs no torch
     import torch
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
@@ -102,27 +104,78 @@ class Processes:
         """
         if self.size == 1:
             return [value]
+        import torch
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.size
+        sizes, own = _packed(value)
+        every = list[Any]([None] * self.size)
         with _lost_named():
-            dist.all_gather_object(values, value, group=self.host)
-        return values
+            dist.all_gather_object(every, sizes, group=self.host)
+            longest = torch.nn.functional.pad(own, (0, max(map(sum, every)) - len(own)))
+            received = [torch.empty_like(longest) for _ in every]
+            dist.all_gather(received, longest, group=self.host)
+        return [_unpacked(*one) for one in zip(every, received, strict=True)]
 
     def broadcast_from_main(self, run: Callable[[], T]) -> T:
-        """Run a function on the first process only; return its result on all.
+        """Run a function on the first process only; return its result on all, and raise on all where it fails.
+
+        Raises:
+            ProcessError: It failed there, or another process has ended.
+        """
+        if self.size == 1:
+            return run()
+        import torch
+        import torch.distributed as dist
+
+        result = self.agreed(run if self.first else lambda: None)
+        sizes, bytes_ = _packed(result)
+        told: list[Any] = [sizes]
+        with _lost_named():
+            dist.broadcast_object_list(told, src=0, group=self.host)
+            sent = bytes_ if self.first else torch.empty(sum(told[0]), dtype=torch.uint8)
+            dist.broadcast(sent, src=0, group=self.host)
+        return _unpacked(told[0], sent)
+
+    def agreed(self, run: Callable[[], T]) -> T:
+        """Run a function on every process and return its result there; where it fails on one, raise on all.
+
+        Raises:
+            ProcessError: It failed on another process.
+        """
+        if self.size == 1:
+            return run()
+        try:
+            result = run()
+        except Exception as error:
+            self.gather(f"process {self.rank} stopped: {str(error) or type(error).__name__}")
+            raise
+        for sentence in filter(None, self.gather("")):
+            raise ProcessError(sentence)
+        return result
+
+    def columns(self, rows: "Tensor", counts: Sequence[int]) -> "Tensor":
+        """Return this process's part of the columns of all processes' rows [Σ counts, n'], from its own rows [r, n].
+
+        `counts` is r of every process, by rank; n is the same on all, and n' is n/size, up to one.
 
         Raises:
             ProcessError: Another process has ended.
         """
         if self.size == 1:
-            return run()
+            return rows
+        import torch
         import torch.distributed as dist
 
-        result: list[Any] = [run() if self.first else None]
+        parts = rows.tensor_split(self.size, dim=1)
+        width = parts[self.rank].shape[1]
+        found = rows.new_empty(sum(counts) * width)
+        sent = torch.cat([part.flatten() for part in parts])
+        group = self.host if rows.device.type == "cpu" else None  # gloo moves main memory only
         with _lost_named():
-            dist.broadcast_object_list(result, src=0, group=self.host)
-        return result[0]
+            dist.all_to_all_single(
+                found, sent, [count * width for count in counts], [part.numel() for part in parts], group=group
+            )
+        return found.view(sum(counts), width)
 
     def barrier(self) -> None:
         """Wait until every process is here."""
@@ -205,6 +258,22 @@ class Processes:
             sys.stderr.write(f"otb: {sentence}\n")
             sys.stderr.flush()
             os._exit(2)
+
+
+def _packed(value: object) -> "tuple[list[int], Tensor]":
+    """A value as bytes, with the length of each of its parts: arrays as they lie in memory, all else pickled."""
+    import torch
+
+    buffers = list[pickle.PickleBuffer]()
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts = [np.frombuffer(part, np.uint8) for part in (head, *(one.raw() for one in buffers))]
+    return [len(part) for part in parts], torch.from_numpy(np.concatenate(parts))
+
+
+def _unpacked(sizes: Sequence[int], packed: "Tensor") -> Any:
+    """The value whose parts have these lengths; its arrays own their memory."""
+    head, *buffers = (bytearray(x.numpy()) for x in packed[: sum(sizes)].split(list(sizes)))
+    return pickle.loads(head, buffers=buffers)
 
 
 SINGLE_PROCESS = Processes()

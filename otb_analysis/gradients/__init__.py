@@ -51,6 +51,7 @@ from otb_analysis.gradients.manual import fast
 from otb_analysis.gradients.sampled import sampled_score_norms
 from otb_analysis.gradients.sketched.score_sketch import sketch_score_norms
 from otb_analysis.gradients.sketched.sketch import count_sketch, gradient_sketch, sketched_group_gram
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.types import Float, Int, ScoreNorms
 
 __all__ = [
@@ -78,17 +79,22 @@ class Engine:
     """How one engine answers the questions; every engine gives the same numbers."""
 
     norms: Callable[[ScoreBatch, Asked], Norms]
-    group_gradient_gram: Callable[[ScoreBatch, Float, Int], Float]
+    group_gradient_gram: Callable[[ScoreBatch, Float, Int, Processes], Float]
     fits: Callable[[ScoreBatch, Asked], bool] = lambda _batch, _asked: True
     """Whether "auto" takes it for norms; why not is logged."""
     needed_bytes: Callable[[ScoreBatch, bool], int] = lambda _batch, _path: 0
     """What norms of the longest rollout take, with path norms or not."""
 
 
+def _plain_gram(batch: ScoreBatch, weights: Float, group: Int, processes: Processes) -> Float:
+    """Plain backward passes are not shared out: they are what others are tested against."""
+    return processes.broadcast_from_main(lambda: reference.group_gradient_gram(batch, weights, group))
+
+
 ENGINES: dict[str, Engine] = {
     "fast": Engine(fast.norms, group_gram.group_gradient_gram, fast.fits, fast.needed_bytes),
     "generic": Engine(generic.norms, group_gram.group_gradient_gram, generic.fits, generic.needed_bytes),
-    "reference": Engine(reference.norms, reference.group_gradient_gram, needed_bytes=reference.needed_bytes),
+    "reference": Engine(reference.norms, _plain_gram, needed_bytes=reference.needed_bytes),
 }
 """Engines of this version, best first. `reference` takes M ordinary backward passes per prompt for a Gram matrix, the
 others as many as the prompt's weights have rank."""
@@ -197,6 +203,7 @@ def group_gradient_gram(
     scope: str = "all",
     temperature: float = 1.0,
     soft: SoftTokens | None = None,
+    processes: Processes = SINGLE_PROCESS,
 ) -> Float:
     """Inner products of the gradients of whole groups [M, M, P, P], for M rows of weights at once, float64.
 
@@ -215,9 +222,13 @@ def group_gradient_gram(
     is not made of blocks has r gradients formed whole, in one more round for each 4 GiB of them
     (`gram.GRADIENT_BYTES`), and "reference" those of all M rows.
 
+    `processes` share the prompts out: each holds the whole model, calls with the same arguments, and gets the whole
+    matrix. They pass on half of the gradients' bytes (two of them) or more.
+
     Raises:
         InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
+        ProcessError: Another process failed.
     """
     _known(engine)
     with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
@@ -225,7 +236,7 @@ def group_gradient_gram(
         name = "generic" if engine == "auto" else engine
         if soft is not None:
             name = _chosen(engine, batch, Asked.of_tokens(batch))
-        return ENGINES[name].group_gradient_gram(batch, *checked)
+        return ENGINES[name].group_gradient_gram(batch, *checked, processes)
 
 
 def _known(name: str) -> None:

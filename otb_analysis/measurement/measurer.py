@@ -21,6 +21,7 @@ from otb_analysis.measurement.level import MeasuredPolicy, MeasuredStep, by_poli
 from otb_analysis.measurement.table import TokenMeasurements, TokenTable
 from otb_analysis.objectives.ratios import mismatch_scalars
 from otb_analysis.phases import phase
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import (
     REFERENCE,
@@ -105,23 +106,36 @@ class GradientMeasurer:
         temperature: float,
         options: Mapping[str, Any] | None = None,
         run: Mapping[str, Any] | None = None,
+        processes: Processes = SINGLE_PROCESS,
     ):
-        self.model, self.config, self.options = model, config, options
+        self.model, self.config, self.options, self.processes = model, config, options, processes
         self.run = run or {}  # the whole configuration, nested: it says what is proved of the estimators
         self.policy = MeasuredPolicy(model, config.scope, temperature, config.engine)
         # What the estimator that trains remembers of earlier steps, by its label; `training` keeps it up to date
         self.states: dict[Label, NormalEquations | Tallies] = {}
         self.settings = {"engine": self.policy.engine, **self.policy.settings}
 
+    def due(self, step: int, prompts: int) -> bool:
+        """Whether anything is measured at a step of so many prompts."""
+        return any((*self.config.prompts_due(step, prompts), *(x.due(step) for x in self.config.levels.values())))
+
     def norms(self, rollouts: Rollouts, groups: Int) -> TokenMeasurements:
-        """Return exact norms of every token and of every whole rollout of some groups."""
-        rows = np.isin(rollouts.group, groups)
-        ids, mask, attention = rollouts.tensors(self.model.device, rows)
+        """Return exact norms of every token and of every whole rollout of some groups, shared out over processes."""
+        rows = np.isin(rollouts.group, self.processes.shard(groups))
         settings = {**self.settings, "soft": rollouts.soft}
-        found = token_score_norms(self.model, ids, mask, attention, whole=True, **settings)
-        total = np.full(len(rows), np.nan)
-        total[rows] = found.rollout_norm_sq
-        return TokenMeasurements.exact(by_policy_token(rollouts, found.norm_sq, rows), total, rollouts.group)
+
+        def own() -> tuple[Float, Float] | None:
+            if not rows.any():
+                return None
+            ids, mask, attention = rollouts.tensors(self.model.device, rows)
+            found = token_score_norms(self.model, ids, mask, attention, whole=True, **settings)
+            total = np.full(len(rows), np.nan)
+            total[rows] = found.rollout_norm_sq
+            return by_policy_token(rollouts, found.norm_sq, rows), total
+
+        parts = [part for part in self.processes.gather(self.processes.agreed(own)) if part]
+        norm_sq, total = (np.fmax.reduce(each) for each in zip(*parts, strict=True))  # NaN is not measured there
+        return TokenMeasurements.exact(norm_sq, total, rollouts.group)
 
     def gram(
         self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int, seed: int = 0
@@ -132,7 +146,10 @@ class GradientMeasurer:
         """
         rows = np.isin(rollouts.group, groups)
         calibrated = measured.drawn.calibrated if measured.drawn else None
-        advantages = every_advantage(table, measured, rows, self.options, calibrated, self.states)
+        # By the first process: the last bit of a weight may differ between machines, and with it the number of rows.
+        advantages = self.processes.broadcast_from_main(
+            lambda: every_advantage(table, measured, rows, self.options, calibrated, self.states)
+        )
         return self._gram(rollouts, rollouts.group, groups, advantages, seed)
 
     def subgroups(
@@ -149,7 +166,8 @@ class GradientMeasurer:
         grams = {}
         for size in smaller_sizes(rollouts.group[rows]):
             cut = cut_groups(rollouts.group, size)
-            every = every_advantage(replace(table, group=cut), measured, rows, self.options)
+            smaller = replace(table, group=cut)
+            every = self.processes.broadcast_from_main(partial(every_advantage, smaller, measured, rows, self.options))
             chosen = {label: advantage for label, advantage in every.items() if label[0] in names}
             grams[size] = self._gram(rollouts, cut, groups, chosen, seed)
         return grams
@@ -167,13 +185,14 @@ class GradientMeasurer:
         weights = rollouts.by_column(different.reshape(-1, *stacked.shape[1:]), rows)
         ids, mask, attention = rollouts.tensors(self.model.device, rows)
         batch = (self.model, ids, mask, weights, group[rows], attention)
+        main = self.processes.broadcast_from_main
         dim = None  # of sketches; soft tokens have none
         if rollouts.soft is None:
-            dim = gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim
+            dim = main(lambda: gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim)
         if dim is None:
-            inner = group_gradient_gram(*batch, **self.settings, soft=rollouts.soft)
+            inner = group_gradient_gram(*batch, **self.settings, soft=rollouts.soft, processes=self.processes)
         else:
-            inner = sketched_group_gram(*batch, dim=dim, seed=seed, **self.policy.settings)
+            inner = main(lambda: sketched_group_gram(*batch, dim=dim, seed=seed, **self.policy.settings))
         if (parts := inner.shape[-1] // len(prompts)) > 1:
             inner = mean_over_subgroups(inner, parts)
         back, names = back.reshape(-1), tuple(rollouts.prompts[p].id for p in prompts)
@@ -189,10 +208,15 @@ class GradientMeasurer:
     ) -> Measurement:
         """Return what is due at a step; a measurement that fails is a warning and a gap, and the run goes on.
 
+        Several processes share out exact norms and Gram matrices, prompt by prompt, and get the same result; the other
+        levels and the statistics are the first one's work.
+
         The step seeds what is drawn. `known` holds exact norms of all groups where the training estimator needed them.
         `weights` returns what multiplies each score in the first update [N, T]; it is called only where that is used.
         """
-        gaps = 0
+        # A budget's clock runs apart on every machine: the first process says what is due.
+        self.config = self.processes.broadcast_from_main(lambda: self.config)
+        gaps, first = 0, self.processes.first
 
         def attempt(what: str, run: Callable[[], T], otherwise: T) -> T:
             nonlocal gaps
@@ -201,7 +225,8 @@ class GradientMeasurer:
                     return run()
             except Exception as error:  # no failure of measuring may stop the training
                 message = f"{what} at step {step} failed and is missing from the run: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                if first:
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
                 gaps += 1
                 return otherwise
 
@@ -218,12 +243,13 @@ class GradientMeasurer:
             seen = MeasuredStep(self.policy, step, rollouts, table, weights)
             for name, plan in due.items():
                 level = level_of(name)
-                tokens = attempt(level.phase, partial(level.measure, seen, plan, tokens), tokens)
+                alone = partial(self.processes.broadcast_from_main, partial(level.measure, seen, plan, tokens))
+                tokens = attempt(level.phase, alone, tokens)
             if len(groups):
                 gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
             if gram is not None and self.config.subgroups:
                 cut = attempt("smaller groups", lambda: self.subgroups(rollouts, table, tokens, groups, step), cut)
-        if (g := gram) is not None:
+        if first and (g := gram) is not None:
             statistics = attempt(
                 "gradient statistics",
                 lambda: gradient_statistics(g.inner, g.labels, g.n_rollouts, known=proved(g.labels, self.run)),

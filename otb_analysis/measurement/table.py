@@ -4,7 +4,7 @@
 nobody measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -73,12 +73,6 @@ class TokenMeasurements:
             inclusion_prob=np.where(known, share, np.nan),
             rollout_norm_sq=rollout_norm_sq,
         )
-
-    @classmethod
-    def joined(cls, parts: Sequence["TokenMeasurements"], group: Int) -> "TokenMeasurements":
-        """Return the exact norms of several processes as one record; a number beats NaN, which is not measured."""
-        norm_sq = np.fmax.reduce([part.norm_sq for part in parts])
-        return cls.exact(norm_sq, np.fmax.reduce([part.rollout_norm_sq for part in parts]), group)
 
     @property
     def whole(self) -> Bool:

@@ -7,7 +7,7 @@ Everything recorded at a step describes the policy before that step's first upda
 """
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from otb_analysis.training.runtime import (
     asked_for,
     gather_rollouts,
     shard_rows,
-    shared_norms,
     silent,
     step_line,
     unfailing,
@@ -267,8 +266,8 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         measurer, groups = trainer.measurer, np.arange(len(local.prompts))
         norms = None
         if trainer.trains_on_exact:
-            with phase("exact norms"), products(trainer.precision):
-                norms = shared_norms(measurer, processes, rollouts, groups)
+            with phase("exact norms"), products(trainer.precision), policy.whole_weights():
+                norms = measurer.norms(rollouts, groups)
     with trainer.timed("estimate"):
         inputs = table.inputs(table.proxy if config.estimator.energy == "proxy" else None)
         if norms is not None:
@@ -276,14 +275,13 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         trained = estimate(config.estimator.name, replace(inputs, state=trainer.remembered), trainer.options)
         batch = trainer.objective.batch(rollouts, table, trained.advantage, reference)
         batch = replace(batch, seed=seed_of(config.seed, step, ORDER))
-    with trainer.timed("measure"), products(trainer.precision):
+    due = measurer.due(step, len(local.prompts))
+    with trainer.timed("measure"), products(trainer.precision), policy.whole_weights() if due else nullcontext():
         # c of the whole batch before its first update. With several mini-batches their mean has these coefficients, up
         # to how each normalises its part; the entropy bonus is left out, as its gradient is no sum of scores.
         objective, logprob = trainer.objective, table.stats.logprob
-        measurement = processes.broadcast_from_main(
-            lambda: measurer.measure(
-                step, rollouts, table, norms, lambda: objective.coefficients(objective.with_weights(batch), logprob)[0]
-            )
+        measurement = measurer.measure(
+            step, rollouts, table, norms, lambda: objective.coefficients(objective.with_weights(batch), logprob)[0]
         )
     trainer.remember(trained.state)  # only now: measuring used what this step's advantages were made with
     with trainer.timed("update"):

@@ -25,11 +25,9 @@ from otb_analysis.atomic import atomic_file, atomic_folder
 from otb_analysis.config import TrainConfig
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.extras import require
-from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.measurement.table import TokenMeasurements
 from otb_analysis.processes import Processes, widened
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.types import Float, Int, LogitStats
+from otb_analysis.types import Float, LogitStats
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -74,7 +72,7 @@ def step_line(run: str, step: int, total: int, scalars: Mapping[str, Any]) -> st
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WHOLE_ONLY = ("objective.staleness", "lora.rank", "measure.budget")
-"""Settings that need whole parameters on each process. Every level of measuring needs them, too."""
+"""Settings that need whole parameters on each process at all times."""
 
 
 def asked_for() -> bool:
@@ -93,24 +91,18 @@ def asked_for() -> bool:
     return True
 
 
-def refuse_unsharded_only(config: TrainConfig, exact: bool) -> None:
-    """Refuse what needs whole parameters; `exact`: the training estimator reads exact norms.
+def refuse_unsharded_only(config: TrainConfig) -> None:
+    """Refuse what does not work with sharded parameters.
 
     Raises:
         InputError: The first such setting, with its remedy.
     """
-    levels = {f"measure.{level}.every": plan.every for level, plan in config.measure.schedules.items()}
-    for name, value in (levels | {name: attrgetter(name)(config) for name in WHOLE_ONLY}).items():
-        if value:
+    for name in WHOLE_ONLY:
+        if value := attrgetter(name)(config):
             raise InputError(
                 f"{name} is {value}, which does not work with FSDP2: each process holds only a part of the parameters; "
                 "set it to 0 or launch without --use_fsdp."
             )
-    if exact:
-        raise InputError(
-            f"estimator.name is {config.estimator.name!r}, which needs exact norms, and these do not work with FSDP2; "
-            "choose another estimator or energy, or launch without --use_fsdp."
-        )
 
 
 def shard(model: PreTrainedModel, processes: Processes) -> None:
@@ -136,19 +128,26 @@ def shard(model: PreTrainedModel, processes: Processes) -> None:
 def gathered(model: PreTrainedModel) -> Iterator[None]:
     """Hold all parameters on every process inside the block. Every process must enter.
 
-    Inside, processes exchange nothing, so each makes as many forward passes as it needs. Otherwise every generated
-    token would wait for all processes.
+    Inside, processes exchange nothing, so each makes as many passes as it needs, backward ones by `autograd.grad` too.
+    Otherwise every generated token would wait for all processes.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def exchange(allowed: bool) -> None:
+        for unit in units:
+            unit.set_reshard_after_forward(allowed)
+            unit.set_reshard_after_backward(allowed)
+            unit.set_requires_gradient_sync(allowed)
+
+    exchange(False)
     for unit in units:
-        unit.set_reshard_after_forward(False)
         unit.unshard()
     try:
         yield
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(True)
+        exchange(True)
 
 
 def gather_rollouts(
@@ -176,15 +175,6 @@ def shard_rows(columns: Mapping[str, object], processes: Processes, n_rollouts: 
         return dict(columns)
     keep = np.flatnonzero(np.isin(columns["rollout"], processes.shard(np.arange(n_rollouts))))  # pyright: ignore
     return {name: x[keep] if isinstance(x, np.ndarray) else [x[i] for i in keep] for name, x in columns.items()}  # pyright: ignore[reportIndexIssue]
-
-
-def shared_norms(
-    measurer: GradientMeasurer, processes: Processes, rollouts: Rollouts, groups: Int
-) -> TokenMeasurements:
-    """Return exact norms of some groups, each measured by one process; `rollouts` are those of all processes."""
-    shard = processes.shard(groups)
-    parts = [part for part in processes.gather(measurer.norms(rollouts, shard) if len(shard) else None) if part]
-    return parts[0] if len(parts) == 1 else TokenMeasurements.joined(parts, rollouts.group)
 
 
 FOLDER = "checkpoints"

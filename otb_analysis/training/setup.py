@@ -76,7 +76,7 @@ class Trainer:
         self.config, self.tokenizer, self.task = config, tokenizer, task
         self.trains_on_exact = trains_on_exact(config.estimator)
         if processes.sharded:
-            refuse_unsharded_only(config, self.trains_on_exact)
+            refuse_unsharded_only(config)
         if processes.device is not None:
             model.to(processes.device)  # pyright: ignore[reportArgumentType]
         self.critic = make_critic(config, model, tokenizer, processes)  # before the model gets adapters or is cut up
@@ -103,7 +103,8 @@ class Trainer:
         # Smaller groups would be paid or kept differently.
         by_group = "group" in SHAPINGS[config.objective.shaping].needs or FILTERS[config.sample.filter].keeps == "group"
         measured = replace(config, measure=replace(config.measure, subgroups=())) if by_group else config
-        self.measurer = GradientMeasurer(model, measured.measure, config.sample.temperature, trained, asdict(config))
+        stored, temperature = asdict(config), config.sample.temperature
+        self.measurer = GradientMeasurer(model, measured.measure, temperature, trained, stored, processes)
         self.cut_noted = False  # that every answer of some step was cut off
         self.budget = Budget(measured, self.trains_on_exact) if config.measure.budget else None
         self.forecast = Forecast(measured, self.trains_on_exact)

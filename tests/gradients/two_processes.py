@@ -1,4 +1,4 @@
-"""Run by test_sketch_distributed.py, twice at a time: sketches of a model that two processes share."""
+"""Run by test_distributed.py, twice at a time: sketches and Gram matrices of a model that two processes share."""
 
 import os
 import sys
@@ -9,10 +9,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
-from otb_analysis.errors import InputError
-from otb_analysis.gradients import gradient_sketch, token_score_norms
+from otb_analysis.errors import InputError, ProcessError
+from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
+from otb_analysis.gradients.groups import group_gram, layered
+from otb_analysis.processes import Processes
+from otb_analysis.training.runtime import gathered
 
 CLUSTER = np.array([4, 1, 4, 1])
 
@@ -42,12 +52,79 @@ def sharded(tied):
     return fully_shard(whole)
 
 
-def refusal(call):
+def refusal(call, kind=InputError):
     try:
         call()
-    except InputError as error:
+    except kind as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+def mixture():
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    return MixtralForCausalLM(config).eval()
+
+
+def biased():
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=15, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return GPTNeoXForCausalLM(config).eval()
+
+
+GROUPS = {"two": CLUSTER, "three": np.array([4, 1, 9, 1]), "one": np.zeros(4, int)}
+MODELS = {"tied": lambda: model(True), "untied": lambda: model(False), "mixture": mixture, "biased": biased}
+
+
+def grams(together):
+    """Every Gram matrix by one process and by two, and what is said where one of the two fails."""
+    ids, mask, weights = batch()
+    results = {}
+
+    def both(name, make, group, weights=weights, **options):
+        results[f"gram {name} one"] = group_gradient_gram(make(), ids, mask, weights, group, **options)
+        found = group_gradient_gram(make(), ids, mask, weights, group, processes=together, **options)
+        results[f"gram {name} two"] = found
+
+    for name, make in MODELS.items():
+        for scope in ("all", r"layers\.1", "lm_head"):
+            both(f"{name} {scope}", make, CLUSTER, scope=scope)
+    for name, group in GROUPS.items():
+        both(f"groups {name}", MODELS["tied"], group)
+    both("nothing", MODELS["tied"], CLUSTER, 0 * weights)
+    both("plain", MODELS["tied"], CLUSTER, engine="reference")
+    for name, value in {"slices": ("GRADIENT_BYTES", 1 << 14), "entries": ("ENTRY_BYTES", 1 << 12)}.items():
+        where = sys.modules["otb_analysis.gradients." + {"slices": "exact.gram", "entries": "groups.vocabulary"}[name]]
+        kept = getattr(where, value[0])
+        setattr(where, *value)
+        both(name, MODELS["tied"], GROUPS["three"])
+        setattr(where, value[0], kept)
+    kept, group_gram.free_bytes = group_gram.free_bytes, lambda device: 1  # too little memory: the first does all
+    both("no room", MODELS["tied"], CLUSTER)
+    group_gram.free_bytes = kept
+    shards = sharded(True)
+    with gathered(shards):
+        results["gram sharded two"] = group_gradient_gram(shards, ids, mask, weights, CLUSTER, processes=together)
+    results["gram sharded one"] = results["gram tied all one"]
+    for at in ("extent", "_block", "add"):
+        whole = getattr(layered.Layered, at)
+
+        def broken(*args, **kwargs):
+            raise RuntimeError("out of memory")
+
+        if together.rank:
+            setattr(layered.Layered, at, broken)
+        call = (MODELS["tied"](), ids, mask, weights, CLUSTER)
+        said = refusal(lambda: group_gradient_gram(*call, processes=together), (RuntimeError, ProcessError))  # noqa: B023
+        assert said == ("out of memory" if together.rank else "process 1 stopped: out of memory")
+        setattr(layered.Layered, at, whole)
+    return results
 
 
 def main():
@@ -78,6 +155,7 @@ def main():
     assert "pass the same batch on every process" in different
     assert "lm_head" in refusal(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, scope="lm_head"))
     assert "gradient_sketch, which adds shards up" in refusal(lambda: token_score_norms(sharded(True), ids, mask))
+    results |= grams(Processes(rank, 2, None, host=dist.group.WORLD))
     np.savez(Path(sys.argv[2]) / f"{rank}.npz", **results)
     dist.barrier()
     dist.destroy_process_group()

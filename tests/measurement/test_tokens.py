@@ -58,14 +58,3 @@ def test_columns_leave_what_is_no_policy_token_unmeasured():
     assert np.ma.getmaskarray(columns["grad_norm_sq"]).tolist() == [False, False, False, True] + [True] * 4
     assert columns["measured_by"].tolist()[:4] == ["exact", "exact", "exact", "none"]
     assert "grad_norm_sq_stderr" not in columns and "energy_calibrated" not in columns
-
-
-def test_norms_of_two_processes_are_those_of_one():
-    norm_sq, whole = exact().norm_sq, exact().rollout_norm_sq
-    parts = [
-        TokenMeasurements.exact(np.where(rows[:, None], norm_sq, NAN), np.where(rows, whole, NAN), GROUP)
-        for rows in (np.arange(4) == 0, np.arange(4) == 1)
-    ]
-    joined = TokenMeasurements.joined(parts, GROUP)
-    np.testing.assert_array_equal(joined.norm_sq, norm_sq)
-    np.testing.assert_array_equal(joined.inclusion_prob, exact().inclusion_prob)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from otb_analysis.commands import cli
 from otb_analysis.config import (
+    AttributionSchedule,
     CheckpointConfig,
     CriticConfig,
     EstimatorConfig,
@@ -39,12 +40,18 @@ from otb_analysis.training.setup import Trainer
 
 # 3 prompts of 3 rollouts for two processes: 5 and 4, so the second group spans both.
 SHAPE = SampleConfig(prompts=3, group_size=3, max_new_tokens=6)
+MEASURE = MeasureConfig(exact=Schedule(1, 0), attribution=AttributionSchedule(1))
 CASES = {
     "plain": {},
     "micro_batches": {"optimize": OptimizeConfig(learning_rate=0.01, max_grad_norm=0.5, micro_batch=2)},
     "tvm": {"critic": CriticConfig(kind="model", target="tvm")},
     "gae": {"critic": CriticConfig(width=8, target="gae", discount=0.9, decay=0.5)},
     "regression": {"estimator": EstimatorConfig(name="energy_regression", options={"memory": "0.9"})},
+    # One engine for both: sharded models have hooks, which `fast` does not follow.
+    "exact": {
+        "estimator": EstimatorConfig(name="otb", energy="exact"),
+        "measure": replace(MEASURE, engine="reference"),
+    },
     "off_policy": {
         "objective": ObjectiveConfig(
             ratio="ppo", aggregation="dapo", minibatches=2, epochs=2, kl_coefficient=0.1, entropy_bonus=0.01
@@ -92,14 +99,13 @@ class Fixed:
 
 
 def settings(checkpoint, sharded, **changes):
-    exact = Schedule(0 if sharded else 1, 0)
     config = TrainConfig(
         model=checkpoint,
         task="run_of_two:Odd",
         sample=SHAPE,
         optimize=OptimizeConfig(steps=3, learning_rate=0.01, max_grad_norm=0.5),
         critic=CriticConfig(width=8, updates=2),
-        measure=MeasureConfig(exact=exact),
+        measure=MEASURE,
         evaluate=EvaluateConfig(every=0),
         checkpoint=CheckpointConfig(every=1, keep=9),
     )
@@ -118,6 +124,8 @@ def one_step(config, processes):
         "advantage": tables.tokens["advantage"].filled(np.nan),
         "rollouts": np.array(tables.rollouts["rollout"]),
         "exact": np.array([0.0]) if tables.gradients is None else np.array(tables.gradients["mean_norm_sq"]),
+        "norms": tables.tokens["grad_norm_sq"].filled(np.nan),
+        "attribution": tables.tokens["attribution"].filled(np.nan),
         "weights": torch.cat([p.flatten() for p in weights]).numpy(),
         "critic": torch.cat([p.detach().flatten() for p in trainer.critic.net.parameters()]).numpy(),
     }

@@ -7,7 +7,6 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -74,7 +73,7 @@ def runs(folder):
 CASES = [
     (sharded, case)
     for sharded in (False, True)
-    for case in ("plain", "micro_batches", "tvm", "gae", "regression", "off_policy")
+    for case in ("plain", "micro_batches", "tvm", "gae", "regression", "exact", "off_policy")
 ]
 
 
@@ -104,10 +103,15 @@ def test_two_processes_have_the_advantages_of_one_in_a_group_that_spans_both(upd
 
 
 @pytest.mark.slow
-def test_exact_statistics_of_two_processes_are_those_of_one(updates):
+@pytest.mark.parametrize(("sharded", "case"), CASES)
+def test_exact_statistics_of_two_processes_are_those_of_one(updates, sharded, case):
     first, second = updates
-    np.testing.assert_allclose(first["False plain two exact"], first["False plain one exact"], rtol=1e-5)
-    assert second["False plain two exact"].tolist() == [0.0]  # the first process records them
+    key = f"{sharded} {case}"
+    np.testing.assert_allclose(first[f"{key} two exact"], first[f"{key} one exact"], rtol=1e-5)
+    assert second[f"{key} two exact"].tolist() == [0.0]  # the first process records them
+    for name in ("norms", "attribution"):
+        together = np.concatenate([found[f"{key} two {name}"] for found in updates])
+        np.testing.assert_allclose(together, first[f"{key} one {name}"], rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -216,13 +220,10 @@ def test_fsdp_of_version_1_is_refused(monkeypatch):
     assert asked_for()
 
 
-@pytest.mark.parametrize("level", MeasureConfig().schedules)
-def test_levels_that_need_whole_parameters_are_refused_under_fsdp(level):
-    never: dict[str, Any] = {name: replace(plan, every=0) for name, plan in MeasureConfig().schedules.items()}
-    refuse_unsharded_only(TrainConfig(measure=MeasureConfig(**never)), exact=False)
-    due = MeasureConfig(**never | {level: replace(never[level], every=3)})
-    with pytest.raises(InputError, match=rf"measure\.{level}\.every is 3, which does not work with FSDP2"):
-        refuse_unsharded_only(TrainConfig(measure=due), exact=False)
+def test_a_budget_is_refused_under_fsdp():
+    refuse_unsharded_only(TrainConfig())
+    with pytest.raises(InputError, match=r"measure\.budget is 0\.1, which does not work with FSDP2"):
+        refuse_unsharded_only(TrainConfig(measure=MeasureConfig(budget=0.1)))
 
 
 def test_more_processes_than_rollouts_are_refused(tiny_config):

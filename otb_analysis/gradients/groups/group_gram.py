@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -20,8 +21,10 @@ from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.reference import prompt_weights
 from otb_analysis.gradients.exact.verdicts import Verdicts, disagreement, first_told, probe, reference_norms
 from otb_analysis.gradients.groups.blocks import BlockStructure, structure_of
-from otb_analysis.gradients.groups.layered import Layered
+from otb_analysis.gradients.groups.layered import Gradients, Layered
+from otb_analysis.gradients.groups.vocabulary import Extent
 from otb_analysis.phases import count_to, note
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.types import Float, Int
 
 TOLERANCE = 1e-8
@@ -123,7 +126,7 @@ class PromptRows:
         return passes
 
 
-def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
+def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int, processes: Processes = SINGLE_PROCESS) -> Float:
     """Gram matrix [M, M, P, P] from the gradients of each prompt's basis rows; all else is algebra in float64.
 
     A model of blocks is measured block by block (`layered`). Another one has its basis' gradients formed whole by
@@ -131,9 +134,16 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int) -> Float:
 
     Signals that do not fit in memory go back in rounds: parts of the batch, each of whole prompts or of some of a
     prompt's rollouts, run two by two. Which way a model takes is said once.
+
+    Several processes share out the prompts, where each can hold the signals of its own; else the first does all.
     """
     prompts = prompts_of(batch, weights, group)
     refuse_many(sum(int(p.weights.any(-1).sum()) for p in prompts))
+    if processes.size > 1:
+        found = _shared(batch, [p for p in prompts if p.weights.any()], processes)
+        if found is None:
+            return processes.broadcast_from_main(lambda: group_gradient_gram(batch, weights, group))
+        return of_all_rows(*found, len(prompts), weights.shape[1])
     parts = list[PromptRows]()
     try:
         structure = verified_structure(batch)
@@ -210,6 +220,57 @@ def _in_rounds(
 
 def _block_by_block(batch: ScoreBatch, structure: BlockStructure, prompts: Sequence[PromptRows]) -> Float:
     """Products [R, R] of the basis rows' gradients of some prompts, in one round of passes."""
+    layered = _signals(batch, structure, prompts)
+    total = _zeros(batch, layered.rows)
+    for _, gradients in layered.gradients() if layered.rows else ():
+        add_products(total, gradients)
+    return total.cpu().numpy()
+
+
+def _zeros(batch: ScoreBatch, count: int) -> Tensor:
+    return torch.zeros(count, count, dtype=torch.float64, device=batch.scope.parameters[0].device)
+
+
+def _shared(
+    batch: ScoreBatch, prompts: Sequence[PromptRows], processes: Processes
+) -> tuple[Float, list[PromptRows]] | None:
+    """Products [R, R] of the basis rows' gradients, and the prompts they are of; None where they cannot be shared out.
+
+    Each process forms the gradients of its own prompts. Of every slice [R, n] of all of them it then gets some columns,
+    and their products add up over processes. So passes and products are both shared out.
+
+    Raises:
+        ProcessError: Another process failed.
+    """
+    own = [prompts[i] for i in processes.shard(np.arange(len(prompts)))]
+
+    def planned() -> BlockStructure | None:
+        with suppress(UnfitError):
+            structure = verified_structure(batch)
+            return structure if len(rounds_of(batch, own)[1]) == 1 else None
+
+    structure = processes.agreed(planned)
+    if not all(processes.gather(structure is not None)) or structure is None:
+        return None
+    layered = processes.agreed(lambda: _signals(batch, structure, own))
+    counts = processes.gather(layered.rows)
+    total = _zeros(batch, sum(counts))
+
+    def add(slices: Gradients) -> None:
+        while (found := processes.agreed(lambda: next(slices, None))) is not None:
+            add_products(total, [processes.columns(torch.cat(found[1]), counts)])
+
+    # A slice of this process's rows takes as much room as its columns of all processes' rows.
+    add(layered.of_blocks(2 * max(counts), coordinates=False))
+    add(layered.of_ends(Extent.joined(processes.gather(processes.agreed(layered.extent)))))
+    bases = processes.gather([(prompt.place, prompt.basis) for prompt in own])
+    by_place = {place: basis for each in bases for place, basis in each}
+    whole = [replace(prompt, basis=by_place[prompt.place]) for prompt in prompts]
+    return np.sum(processes.gather(total.cpu().numpy()), axis=0), whole
+
+
+def _signals(batch: ScoreBatch, structure: BlockStructure, prompts: Sequence[PromptRows]) -> Layered:
+    """Run some prompts forward, find their bases, and bring their signals back to the last block's output."""
     layered = Layered(batch, structure, len(prompts))
     each = BLOCK_COPIES * reference.graph_per_position(batch) // len(layered.structure.blocks) if prompts else 1
     most = free_bytes(batch.scope.parameters[0].device) // (2 * max(each, 1))
@@ -218,11 +279,7 @@ def _block_by_block(batch: ScoreBatch, structure: BlockStructure, prompts: Seque
             passes = prompt.passes(most)
             tree = prompt.tree if len(passes) == 1 else None
             layered.add([(some, layout_of(batch, some, tree)) for some in passes], prompt.rows)
-    count = sum(len(prompt.basis.rows) for prompt in prompts)
-    total = torch.zeros(count, count, dtype=torch.float64, device=batch.scope.parameters[0].device)
-    for _, gradients in layered.gradients() if count else ():
-        add_products(total, gradients)
-    return total.cpu().numpy()
+    return layered
 
 
 def verified_structure(batch: ScoreBatch) -> BlockStructure:

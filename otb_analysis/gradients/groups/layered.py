@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from otb_analysis.gradients.exact.attention import many_signals, query_blocks
 from otb_analysis.gradients.exact.gram import stretches
 from otb_analysis.gradients.exact.layers import UnfitError, pull_back
 from otb_analysis.gradients.groups.blocks import BlockStructure, Call, Seen
-from otb_analysis.gradients.groups.vocabulary import Ends, Predictions, predictions, vocabulary_gradients
+from otb_analysis.gradients.groups.vocabulary import Ends, Extent, Predictions, predictions, vocabulary_gradients
 from otb_analysis.phases import advance
 
 SIGNAL_BYTES, WIDER = 1 << 26, 8
@@ -172,29 +173,51 @@ class Layered:
 
     def gradients(self) -> Gradients:
         """Form every parameter's gradients of all rows, from the last block to the first."""
+        yield from self.of_blocks(self.rows)
+        yield from self.of_ends(self.extent())
+
+    @property
+    def rows(self) -> int:
+        """Rows of all prompts that were added."""
+        return sum(len(prompt.ends.rows) for prompt in self.added)
+
+    def of_blocks(self, rows: int, coordinates: bool = True) -> Gradients:
+        """The gradients by all blocks, in slices that hold so many rows; this process may have some of them only.
+
+        With `coordinates` those of experts that few tokens went to may be left as coordinates, which depend on all.
+        """
         for index in reversed(range(self.structure.first, len(self.structure.blocks))):
-            yield from self._block(index)
+            yield from self._block(index, rows, coordinates)
+
+    def extent(self) -> Extent:
+        """Bring the signals to the embedding's output, and say how far the gradients of the model's ends reach."""
+        ends = [prompt.ends for prompt in self.added]
         if self.structure.embedding is not None or self.structure.outside:
             for prompt in self.added:
                 self._below(prompt)
+        ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(end.ids.cpu().numpy() for end in ends)]))
+        return Extent(self.rows, max((len(end.targets) for end in ends), default=1), ids)
+
+    def of_ends(self, extent: Extent) -> Gradients:
+        """The gradients by what stands outside of the blocks, in slices for this extent; after `extent`."""
         for i, name in enumerate(self.structure.outside):
-            yield name, [row[i].flatten()[None] for prompt in self.added for row in prompt.outside]
+            none = [self.named[name].new_zeros(0, self.named[name].numel())]
+            yield name, [row[i].flatten()[None] for prompt in self.added for row in prompt.outside] or none
         ends = [prompt.ends for prompt in self.added]
-        for name, gradients in vocabulary_gradients(self.structure, ends, self.batch.temperature):
+        for name, gradients in vocabulary_gradients(self.structure, ends, self.batch.temperature, extent):
             yield name, [gradients]
 
-    def _block(self, index: int) -> Gradients:
+    def _block(self, index: int, rows: int, coordinates: bool) -> Gradients:
         """Take all signals through a block, once for each part of its gradients that fits in memory."""
         # Each further part repeats this block alone: too little memory costs passes over a block, not over the model.
         named = [(name, self.named[name]) for name in self.structure.inside[index]]
-        count = sum(len(prompt.ends.rows) for prompt in self.added)
-        parts = stretches([parameter for _, parameter in named], max(count, 1))
+        parts = stretches([parameter for _, parameter in named], max(rows, 1))
         for part in parts:
             wanted, by_prompt = [(*named[i], span) for i, span in part], list[list[Part]]()
             for prompt in self.added:
                 total = list[Part]()
                 for one in prompt.passes:
-                    found = self._through(index, one, wanted, last=part is parts[-1])
+                    found = self._through(index, one, wanted, coordinates, last=part is parts[-1])
                     for into, more in zip(total, found, strict=False):  # of passes after the first
                         into.add(more)
                     total = total or found
@@ -202,12 +225,16 @@ class Layered:
                     by_prompt.append(total)
                 if part is parts[-1]:
                     advance()
-            for same in zip(*by_prompt, strict=True):
-                formed = [[rows for one in same for rows in one.rows]]
-                for gradients in expert_coordinates(same) if same[0].experts else formed:
-                    yield same[0].name, gradients
+            for i, (name, parameter, span) in enumerate(wanted):
+                same = [found[i] for found in by_prompt]
+                none = [parameter.new_zeros(0, span.stop - span.start)]
+                formed = [[gradients for one in same for gradients in one.rows] or none]
+                for gradients in expert_coordinates(same) if same and same[0].experts else formed:
+                    yield name, gradients
 
-    def _through(self, index: int, one: Pass, wanted: Sequence[tuple[str, Tensor, slice]], *, last: bool) -> list[Part]:
+    def _through(
+        self, index: int, one: Pass, wanted: Sequence[tuple[str, Tensor, slice]], coordinates: bool, *, last: bool
+    ) -> list[Part]:
         """Form the gradients of a pass' rows by spans of parameters; if these are the `last`, move the signals on."""
         # A new leaf: the graph spans one block and is freed with it.
         # From the last block before it whose input was kept, if its own was not.
@@ -221,7 +248,7 @@ class Layered:
         with routed(block) as experts, many_signals(one.layout.ids.shape[1]):
             output = one.calls[index].again(block, source)
             tokens = one.layout.ids.numel(), sum(x.layout.ids.numel() for prompt in self.added for x in prompt.passes)
-            few = [_few_tokens(experts.get(id(x)), x, span, *tokens) for _, x, span in wanted]
+            few = [_few_tokens(experts.get(id(x)), x, span, *tokens) if coordinates else None for _, x, span in wanted]
         targets = [x if call is None else call.outputs for call, (_, x, _) in zip(few, wanted, strict=True)]
         size = sum(x.numel() * x.element_size() for x in targets)
         back, found = torch.empty_like(one.signals), [list[Tensor]() for _ in wanted]

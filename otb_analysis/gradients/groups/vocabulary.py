@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.scope import layer_input
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.blocks import BlockStructure
+from otb_analysis.types import Int
 
 ENTRY_BYTES = 1 << 27
 """What the gradients of one slice may occupy, all rows together."""
@@ -54,20 +56,35 @@ class Ends:
             raise UnfitError("its logits are not what its output layer returns")
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What gradients are cut into slices by; of several processes together, so that all have the same slices."""
+
+    rows: int  # Gradients that a slice has to hold together
+    tokens: int  # Most sampled tokens of a prompt
+    ids: Int  # Entries of the embedding that were read, each once, in order
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Extent]") -> "Extent":
+        """The extent of several processes' prompts, each with room for its own rows and its columns of all rows."""
+        ids = np.unique(np.concatenate([part.ids for part in parts]))
+        return cls(2 * max(part.rows for part in parts), max(part.tokens for part in parts), ids)
+
+
 def vocabulary_gradients(
-    structure: BlockStructure, ends: Sequence[Ends], temperature: float
+    structure: BlockStructure, ends: Sequence[Ends], temperature: float, extent: Extent
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gradients [R, n] of the vocabulary's matrices in scope, a slice at a time."""
+    """Gradients [r, n] of the vocabulary's matrices in scope by these prompts' rows, a slice at a time."""
     embedding, head = structure.embedding, structure.head
     tied = embedding is not None and head is not None and structure.ends[0] == structure.ends[1]
-    count, tokens = sum(len(end.rows) for end in ends), max((len(end.targets) for end in ends), default=1)
+    count = sum(len(end.rows) for end in ends)
     for layer, name in ((head, structure.ends[1]), (None if tied else embedding, structure.ends[0])):
         if layer is None:
             continue
         weight, entries = layer.weight, torch.arange(len(layer.weight), device=layer.weight.device)
         if layer is embedding:
-            entries = torch.cat([end.ids for end in ends]).unique()
-        each = max(max(4, weight.element_size()) * weight.shape[1] * max(count, 1), LOGITS * tokens)
+            entries = torch.from_numpy(extent.ids).to(weight.device)
+        each = max(max(4, weight.element_size()) * weight.shape[1] * max(extent.rows, 1), LOGITS * extent.tokens)
         slices = entries.split(max(1, ENTRY_BYTES // each))
         # Normalisers in float64, as the slices take the logits: 1 − π_y must survive π_y → 1. Slice by slice, since all
         # logits in float64 would be [K, V] for every prompt.

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).with_name("two_processes.py")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Sketches from two processes that share a model through gloo; the script asserts refusals and `.grad` itself."""
+    """What two processes that share a model through gloo found; the script asserts refusals and `.grad` itself."""
     folder = tmp_path_factory.mktemp("two")
     commands = [[sys.executable, str(SCRIPT), str(rank), str(folder)] for rank in range(2)]
     running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
@@ -41,3 +41,15 @@ def test_sketches_of_data_parallel_processes_add_up(results):
     for name in ("ddp", "ddp again"):
         total = results[0][name] + results[1][name]
         np.testing.assert_allclose(total, whole, rtol=0, atol=2e-6 * np.abs(whole).max())
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gram_matrix_of_one(results):
+    names = [key.removesuffix(" one") for key in results[0] if key.startswith("gram ") and key.endswith(" one")]
+    assert len(names) == 21
+    for found in results:
+        for name in names:
+            one, two = (found[f"{name} {who}"] for who in ("one", "two"))
+            length = np.sqrt(np.einsum("mmpp->mp", one))
+            allowed = 1e-6 * length[:, None, :, None] * length[None, :, None, :]
+            assert (np.abs(two - one) <= allowed).all(), name

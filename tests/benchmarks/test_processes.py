@@ -1,0 +1,13 @@
+import pytest
+
+from benchmarks.config import ProcessesConfig
+from benchmarks.publish import run_bench
+
+
+@pytest.mark.slow
+def test_every_number_of_processes_has_a_row_with_whole_weights_and_with_shards():
+    report = run_bench(ProcessesConfig(model="S", tokens=4, prompts=2, group_size=2, repeats=1))
+    assert [(row["processes"], row["weights"]) for row in report.rows] == [(1, "whole"), (2, "whole"), (2, "FSDP2")]
+    one, two, sharded = (row["seconds"] for row in report.rows)
+    assert [row["ratio"] for row in report.rows] == [1, two / one, sharded / one]
+    assert report.rows[-1]["sharded_ratio"] == sharded / two

@@ -1,0 +1,93 @@
+"""The formulas of `otb bench scale` against what calls of the library do, operation by operation."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.config import ScaleConfig
+from benchmarks.publish import run_bench
+from benchmarks.scale import Costs
+from otb_analysis.gradients import group_gradient_gram, token_score_norms
+from otb_analysis.gradients.batch.inputs import Batch, measured
+from otb_analysis.gradients.groups.group_gram import prompts_of
+
+SIZES = {"small": (2, 64, 176, 256), "larger": (4, 128, 352, 512)}
+PROMPTS, GROUP, BEFORE, TOKENS, ROWS = 4, 2, 8, 24, 2
+
+
+class Counted(TorchDispatchMode):
+    """Adds up the operations of matrix products."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def counted(call):
+    call()  # the first call also checks the model
+    with Counted() as mode:
+        call()
+    return mode.total
+
+
+@pytest.fixture(params=SIZES)
+def case(request):
+    layers, width, inner, vocabulary = SIZES[request.param]
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=width // 4, tie_word_embeddings=False,
+    )  # fmt: skip
+    ids = torch.randint(3, vocabulary, (PROMPTS * GROUP, BEFORE + TOKENS))
+    ids[:, :BEFORE] = ids[::GROUP, :BEFORE].repeat_interleave(GROUP, 0)
+    mask = (torch.arange(BEFORE + TOKENS) >= BEFORE).expand_as(ids)
+    costs = Costs(layers, width, inner, vocabulary, PROMPTS, GROUP, BEFORE, TOKENS, ROWS)
+    return Qwen3ForCausalLM(config).eval(), ids, mask, costs
+
+
+def test_operations_of_a_training_step(case):
+    model, ids, _, costs = case
+    whole = 6 * (costs.inside + costs.ends) * ids.numel()  # the model reads prompts again, and scores them
+    found = counted(lambda: torch.autograd.grad(model(input_ids=ids).logits.sum(), list(model.parameters())))
+    assert found == pytest.approx(whole, rel=0.05)
+    assert costs.training < whole
+
+
+def test_operations_of_every_estimators_gradient(case):
+    model, ids, mask, costs = case
+    weights = np.random.default_rng(0).normal(size=(len(ids), ROWS, ids.shape[1]))
+    group = np.repeat(np.arange(PROMPTS), GROUP)
+    assert counted(lambda: group_gradient_gram(model, ids, mask, weights, group)) == pytest.approx(costs.gram, rel=0.1)
+
+
+def test_operations_of_all_norms_are_at_most_those_of_the_formula(case):
+    model, ids, mask, costs = case
+    found = counted(lambda: token_score_norms(model, ids, mask, engine="generic"))
+    assert 0.5 < found / costs.norms < 1.1
+
+
+def test_signals_are_what_the_library_counts_before_it_shares_prompts_out(case):
+    model, ids, mask, costs = case
+    weights = np.random.default_rng(0).normal(size=(len(ids), ROWS, ids.shape[1])) * mask.numpy()[:, None]
+    with measured(model, Batch(ids, mask), "all", 1.0) as batch:
+        prompts = prompts_of(batch, weights, np.repeat(np.arange(PROMPTS), GROUP))
+    assert sum(prompt.signals(4 * costs.width) for prompt in prompts) == costs.signals
+
+
+def test_more_processes_hold_less_and_send_more():
+    one, four = (Costs(2, 64, 176, 256, 8, 2, 8, 24, 2, processes) for processes in (1, 4))
+    assert one.sent == 0 and four.signals == one.signals / 4
+    assert four.sent == 4 * 2 * 2 * (four.inside + 2 * four.ends) * 3 / 4
+
+
+def test_the_table_has_a_row_for_each_level():
+    report = run_bench(ScaleConfig())
+    assert [row["ratio"] for row in report.rows][:2] == [1.0, 0.0]
+    assert report.title.startswith("On paper: 6.7 billion parameters")
