@@ -15,7 +15,7 @@ from otb_analysis.answers.run import RunAnswers
 from otb_analysis.answers.runs import in_common
 from otb_analysis.config import section
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.numbers import MISSING, bracketed, formatted, number, span
+from otb_analysis.figures.numbers import MISSING, bracketed, formatted, labels, number, span
 from otb_analysis.figures.pairs import (
     NoiseInfo,
     PairPanel,
@@ -35,7 +35,6 @@ from otb_analysis.figures.runs import (
     pair_groups,
     pair_runs,
 )
-from otb_analysis.figures.variance import labels
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.types import Label
 

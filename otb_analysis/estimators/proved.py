@@ -7,6 +7,7 @@ which conditions; the configuration says whether the run met them. One that does
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from otb_analysis.config import section
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.registry import ESTIMATORS, registered
 from otb_analysis.objectives.ratios import RATIOS
@@ -49,12 +50,12 @@ def unproved_because(config: Mapping[str, Any]) -> str:
         stated = config.get("plain_sampling") is True
         return "" if stated else "its rollouts were recorded elsewhere (--plain-sampling states that they meet them)"
     for (part, name), (allowed, wrong) in CONDITIONS.items():
-        settings = _part(config, part)
+        settings = section(config, part)
         if name not in settings:
             return f"its configuration does not say {part}.{name}"
         if settings[name] not in allowed:
             return wrong
-    sample = _part(config, "sample")
+    sample = section(config, "sample")
     if sample.get("filter", "none") != "none":  # earlier runs had no filters
         return "its sampling kept rollouts by their outcome"
     if odd := sorted(set(sample) - PLAIN_SAMPLING):
@@ -71,7 +72,7 @@ def proved(labels: Iterable[Label], config: Mapping[str, Any]) -> Proved:
     """
     if unproved_because(config):
         return Proved()
-    sample, trained, known = _part(config, "sample"), _part(config, "estimator"), dict[Label, float]()
+    sample, trained, known = section(config, "sample"), section(config, "estimator"), dict[Label, float]()
     size, prompts = sample.get("group_size"), sample.get("prompts")
     alone = set[Label]()
     for name, source in labels:
@@ -109,11 +110,6 @@ def proved_in_all(runs: Sequence[tuple[Iterable[Label], Mapping[str, Any]]]) -> 
     known = {label: c for label, cs in values.items() if len(cs) == 1 and (c := next(iter(cs))) is not None}
     truth = (label for label in known if all(label in part.truth for part in having[label]))
     return Proved(known, frozenset(truth))
-
-
-def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    part = config.get(name)
-    return part if isinstance(part, Mapping) else {}
 
 
 def trained_labels(config: Mapping[str, Any], grams: Iterable[Gram]) -> tuple[Label, ...]:

@@ -16,6 +16,7 @@ from otb_analysis.figures.numbers import (
     error_bars,
     formatted,
     interval_cell,
+    labels,
     noise_scale_cell,
     number,
     shown_name,
@@ -32,7 +33,7 @@ from otb_analysis.figures.styles import (
     note_in_panel,
     panels,
 )
-from otb_analysis.figures.variance import UNDEFINED, labels
+from otb_analysis.figures.variance import UNDEFINED
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,

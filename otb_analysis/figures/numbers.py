@@ -1,6 +1,7 @@
-"""Numbers and intervals: as people read them, and as figures and tables take them."""
+"""Numbers, intervals and names of estimators: as people read them, and as figures and tables take them."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,13 @@ def shown_name(label: Label) -> str:
     name, source = label
     name = "no baseline (none)" if name == "none" else name
     return {"exact": f"{name} with exact norms", "calibrated": f"{name} with calibrated energies"}.get(source, name)
+
+
+def labels(pairs: Iterable[Label]) -> dict[Label, str]:
+    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`."""
+    pairs = list(pairs)
+    several = len({source for _, source in pairs if source != "none"}) > 1
+    return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
 
 
 def cell(value: Any) -> str:

@@ -20,10 +20,10 @@ from otb_analysis.figures.curves import (
     finite,
     plain_name,
 )
-from otb_analysis.figures.numbers import columns_of, error_bars, interval_cell, number, shown_name
+from otb_analysis.figures.numbers import columns_of, error_bars, interval_cell, labels, number, shown_name
 from otb_analysis.figures.runs import By, Pairing
 from otb_analysis.figures.styles import BLUE, GREY, ORANGE, RULE, Style, estimator_style, linear_range, log_axis, panels
-from otb_analysis.figures.variance import MEASURES, labels
+from otb_analysis.figures.variance import MEASURES
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,

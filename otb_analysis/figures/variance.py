@@ -1,10 +1,9 @@
-"""The four measures of gradient estimators, and how estimators are called side by side.
+"""The four measures of gradient estimators, in words.
 
 An estimator that takes smaller steps has a smaller variance whether or not it is better. So the four measures always
 stand together: batch variance, projection c = ⟨m, ∇J⟩/‖∇J‖², SF = variance/c², and efficiency.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -46,13 +45,6 @@ NOISE_SCALE = (
     "shown by itself where fewer prompts were measured than a third of the noise scale.",
 )
 """Name of the noise scale, and what it is in one line."""
-
-
-def labels(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`."""
-    pairs = list(pairs)
-    several = len({source for _, source in pairs if source != "none"}) > 1
-    return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
 
 
 UNDEFINED = "not shown: too few prompts to tell it from noise;<br>measure more prompts or pool more steps"

@@ -189,12 +189,6 @@ def four_measures(moments: Moments, batch: int, c: float | None = None) -> dict[
     }
 
 
-def measure_interval(values: Float, name: str, batch: int) -> Interval | None:
-    """Return the jackknife interval of the variance, the projection or the SF."""
-    # Positive quantities by their logarithm; c can come out negative and stays as it is.
-    return jackknife_interval(values[0], values[1:], MEANING[name](batch), "linear" if name == "projection" else "log")
-
-
 @dataclass(frozen=True)
 class GradientStatistics:
     """Everything one Gram matrix says about one estimator; the first fields are a row of `schema.GRADIENTS`."""
@@ -385,5 +379,8 @@ def _intervals(
     shown = shown_efficiency(measures["efficiency"], max(batch, 1), floor, MEANING["efficiency"](batch))
     # Without an unbiased estimator there is no ∇J to be c times as long as: the mean's own length is known.
     own = with_projection(moments, c if np.isfinite(moments.truth_sq[0]) else None)
-    single = {name: measure_interval(measures[name], name, batch) for name in ("variance", "projection", "sf")}
+    single = {  # positive quantities by their logarithm; c can come out negative and stays as it is
+        name: jackknife_interval(measures[name][0], measures[name][1:], MEANING[name](batch), scale)
+        for name, scale in (("variance", "log"), ("projection", "linear"), ("sf", "log"))
+    }
     return {**single, "efficiency": shown, "noise_scale": noise_scale(own), "relative_bias": bias}

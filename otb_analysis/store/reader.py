@@ -386,7 +386,8 @@ class RunStore:
         with self._reading() as db:
             measured = {part.step for part in listed(db, self.path, "subgroups", steps)}
             found = [(step, size, unpacked(packed)) for step, size, packed in catalogue.products(db, steps) if size]
-        found += self._rebuilt("subgroups", sorted(measured - {step for step, *_ in found}))
+        if missing := measured - {step for step, *_ in found}:
+            found += self._rebuilt("subgroups", sorted(missing))
         grams: dict[int, dict[int, Gram]] = {}
         for step, size, gram in sorted(found, key=lambda one: (one[1], one[0])):
             grams.setdefault(size, {})[step] = gram

@@ -30,7 +30,6 @@ from otb_analysis.statistics.energies import correlation
 from otb_analysis.statistics.gradients import (
     four_measures,
     may_be_shown,
-    measure_interval,
     noise_scale,
     shown_efficiency,
 )
@@ -260,7 +259,9 @@ def entry_row(way: Way, values: Values, reference: Way, floor: float) -> dict[st
     moments, four, prompts = measures.with_projection(raw, c), four_measures(raw, HEAD, c), raw.power.size - 1
     row: dict[str, Any] = {"estimator": way.estimator, "source": way.source, "rewards": way.rewards}
     row |= {"c_known": c is not None}
-    row |= interval_cells("projection", measure_interval(four["projection"], "projection", HEAD))
+    row |= interval_cells(
+        "projection", jackknife_interval(four["projection"][0], four["projection"][1:], "c", "linear")
+    )
     row |= {"bias": rounded(measures.relative_bias(moments)[0], 3)}
     for p in UPDATES:
         e = float(four_measures(values[way, p][0], p, values[way, p][2])["efficiency"][0])
