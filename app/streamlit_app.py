@@ -82,7 +82,7 @@ def choose_runs(table: pd.DataFrame, runs: list[data.Run]) -> list[data.Run]:
     wanted = st.sidebar.text_input("Find runs", key="find", bind="query-params", placeholder="otb seed=1", help=FIND)
     fits, first = pd.Series(True, table.index), names[: max(DEFAULT_RUNS, len(running))]  # running ones come first
     with frame():  # what cannot be asked chooses none
-        fits = matching(table, wanted)
+        fits = matching(table, wanted) if wanted else fits
         first = [name for name in names if name in set(table["run"][fits])] if wanted else first
         if wanted != st.session_state.setdefault("_find", wanted):
             st.session_state.update(_find=wanted, run=first)

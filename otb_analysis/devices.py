@@ -79,11 +79,6 @@ def words_of(device: torch.device) -> str:
     return str(device)
 
 
-def machine_facts(device: torch.device, precision: str) -> dict[str, object]:
-    """Return where a model runs and how its gradients are measured, for run.json."""
-    return {"device": words_of(device), "precision": precision}
-
-
 def first_line(machine: Mapping[str, object], why: str) -> str:
     """Return the first line of a run: its device, the precision of measuring, and why it is that one."""
     because = f", because {why}" if why else ""

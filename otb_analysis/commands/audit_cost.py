@@ -11,11 +11,9 @@ from otb_analysis.measurement.gram_method import GramMethod, gram_method
 from otb_analysis.measurement.level import drawn_share, first_groups, positions
 from otb_analysis.phases import phase, plural
 from otb_analysis.recorded.runs import Layout, source_of, steps_of, stored_config
-from otb_analysis.recorded.score import Policy as Loaded
-from otb_analysis.recorded.score import Scorer, check
+from otb_analysis.recorded.score import Policy, Scorer, check
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.budget import levels, rough_duration, seconds_per_position
-from otb_analysis.training.policy import Policy
 from otb_analysis.types import Float
 
 DEARER = 2.0
@@ -55,7 +53,7 @@ class AuditCost:
         )
 
 
-def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
+def audit_cost(config: AuditConfig, policy: Policy) -> AuditCost:
     """Read all records once, time a pass over rollouts of the first step, and write nothing.
 
     Raises:
@@ -73,7 +71,7 @@ def audit_cost(config: AuditConfig, policy: Loaded) -> AuditCost:
     measure = with_norms(config, rollouts)
     trained = TrainConfig(measure=measure, sample=SampleConfig(temperature=config.temperature))
     with phase("timing one forward and backward pass"):
-        each = seconds_per_position(Policy(model, trained), rollouts)
+        each = seconds_per_position(model, rollouts, config.temperature)
     whole = len(first.records)
     gram, every = None, np.ones(whole, bool)
     if measure.exact.every or measure.gradients.every:

@@ -12,9 +12,9 @@ import tyro
 from rich.console import Console
 
 import otb_analysis
-from otb_analysis.commands.inspect import print_all, print_json
+from otb_analysis.commands.inspect import print_json
 from otb_analysis.commands.options import parsed
-from otb_analysis.commands.screen import models_loading, shown
+from otb_analysis.commands.screen import models_loading, print_all, shown
 from otb_analysis.errors import InputError, Interrupted, StoreError
 from otb_analysis.phases import note, phase
 

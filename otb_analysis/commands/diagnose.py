@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import tyro
 from rich.table import Table
 
-from otb_analysis.commands.inspect import RunsConfig, complete_runs, print_all, print_json, run_path
+from otb_analysis.commands.inspect import RunsConfig, complete_runs, print_json, run_path
 from otb_analysis.commands.options import parsed
-from otb_analysis.commands.screen import shown
+from otb_analysis.commands.screen import print_all, shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import counted, phase
 

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from otb_analysis.commands.options import parsed
-from otb_analysis.commands.screen import fitted, line_width, shown
+from otb_analysis.commands.screen import print_all, shown
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import phase
 
@@ -160,15 +158,6 @@ def run_path(root: Path, name: str) -> Path:
 
     path = Path(name)
     return path if len(path.parts) > 1 and not is_run(root / name) else root / name
-
-
-def print_all(parts: Sequence[object]) -> None:
-    """Print tables and sentences, each after an empty line, in lines that fit the terminal or the pipe."""
-    console = Console(width=line_width())
-    for part in parts:
-        console.print()
-        for piece in fitted(part, console.width) if isinstance(part, Table) else [part]:
-            console.print(piece, markup=False, highlight=False)
 
 
 def complete_runs(root: Path) -> list[str]:

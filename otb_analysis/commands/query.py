@@ -9,9 +9,9 @@ from typing import Annotated
 import tyro
 from rich.table import Table
 
-from otb_analysis.commands.inspect import print_all, print_json, run_path
+from otb_analysis.commands.inspect import print_json, run_path
 from otb_analysis.commands.options import parsed
-from otb_analysis.commands.screen import shown
+from otb_analysis.commands.screen import print_all, shown
 from otb_analysis.errors import STOPS, InputError
 from otb_analysis.phases import phase
 

@@ -13,9 +13,8 @@ from typing import Annotated, TypeVar
 import tyro
 from rich.console import Console
 
-from otb_analysis.commands.inspect import print_all
 from otb_analysis.commands.options import parsed
-from otb_analysis.commands.screen import models_loading, shown
+from otb_analysis.commands.screen import models_loading, print_all, shown
 from otb_analysis.config import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig
 from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.phases import note, phase

@@ -139,6 +139,15 @@ def line_width() -> int:
     return max(NARROWEST, shutil.get_terminal_size((PIPE, 24)).columns)
 
 
+def print_all(parts: Sequence[object]) -> None:
+    """Print tables and sentences, each after an empty line, in lines that fit the terminal or the pipe."""
+    console = Console(width=line_width())
+    for part in parts:
+        console.print()
+        for piece in fitted(part, console.width) if isinstance(part, Table) else [part]:
+            console.print(piece, markup=False, highlight=False)
+
+
 def fitted(table: Table, width: int) -> list[Table | Text]:
     """Return what is printed of a table in lines of `width` characters: its title, the table, its caption.
 

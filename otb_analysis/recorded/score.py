@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.config.train import ScoreConfig
-from otb_analysis.devices import device_of, first_line, machine_facts, products
+from otb_analysis.devices import device_of, first_line, products, words_of
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.estimators import entry_of, estimate, options_from_dict
 from otb_analysis.gradients.batch.scope import select_scope
@@ -80,7 +80,7 @@ def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
         stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
         encoded = Tally()  # of this process's steps; every process reads all records
         scorer = Scorer(config, model, tokenizer, encoded, stored)
-        machine = machine_facts(model.device, scorer.precision)
+        machine = {"device": words_of(model.device), "precision": scorer.precision}
         note(first_line(machine, scorer.why))
         record_run(path, config, stored, source, scorer.tables, processes, machine)
         note_tally(Tally(sum(processes.gather(encoded), Counter())))

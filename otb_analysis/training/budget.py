@@ -9,12 +9,14 @@ are kept, and their cost is taken off first, as is that of the level forward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from otb_analysis.config import (
     AttributionSchedule,
@@ -30,7 +32,6 @@ from otb_analysis.measurement.level import NORM, drawn_share, first_groups, leve
 from otb_analysis.phases import EXPECTED, duration, note, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS, smaller_sizes
-from otb_analysis.training.policy import Policy
 from otb_analysis.types import Bool
 
 # Measured, beside a pass of the same rollouts, on one busy core: the small model (0.4 M parameters, 26 tokens a
@@ -128,16 +129,22 @@ def levels(
     return planned
 
 
-def seconds_per_position(policy: Policy, rollouts: Rollouts) -> float:
+def seconds_per_position(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    temperature: float,
+    arithmetic: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> float:
     """Time a forward and backward pass of the first rollouts, after one that warms up; a short pass is repeated."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     ends = np.cumsum(rollouts.attention_mask.sum(axis=1))
     rows = np.arange(max(1, int(np.searchsorted(ends, TIMED, side="right"))))
     part, times = rollouts.take(rows), list[float]()
     while len(times) < 2 or (len(times) < REPEATED and sum(times) < LONG_ENOUGH):
         start = perf_counter()
-        with policy.arithmetic():
-            total = completion_logprobs(policy.model, part, policy.temperature).logprob.sum()
-        gradients = torch.autograd.grad(total, policy.parameters, allow_unused=True)
+        with arithmetic():
+            total = completion_logprobs(model, part, temperature).logprob.sum()
+        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
         float(next(g for g in gradients if g is not None).sum())  # waits for a GPU
         times.append(perf_counter() - start)
     return float(np.median(times[1:])) / int(ends[rows[-1]])

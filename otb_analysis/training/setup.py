@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import TrainConfig, plain_config
-from otb_analysis.devices import device_of, machine_facts, random_state, set_random_state
+from otb_analysis.devices import device_of, random_state, set_random_state, words_of
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, NormalEquations, Tallies, entry_of, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
@@ -109,7 +109,7 @@ class Trainer:
         self.budget = Budget(measured, self.trains_on_exact) if config.measure.budget else None
         self.forecast = Forecast(measured, self.trains_on_exact)
         self.announced = False  # what measuring will cost
-        self.machine = machine_facts(self.model.device, self.precision)  # for run.json
+        self.machine = {"device": words_of(self.model.device), "precision": self.precision}  # for run.json
         if self.budget is not None:
             self.measurer.config = self.budget.measure
         self.seconds: dict[str, float] = {}  # since the last record, by phase
@@ -173,7 +173,8 @@ class Trainer:
             return
         with suppress(Exception):
             with phase("timing one forward and backward pass"):
-                each = seconds_per_position(self.policy, rollouts)
+                policy = self.policy
+                each = seconds_per_position(policy.model, rollouts, policy.temperature, policy.arithmetic)
             self.announced = True
             # One update needs the backward pass alone; several take whole passes in every epoch.
             passes = 2 / 3 if self.one_update else self.config.objective.epochs

@@ -203,7 +203,8 @@ def test_timed_pass_leaves_gradients_weights_and_random_state_alone(trainer):
 
             train_step(trainer, 0)
     before = torch.get_rng_state()
-    assert seconds_per_position(trainer.policy, rollouts) > 0
+    policy = trainer.policy
+    assert seconds_per_position(policy.model, rollouts, policy.temperature, policy.arithmetic) > 0
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in trainer.policy.parameters)
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.policy.parameters, strict=True))
