@@ -74,48 +74,105 @@ function leap([pane, place, i], way, data) {
   }
   return null;
 }
-function card(row, pane, place, data, tokens) {
-  const box = element("div", "card");
-  const text = element("div", "text");
+// How many tokens are drawn at once: of all cards to begin with, and before and after the place that is read in one;
+// there more of short ones, so that the box is full.
+const FEW = 4000, PART = 400, LETTERS = 6;
+// A card draws the part of its rollout that is looked at; one that came without texts is its map alone.
+function card(row, pane, place, data, drawn) {
+  const box = element("div", "card"), text = element("div", "text"), short = !row.texts;
+  box.append(head(row), ...(short || row.levels.length > LONG ? [map(row, pane, place, data)] : []));
+  if (short) {
+    box.append(element("div", "rest", "its map alone: click where to read"));
+    return { box };
+  }
+  const n = row.texts.length, part = Math.max(PART, Math.ceil((PART * LETTERS * n) / row.texts.join("").length));
   const turns = new Set(row.turns).size > 1;
-  let into = text;
-  const own = row.texts.map((content, i) => {
-    if (turns && row.turns[i] !== row.turns[i - 1]) {
-      into = text;
-      text.append(element("div", "turn", "turn " + (row.turns[i] + 1)));
+  text.style.minHeight = Math.min(20, 1.7 * Math.ceil(n / 20)) + "em"; // until it is drawn
+  box.append(text);
+  const own = { box, text, from: 0, to: 0, spans: [] };
+  const token = (i) => {
+    const kind = row.kinds[i], level = row.levels[i];
+    const span = element("span", "tok " + kind + (level < 0 && kind !== "tool" ? " missing" : ""), row.texts[i]);
+    if (level >= 0) [span.style.background, span.style.color] = data.palette[level];
+    span.at = [pane, place, i];
+    return span;
+  };
+  own.draw = (middle) => {
+    [own.from, own.to] = n <= 2 * part ? [0, n] : [Math.max(0, middle - part), Math.min(n, middle + part)];
+    own.spans = [];
+    text.style.minHeight = "";
+    text.replaceChildren();
+    const rest = (many, where) => {
+      if (many) text.append(element("div", "rest", `${many.toLocaleString("en")} tokens ${where}: scroll on`));
+    };
+    rest(own.from, "before");
+    let into = text;
+    for (let i = own.from; i < own.to; i++) {
+      if (turns && (i === own.from || row.turns[i] !== row.turns[i - 1])) {
+        into = text;
+        text.append(element("div", "turn", "turn " + (row.turns[i] + 1)));
+      }
+      if (row.kinds[i] !== "tool") into = text;
+      else if (into === text) {
+        into = element("span", "span");
+        into.append(element("i", "", "tool"));
+        text.append(into);
+      }
+      own.spans.push(token(i));
+      into.append(own.spans.at(-1));
+      if (row.breaks[i]) into.append(document.createElement("br"));
     }
-    const kind = row.kinds[i];
-    if (kind !== "tool") into = text;
-    else if (into === text) {
-      into = element("span", "span");
-      into.append(element("i", "", "tool"));
-      text.append(into);
-    }
-    const level = row.levels[i];
-    const token = element("span", "tok " + kind + (level < 0 && kind !== "tool" ? " missing" : ""), content);
-    if (level >= 0) [token.style.background, token.style.color] = data.palette[level];
-    token.at = [pane, place, i];
-    into.append(token);
-    if (row.breaks[i]) into.append(document.createElement("br"));
-    return token;
-  });
-  tokens[pane].push(own);
-  box.append(head(row), ...(row.levels.length > LONG ? [map(row, pane, place, data)] : []), text);
-  return box;
+    rest(n - own.to, "after");
+    drawn(own);
+  };
+  own.span = (i) => {
+    if (i < own.from || i >= own.to) own.draw(i);
+    return own.spans[i - own.from];
+  };
+  text.onscroll = () => { // the token at the end stays where it is while others come beyond it
+    const near = text.clientHeight / 2, below = text.scrollHeight - text.clientHeight - text.scrollTop < near;
+    const i = below && own.to < n ? own.to - 1 : text.scrollTop < near && own.from > 0 ? own.from : -1;
+    if (i < 0) return;
+    const top = own.span(i).getBoundingClientRect().top;
+    own.draw(i);
+    text.scrollTop += own.span(i).getBoundingClientRect().top - top;
+  };
+  return own;
 }
 function build(wrap, data) {
-  const tokens = data.panes.map(() => []);
+  const state = { at: null, chosen: null, timer: null };
   const tip = element("div", "tip");
   const panes = element("div", "panes" + (data.panes.length > 1 ? " two" : data.wide ? " wide" : ""));
+  const outline = (own) => {
+    if (!state.at || cards[state.at[0]][state.at[1]] !== own) return;
+    state.chosen?.classList.remove("chosen");
+    state.chosen = own.spans[state.at[2] - own.from] ?? null;
+    state.chosen?.classList.add("chosen");
+  };
+  const cards = data.panes.map((pane, p) => pane.rows.map((row, place) => card(row, p, place, data, outline)));
   data.panes.forEach((pane, p) => {
-    const box = element("div", "pane");
-    const cards = element("div", "cards");
+    const box = element("div", "pane"), all = element("div", "cards");
     if (pane.title) box.append(element("b", "", pane.title));
-    pane.rows.forEach((row, place) => cards.append(card(row, p, place, data, tokens)));
-    box.append(cards);
+    all.append(...cards[p].map((own) => own.box));
+    box.append(all);
     panes.append(box);
   });
   wrap.replaceChildren(legend(data), panes, tip);
+  wrap.near?.disconnect();
+  wrap.near = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      wrap.near.unobserve(target);
+      if (!target.own.to) target.own.draw(0);
+    }
+  }, { rootMargin: "600px", scrollMargin: "600px" });
+  let few = FEW;
+  for (const own of cards.flat().filter((one) => one.draw)) {
+    own.box.own = own;
+    if (few > 0) own.draw(0);
+    else wrap.near.observe(own.box);
+    few -= own.to;
+  }
   const hide = () => { tip.style.display = "none"; };
   const show = (token) => {
     const [p, place, i] = token.at;
@@ -134,22 +191,23 @@ function build(wrap, data) {
     tip.style.left = Math.max(4, Math.min(at.left, window.innerWidth - box.width - 8)) + "px";
     tip.style.top = (below ? at.bottom + 6 : Math.max(4, at.top - box.height - 6)) + "px";
   };
-  const state = { chosen: null, timer: null };
   const place_of = (chosen) => {
     const rows = chosen && data.panes[chosen[0]] ? data.panes[chosen[0]].rows : [];
     const place = rows.findIndex((row) => row.rollout === chosen[1]);
     const i = place < 0 ? -1 : rows[place].ts.indexOf(chosen[2]);
     return i < 0 ? null : [chosen[0], place, i];
   };
-  const mark = (at, scroll) => {
-    if (state.chosen) state.chosen.classList.remove("chosen");
-    state.chosen = at ? tokens[at[0]][at[1]][at[2]] : null;
-    if (!state.chosen) return;
-    state.chosen.classList.add("chosen");
-    if (scroll) state.chosen.scrollIntoView({ block: "nearest" });
+  const mark = (at) => {
+    state.chosen?.classList.remove("chosen");
+    [state.at, state.chosen] = [at, null];
+    const own = at && cards[at[0]][at[1]];
+    if (!own?.draw) return;
+    own.span(at[2]);
+    outline(own);
   };
   const choose = (at) => {
-    mark(at, true);
+    mark(at);
+    (state.chosen ?? cards[at[0]][at[1]].box).scrollIntoView({ block: "nearest" });
     clearTimeout(state.timer);
     const row = data.panes[at[0]].rows[at[1]];
     state.timer = setTimeout(() => {
@@ -165,7 +223,7 @@ function build(wrap, data) {
     event.stopPropagation();
     hide();
     if (way) {
-      const next = leap(state.chosen ? state.chosen.at : [0, 0, way > 0 ? -1 : Infinity], way, data);
+      const next = leap(state.at ?? [0, 0, way > 0 ? -1 : Infinity], way, data);
       if (next) choose(next);
       return;
     }
@@ -173,11 +231,11 @@ function build(wrap, data) {
       if (move[1]) post(wrap, "step", [move[1], performance.now()]); // two presses in a row are two changes
       return;
     }
-    if (!state.chosen) return choose([0, 0, 0]);
-    const [p, place, i] = state.chosen.at;
-    const rows = tokens[p];
+    if (!state.at) return choose([0, 0, 0]);
+    const [p, place, i] = state.at, rows = data.panes[p].rows;
     const next = Math.max(0, Math.min(rows.length - 1, place + move[0]));
-    choose([p, next, Math.max(0, Math.min(rows[next].length - 1, i + move[1]))]);
+    const to = Math.floor((i * (rows[place].width ?? 1)) / (rows[next].width ?? 1)) + move[1]; // of tokens, or of cells
+    choose([p, next, Math.max(0, Math.min(rows[next].ts.length - 1, to))]);
   };
   const token_of = (event) => event.target.at ? event.target : null;
   panes.onmouseover = (event) => { const token = token_of(event); if (token) show(token); else hide(); };
@@ -192,9 +250,9 @@ function build(wrap, data) {
   wrap.select = (chosen) => {
     if (state.timer) return; // a newer choice is on its way
     const at = place_of(chosen);
-    if (at && state.chosen === tokens[at[0]][at[1]][at[2]]) return;
-    mark(at, false);
-    if (!at) return;
+    if (at && String(state.at) === String(at)) return;
+    mark(at);
+    if (!state.chosen) return;
     if (document.activeElement === document.body) wrap.focus({ preventScroll: true }); // keys work at once
     const [token, box] = [state.chosen, state.chosen.closest(".text")];
     requestAnimationFrame(() => {

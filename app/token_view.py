@@ -23,9 +23,9 @@ from otb_analysis.answers.holders import Attributed
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.rollouts import distinct
-from otb_analysis.figures.token_columns import palette
+from otb_analysis.figures.token_columns import color_levels, palette
 from otb_analysis.figures.token_formula import token_details
-from otb_analysis.figures.tokens import TokensInfo
+from otb_analysis.figures.tokens import TokensInfo, grid_info
 from otb_analysis.store.measured import token_steps
 from otb_analysis.store.token_arrays import in_words, trained_label
 from otb_analysis.types import Label
@@ -115,8 +115,8 @@ _STYLE, _SCRIPT = (_HERE.with_suffix(suffix).read_text(encoding="utf-8") for suf
 _component = component("otb_analysis.tokens", css=_STYLE, js=_SCRIPT)
 KEY = "token_view"
 
-MOST = 40_000
-"""Most tokens that a browser is given at once."""
+MOST = 20_000
+"""Most tokens whose texts and numbers a browser is given at once; of further rollouts it has the map."""
 LONG = 300
 """Tokens from which a rollout gets a wide box."""
 
@@ -140,11 +140,11 @@ def token_view(
     on_token: Callable[[], None],
     on_step: Callable[[], None],
 ) -> int:
-    """Show all rollouts of a prompt, or of two side by side; return how many did not fit.
+    """Show all rollouts of a prompt, or of two side by side; return of how many only the map is shown.
 
     Args:
         columns: Columns to show where the mouse is, and how they are called.
-        chosen: Its rollout is there even if not all fit.
+        chosen: Its rollout has its text even if not all fit.
         on_token: Called when a token was chosen, which is then in the session: `KEY`, `token`.
         on_step: Called when another step was asked for; `step` then holds by how many.
     """
@@ -153,7 +153,7 @@ def token_view(
         _rows(pane, columns, chosen[1] if chosen and chosen[0] == k else None, MOST // len(panes))
         for k, pane in enumerate(panes)
     ]
-    kinds = {kind for shown in rows for row in shown for kind in row["kinds"]}
+    kinds = {kind for shown in rows for row in shown for kind in row.get("kinds", ())}
     missing = sum(info.n_missing for info in infos)
     marks = {
         "missing": f"not measured ({missing:,})" if missing else "",
@@ -178,29 +178,33 @@ def token_view(
     version = hashlib.sha256(json.dumps(payload, ensure_ascii=False).encode()).hexdigest()
     data = payload | {"version": version, "chosen": chosen}
     _component(data=data, key=KEY, on_token_change=on_token, on_step_change=on_step)
-    return sum(len(info.rollouts) for info in infos) - sum(map(len, rows))
+    return sum("texts" not in row for shown in rows for row in shown)
 
 
 def _rows(pane: Pane, columns: Mapping[str, str], chosen: int | None, most: int) -> list[dict[str, Any]]:
-    """Return the rollouts that fit, the chosen one always among them, with four digits of each value."""
-    ends = np.cumsum([len(row.rows) for row in pane.info.rollouts])
-    fits = max(1, int((ends <= most).sum()))
+    """Return all rollouts: those that fit and the chosen one with four digits of each value, the others as cells."""
+    ends, grid = np.cumsum([len(row.rows) for row in pane.info.rollouts]), grid_info(pane.info)
+    fits, levels = max(1, int((ends <= most).sum())), color_levels(grid.values.astype(float), pane.info.scale)
     rows = []
-    for row in (row for i, row in enumerate(pane.info.rollouts) if i < fits or row.rollout == chosen):
-        values = row.rows[list(columns)].to_numpy(np.float64, na_value=np.nan)
-        size = np.where(np.isfinite(values) & (values != 0), np.abs(values), 1.0)
-        unit = 10.0 ** (np.floor(np.log10(size)) - 3)
-        rounded = np.round(values / unit) * unit
-        by_column = [[None if v != v else v for v in column] for column in rounded.T.tolist()]
+    for i, row in enumerate(pane.info.rollouts):
         rows.append({
             "rollout": row.rollout,
             "reward": number(row.reward),
             "parts": ", ".join(f"{name} {number(value)}" for name, value in row.parts),
             "facts": [f"{row.length:,} token{'s' * (row.length != 1)}", *([row.finish] if row.finish else [])],
             "warning": row.warning,
-            **row.tokens,
-            "values": dict(zip(columns, by_column, strict=True)),
         })  # fmt: skip
+        if i >= fits and row.rollout != chosen:
+            cells = -(-len(row.rows) // grid.width)
+            ts = row.rows["t"].to_numpy()[grid.token[i, :cells]]
+            rows[-1] |= {"ts": ts.tolist(), "levels": levels[i, :cells].tolist(), "width": grid.width}
+            continue
+        values = row.rows[list(columns)].to_numpy(np.float64, na_value=np.nan)
+        size = np.where(np.isfinite(values) & (values != 0), np.abs(values), 1.0)
+        unit = 10.0 ** (np.floor(np.log10(size)) - 3)
+        rounded = np.round(values / unit) * unit
+        by_column = [[None if v != v else v for v in column] for column in rounded.T.tolist()]
+        rows[-1] |= {**row.tokens, "values": dict(zip(columns, by_column, strict=True))}
     return rows
 
 

@@ -185,6 +185,7 @@ def watch_window() -> None:
     st.session_state["_narrow"] = bool(_window(key="window", on_narrow_change=lambda: None).get("narrow"))
 
 
+@st.fragment  # what is chosen below a figure draws it again, and not its page
 def chart(
     figure: go.Figure,
     key: str,
@@ -200,8 +201,18 @@ def chart(
         says: What it shows, in a sentence for a screen reader.
         table: The numbers, or what makes them when they are asked for.
         python: Lines that draw the figure, for a notebook; see `scripts`.
-        clicked: Called where a point was clicked, which is then in the session under `key`.
+        clicked: Called where a point was clicked, which is then in the session under `key`; the page is drawn again.
     """
+
+    def on_select() -> None:
+        st.session_state["_clicked"] = key
+        if clicked:
+            clicked()
+
+    if st.session_state.get("_clicked") == key:
+        del st.session_state["_clicked"]
+        st.rerun()
+    figure = go.Figure(figure)  # the page's own is drawn again
     kind, inches = st.session_state.get(f"format-{key}") or "svg", WIDTHS[st.session_state.get(f"width-{key}", SHOWN)]
     # The camera button draws it `width` pixels wide and writes `scale` times as many, in SVG too.
     options: dict[str, Any] = {"filename": f"otb-{key}", "format": kind, "scale": 1 if kind == "svg" else 3}
@@ -216,7 +227,7 @@ def chart(
         printed = inches * SVG_INCH if kind == "svg" else round(inches * PNG_INCH)
         options |= {"width": drawn, "height": layout.height or 450, "scale": printed / drawn}
     for_background(figure, dark and inches is None)
-    select: dict[str, Any] = {"on_select": clicked, "selection_mode": "points"} if clicked else {}
+    select: dict[str, Any] = {"on_select": on_select, "selection_mode": "points"} if clicked else {}
     config = CONFIG | {"toImageButtonOptions": options}
     st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config, alt=f"Figure. {says}", **select)
     with st.popover("Save", icon=":material/download:", type="tertiary", key=f"save-{key}"):

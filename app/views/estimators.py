@@ -160,7 +160,10 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
     # What is usual depends on what trained, so each run has a choice of its own.
     estimators = st.multiselect("Estimators", names, usual, key=f"shown-{run.name}", bind="query-params", wrap=True)
     if (whole := data.answers(run).measured) is None:
-        st.info("A comparison needs the Gram matrices of measured steps; this run has none.", icon=":material/inbox:")
+        st.info(
+            "No comparison and no figure over training: both need Gram matrices of measured steps; none is stored.",
+            icon=":material/inbox:",
+        )
     else:
         info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
         st.caption(plain(info.words))

@@ -181,11 +181,8 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     right = st.session_state.get("token", "").startswith("b")
     if rollout.isdigit() and t.isdigit() and right < len(places):
         chosen = int(right), int(rollout), int(t)
-    left_out = token_view(panes, titles, chosen, on_token, partial(on_step, run, step))
-    if left_out:
-        st.caption(
-            f"Rollouts left out, because they are too many for one page: {left_out}. Choose any in the grid below."
-        )
+    if maps := token_view(panes, titles, chosen, on_token, partial(on_step, run, step)):
+        st.caption(f"{maps} rollouts are maps alone, because their texts are too many for one page. Click one to read.")
     if chosen is not None:
         place = places[chosen[0]]
         with st.container(key="token-panel"), frame():

@@ -35,9 +35,10 @@ GROUPS = (
 )
 # Columns of texts: as wide as the longest needs, at most so many pixels; a string below would be shown on the page.
 TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150, "what happened": 400}
+PIN = " "  # the column whose square pins
 # What a narrow window cuts off matters least.
 ORDER = (
-    " ",
+    PIN,
     "run",
     "held-out",
     "state",
@@ -51,6 +52,7 @@ ORDER = (
 )
 ORDER += ("first", "status")
 SETTING = "config."
+CLICKS = "Click a row to open the run, its box to choose it for all pages, its ■ to make it the reference, ★."
 NO_FIT = "No run fits what is looked for in the sidebar."
 TOLD = 8  # runs in trouble that have a sentence above the fold; a string below would be shown on the page
 NOTHING: dict[str, list[Any]] = {"status": ["complete"], "held-out": [None, float("nan")]}  # these columns go then
@@ -61,20 +63,28 @@ COLUMNS: Any = {
     "first warning": st.column_config.NumberColumn(help=WARNING, format="%d", width=95),
     "steps": st.column_config.NumberColumn(format="%d", width=55),
     "age": st.column_config.TextColumn(help="Since the last step was written.", width=70),
-    "first": THREE, "last": THREE, "held-out": THREE, " ": st.column_config.TextColumn(width=30),
+    "first": THREE, "last": THREE, "held-out": THREE, PIN: st.column_config.TextColumn(width=30),
 }  # fmt: skip
 
 
-def opened(names: list[str]) -> None:
-    """Open the run whose row was clicked, or leave its name for a sentence that says why it cannot be opened."""
-    cells = st.session_state["listed"]["selection"]["cells"]
-    if cells:
-        name = names[cells[0][0]]
-        if name in {run.name for run in st.session_state["_readable"]}:
-            st.session_state["run"] = [name]
-            go_to("run")
-        else:
-            st.session_state["_refused"] = name
+def clicked(names: list[str]) -> None:
+    """Choose the runs that are ticked, pin the one whose square was clicked, or open the one of another cell.
+
+    The name of one that cannot be opened is left for a sentence that says why.
+    """
+    state, touched = st.session_state, st.session_state["listed"]["selection"]
+    readable, cells = [run.name for run in state["_readable"]], touched["cells"]
+    at = {names[row] for row in ([row for row, _ in cells] if cells else touched["rows"])}
+    if at - set(readable):
+        state["_refused"] = min(at - set(readable))
+    elif not cells:
+        at |= set(state["run"]) - set(names)  # what is looked for hides these
+        state["run"] = [name for name in readable if name in at]
+    elif cells[0][1] == PIN and len(readable) > 1:
+        state["reference"] = "" if {state["reference"]} == at else min(at)
+    else:
+        state["run"] = [*at]
+        go_to("run")
 
 
 with frame("Triage", "Which run is in trouble, since when, and in what does it differ?"):
@@ -108,15 +118,19 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     named = {name: st.column_config.TextColumn(one.rpartition(".")[2], help=one) for name, one in full.items()}
     widths = {name: min(most, max(70, 22 + 13 * longest[name] // 2)) for name, most in TEXTS.items()}
     texts = {name: st.column_config.TextColumn(width=width) for name, width in widths.items()}
+    marks = ["★" if name == st.session_state.get("_reference") else "■" for name in table["run"]]
+    ticked = {run.name for run in st.session_state["_selection"]}
+    rows = [row for row, name in enumerate(table["run"]) if name in ticked]
+    st.session_state["listed"] = {"selection": {"rows": rows, "columns": [], "cells": []}}
     st.dataframe(
-        table.assign(**{"state": signs, " ": "■"}).style.apply(lambda column: colors if column.name == " " else tints),
+        table.assign(**{"state": signs, PIN: marks}).style.apply(lambda one: colors if one.name == PIN else tints),
         hide_index=True, placeholder="–",
         height="content" if len(table) < 12 else 460,
-        key="listed", on_select=partial(opened, list(table["run"])), selection_mode="single-cell",
+        key="listed", on_select=partial(clicked, list(table["run"])), selection_mode=["multi-row", "single-cell"],
         column_order=[name for name in (*ORDER, *of_runs) if name not in empty],
         column_config=texts | COLUMNS | named,
     )  # fmt: skip
-    st.caption(f"Click a row to open the run. {settings.note}")
+    st.caption(f"{CLICKS} {settings.note}")
     download(table, "runs")
     chosen = chosen_runs()
     st.subheader("Learning curves", anchor=False)

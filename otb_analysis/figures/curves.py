@@ -103,19 +103,20 @@ def curves_table(info: CurvesInfo) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
 
 
-def plot_learning(info: CurvesInfo) -> go.Figure:
+def plot_learning(info: CurvesInfo, columns: int | None = None, height: int = 290) -> go.Figure:
     """Draw the curves; the running mean is the line, recorded values stand faintly behind it.
 
-    Up to `LABELLED` lines have their names at their ends; more have a legend below.
+    Up to `LABELLED` lines have their names at their ends; more have a legend below. Three panels stand in one row, else
+    two; each is `height` pixels high with its titles.
     """
-    columns = 3 if len(info.quantities) == 3 else 2
-    figure, places = panels([(q.title, q.line) for q in info.quantities], columns, height=290)
+    columns = columns or (3 if len(info.quantities) == 3 else 2)
+    figure, places = panels([(q.title, q.line) for q in info.quantities], columns, height=height)
     names = list(dict.fromkeys(curve.run for curves in info.curves for curve in curves))
     shared = len(re.sub(r"\w*$", "", commonprefix(names))) * (len(names) > 1)  # noqa: RUF071 - names, no paths
     named = set(names) if len(names) <= LABELLED else set[str]()
     for where, quantity, curves in zip(places, info.quantities, info.curves, strict=True):
         for curve in curves:
-            for trace in _traces(curve, quantity, info.styles[curve.run]):
+            for trace in traces_of(curve, quantity, info.styles[curve.run]):
                 figure.add_trace(trace.update(showlegend=bool(trace.name) and curve.run not in named), **where)
             named.add(curve.run)
         if not curves:
@@ -128,7 +129,7 @@ def plot_learning(info: CurvesInfo) -> go.Figure:
             figure.add_hline(y=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
     for where in places[-columns:]:  # the lowest of their columns
         figure.update_xaxes(title_text="step", title_standoff=6, **where)
-    return figure.update_layout(legend={"y": -60 / (290 * places[-1]["row"]), "yanchor": "top"})
+    return figure.update_layout(legend={"y": -60 / (height * places[-1]["row"]), "yanchor": "top"})
 
 
 def _label_ends(
@@ -154,8 +155,8 @@ def values_and_ends(curves: Sequence[Curve]) -> tuple[Float32, Float32]:
     return parts[0], np.concatenate(parts[1:])
 
 
-def _traces(curve: Curve, quantity: Quantity, style: Style) -> list[go.Scatter]:
-    """The intervals as a band, the recorded values faintly where they differ from the line, then the line."""
+def traces_of(curve: Curve, quantity: Quantity, style: Style) -> list[go.Scatter]:
+    """Return the intervals as a band, the recorded values faintly where they differ from the line, then the line."""
     thin = {"color": style.color, "width": 1}
     behind = []
     if (known := np.isfinite(curve.low + curve.high)).any():

@@ -9,8 +9,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
+from otb_analysis.figures.curves import Quantity, curves_info, plot_learning
 from otb_analysis.figures.numbers import formatted, number, span
-from otb_analysis.figures.styles import BLUE, GREEN, ORANGE, RAMP, TEMPLATE, log_axis, panels, step_axis
+from otb_analysis.figures.styles import BLUE, GREEN, ORANGE, RAMP, TEMPLATE, TOP, Style, log_axis
 from otb_analysis.statistics import MIN_CLUSTERS, Fidelity, Interval, fidelity, fidelity_by_part
 from otb_analysis.types import Float, Float32
 
@@ -197,21 +198,26 @@ def plot_fidelity(info: FidelityInfo) -> go.Figure:
     return figure.update_layout(height=470, margin={"l": 76, "t": 30})
 
 
+OVER_STEPS = (
+    Quantity("Within (prompt, t)", "correlation; what the baseline sees", "within", rare=True),
+    Quantity("Pooled", "correlation over all tokens", "pooled", rare=True),
+)
+
+
 def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     """Draw the three correlations over steps, within (prompt, t) and pooled."""
-    titles = (("Within (prompt, t)", "correlation; what the baseline sees"), ("Pooled", "correlation over all tokens"))
-    figure, places = panels(titles, 1, height=205)
-    step = np.array(list(info.steps), np.float32)
-    for where, name in zip(places, ("within", "pooled"), strict=True):
-        for key, title in COEFFICIENTS:
-            values = [getattr(getattr(agreed, name), key, None) for agreed in info.steps.values()]
-            figure.add_scatter(
-                x=step, y=np.array(values, np.float32), name=title, legendgroup=key, showlegend=name == "within",
-                mode="lines+markers", line={"color": _COLORS[key], "width": 1.6}, marker={"size": 6},
-                hovertemplate=f"step %{{x}}: {title} <b>%{{y:.3f}}</b><extra></extra>", **where,
-            )  # fmt: skip
-    figure.update_xaxes(**step_axis(step)).update_xaxes(title_text=None, **places[0])
-    return figure.update_layout(height=470)
+    tables = {
+        title: pd.DataFrame(
+            {
+                name: [getattr(getattr(at, name), key, None) for at in info.steps.values()]
+                for name in ("within", "pooled")
+            },
+            dtype=float,
+        ).assign(step=list(info.steps))
+        for key, title in COEFFICIENTS
+    }
+    styles = {title: Style(_COLORS[key]) for key, title in COEFFICIENTS}
+    return plot_learning(curves_info(tables, OVER_STEPS, styles), columns=1, height=(470 - TOP) // 2)
 
 
 def gain_lost_words(lost: Interval | None) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from otb_analysis.figures.curves import (
     derived,
     finite,
     plain_name,
+    traces_of,
 )
 from otb_analysis.figures.numbers import columns_of, error_bars, interval_cell, labels, number, shown_name
 from otb_analysis.figures.runs import By, Pairing
@@ -200,23 +201,17 @@ def plot_pair(info: Sequence[PairPanel], a: str, b: str, styles: tuple[Style, St
         titles += empty
     figure, places = panels(titles, columns, height=215)
     figure.update_xaxes(visible=False).update_yaxes(visible=False)
-    a, b = plain_name(a), plain_name(b)
     for index, panel in enumerate(info):
         first = 2 * columns * (index // columns) + index % columns
         above, below = places[first], places[first + columns]
         for values, name, style in ((panel.a, a, styles[0]), (panel.b, b, styles[1])):
-            for one in values if len(values) > 1 else ():  # every pair's curve faintly, their mean as the line
-                figure.add_scatter(
-                    x=panel.step, y=one, mode="lines", line={"color": style.color, "width": 1}, opacity=0.3,
-                    hoverinfo="skip", showlegend=False, legendgroup=name, **above,
-                )  # fmt: skip
-            figure.add_scatter(
-                x=panel.step, y=values.mean(axis=0), name=name, legendgroup=name, showlegend=index == 0,
-                mode="lines+markers" if panel.quantity.rare or panel.ratio else "lines",
-                line={"color": style.color, "width": 1.8, "dash": style.dash},
-                marker={"size": 6, "symbol": style.symbol},
-                hovertemplate="step %{x}: <b>%{y:.4g}</b><extra>" + name + "</extra>", **above,
-            )  # fmt: skip
+            mean, line = values.mean(axis=0), go.Scatter()
+            for one in values:  # every pair's curve faintly, their mean as the line
+                curve = Curve(name, panel.step.astype(np.float32), one, mean, *np.full((2, len(mean)), np.nan))
+                *faint, line = traces_of(curve, panel.quantity, style)
+                for trace in faint:
+                    figure.add_trace(trace.update(showlegend=False), **above)
+            figure.add_trace(line.update(name=plain_name(name), showlegend=index == 0), **above)
         if panel.quantity.share or panel.quantity.from_zero:
             figure.update_yaxes(rangemode="tozero", **above)
         elif panel.ratio:

@@ -37,6 +37,14 @@ class Described:
     meaning: str
 
 
+DIFFERENCES = {
+    SAMPLER: ("policy − sampler (log π)", "nats", "log π under the policy minus the sampler's own."),
+    ADVANTAGES: ("advantage − another's", "", "Advantage under {estimator} minus that under {against}."),
+    RATIO: ("exact ÷ calibrated proxy", "", "Exact ‖∇log π‖² over the calibrated proxy ({how})."),
+}
+"""What is no stored column: title, unit, meaning."""
+
+
 def with_differences(tokens: pd.DataFrame, other: pd.Series | None = None) -> pd.DataFrame:
     """Add the differences whose parts were measured, empty columns for the others.
 
@@ -74,14 +82,11 @@ def described(tokens: pd.DataFrame, name: str, estimator: str = "", against: str
         estimator: Whose baseline and advantage the table has.
         against: Whose advantage was taken off.
     """
-    if name == SAMPLER:
-        return Described("policy − sampler (log π)", "nats", "log π under the policy minus the sampler's own.")
-    if name == ADVANTAGES:
-        return Described("advantage − another's", "", f"Advantage under {estimator} minus that under {against}.")
-    if name == RATIO:
+    if name in DIFFERENCES:
         stored = "energy_calibrated" in tokens and bool(tokens["energy_calibrated"].notna().any())
         how = "as stored" if stored else "c·proxy^b, fitted to this prompt's exact norms"
-        return Described("exact ÷ calibrated proxy", "", f"Exact ‖∇log π‖² over the calibrated proxy ({how}).")
+        title, unit, meaning = DIFFERENCES[name]
+        return Described(title, unit, meaning.format(estimator=estimator, against=against, how=how))
     if name not in {c.name for c in TOKENS}:
         return Described(name, "", "Stored beside the columns of otb-analysis, such as another trainer's numbers.")
     title, unit, meaning = name, column("tokens", name).unit, column("tokens", name).meaning

@@ -68,12 +68,56 @@ def click(page, x: float, y: float, changes: str) -> str:
     return asked(page, changes)
 
 
+def test_a_run_is_ticked_and_pinned_by_a_click_in_the_table_and_back_undoes_it(tab, address):
+    page = visit(tab, f"{address}/?run=chain&run=dense")
+    table = page.locator("[data-testid=stDataFrame]").first
+
+    def click_first_row(x: float) -> None:
+        box = table.bounding_box()
+        page.mouse.click(box["x"] + x, box["y"] + 52)
+
+    def waits_for(search: str) -> None:
+        page.wait_for_function(search, timeout=20 * SECONDS)
+        finished(page)
+
+    page.wait_for_timeout(1 * SECONDS)  # the table is drawn on a canvas
+    click_first_row(20)
+    waits_for("new URL(location).searchParams.getAll('run').length === 1")
+    click_first_row(45)
+    waits_for("new URL(location).searchParams.has('reference')")
+    pinned, ticked = asked(page, "reference"), asked(page, "run")
+    assert {pinned, ticked} == {"chain", "dense"}  # the first row is the one that is no longer ticked
+    page.go_back()
+    waits_for("!new URL(location).searchParams.has('reference')")
+    page.go_back()
+    waits_for("new URL(location).searchParams.getAll('run').length === 2")
+
+
 def test_a_click_on_a_dense_curve_chooses_the_nearest_recorded_step(tab, address):
     page = visit(tab, f"{address}/run?run=dense&step=0")
     for at, axis in ((400, "yaxis2"), (1333, "yaxis3"), (2201, "yaxis4"), (1700.4, "yaxis2")):
         x, y, unit = spot(page, at, axis)
         step = int(click(page, round(x), y, "step"))
         assert step % APART == 0 and abs(step - at) <= APART / 2 + 1 / unit
+
+
+def test_a_switch_of_a_figure_and_its_format_draw_the_figure_again_and_not_the_page(browser, store_root, tmp_path):
+    shutil.copytree(store_root / "chain-otb-s0", tmp_path / "chain")
+    with served(tmp_path) as url, watched(browser, url) as tab:
+        page = visit(tab, f"{url}/run?run=chain")
+        page.wait_for_selector("text=1 run in")
+        shutil.copytree(store_root / "chain-otb-s0", tmp_path / "other")  # what a page that is drawn again would count
+        page.locator("label:has-text('Log axes')").click()
+        page.wait_for_function("document.body.innerText.includes('logarithmic')", timeout=20 * SECONDS)
+        assert asked(page, "log") == "true"
+        page.locator("button:has-text('Save')").last.click()
+        page.locator("button:has-text('png')").click()
+        options = "[...document.querySelectorAll('.js-plotly-plot')].at(-1)._context.toImageButtonOptions.format"
+        page.wait_for_function(f"{options} === 'png'", timeout=20 * SECONDS)
+        assert page.locator("text=1 run in").count() == 1
+        page.keyboard.press("Escape")  # closes the popover
+        page.locator("button:has-text('Reload runs')").first.click()
+        page.wait_for_selector("text=2 runs in", timeout=20 * SECONDS)
 
 
 def test_a_click_on_a_mark_chooses_its_step(tab, address):

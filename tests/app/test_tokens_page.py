@@ -187,13 +187,16 @@ def test_rollouts_of_2000_tokens_are_shown_whole(token_root, monkeypatch):
     assert table_of(app, "formula")["with numbers"].count("·") <= 8
 
 
-def test_of_too_many_tokens_for_a_browser_some_rollouts_are_left_out_and_the_chosen_one_is_there(
+def test_of_too_many_tokens_for_a_browser_some_rollouts_are_maps_alone_and_the_chosen_one_has_its_text(
     token_root, monkeypatch
 ):
     monkeypatch.setattr("token_view.MOST", 5000)
     app = opened(token_root, monkeypatch, run="long", prompt="0", token="3.0")
-    assert [row["rollout"] for row in payload(app)["panes"][0]["rows"]] == [0, 1, 3]
-    assert "too many for one page: 1." in texts(app)
+    *first, third, last = payload(app)["panes"][0]["rows"]
+    assert ["texts" in row for row in (*first, third, last)] == [True, True, False, True]
+    assert third["width"] == 5 and len(third["ts"]) == len(third["levels"]) == 400
+    assert all(5 * cell <= t < 5 * cell + 5 for cell, t in enumerate(third["ts"]))
+    assert "1 rollouts are maps alone" in texts(app)
 
 
 @pytest.mark.parametrize("color", ["entropy", "exact_over_proxy"])
