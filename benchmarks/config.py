@@ -281,6 +281,13 @@ class TrainBenchConfig(ModelBenchConfig):
     """A few seconds at a few tokens of the small model, without memory: does it run at all?"""
 
 
+@dataclass(frozen=True)
+class MonitorBenchConfig(TrainBenchConfig):
+    """What OTBMonitor adds to a step of TRL's GRPOTrainer that it watches, inside that step; needs --trl-python."""
+
+    models: tuple[Literal["small", "M", "R"], ...] = ("small", "R")  # As for otb bench train.
+
+
 BENCHMARKS: dict[str, type[BenchConfig]] = {
     "estimators": EstimatorsConfig,
     "regression": RegressionConfig,
@@ -299,6 +306,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "sampling-cost": SamplingCostConfig,
     "audit": AuditBenchConfig,
     "recorded": RecordedBenchConfig,
+    "monitor": MonitorBenchConfig,  # before its base class, since a configuration names its benchmark
     "train": TrainBenchConfig,
     "store": StoreConfig,
     "dashboard": DashboardBenchConfig,

@@ -176,7 +176,7 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
     ours.turn()
     turns: dict[str, list[Turn]] = {OURS: []}
     trl = bench.trl_python
-    with nullcontext() if trl is None else peer(trl, SCRIPT, _spec(config, repeats, bench)) as rival:
+    with nullcontext() if trl is None else peer(trl, SCRIPT, peer_spec(config, repeats, bench)) as rival:
         for _ in range(repeats):
             turns[OURS].append(ours.turn())
             if rival is not None:
@@ -187,14 +187,14 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
     if not bench.quick:  # in processes of their own that time nothing
         held[OURS] = in_fresh_process(peaks, config, steps, bench.threads) or [None]
         if trl is not None:
-            with peer(trl, SCRIPT, _spec(config, steps, bench, memory=True)) as rival:
+            with peer(trl, SCRIPT, peer_spec(config, steps, bench, memory=True)) as rival:
                 held[TRL] = [rival.answer()["bytes"] for _ in range(steps)]
     known = {name: [value for value in values if value is not None] for name, values in held.items()}
     yield from _phase_rows(turns, {name: int(median(values)) for name, values in known.items() if values})
     yield from _level_rows(model, config, bench, ours, turns[OURS])
 
 
-def _spec(config: TrainConfig, repeats: int, bench: TrainBenchConfig, memory: bool = False) -> dict[str, object]:
+def peer_spec(config: TrainConfig, repeats: int, bench: TrainBenchConfig, memory: bool = False) -> dict[str, object]:
     """What the peer is told; it warms up with one step of its own."""
     prompts = draw_prompts(make_task(config), "train", 0, config.sample.prompts * (repeats + 1))
     return {

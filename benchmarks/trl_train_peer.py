@@ -1,12 +1,14 @@
-"""TRL's GRPOTrainer, one step per turn, for `otb bench train`; needs torch and trl>=1.16,<1.17 and nothing of ours.
+"""TRL's GRPOTrainer, one step per turn, for `otb bench train` and `otb bench monitor`.
 
-Started by `peer`: one JSON argument, one line of facts, then one line of seconds for every line on the input.
+Needs torch and trl>=1.16,<1.17, and nothing of ours but for the monitor. Started by `peer`: one JSON argument, one line
+of facts, then one line of seconds for every line on the input.
 The phases: `sample` is its generation alone, `update` its forward pass and loss, backward pass, clipping and optimizer,
 each timed where it is called; all else counts for neither, `seconds` is the whole step.
 """
 
 import importlib
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -76,6 +78,7 @@ class Turns(TrainerCallback):
         phases = self.clock.seconds
         held = None if self.before is None else max(0, SIDE["kilobytes"]("VmHWM") - self.before) * 1024
         facts = {"seconds": seconds, "sample": phases["sample"], "update": phases["update"]}
+        facts |= {"monitor": phases.get("monitor", 0.0)}
         SIDE["say"](facts | {"tokens": self.clock.tokens, "bytes": held})
         self.warm = True
 
@@ -83,6 +86,15 @@ class Turns(TrainerCallback):
 def reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """Pay something that differs within groups; its value is of no interest here."""
     return [float(len(str(text)) % 2) for text in completions]
+
+
+def watching(spec: dict[str, Any], clock: Clock) -> list[TrainerCallback]:
+    """Return our monitor where its run is named, of every batch, timed; it alone needs our package."""
+    if "monitor" not in spec:
+        return []
+    monitor = importlib.import_module("otb_analysis.integrations.monitor").OTBMonitor(spec["monitor"], share=math.inf)
+    monitor._observe = clock.timing("monitor", monitor._observe)
+    return [monitor]
 
 
 def main() -> None:
@@ -103,7 +115,7 @@ def main() -> None:
             reward_funcs=reward,
             args=settings,
             train_dataset=datasets.Dataset.from_dict({"prompt": spec["prompts"]}),
-            callbacks=[Turns(clock, spec["memory"])],
+            callbacks=[*watching(spec, clock), Turns(clock, spec["memory"])],
         )
         trainer._generate_single_turn = clock.timing("sample", trainer._generate_single_turn)
         trainer.compute_loss = clock.timing("update", trainer.compute_loss)

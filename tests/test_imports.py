@@ -24,7 +24,8 @@ FLOORS = (
     {"logit_stats", "gradients", "tasks"},
     {"rollouts"},
     {"measurement"},
-    {"checks", "training", "integrations"},
+    {"checks"},
+    {"training", "integrations"},
     {"answers", "recorded"},
     {"report"},
     {"commands"},
@@ -61,7 +62,7 @@ ALLOWED_PACKAGES = (
     | {"tasks": {"torch", "transformers", "pyarrow"}}
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
     | {"recorded": {"torch", "transformers", "pyarrow"}}
-    | {"integrations": {"torch", "transformers", "accelerate", "trl"}}
+    | {"integrations": {"torch", "transformers", "accelerate", "trl", "pandas"}}
     | {"processes": {"torch", "accelerate"}, "devices": {"torch"}}
     | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": {"torch"}}
     | {key: HEAVY - {"streamlit"} for key in ("commands", "__main__")}

@@ -10,7 +10,7 @@ import pandas as pd
 from otb_analysis.answers.holders import Attributed, NotAttributed, Tokens, attributed_tokens, attribution_command
 from otb_analysis.answers.measured import MeasuredSteps
 from otb_analysis.answers.proxy import Proxy, fidelity_of, proxy_line, proxy_of
-from otb_analysis.answers.sentences import NOT_MEASURED, size_line
+from otb_analysis.answers.sentences import not_measured, size_line
 from otb_analysis.answers.traits import Traits, traits_of
 from otb_analysis.answers.triage import Triage, triage
 from otb_analysis.checks.sampling_report import SamplingReport, recorded_line, sampling_lines, sampling_report
@@ -325,7 +325,8 @@ class RunAnswers:
         """What the run says of its baseline and its group size, as every door says it; an alarm first."""
         if self.measured is not None:
             return self.measured.lines
-        return (self.alarm, NOT_MEASURED) if self.alarm else (NOT_MEASURED, *filter(None, [self._size_line()]))
+        nothing = not_measured(self.config)
+        return (self.alarm, nothing) if self.alarm else (nothing, *filter(None, [self._size_line()]))
 
     @cached_property
     def proxy_line(self) -> str:

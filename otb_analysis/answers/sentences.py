@@ -27,11 +27,23 @@ NOT_MEASURED = (
     "measuring within a quarter of the run's time; for recorded rollouts otb audit --model DIR --rollouts FILE "
     "says what it costs."
 )
+WATCHED = "measure=MeasureConfig(exact=Schedule(), gradients=Schedule(every=10, prompts=16))"
+"""What the monitor of a TRL trainer takes to measure every estimator's gradient."""
 ANOTHER_SAMPLER = (
     "So nothing is proved of any baseline on these rollouts, and none is recommended: the true gradient takes tokens "
     "of the stated sampler. Next: state it right, or sample again."
 )
 FASTER = "a quieter gradient need not learn faster, so compare held-out reward over several seeds"
+
+
+def not_measured(config: Mapping[str, Any]) -> str:
+    """Return what a run says that measured no estimator's gradient: what measures it, and the price."""
+    if section(config, "source").get("made_by") not in ("OTBMonitor", "OTBGRPOTrainer"):
+        return NOT_MEASURED
+    return (
+        f"{NOT_MEASURED.partition('.')[0]}. {WATCHED} does (docs/trl.md), for about ten forward and backward passes of "
+        "16 prompts' rollouts at every tenth batch."
+    )
 
 
 def decision_lines(

@@ -6,12 +6,11 @@ every token's π_y and Σπ², an estimator of ours gives advantages [B, T], and
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from otb_analysis.errors import InputError, NonFiniteError
@@ -20,6 +19,7 @@ from otb_analysis.integrations.recorder import RolloutRecorder
 from otb_analysis.integrations.run_log import RecordConfig, RunLog
 from otb_analysis.integrations.trl_batch import (
     GatheredBatch,
+    collated,
     drafts_of,
     evaluating,
     gathered_batch,
@@ -27,10 +27,18 @@ from otb_analysis.integrations.trl_batch import (
     local_rows,
     scored,
 )
-from otb_analysis.measurement.measurer import GradientMeasurer, summarize
-from otb_analysis.measurement.table import rollout_rows, token_rows
+from otb_analysis.integrations.trl_run import (
+    first_batch,
+    paid,
+    policy_of,
+    refuse_unreadable,
+    step_tables,
+    stored_config,
+)
+from otb_analysis.measurement.forward import forward_statistics
+from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.rollouts.models import special_id
-from otb_analysis.store import StepTables, gram_rows, subgroup_rows
+from otb_analysis.store import StepTables
 from otb_analysis.types import Estimate, NormalEquations, Tallies
 
 __all__ = ["OTBGRPOTrainer", "RecordConfig", "RolloutRecorder"]
@@ -80,10 +88,11 @@ class OTBGRPOTrainer(Trainer):
         self._norms: list[float] = []  # ‖ḡ‖ of the updates since the last batch
         self._log: RunLog | None = None
         if record is not None and self.accelerator.is_main_process:
-            stored = self._stored_config(record, dict(options or {}))
+            trains = {"name": estimator, "energy": "proxy", "options": dict(options or {})}
+            stored = stored_config(self, record, trains, "OTBGRPOTrainer")
             self._log = RunLog(record, Path(self.args.output_dir).name, stored)
             trained = {estimator: self._options}
-            self._measurer = GradientMeasurer(self._policy(), record.measure, self.temperature, trained, stored)
+            self._measurer = GradientMeasurer(policy_of(self), record.measure, self.temperature, trained, stored)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as GRPOTrainer does; the run records how that ended."""
@@ -135,20 +144,17 @@ class OTBGRPOTrainer(Trainer):
         start, training = perf_counter(), self.model.training
         drafts = drafts_of(batch, self._tokenizer, self.eos_token_ids)
         size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
-        pad = special_id(self._tokenizer, "pad")
+        rollouts, policy = collated(drafts, special_id(self._tokenizer, "pad")), policy_of(self)
         try:
-            with self.accelerator.autocast():
-                local = scored(self._policy(), drafts, pad, self.temperature, size)
+            with self.accelerator.autocast(), evaluating(policy):
+                local = scored(drafts, rollouts, forward_statistics(policy, rollouts, self.temperature, size))
         except NonFiniteError as error:
             raise NonFiniteError(f"step {self.state.global_step}: {error}") from error
         seconds, step = {"seconds_forward": perf_counter() - start}, self._next_step() if training else -1
         if training and self._log is not None:
             self._log.release(self._update_scalars())
         like = batch["completion_ids"]
-        by_function = self._rewards_by_function.double().cpu().numpy()
-        weighted = np.nansum(by_function * self.reward_weights.double().cpu().numpy(), axis=1)
-        rewards = np.where(np.isnan(by_function).all(axis=1), np.nan, weighted)
-        parts = {name: by_function[:, k] for k, name in enumerate(self.reward_func_names)}
+        rewards, parts = paid(self, self._rewards_by_function)
         group_size = self.num_generations if training else self.num_generations_eval
         whole = gathered_batch(gather_object(local), rewards, parts, group_size, self._tokenizer)
         if whole is None:
@@ -166,38 +172,17 @@ class OTBGRPOTrainer(Trainer):
 
     def _tables(self, step: int, whole: GatheredBatch, trained: Estimate, seconds: dict[str, float]) -> StepTables:
         """Return everything to store of a step; measuring happens here, on the main process alone."""
-        rollouts, table, start = whole.rollouts, whole.table, perf_counter()
-        weights = trained.advantage / len(table.mask)
         self._measurer.states = {}
         if self._remembered is not None:
             source = "proxy" if entry_of(self._estimator).reads_energy else "none"
             self._measurer.states = {(self._estimator, source): self._remembered}
-        with evaluating(self._measurer.model):
-            measured = self._measurer.measure(step, rollouts, table, None, lambda: weights)
-        seconds = seconds | {"seconds_measure": perf_counter() - start}
-        left_out = {"n_left_out": int((~whole.kept).sum()), "trl_global_step": self.state.global_step}
-        gradients = [row.as_row() for row in measured.statistics]
-        return StepTables(
-            tokens=token_rows(table, trained, measured.tokens, self._tokenizer),
-            rollouts=rollout_rows(rollouts, table, measured.tokens),
-            steps=summarize(rollouts, table, trained, measured) | left_out | seconds,
-            gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
-            grams=gram_rows(step, measured.gram) if measured.gram else None,
-            subgroups=subgroup_rows(step, measured.subgroups) if measured.subgroups else None,
-        )
+        scalars = {"trl_global_step": self.state.global_step, **seconds}
+        return step_tables(self._measurer, step, whole, trained, self._tokenizer, scalars)
 
     def _next_step(self) -> int:
         """Return the number of a generated batch; a training that goes on from a checkpoint goes on counting."""
-        micro_steps = self.state.global_step * self.args.gradient_accumulation_steps
-        first = micro_steps // (self.args.steps_per_generation * self.num_iterations)
-        step = first if self._last_step is None else self._last_step + 1
-        self._last_step = step
-        return step
-
-    def _policy(self) -> Any:
-        """Return the language model itself, with adapters in it but without their wrapper."""
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._last_step = first_batch(self) if self._last_step is None else self._last_step + 1
+        return self._last_step
 
     def _refuse_settings(self) -> None:
         if self.multi_objective_aggregation != "sum_then_normalize":
@@ -205,34 +190,4 @@ class OTBGRPOTrainer(Trainer):
                 f"multi_objective_aggregation is {self.multi_objective_aggregation!r}, but our estimators take one "
                 "reward per rollout; set it to 'sum_then_normalize'."
             )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise InputError(
-                "the model is trained under FSDP or DeepSpeed, where a forward pass of ours was never tested; start "
-                "the processes without them (DDP)."
-            )
-        adapters = getattr(self.accelerator.unwrap_model(self.model), "peft_config", {})
-        if any(one.is_prompt_learning for one in adapters.values()):
-            raise InputError("the adapter learns prompts, which our forward pass does not see; use LoRA instead.")
-
-    def _stored_config(self, record: RecordConfig, options: dict[str, Any]) -> dict[str, Any]:
-        """Return what run.json keeps: our settings, and those of TRL that say what was sampled and trained."""
-        args, named = self.args, ", ".join(self.reward_func_names)
-        copied = ("loss_type", "beta", "num_iterations", "epsilon", "learning_rate", "importance_sampling_level")
-        copied += ("per_device_train_batch_size", "gradient_accumulation_steps")
-        return {
-            "run": record.run or Path(args.output_dir).name,
-            "seed": args.seed,
-            "model": getattr(self._policy().config, "_name_or_path", ""),
-            "task": named,
-            "source": {"made_by": "OTBGRPOTrainer", "format": "trl", "about": "trained by TRL's GRPOTrainer"},
-            "estimator": {"name": self._estimator, "energy": "proxy", "options": options},
-            "measure": asdict(record.measure),
-            "sample": {
-                "prompts": args.generation_batch_size // self.num_generations,
-                "group_size": self.num_generations,
-                "max_new_tokens": args.max_completion_length,
-                "temperature": self.temperature,
-                **{name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
-            },
-            "trl": {name: getattr(args, name) for name in copied},
-        }
+        refuse_unreadable(self)

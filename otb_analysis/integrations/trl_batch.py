@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.errors import InputError
 from otb_analysis.extras import require
-from otb_analysis.measurement.forward import ForwardOutputs, ForwardPass, forward_pass
+from otb_analysis.measurement.forward import ForwardPass
 from otb_analysis.measurement.table import TokenTable, token_table
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, Rollouts, collate, draft_of
@@ -95,25 +95,19 @@ def drafts_of(batch: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, e
     return drafts
 
 
-@torch.no_grad()
-def scored(
-    model: PreTrainedModel, drafts: Sequence[Draft], pad: int, temperature: float, size: int
-) -> list[ScoredDraft]:
-    """Score drafts in forward passes of `size` rows, in evaluation mode: every process makes as many passes.
+def collated(drafts: Sequence[Draft], pad: int) -> Rollouts:
+    """Return one process's drafts as a batch without rewards; rollouts with the same prompt are one group."""
+    number: dict[tuple[int, ...], int] = {}
+    group = [number.setdefault(tuple(draft.ids[: draft.prompt_length]), len(number)) for draft in drafts]
+    prompts = tuple(Prompt(str(n), "", answer="") for n in number.values())
+    return collate(list(drafts), prompts, np.array(group, np.int64), pad)
 
-    Raises:
-        NonFiniteError: A logit at a policy token is NaN or infinite.
-    """
-    rollouts = collate(list(drafts), (), np.zeros(len(drafts), np.int64), pad)
-    rows = [np.arange(len(drafts))[start : start + size] for start in range(0, len(drafts), size)]
-    wanted = ForwardOutputs(hidden=False)
-    with evaluating(model):
-        passes = [forward_pass(model, rollouts.take(part), temperature, None, wanted) for part in rows]
-    stats = ForwardPass.concatenate(passes, rollouts, rows).stats
-    lengths = rollouts.completion_length
+
+def scored(drafts: Sequence[Draft], rollouts: Rollouts, forward: ForwardPass) -> list[ScoredDraft]:
+    """Return drafts with the forward statistics of their batch, made by `collated`."""
     return [
-        ScoredDraft(draft, {f.name: getattr(stats, f.name)[n, : lengths[n]] for f in fields(LogitStats)})
-        for n, draft in enumerate(drafts)
+        ScoredDraft(draft, {f.name: getattr(forward.stats, f.name)[n, :length] for f in fields(LogitStats)})
+        for n, (draft, length) in enumerate(zip(drafts, rollouts.completion_length, strict=True))
     ]
 
 

@@ -4,6 +4,7 @@ Runs in an environment with trl: called by the tests, or by torchrun with one JS
 """
 
 import json
+import math
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from otb_analysis.config import MeasureConfig, Schedule, SmallModelConfig
+from otb_analysis.integrations.monitor import OTBMonitor
 from otb_analysis.integrations.trl import OTBGRPOTrainer, RecordConfig, RolloutRecorder
 from otb_analysis.rollouts.models import character_tokenizer, small_model
 
@@ -95,7 +97,13 @@ def with_tool(prompts, trainer):
 
 
 def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="", unchanged=False, stored=True, **spec):
-    """Make our trainer, or an `unchanged` one of TRL; `spec` holds further settings of GRPOConfig and of ours."""
+    """Make our trainer, or an `unchanged` one of TRL; `spec` holds further settings of GRPOConfig and of ours.
+
+    `monitor` names the run of an OTBMonitor, `rloo` takes RLOOTrainer, and `rollouts` stand for generation.
+    """
+    monitor, rloo, rollouts = spec.pop("monitor", ""), spec.pop("rloo", False), spec.pop("rollouts", None)
+    share, every = spec.pop("share", math.inf), spec.pop("gradients", 0)
+    watched = MeasureConfig(exact=Schedule(), gradients=Schedule(every))
     ours = {name: spec.pop(name) for name in ("estimator", "options", "if_exists") if name in spec}
     functions = [REWARDS[name] for name in rewards]
     if recorder:
@@ -104,7 +112,7 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 3,
         "learning_rate": 1e-2, "logging_steps": 1, "temperature": 0.8, "save_strategy": "no", "report_to": "none",
     }  # fmt: skip
-    arguments = GRPOConfig(
+    arguments = (RLOOConfig if rloo else GRPOConfig)(
         output_dir=str(out), use_cpu=True, bf16=False, disable_tqdm=True, shuffle_dataset=False, **(settings | spec)
     )
     model, tokenizer = tiny()
@@ -113,7 +121,8 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
         plan = MeasureConfig(exact=Schedule(every=measure, prompts=0))
         record = RecordConfig(run="run", root=Path(out), measure=plan, if_exists=ours.pop("if_exists", "error"))
         ours["record"] = record if stored else None
-    return (GRPOTrainer if unchanged else Kept)(
+    trainer = RLOOTrainer if rloo else GRPOTrainer
+    return (trainer if unchanged else Kept)(
         model,
         functions,
         arguments,
@@ -121,7 +130,8 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
         eval_dataset=data.select(range(4)),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if peft else None,
-        rollout_func=with_tool if tools else None,
+        callbacks=[OTBMonitor(Path(out) / monitor, share=share, measure=watched)] if monitor else None,
+        **({} if rloo else {"rollout_func": with_tool if tools else rollouts}),
         **ours,
     )
 
@@ -131,7 +141,8 @@ def main():
     trainer = made(**spec)
     trainer.train()
     rank = trainer.accelerator.process_index
-    torch.save(trainer.calls, Path(spec["out"]) / f"calls-{rank}.pt")
+    kept = getattr(trainer, "calls", trainer.state.log_history)
+    torch.save(kept, Path(spec["out"]) / f"calls-{rank}.pt")
 
 
 if __name__ == "__main__":

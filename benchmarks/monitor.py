@@ -1,0 +1,41 @@
+"""What OTBMonitor adds to a step of TRL's GRPOTrainer: its own time inside a step, over the rest of that step."""
+
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from benchmarks.config import MonitorBenchConfig
+from benchmarks.publish import Report, notes_of, report_of
+from benchmarks.timing import peer
+from benchmarks.train import BUDGETS, REPEATS, SCRIPT, bench_config, peer_spec
+from otb_analysis.errors import InputError
+
+COLUMNS = {
+    "model": "{model}", "tokens": "{tokens:,}", "step, s": "{step:.2f}", "monitor, s": "{monitor:.2f}",
+    "% of step": "{percent:.1f}", "least": "{least:.1f}", "largest": "{largest:.1f}",
+}  # fmt: skip
+
+
+def run(config: MonitorBenchConfig) -> Report:
+    """Time every model's steps, each of them watched.
+
+    Raises:
+        InputError: There is no interpreter with TRL, or it does not work.
+    """
+    if config.trl_python is None:
+        raise InputError(
+            "otb bench monitor runs inside TRL; pass --trl-python an interpreter with trl and this package."
+        )
+    rows = []
+    with TemporaryDirectory() as folder:
+        for model in ("small",) if config.quick else config.models:
+            repeats = min(config.repeats, REPEATS.get(model, config.repeats))
+            spec = peer_spec(bench_config(model, Path(folder), config.quick), repeats, config)
+            with peer(config.trl_python, SCRIPT, spec | {"monitor": str(Path(folder) / f"watched-{model}")}) as watched:
+                turns = [watched.answer() for _ in range(repeats)]
+            shares = [100 * turn["monitor"] / (turn["seconds"] - turn["monitor"]) for turn in turns]
+            row = {name: median(turn[name] for turn in turns) for name in ("tokens", "seconds", "monitor")}
+            row |= {"percent": median(shares), "least": min(shares), "largest": max(shares)}
+            rows.append({"model": model, "step": row["seconds"] - row["monitor"], **row, "tokens": int(row["tokens"])})
+    title = "A step of TRL's GRPOTrainer and what OTBMonitor adds to it where it watches"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS))

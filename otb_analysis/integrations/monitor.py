@@ -1,0 +1,346 @@
+"""OTBMonitor: a callback that watches an unchanged GRPOTrainer or RLOOTrainer, and changes nothing in its training.
+
+A callback of transformers never sees rollouts. This one finds its trainer when training begins, and looks at what two
+of its methods return, `_generate_and_score_completions` and `_calculate_rewards`; both results go on untouched. One
+forward pass without gradients gives what TRL does not compute: Σπ², and the tests of the sampler.
+"""
+
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from otb_analysis.checks.sampling import SamplingCheck
+from otb_analysis.checks.sampling_report import ALARM, sampling_lines, sampling_report
+from otb_analysis.config import MeasureConfig
+from otb_analysis.errors import InputError
+from otb_analysis.estimators import estimate
+from otb_analysis.integrations.batch_numbers import advantages_of, batch_scalars, log_ratio_scalars, worst_tables
+from otb_analysis.integrations.run_log import RecordConfig, RunLog
+from otb_analysis.integrations.trl_batch import (
+    ScoredDraft,
+    collated,
+    drafts_of,
+    evaluating,
+    gathered_batch,
+    scored,
+)
+from otb_analysis.integrations.trl_run import (
+    first_batch,
+    paid,
+    policy_of,
+    refuse_unreadable,
+    step_tables,
+    stored_config,
+)
+from otb_analysis.measurement.forward import forward_statistics
+from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.measurement.table import token_table
+from otb_analysis.rollouts.models import special_id
+from otb_analysis.types import Estimate, Float
+
+WATCHED = ("_generate_and_score_completions", "_calculate_rewards")
+"""Methods of TRL's trainer whose results are seen."""
+READ = (
+    "_metrics", "accelerator", "reward_weights", "reward_func_names", "num_generations", "num_iterations",
+    "temperature", "eos_token_ids",
+)  # fmt: skip
+"""What else of it is read; `_metrics` is also written, since that is what TRL's trainers log."""
+SHARE, FIRST = 0.07, 10
+"""Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
+TRACKERS = ("wandb", "trackio")
+"""Trackers that take tables, once their modules are loaded."""
+
+
+@dataclass(frozen=True)
+class SeenBatch:
+    """What one process saw of a generated batch; travels between processes."""
+
+    scored: Sequence[ScoredDraft]
+    advantages: Sequence[Float]  # TRL's own, by completion token of each rollout [T_i]
+    log_ratios: Mapping[str, Float]  # By what is compared, over this process's policy tokens [K]
+    sampling: Mapping[str, Any]  # Rows of the sampling check
+
+
+class OTBMonitor(TrainerCallback):
+    """Writes a few deciding numbers of every generated batch to the trainer's own log, and the batch to our store.
+
+    `GRPOTrainer(..., callbacks=[OTBMonitor(run="runs/x")])`. Whatever `report_to` names gets the numbers as `otb/…`.
+    Weights and random numbers of the training are those without it. What fails here is told once, in one sentence, and
+    the training goes on.
+
+    Args:
+        run: Directory of the run in our store; a bare name is put into `runs/`. Empty stores nothing.
+        share: Most time that watching may take, over the time of the training without it: behind the first ten batches
+            as many are left out as keep this. `math.inf` watches all, as is the default with `measure`.
+        measure: What is measured beside the forward pass, on a schedule; by default nothing.
+        if_exists: What to do where the run exists: refuse, begin anew, or go on.
+
+    Raises:
+        InputError: The run exists, or its name is none.
+    """
+
+    def __init__(
+        self,
+        run: str | Path = "",
+        *,
+        share: float | None = None,
+        measure: MeasureConfig | None = None,
+        if_exists: Literal["error", "replace", "resume"] = "error",
+    ) -> None:
+        path, settings = Path(run), {} if measure is None else {"measure": measure}
+        root = path.parent if len(path.parts) > 1 else Path("runs")
+        self._record = RecordConfig(run=path.name, root=root, if_exists=if_exists, **settings)
+        self._log = RunLog(self._record, "", {}) if path.name else None
+        self._share = (SHARE if measure is None else math.inf) if share is None else share
+        self._spent = self._begun = 0.0
+        self._trainer: Any = None
+        self._before: dict[str, Any] = {}  # What the trainer itself had of `WATCHED`
+        self._rewards = torch.zeros(0)  # Of all processes [N, functions], as TRL had them last
+        self._step, self._n_batches = -1, 0
+        self._check = SamplingCheck()
+        self._norms: list[float] = []  # ‖ḡ‖ as logged since the last batch
+        self._n_updates = 0
+        self._told: dict[str, int] = {}
+        self._worst: dict[str, pd.DataFrame] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the trainer that calls, and begin to look at its batches."""
+        try:
+            self._unwatch()  # a training that ended with an error
+            trainer = _calling_trainer(args)
+            _refuse(trainer)
+            scale = getattr(trainer, "scale_rewards", "rloo")
+            self._trains = {"group": "grpo", "rloo": "rloo"}.get(scale, "group_mean")
+            trains = {"name": self._trains, "energy": "proxy", "options": {}}
+            stored = stored_config(trainer, self._record, trains, "OTBMonitor")
+            self._measurer = GradientMeasurer(policy_of(trainer), self._record.measure, trainer.temperature, run=stored)
+            if self._log is not None:
+                self._log.config = stored
+            self._step = first_batch(trainer) - 1
+            self._watch(trainer)
+        except Exception as error:
+            self._tell("begin", f"OTBMonitor is off, training goes on: {error}")
+
+    def _watch(self, trainer: Any) -> None:
+        """Look at what both methods return: attributes of this one trainer, which hide those of its class."""
+        generate, reward = (getattr(trainer, name) for name in WATCHED)
+        self._before = {name: vars(trainer).get(name) for name in WATCHED}
+
+        def generate_and_score_completions(*args: Any, **kwargs: Any) -> Any:
+            batch = generate(*args, **kwargs)
+            if trainer.model.training:
+                self._observe(batch)
+            return batch
+
+        def calculate_rewards(*args: Any, **kwargs: Any) -> Any:
+            self._rewards = reward(*args, **kwargs)
+            return self._rewards
+
+        self._trainer = trainer
+        for name, method in zip(WATCHED, (generate_and_score_completions, calculate_rewards), strict=True):
+            setattr(trainer, name, method)
+
+    def _unwatch(self) -> None:
+        """Leave the trainer as it was."""
+        for name, method in self._before.items():
+            vars(self._trainer).pop(name, None) if method is None else setattr(self._trainer, name, method)
+        self._trainer, self._before = None, {}
+
+    def _observe(self, batch: Mapping[str, Any]) -> None:
+        """Score this process's rollouts, send them to the others, and write; every process sends, whatever failed."""
+        from accelerate.utils import gather_object  # of an extra, which TRL brings
+
+        start, trainer, local, fault = perf_counter(), self._trainer, list[SeenBatch](), ""
+        self._step += 1
+        self._n_batches += 1
+        if self._log is not None:
+            self._log.release(self._updates())  # of what only the main process keeps
+        if self._n_batches <= FIRST:
+            self._spent, self._begun = 0.0, start
+        late = self._spent > self._share * (start - self._begun - self._spent)
+        if any(gather_object([late])):
+            return
+        try:
+            local = [self._seen(batch)]
+        except Exception as error:
+            fault, self._check = f"{type(error).__name__}: {error}", SamplingCheck()  # without half a batch
+        parts, faults = gather_object(local), [text for text in gather_object([fault]) if text]
+        if trainer.accelerator.is_main_process:
+            try:
+                if faults:
+                    raise InputError(faults[0])
+                self._write(parts, start)
+            except Exception as error:
+                self._tell("batch", f"OTBMonitor has nothing on batch {self._step}, training goes on: {error}")
+        self._spent += perf_counter() - start
+
+    def _seen(self, batch: Mapping[str, Any]) -> SeenBatch:
+        """Return what this process's rows say, after one forward pass in evaluation mode, which draws nothing.
+
+        Raises:
+            InputError: The batch holds images.
+            NonFiniteError: A logit is not finite.
+        """
+        if "pixel_values" in batch:
+            raise InputError("the batch holds images, which our forward pass does not read.")
+        trainer, tokenizer, policy = self._trainer, self._tokenizer, policy_of(self._trainer)
+        drafts, size = drafts_of(batch, tokenizer, trainer.eos_token_ids), trainer.args.per_device_train_batch_size
+        rollouts = collated(drafts, special_id(tokenizer, "pad"))
+        with trainer.accelerator.autocast(), evaluating(policy):
+            forward = forward_statistics(policy, rollouts, trainer.temperature, size, self._check.observe)
+        table, width = token_table(rollouts, forward, None), rollouts.width
+        advantage = batch["advantages"].double().cpu().numpy()
+        advantage = np.broadcast_to(advantage.reshape(len(advantage), -1), batch["completion_ids"].shape)
+        rows = [row[:length] for row, length in zip(advantage, rollouts.completion_length, strict=True)]
+
+        def logps(name: str) -> Float | None:
+            known = batch.get(f"{name}_per_token_logps")
+            return None if known is None else known.double().cpu().numpy()[:, :width]
+
+        old, behavior, reference = logps("old"), logps("sampling"), logps("ref")
+        own = table.stats.logprob
+        pairs = {
+            "sampler": None if behavior is None else (own if old is None else old) - behavior,
+            "reference": None if reference is None else reference - own,
+            "trainer": None if old is None else old - own,
+        }
+        ratios = {name: pair[table.mask] for name, pair in pairs.items() if pair is not None}
+        return SeenBatch(scored(drafts, rollouts, forward), rows, ratios, self._check.rows(rollouts, table))
+
+    @property
+    def _tokenizer(self) -> Any:
+        """The tokenizer, also of a processor."""
+        processing = self._trainer.processing_class
+        return getattr(processing, "tokenizer", processing)
+
+    def _write(self, parts: Sequence[SeenBatch], start: float) -> None:
+        """Log and store the batch of all processes; on the main process."""
+        trainer, log, tokenizer = self._trainer, self._log, self._tokenizer
+        rewards, by_function = paid(trainer, self._rewards)
+        every = [one for part in parts for one in part.scored]
+        whole = gathered_batch(every, rewards, by_function, trainer.num_generations, tokenizer)
+        sampling = {name: [x for part in parts for x in part.sampling[name]] for name in parts[0].sampling}
+        scalars = log_ratio_scalars([part.log_ratios for part in parts]) | self._checked(sampling)
+        scalars["left_out"] = len(every) if whole is None else int((~whole.kept).sum())
+        advantage: Float = np.zeros(0)
+        if whole is not None:
+            advantage = advantages_of(whole, [row for part in parts for row in part.advantages])
+            scalars |= batch_scalars(whole, advantage)
+            self._worst = worst_tables(whole, advantage, tokenizer)
+        scalars["seconds"] = perf_counter() - start
+        for name, value in scalars.items():
+            if value is not None and math.isfinite(value):  # TRL averages what it gets, and JSON has no infinity
+                trainer._metrics["train"][f"otb/{name}"].append(float(value))
+        if log is None or whole is None:
+            return
+        baseline = estimate(self._trains, whole.table.inputs(whole.table.stats.energy)).baseline
+        trained = Estimate(baseline, advantage, np.zeros(advantage.shape, bool))
+        scalars["trl_global_step"] = trainer.state.global_step
+        log.keep(
+            self._step,
+            lambda: step_tables(self._measurer, self._step, whole, trained, tokenizer, scalars, sampling),
+        )
+
+    def _checked(self, rows: Mapping[str, Any]) -> dict[str, float]:
+        """Return the sampling check of a batch, and tell the first alarm that is not one of many looks."""
+        report = sampling_report(rows)
+        # Σ 6/(πk)² = 1: a run of any length has a false sentence with probability ALARM at most.
+        if report.log_p < math.log(6 * ALARM / (math.pi * self._n_batches) ** 2):
+            lines = sampling_lines(report, self._trainer.temperature)
+            self._tell("sampling", f"OTBMonitor, batch {self._step}: {lines[0]}")
+        return {"sampling_z": report.z, "sampling_alarm": float(report.alarm)}
+
+    def _updates(self) -> dict[str, object]:
+        """Return what is stored of the updates on the last batch; their norms where each of them was logged."""
+        norms, n, self._norms, self._n_updates = self._norms, self._n_updates, [], 0
+        if not norms or len(norms) != n:
+            return {"n_updates": n}
+        clipped = 0 < self._trainer.args.max_grad_norm < max(norms)
+        return {"grad_norm": norms[0], "grad_norm_max": max(norms), "n_updates": n, "clipped": clipped}
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count an update."""
+        self._n_updates += 1
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the norm that TRL logged, and send the last batch's tables to trackers that take some."""
+        if (norm := (logs or {}).get("grad_norm")) is not None:
+            self._norms.append(float(norm))
+        tables, self._worst = self._worst, {}
+        for name in TRACKERS:
+            tracker = sys.modules.get(name)
+            if tracker is None or name not in (args.report_to or ()):
+                continue
+            try:
+                for kind, table in tables.items():
+                    tracker.log({f"otb/{kind}": tracker.Table(dataframe=table)})
+            except Exception as error:
+                self._tell(name, f"OTBMonitor could not send its tables to {name}, training goes on: {error}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write the last batch, and leave the trainer as it was."""
+        if self._trainer is None:
+            return
+        if self._log is not None:
+            self._log.release(self._updates())
+            self._log.finish("complete")
+        if (n := self._told.get("batch", 0)) > 1:
+            self._tell("end", f"OTBMonitor has nothing on {n} of {self._n_batches} batches.")
+        self._unwatch()
+
+    def _tell(self, kind: str, message: str) -> None:
+        """Warn, the first time of each kind."""
+        self._told[kind] = self._told.get(kind, 0) + 1
+        if self._told[kind] == 1:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _calling_trainer(args: TrainingArguments) -> Any:
+    """Return the trainer with these arguments among the callers: transformers hands a callback everything else.
+
+    Raises:
+        InputError: There is none.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "callback_handler") and getattr(caller, "args", None) is args:
+            return caller
+        frame = frame.f_back
+    raise InputError("no trainer calls it; pass it to GRPOTrainer or RLOOTrainer, as callbacks=[OTBMonitor(...)].")
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise where the trainer lacks what is read of it, or where a pass of ours would be wrong.
+
+    Raises:
+        InputError: It does, or it would.
+    """
+    if lacking := [name for name in (*WATCHED, *READ) if not hasattr(trainer, name)]:
+        raise InputError(
+            f"{type(trainer).__name__} has no {lacking[0]}, which it reads; use GRPOTrainer or RLOOTrainer of "
+            "trl>=1.16, or RolloutRecorder, which takes others."
+        )
+    refuse_unreadable(trainer)

@@ -1,0 +1,116 @@
+"""What is stored of a TRL trainer's run, whoever watches it: its settings, its rewards, the tables of a batch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from otb_analysis.errors import InputError
+from otb_analysis.integrations.run_log import RecordConfig
+from otb_analysis.integrations.trl_batch import GatheredBatch, evaluating
+from otb_analysis.measurement.measurer import GradientMeasurer, summarize
+from otb_analysis.measurement.table import rollout_rows, token_rows
+from otb_analysis.store import StepTables, gram_rows, subgroup_rows
+from otb_analysis.types import Estimate, Float
+
+COPIED = (
+    "loss_type", "beta", "num_iterations", "epsilon", "learning_rate", "importance_sampling_level",
+    "per_device_train_batch_size", "gradient_accumulation_steps",
+)  # fmt: skip
+"""Settings of TRL that say what was trained; RLOOTrainer lacks some of them."""
+
+
+def policy_of(trainer: Any) -> Any:
+    """Return the language model itself, with adapters in it but without their wrapper."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def refuse_unreadable(trainer: Any) -> None:
+    """Raise where a forward pass of ours would be wrong.
+
+    Raises:
+        InputError: The weights are sharded, or an adapter learns prompts.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise InputError(
+            "the model is trained under FSDP or DeepSpeed, where a forward pass of ours was never tested; start "
+            "the processes without them (DDP)."
+        )
+    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
+    if any(one.is_prompt_learning for one in adapters.values()):
+        raise InputError("the adapter learns prompts, which our forward pass does not see; use LoRA instead.")
+
+
+def first_batch(trainer: Any) -> int:
+    """Return the number of the next generated batch, of a training that begins or goes on from a checkpoint."""
+    micro_steps = trainer.state.global_step * trainer.args.gradient_accumulation_steps
+    return micro_steps // (trainer.args.steps_per_generation * trainer.num_iterations)
+
+
+def paid(trainer: Any, by_function: Tensor) -> tuple[Float, dict[str, Float]]:
+    """Return total rewards [N], NaN where no function could score, and each function's own rewards [N] by name.
+
+    `by_function` [N, functions] is what TRL's `_calculate_rewards` returns: of all processes, unweighted.
+    """
+    rewards = by_function.double().cpu().numpy()
+    weighted = np.nansum(rewards * trainer.reward_weights.double().cpu().numpy(), axis=1)
+    parts = {name: rewards[:, k] for k, name in enumerate(trainer.reward_func_names)}
+    return np.where(np.isnan(rewards).all(axis=1), np.nan, weighted), parts
+
+
+def step_tables(
+    measurer: GradientMeasurer,
+    step: int,
+    whole: GatheredBatch,
+    trained: Estimate,
+    tokenizer: PreTrainedTokenizerBase,
+    scalars: Mapping[str, object],
+    sampling: Mapping[str, object] | None = None,
+) -> StepTables:
+    """Measure what is due at a step, and return everything to store of it; `scalars` join those of the step."""
+    rollouts, table, start = whole.rollouts, whole.table, perf_counter()
+    weights = trained.advantage / len(table.mask)
+    with evaluating(measurer.model):
+        measured = measurer.measure(step, rollouts, table, None, lambda: weights)
+    seconds = {"seconds_measure": perf_counter() - start, "n_left_out": int((~whole.kept).sum())}
+    gradients = [row.as_row() for row in measured.statistics]
+    return StepTables(
+        tokens=token_rows(table, trained, measured.tokens, tokenizer),
+        rollouts=rollout_rows(rollouts, table, measured.tokens),
+        steps={**summarize(rollouts, table, trained, measured), **seconds, **scalars},
+        gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
+        grams=gram_rows(step, measured.gram) if measured.gram else None,
+        subgroups=subgroup_rows(step, measured.subgroups) if measured.subgroups else None,
+        sampling=sampling,
+    )
+
+
+def stored_config(trainer: Any, record: RecordConfig, trained: Mapping[str, Any], made_by: str) -> dict[str, Any]:
+    """Return what run.json keeps: our settings, and those of TRL that say what was sampled and trained.
+
+    `trained` is the estimator whose advantages train, as `name`, `energy` and `options`.
+    """
+    args, kind = trainer.args, "RLOOTrainer" if "RLOO" in type(trainer).__name__ else "GRPOTrainer"
+    return {
+        "run": record.run or Path(args.output_dir).name,
+        "seed": args.seed,
+        "model": getattr(policy_of(trainer).config, "_name_or_path", ""),
+        "task": ", ".join(trainer.reward_func_names),
+        "source": {"made_by": made_by, "format": "trl", "about": f"trained by TRL's {kind}"},
+        "estimator": dict(trained),
+        "measure": asdict(record.measure),
+        "sample": {
+            "prompts": args.generation_batch_size // trainer.num_generations,
+            "group_size": trainer.num_generations,
+            "max_new_tokens": args.max_completion_length,
+            "temperature": trainer.temperature,
+            **{name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
+        },
+        "trl": {name: getattr(args, name) for name in COPIED if hasattr(args, name)},
+    }
