@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.config import ProcessesConfig
 from benchmarks.engine import model_of
@@ -47,7 +47,7 @@ def run(config: ProcessesConfig) -> Report:
 def seconds(config: ProcessesConfig, size: int, sharded: bool) -> float:
     """Seconds by the clock from when all processes are ready until the last has the result."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_measured, (config, size, sharded, folder), nprocs=size)
+        spawn(_measured, (config, size, sharded, folder), nprocs=size)
         return max(float((Path(folder) / str(rank)).read_text()) for rank in range(size))
 
 
