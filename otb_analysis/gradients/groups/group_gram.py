@@ -66,6 +66,8 @@ def basis_of(weights: Float, scale: Float) -> Basis:
 
 
 _log = logging.getLogger(__name__)
+EXCHANGED = 1 << 23
+"""Bytes of gradients that processes exchange at a time."""
 BLOCK_COPIES = 4
 """What a pass through one block takes, in graphs of the block: the graph, its gradients, signals on their way."""
 MASKED = 1 << 13
@@ -258,10 +260,14 @@ def _shared(
 
     def add(slices: Gradients) -> None:
         while (found := processes.agreed(lambda: next(slices, None))) is not None:
-            add_products(total, [processes.columns(torch.cat(found[1]), counts)])
+            gradients = found[1]
+            # Little at a time: memory that was just used costs less than fresh pages.
+            width = max(processes.size, EXCHANGED // (max(*counts, 1) * gradients[0].element_size()))
+            for start in range(0, gradients[0].shape[1], width):
+                rows = torch.cat([x[:, start : start + width] for x in gradients])
+                add_products(total, [processes.columns(rows, counts)])
 
-    # A slice of this process's rows takes as much room as its columns of all processes' rows.
-    add(layered.of_blocks(2 * max(counts), coordinates=False))
+    add(layered.of_blocks(max(counts), coordinates=False))
     add(layered.of_ends(Extent.joined(processes.gather(processes.agreed(layered.extent)))))
     bases = processes.gather([(prompt.place, prompt.basis) for prompt in own])
     by_place = {place: basis for each in bases for place, basis in each}

@@ -66,9 +66,9 @@ class Extent:
 
     @classmethod
     def joined(cls, parts: "Sequence[Extent]") -> "Extent":
-        """The extent of several processes' prompts, each with room for its own rows and its columns of all rows."""
+        """The extent of several processes' prompts, each of which forms the gradients of its own."""
         ids = np.unique(np.concatenate([part.ids for part in parts]))
-        return cls(2 * max(part.rows for part in parts), max(part.tokens for part in parts), ids)
+        return cls(max(part.rows for part in parts), max(part.tokens for part in parts), ids)
 
 
 def vocabulary_gradients(
