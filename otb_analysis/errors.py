@@ -23,6 +23,10 @@ class ProcessError(RuntimeError):
     """Another process of the run stopped, so this one stops too, with the other's message."""
 
 
+class ExchangeError(ProcessError):
+    """Processes broke off in the middle of an exchange: none knows where the others are, so the run must end."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with a sentence that says what was kept."""
 

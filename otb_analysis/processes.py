@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from otb_analysis.errors import InputError, ProcessError, StoreError
+from otb_analysis.errors import ExchangeError, InputError, ProcessError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.types import Float, Int
 
@@ -109,7 +109,7 @@ class Processes:
 
         sizes, own = _packed(value)
         every = list[Any]([None] * self.size)
-        with _lost_named():
+        with exchanging():
             dist.all_gather_object(every, sizes, group=self.host)
             longest = torch.nn.functional.pad(own, (0, max(map(sum, every)) - len(own)))
             received = [torch.empty_like(longest) for _ in every]
@@ -127,12 +127,11 @@ class Processes:
         import torch
         import torch.distributed as dist
 
-        result = self.agreed(run if self.first else lambda: None)
-        sizes, bytes_ = _packed(result)
+        sizes, packed = self.agreed(lambda: _packed(run() if self.first else None))
         told: list[Any] = [sizes]
-        with _lost_named():
+        with exchanging():
             dist.broadcast_object_list(told, src=0, group=self.host)
-            sent = bytes_ if self.first else torch.empty(sum(told[0]), dtype=torch.uint8)
+            sent = packed if self.first else torch.empty(sum(told[0]), dtype=torch.uint8)
             dist.broadcast(sent, src=0, group=self.host)
         return _unpacked(told[0], sent)
 
@@ -146,6 +145,8 @@ class Processes:
             return run()
         try:
             result = run()
+        except ExchangeError:
+            raise
         except Exception as error:
             self.gather(f"process {self.rank} stopped: {str(error) or type(error).__name__}")
             raise
@@ -171,7 +172,7 @@ class Processes:
         found = rows.new_empty(sum(counts) * width)
         sent = torch.cat([part.flatten() for part in parts])
         group = self.host if rows.device.type == "cpu" else None  # gloo moves main memory only
-        with _lost_named():
+        with exchanging():
             dist.all_to_all_single(
                 found, sent, [count * width for count in counts], [part.numel() for part in parts], group=group
             )
@@ -192,7 +193,7 @@ class Processes:
         import torch.distributed as dist
 
         sums = []
-        with _lost_named():
+        with exchanging():
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -293,9 +294,17 @@ def _store() -> "Store":
 
 
 @contextmanager
-def _lost_named() -> Iterator[None]:
-    """Turn any error of an interrupted exchange into one sentence."""
+def exchanging() -> Iterator[None]:
+    """Turn any error in the middle of an exchange into one that no process goes on from.
+
+    Raises:
+        ExchangeError: This process failed inside, or another one ended.
+    """
     try:
         yield
-    except RuntimeError as error:
-        raise ProcessError("another process ended in the middle of an exchange; look at its own output.") from error
+    except ExchangeError:
+        raise
+    except Exception as error:
+        raise ExchangeError(
+            f"an exchange between processes broke off ({str(error) or type(error).__name__}); look at their output."
+        ) from error

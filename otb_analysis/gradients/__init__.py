@@ -21,6 +21,7 @@ above it: batch · exact · manual · groups · sketched; the room's own files s
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -231,7 +232,9 @@ def group_gradient_gram(
         ProcessError: Another process failed.
     """
     _known(engine)
-    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
+    arguments = model, Batch(input_ids, mask, attention_mask), scope, temperature, soft
+    with ExitStack() as copies:
+        batch = processes.agreed(lambda: copies.enter_context(measured(*arguments)))
         checked = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
         name = "generic" if engine == "auto" else engine
         if soft is not None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.config import MeasureConfig
-from otb_analysis.errors import InputError
+from otb_analysis.errors import ExchangeError, InputError
 from otb_analysis.estimators import EstimatorInputs, available, entry_of, estimate, proved, with_limit
 from otb_analysis.gradients import group_gradient_gram, sketched_group_gram, token_score_norms
 from otb_analysis.gradients.batch.inputs import widened
@@ -183,7 +183,7 @@ class GradientMeasurer:
         stacked = np.stack([a / sizes[:, None] for a in advantages.values()])
         different, back = np.unique(stacked.reshape(len(stacked), -1), axis=0, return_inverse=True)
         weights = rollouts.by_column(different.reshape(-1, *stacked.shape[1:]), rows)
-        ids, mask, attention = rollouts.tensors(self.model.device, rows)
+        ids, mask, attention = self.processes.agreed(lambda: rollouts.tensors(self.model.device, rows))
         batch = (self.model, ids, mask, weights, group[rows], attention)
         main = self.processes.broadcast_from_main
         dim = None  # of sketches; soft tokens have none
@@ -223,6 +223,8 @@ class GradientMeasurer:
             try:
                 with phase(what):
                     return run()
+            except ExchangeError:  # processes that are no longer at the same place cannot go on
+                raise
             except Exception as error:  # no failure of measuring may stop the training
                 message = f"{what} at step {step} failed and is missing from the run: {error}"
                 if first:

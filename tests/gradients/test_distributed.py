@@ -46,10 +46,11 @@ def test_sketches_of_data_parallel_processes_add_up(results):
 @pytest.mark.slow
 def test_two_processes_have_the_gram_matrix_of_one(results):
     names = [key.removesuffix(" one") for key in results[0] if key.startswith("gram ") and key.endswith(" one")]
-    assert len(names) == 21
+    assert len(names) == 22
     for found in results:
         for name in names:
             one, two = (found[f"{name} {who}"] for who in ("one", "two"))
             length = np.sqrt(np.einsum("mmpp->mp", one))
             allowed = 1e-6 * length[:, None, :, None] * length[None, :, None, :]
             assert (np.abs(two - one) <= allowed).all(), name
+        np.testing.assert_allclose(found["gathered"], found["whole"], rtol=0, atol=2e-6 * np.abs(found["whole"]).max())

@@ -105,13 +105,20 @@ def grams(together):
         setattr(where, *value)
         both(name, MODELS["tied"], GROUPS["three"])
         setattr(where, value[0], kept)
-    kept, group_gram.free_bytes = group_gram.free_bytes, lambda device: 1  # too little memory: the first does all
-    both("no room", MODELS["tied"], CLUSTER)
+    kept = group_gram.free_bytes
+    # Too little memory for one rollout's signals, and for a prompt's: the first does all
+    for name, free in {"no room": 1, "little room": 4 * 8 * 16 * 3 * 9 - 1}.items():
+        group_gram.free_bytes = lambda device: free  # noqa: B023
+        both(name, MODELS["tied"], GROUPS["one" if free == 1 else "two"])
     group_gram.free_bytes = kept
     shards = sharded(True)
     with gathered(shards):
         results["gram sharded two"] = group_gradient_gram(shards, ids, mask, weights, CLUSTER, processes=together)
     results["gram sharded one"] = results["gram tied all one"]
+    with gathered(shards):  # by one process, which the other waits for
+        sketched = together.broadcast_from_main(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, dim=64))
+    results["gathered"] = sketched
+    results["whole"] = gradient_sketch(MODELS["tied"](), ids, mask, weights, CLUSTER, dim=64)
     for at in ("extent", "_block", "add"):
         whole = getattr(layered.Layered, at)
 
@@ -124,6 +131,10 @@ def grams(together):
         said = refusal(lambda: group_gradient_gram(*call, processes=together), (RuntimeError, ProcessError))  # noqa: B023
         assert said == ("out of memory" if together.rank else "process 1 stopped: out of memory")
         setattr(layered.Layered, at, whole)
+    uneven = (MODELS["tied"](), ids + 99 * together.rank, mask, weights, CLUSTER)  # a batch that one refuses
+    said = refusal(lambda: group_gradient_gram(*uneven, processes=together), (InputError, ProcessError))
+    assert said.startswith("process 1 stopped: ") or together.rank
+    assert together.gather(together.rank) == [0, 1]  # both are at the same place
     return results
 
 

@@ -24,7 +24,7 @@ from otb_analysis.gradients.groups.blocks import BlockStructure, structure_of
 from otb_analysis.gradients.groups.layered import Gradients, Layered
 from otb_analysis.gradients.groups.vocabulary import Extent
 from otb_analysis.phases import count_to, note
-from otb_analysis.processes import SINGLE_PROCESS, Processes
+from otb_analysis.processes import SINGLE_PROCESS, Processes, exchanging
 from otb_analysis.types import Float, Int
 
 TOLERANCE = 1e-8
@@ -243,13 +243,15 @@ def _shared(
 
     Raises:
         ProcessError: Another process failed.
+        ExchangeError: This one failed in the middle of an exchange.
     """
     own = [prompts[i] for i in processes.shard(np.arange(len(prompts)))]
 
     def planned() -> BlockStructure | None:
         with suppress(UnfitError):
             structure = verified_structure(batch)
-            return structure if len(rounds_of(batch, own)[1]) == 1 else None
+            parts, rounds = rounds_of(batch, own)
+            return structure if len(rounds) == 1 and len(parts) == len(own) else None
 
     structure = processes.agreed(planned)
     if not all(processes.gather(structure is not None)) or structure is None:
@@ -263,9 +265,10 @@ def _shared(
             gradients = found[1]
             # Little at a time: memory that was just used costs less than fresh pages.
             width = max(processes.size, EXCHANGED // (max(*counts, 1) * gradients[0].element_size()))
-            for start in range(0, gradients[0].shape[1], width):
-                rows = torch.cat([x[:, start : start + width] for x in gradients])
-                add_products(total, [processes.columns(rows, counts)])
+            with exchanging():
+                for start in range(0, gradients[0].shape[1], width):
+                    rows = torch.cat([x[:, start : start + width] for x in gradients])
+                    add_products(total, [processes.columns(rows, counts)])
 
     add(layered.of_blocks(max(counts), coordinates=False))
     add(layered.of_ends(Extent.joined(processes.gather(processes.agreed(layered.extent)))))

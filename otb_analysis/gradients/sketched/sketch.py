@@ -246,7 +246,7 @@ def gradient_sketch(
     """
     check_dim(dim)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    sharded = any(isinstance(module, FSDPModule) for module in inner.modules())
+    sharded = any(isinstance(parameter, DTensor) for parameter in inner.parameters())
     shards = Shards(inner, scope) if sharded else None
     with nullcontext() if shards else widened_if_it_fits(inner):
         arguments = Batch(input_ids, mask, attention_mask)
