@@ -85,7 +85,8 @@ function card(row, pane, place, data, drawn) {
     box.append(element("div", "rest", "its map alone: click where to read"));
     return { box };
   }
-  const n = row.texts.length, part = Math.max(PART, Math.ceil((PART * LETTERS * n) / row.texts.join("").length));
+  const n = row.texts.length, letters = row.texts.join("").length || 1;
+  const part = Math.max(PART, Math.ceil((PART * LETTERS * n) / letters));
   const turns = new Set(row.turns).size > 1;
   text.style.minHeight = Math.min(20, 1.7 * Math.ceil(n / 20)) + "em"; // until it is drawn
   box.append(text);

@@ -78,6 +78,7 @@ def clicked(names: list[str]) -> None:
     if at - set(readable):
         state["_refused"] = min(at - set(readable))
     elif not cells:
+        at -= {state["_reference"]} - set(state["run"])  # ticked since it is pinned, chosen by nobody
         at |= set(state["run"]) - set(names)  # what is looked for hides these
         state["run"] = [name for name in readable if name in at]
     elif cells[0][1] == PIN and len(readable) > 1:

@@ -206,7 +206,7 @@ def plot_pair(info: Sequence[PairPanel], a: str, b: str, styles: tuple[Style, St
         above, below = places[first], places[first + columns]
         for values, name, style in ((panel.a, a, styles[0]), (panel.b, b, styles[1])):
             mean, line = values.mean(axis=0), go.Scatter()
-            for one in values:  # every pair's curve faintly, their mean as the line
+            for one in (*values, mean):  # every pair's curve faintly, their mean as the line, which comes last
                 curve = Curve(name, panel.step.astype(np.float32), one, mean, *np.full((2, len(mean)), np.nan))
                 *faint, line = traces_of(curve, panel.quantity, style)
                 for trace in faint:

@@ -62,11 +62,15 @@ def test_an_address_opens_its_view_and_keeps_it_in_the_session(page, store_root,
     ("old", "where"),
     [
         ({"lengths": ["3", "9"]}, "tokens >= 3 and tokens <= 9"),
-        ({"lengths": ["3", "9"], "turns": "2"}, "tokens >= 3 and tokens <= 9 and turns >= 2 and turns <= 2"),
-        ({"turns": ["1", "2"], "where": "reward == 0"}, "reward == 0 and turns >= 1 and turns <= 2"),
+        ({"lengths": ["3", "9"], "turns": "2"}, "tokens >= 3 and tokens <= 9 and turns >= 2"),
+        (
+            {"lengths": ["3", "9"], "where": "reward == 0 or turns > 1"},
+            "(reward == 0 or turns > 1) and tokens >= 3 and tokens <= 9",
+        ),
+        ({"turns": "2", "where": ""}, "turns >= 2"),
     ],
 )
-def test_what_had_a_slider_in_an_old_address_is_a_condition_now(old, where, store_root, monkeypatch):
+def test_what_had_a_box_in_an_old_address_is_a_condition_now(old, where, store_root, monkeypatch):
     app = open_page(store_root, "rollouts", monkeypatch, run="chain-otb-s0", **old)
     for _ in range(2):
         assert app.text_input(key="where").value == where

@@ -93,6 +93,16 @@ def test_a_run_is_ticked_and_pinned_by_a_click_in_the_table_and_back_undoes_it(t
     waits_for("new URL(location).searchParams.getAll('run').length === 2")
 
 
+def test_ticking_another_run_does_not_choose_the_pinned_one(tab, address):
+    page = visit(tab, f"{address}/?run=chain&run=words&reference=dense")
+    page.wait_for_timeout(1 * SECONDS)  # the table is drawn on a canvas
+    box = page.locator("[data-testid=stDataFrame]").first.bounding_box()
+    page.mouse.click(box["x"] + 20, box["y"] + 52 + 35)  # the pinned run stands above it
+    runs = "new URL(location).searchParams.getAll('run')"
+    page.wait_for_function(f"String({runs}) !== 'chain,words'", timeout=20 * SECONDS)
+    assert page.evaluate(runs) in (["chain"], ["words"])
+
+
 def test_a_click_on_a_dense_curve_chooses_the_nearest_recorded_step(tab, address):
     page = visit(tab, f"{address}/run?run=dense&step=0")
     for at, axis in ((400, "yaxis2"), (1333, "yaxis3"), (2201, "yaxis4"), (1700.4, "yaxis2")):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.app.browsing import (
     PLOT,
+    ROOT,
     SECONDS,
     asked,
     choose,
@@ -141,6 +142,25 @@ def test_2000_tokens_a_rollout_can_be_read_and_walked_and_only_those_around_the_
         assert [rest.split(" tokens ")[1] for rest in first.locator(".rest").all_inner_texts()] == ["before: scroll on"]
         assert sideways(page) <= 0
         assert tab.clean
+
+
+VIEW = """async ([source, data]) => {
+  const view = await import("data:text/javascript," + encodeURIComponent(source));
+  view.default({data, parentElement: document.body, setTriggerValue: () => {}});
+  return document.querySelectorAll(".tok").length;  // before anything is scrolled to
+}"""
+
+
+def test_an_answer_without_tokens_leaves_those_behind_it_drawn(tab):
+    def row(n: int) -> dict:
+        columns = {"texts": ["a"] * n, "levels": [0] * n, "kinds": [""] * n, "turns": [0] * n, "breaks": [False] * n}
+        return columns | {"rollout": n, "reward": "0", "facts": [], "ts": list(range(n)), "values": {}}
+
+    data = {
+        "panes": [{"title": "", "rows": [row(0), row(3)]}], "columns": [], "palette": [["#fff", "#000"]], "colors": [],
+        "quiet": 0, "marks": [], "version": "1", "chosen": None,
+    }  # fmt: skip
+    assert tab.page.evaluate(VIEW, [(ROOT / "app" / "token_view.js").read_text(), data]) == 3
 
 
 def test_odd_tokens_and_prompts_stay_text(tab, address):

@@ -106,6 +106,12 @@ def test_the_figure_has_both_curves_and_the_band_of_the_difference():
     assert [(b.y0, b.y1) for b in bands] == [(p.whole.low, p.whole.high) for p in info]
 
 
+def test_a_line_over_seeds_says_the_mean_that_it_draws():
+    steps = {f"{side}{seed}": table(np.full(30, float(seed))) for side in "ab" for seed in range(5)}
+    lines = [trace for trace in plot_pair(compare_curves(steps, SEEDS), "A", "B").data if trace.name in ("A", "B")]
+    assert [(set(line.y), set(line.text)) for line in lines] == [({2.0}, {"2.00"})] * 2
+
+
 def test_steps_with_an_infinite_number_are_not_compared():
     norm = np.full(80, 2.0)
     steps = {
