@@ -151,7 +151,7 @@ class EstimatorInputs:
 class Estimate:
     """One estimator's answer, zero outside the mask; read by `training`, `statistics` and the store."""
 
-    baseline: Float  # B_{n,t} [N, T]
+    baseline: Float  # B_{n,t} [N, T]; NaN where another trainer did not tell it
     advantage: Float  # A_{n,t} [N, T]: what multiplies the score; G − B, rescaled where the estimator says so
     fallback: Bool  # True where the formula was undefined, so the fallback was used [N, T]
     # What the next step gives back as `EstimatorInputs.state`; None where the estimator remembers nothing

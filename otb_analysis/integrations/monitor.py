@@ -8,7 +8,6 @@ forward pass without gradients gives what TRL does not compute: Σπ², and the 
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,14 @@ from otb_analysis.checks.sampling_report import ALARM, sampling_lines, sampling_
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
-from otb_analysis.integrations.batch_numbers import advantages_of, batch_scalars, log_ratio_scalars, worst_tables
-from otb_analysis.integrations.run_log import RecordConfig, RunLog
+from otb_analysis.integrations.batch_numbers import (
+    COMPARED,
+    advantages_of,
+    batch_scalars,
+    log_ratio_scalars,
+    worst_tables,
+)
+from otb_analysis.integrations.run_log import RecordConfig, RunLog, tell
 from otb_analysis.integrations.trl_batch import (
     ScoredDraft,
     collated,
@@ -56,6 +61,12 @@ READ = (
     "temperature", "eos_token_ids",
 )  # fmt: skip
 """What else of it is read; `_metrics` is also written, since that is what TRL's trainers log."""
+OF_REWARDS = ("dead_groups", "n_zero_variance_groups", "rho", *(f"power_{name}" for name in COMPARED))
+"""Numbers that describe the training only where TRL's advantages come from the rewards that we see."""
+OF_SAMPLING = (
+    "length", "truncated", "n_truncated", "reward_length_corr", "certificate_prob_z", "certificate_logprob_z",
+)  # fmt: skip
+"""Numbers that are wrong where rollouts cut at the limit are not seen; so are those of the sampling check."""
 SHARE, FIRST = 0.07, 10
 """Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
 TRACKERS = ("wandb", "trackio")
@@ -101,11 +112,17 @@ class OTBMonitor(TrainerCallback):
         path, settings = Path(run), {} if measure is None else {"measure": measure}
         root = path.parent if len(path.parts) > 1 else Path("runs")
         self._record = RecordConfig(run=path.name, root=root, if_exists=if_exists, **settings)
-        self._log = RunLog(self._record, "", {}) if path.name else None
+        if path.name:
+            RunLog(self._record, "", {})  # refuses a run that exists
         self._share = (SHARE if measure is None else math.inf) if share is None else share
-        self._spent = self._begun = 0.0
         self._trainer: Any = None
         self._before: dict[str, Any] = {}  # What the trainer itself had of `WATCHED`
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget an earlier training."""
+        self._log: RunLog | None = None
+        self._spent = self._begun = 0.0
         self._rewards = torch.zeros(0)  # Of all processes [N, functions], as TRL had them last
         self._step, self._n_batches = -1, 0
         self._check = SamplingCheck()
@@ -119,20 +136,31 @@ class OTBMonitor(TrainerCallback):
     ) -> None:
         """Find the trainer that calls, and begin to look at its batches."""
         try:
-            self._unwatch()  # a training that ended with an error
+            if self._trainer is not None:  # nobody tells a callback of an error
+                self._end("failed", "an error or an interruption ended the training")
+            self._begin()
             trainer = _calling_trainer(args)
             _refuse(trainer)
+            self._omitted = _omitted(trainer)
             scale = getattr(trainer, "scale_rewards", "rloo")
             self._trains = {"group": "grpo", "rloo": "rloo"}.get(scale, "group_mean")
             trains = {"name": self._trains, "energy": "proxy", "options": {}}
             stored = stored_config(trainer, self._record, trains, "OTBMonitor")
             self._measurer = GradientMeasurer(policy_of(trainer), self._record.measure, trainer.temperature, run=stored)
-            if self._log is not None:
-                self._log.config = stored
+            if self._record.run:
+                self._log = self._new_log(stored)
             self._step = first_batch(trainer) - 1
             self._watch(trainer)
         except Exception as error:
             self._tell("begin", f"OTBMonitor is off, training goes on: {error}")
+
+    def _new_log(self, stored: Mapping[str, Any]) -> RunLog | None:
+        """Return the log of this training; None where an earlier one made the run that must not be replaced."""
+        try:
+            return RunLog(self._record, "", stored)
+        except InputError as error:
+            self._tell("log", f"OTBMonitor stores nothing of this training, which goes on: {error}")
+            return None
 
     def _watch(self, trainer: Any) -> None:
         """Look at what both methods return: attributes of this one trainer, which hide those of its class."""
@@ -153,8 +181,11 @@ class OTBMonitor(TrainerCallback):
         for name, method in zip(WATCHED, (generate_and_score_completions, calculate_rewards), strict=True):
             setattr(trainer, name, method)
 
-    def _unwatch(self) -> None:
-        """Leave the trainer as it was."""
+    def _end(self, status: Literal["complete", "failed"], reason: str = "") -> None:
+        """Write the last batch and how training ended, and leave the trainer as it was."""
+        if self._log is not None:
+            self._log.release(self._updates())
+            self._log.finish(status, reason)
         for name, method in self._before.items():
             vars(self._trainer).pop(name, None) if method is None else setattr(self._trainer, name, method)
         self._trainer, self._before = None, {}
@@ -168,9 +199,11 @@ class OTBMonitor(TrainerCallback):
         self._n_batches += 1
         if self._log is not None:
             self._log.release(self._updates())  # of what only the main process keeps
+        now = perf_counter()
+        self._spent += now - start
         if self._n_batches <= FIRST:
-            self._spent, self._begun = 0.0, start
-        late = self._spent > self._share * (start - self._begun - self._spent)
+            self._spent, self._begun = 0.0, now
+        late = self._spent > self._share * (now - self._begun - self._spent)
         if any(gather_object([late])):
             return
         try:
@@ -182,10 +215,10 @@ class OTBMonitor(TrainerCallback):
             try:
                 if faults:
                     raise InputError(faults[0])
-                self._write(parts, start)
+                self._write(parts, now)
             except Exception as error:
                 self._tell("batch", f"OTBMonitor has nothing on batch {self._step}, training goes on: {error}")
-        self._spent += perf_counter() - start
+        self._spent += perf_counter() - now
 
     def _seen(self, batch: Mapping[str, Any]) -> SeenBatch:
         """Return what this process's rows say, after one forward pass in evaluation mode, which draws nothing.
@@ -233,12 +266,16 @@ class OTBMonitor(TrainerCallback):
         every = [one for part in parts for one in part.scored]
         whole = gathered_batch(every, rewards, by_function, trainer.num_generations, tokenizer)
         sampling = {name: [x for part in parts for x in part.sampling[name]] for name in parts[0].sampling}
-        scalars = log_ratio_scalars([part.log_ratios for part in parts]) | self._checked(sampling)
+        if "truncated" in self._omitted:  # rollouts that ended early are no sample of what the policy draws
+            sampling = None
+        scalars = log_ratio_scalars([part.log_ratios for part in parts])
+        if sampling is not None and "probability" in sampling["test"]:
+            scalars |= self._checked(sampling)
         scalars["left_out"] = len(every) if whole is None else int((~whole.kept).sum())
         advantage: Float = np.zeros(0)
         if whole is not None:
             advantage = advantages_of(whole, [row for part in parts for row in part.advantages])
-            scalars |= batch_scalars(whole, advantage)
+            scalars |= batch_scalars(whole, advantage) | dict.fromkeys(self._omitted)
             self._worst = worst_tables(whole, advantage, tokenizer)
         scalars["seconds"] = perf_counter() - start
         for name, value in scalars.items():
@@ -246,7 +283,9 @@ class OTBMonitor(TrainerCallback):
                 trainer._metrics["train"][f"otb/{name}"].append(float(value))
         if log is None or whole is None:
             return
-        baseline = estimate(self._trains, whole.table.inputs(whole.table.stats.energy)).baseline
+        baseline = np.full(advantage.shape, np.nan)
+        if not self._omitted:
+            baseline = estimate(self._trains, whole.table.inputs(whole.table.stats.energy)).baseline
         trained = Estimate(baseline, advantage, np.zeros(advantage.shape, bool))
         scalars["trl_global_step"] = trainer.state.global_step
         log.keep(
@@ -284,6 +323,7 @@ class OTBMonitor(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Keep the norm that TRL logged, and send the last batch's tables to trackers that take some."""
+        start = perf_counter()
         if (norm := (logs or {}).get("grad_norm")) is not None:
             self._norms.append(float(norm))
         tables, self._worst = self._worst, {}
@@ -296,6 +336,7 @@ class OTBMonitor(TrainerCallback):
                     tracker.log({f"otb/{kind}": tracker.Table(dataframe=table)})
             except Exception as error:
                 self._tell(name, f"OTBMonitor could not send its tables to {name}, training goes on: {error}")
+        self._spent += perf_counter() - start
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -303,18 +344,15 @@ class OTBMonitor(TrainerCallback):
         """Write the last batch, and leave the trainer as it was."""
         if self._trainer is None:
             return
-        if self._log is not None:
-            self._log.release(self._updates())
-            self._log.finish("complete")
         if (n := self._told.get("batch", 0)) > 1:
             self._tell("end", f"OTBMonitor has nothing on {n} of {self._n_batches} batches.")
-        self._unwatch()
+        self._end("complete")
 
     def _tell(self, kind: str, message: str) -> None:
         """Warn, the first time of each kind."""
         self._told[kind] = self._told.get(kind, 0) + 1
         if self._told[kind] == 1:
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            tell(message)
 
 
 def _calling_trainer(args: TrainingArguments) -> Any:
@@ -344,3 +382,13 @@ def _refuse(trainer: Any) -> None:
             "trl>=1.16, or RolloutRecorder, which takes others."
         )
     refuse_unreadable(trainer)
+
+
+def _omitted(trainer: Any) -> tuple[str, ...]:
+    """Return the numbers that would describe another training than this one."""
+    args, names = trainer.args, ()
+    if not hasattr(trainer, "scale_rewards"):  # RLOOTrainer, which has its penalty in the reward, not in the loss
+        changes = ("beta", "reward_clip_range", "normalize_advantages")
+        names = OF_REWARDS if any(getattr(args, name, None) for name in changes) else ()
+    # TRL then removes those rollouts from its batch, though their rewards count in the others' advantages.
+    return OF_REWARDS + OF_SAMPLING if getattr(args, "mask_truncated_completions", False) else names

@@ -1,5 +1,6 @@
 """A run of our store, written by somebody else's trainer. Observing never breaks training: an error is a warning."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,10 +38,11 @@ class RunLog:
         self.path = Path(record.root) / check_run_name(record.run or default)
         self._writer: RunWriter | None = None
         self._kept: tuple[int, StepTables] | None = None
+        self._told = False
         if record.if_exists == "error" and self.path.exists():
             raise InputError(
-                f"run {self.path.name!r} already exists in {self.path.parent}; name another run in RecordConfig, or "
-                "set its if_exists to replace or resume."
+                f"run {self.path.name!r} already exists in {self.path.parent}; name another run, or set if_exists to "
+                "replace or resume."
             )
 
     def keep(self, step: int, tables: Callable[[], StepTables]) -> None:
@@ -72,5 +74,14 @@ class RunLog:
                 self._writer.finish(status, reason)
 
     def _warn(self, step: int, error: Exception) -> None:
-        message = f"step {step} is missing from the run {self.path}, training goes on: {error}"
+        if not self._told:
+            tell(f"step {step} is missing from the run {self.path}, training goes on; told once: {error}")
+        self._told = True
+
+
+def tell(message: str) -> None:
+    """Warn; where warnings are errors, log, since observing never breaks training."""
+    try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        logging.getLogger(__name__).warning(message)

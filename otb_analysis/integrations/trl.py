@@ -80,7 +80,7 @@ class OTBGRPOTrainer(Trainer):
                 f"{counting_tokens(estimator)!r}."
             )
         super().__init__(*args, **kwargs)
-        self._refuse_settings()
+        refuse_unreadable(self)
         self._options = with_limit(estimator, self._options, self.args.max_completion_length)
         self._remembered: NormalEquations | Tallies | None = None
         self._last_step: int | None = None  # Number of the last batch that was generated for training
@@ -183,11 +183,3 @@ class OTBGRPOTrainer(Trainer):
         """Return the number of a generated batch; a training that goes on from a checkpoint goes on counting."""
         self._last_step = first_batch(self) if self._last_step is None else self._last_step + 1
         return self._last_step
-
-    def _refuse_settings(self) -> None:
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            raise InputError(
-                f"multi_objective_aggregation is {self.multi_objective_aggregation!r}, but our estimators take one "
-                "reward per rollout; set it to 'sum_then_normalize'."
-            )
-        refuse_unreadable(self)

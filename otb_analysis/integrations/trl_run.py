@@ -32,11 +32,17 @@ def policy_of(trainer: Any) -> Any:
 
 
 def refuse_unreadable(trainer: Any) -> None:
-    """Raise where a forward pass of ours would be wrong.
+    """Raise where a forward pass of ours would be wrong, or our estimators would not have TRL's reward.
 
     Raises:
-        InputError: The weights are sharded, or an adapter learns prompts.
+        InputError: The weights are sharded, an adapter learns prompts, or each function's rewards are normalized.
     """
+    aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
+    if aggregation != "sum_then_normalize":
+        raise InputError(
+            f"multi_objective_aggregation is {aggregation!r}, but our estimators take one reward per rollout; set it "
+            "to 'sum_then_normalize'."
+        )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise InputError(
             "the model is trained under FSDP or DeepSpeed, where a forward pass of ours was never tested; start "

@@ -290,7 +290,7 @@ def token_rows(
         "sum_pi_sq": floats(stats.sum_pi_sq, drawn),
         "energy_proxy": floats(stats.energy, drawn),
         "reward": floats(table.reward),
-        "baseline": floats(estimate.baseline),
+        "baseline": floats(estimate.baseline, policy & ~np.isnan(estimate.baseline[n, t])),
         "advantage": floats(estimate.advantage),
     }
     if stats.hidden_norm_sq is not None:

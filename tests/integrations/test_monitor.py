@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -15,10 +16,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from otb_analysis.answers.run import RunAnswers
 from otb_analysis.errors import InputError
 from otb_analysis.integrations.monitor import OTBMonitor
+from otb_analysis.integrations.run_log import RunLog
 from otb_analysis.store import RunStore
 
 ROOT = Path(__file__).parent.parent.parent
@@ -236,6 +239,143 @@ def test_a_training_that_failed_and_begins_anew_is_watched_once(runs, tmp_path):
     assert not {"_generate_and_score_completions", "_calculate_rewards"} & set(vars(trainer))
 
 
+@pytest.mark.parametrize("if_exists", ["error", "replace", "resume"])
+def test_each_training_of_a_trainer_ends_its_own_run(runs, tmp_path, if_exists):
+    trainer = runs.made(tmp_path, unchanged=True)
+    functions, calls = trainer.reward_funcs, []
+
+    def fails(**columns):
+        calls.append(1)
+        return functions[0](**columns) if len(calls) < 3 else 1 / 0
+
+    trainer.reward_funcs = [fails]
+    trainer.add_callback(OTBMonitor(tmp_path / "run", share=math.inf, if_exists=if_exists))
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.reward_funcs, trainer.args.max_steps = functions, 1
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        trainer.train()
+    store = RunStore(tmp_path / "run")
+    ended = ("failed", [0, 1]) if if_exists == "error" else ("complete", [0])
+    assert (store.info["status"], store.complete_steps()) == ended
+    assert ["already exists" in text for text in said(record)] == [True] * (if_exists == "error")
+    assert len(logged(trainer, "seconds")) == 1
+
+
+@pytest.mark.parametrize("rloo", [False, True])
+def test_masked_truncated_rollouts_leave_out_what_they_would_decide(watched, rloo):
+    spec = {"max_steps": 8, "per_device_train_batch_size": 16, "max_completion_length": 3}
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        trainer, store, _ = watched(mask_truncated_completions=True, rloo=rloo, beta=0.0, **spec)
+    assert said(record) == [] and len(store.complete_steps()) > 0
+    assert max(logged(trainer, "left_out")) > 0 and len(logged(trainer, "token_top_share")) > 0
+    for name in (*BY_REWARD, "length", "truncated", "reward_length_corr", "sampling_z", "sampling_alarm"):
+        assert logged(trainer, name) == [], name
+    steps = store.steps_df()
+    assert steps[["n_truncated", "certificate_prob_z"]].isna().all(axis=None) and store.frame("sampling").empty
+    assert store.sql("select count(baseline) as n from tokens")["n"].item() == 0
+
+
+BY_REWARD = ("dead_groups", "rho", "power_none", "power_otb_loo", "power_sequence_optimal_loo")
+
+
+@pytest.mark.parametrize(
+    ("setting", "known"),
+    [({}, False), ({"reward_clip_range": (0.0, 0.5)}, False), ({"normalize_advantages": True}, False),
+     ({"beta": 0.0}, True)],
+)  # fmt: skip
+def test_rloo_with_another_reward_than_ours_leaves_out_what_the_reward_decides(watched, setting, known):
+    spec = {"beta": 0.05 if not setting else 0.0, "learning_rate": 0.1} | setting
+    trainer, store, _ = watched(rloo=True, peft=not setting, **spec)
+    assert {name: bool(logged(trainer, name)) for name in BY_REWARD} == dict.fromkeys(BY_REWARD, known)
+    tokens = store.sql("select reward, baseline, advantage from tokens where mask")
+    assert tokens["baseline"].notna().all() if known else tokens["baseline"].isna().all()
+    assert tokens["advantage"].notna().all() and len(logged(trainer, "sampling_z")) == 3
+
+
+def test_rewards_normalized_one_by_one_turn_it_off_in_a_sentence(runs, tmp_path):
+    trainer = runs.made(
+        tmp_path, ("odd", "length"), unchanged=True, monitor="run", multi_objective_aggregation="normalize_then_sum"
+    )
+    with pytest.warns(RuntimeWarning, match="one reward per rollout"):
+        trainer.train()
+    assert trainer.state.global_step == 3 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("slow", ["store", "tracker"])
+def test_writing_and_sending_count_as_time_of_watching(runs, tmp_path, monkeypatch, slow):
+    """With a clock on which writing, or sending, takes 1,000 s, and everything else a second a batch."""
+    clock, tracker, module = SimpleNamespace(now=0.0), Tracker(), "otb_analysis.integrations.monitor"
+    monkeypatch.setattr(f"{module}.perf_counter", lambda: clock.now)
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", share=1.0, max_steps=14)
+    generate, write = trainer._generate_and_score_completions, RunLog.release
+
+    def timed(inputs):
+        clock.now += 1
+        return generate(inputs)
+
+    def release(log, scalars):
+        write(log, scalars)
+        clock.now += 1000 * (slow == "store")
+
+    tracker.log = lambda values: setattr(clock, "now", clock.now + 1000 * (slow == "tracker"))
+    monkeypatch.setattr(RunLog, "release", release)
+    monkeypatch.setattr(f"{module}.TRACKERS", ("paper",))
+    monkeypatch.setitem(sys.modules, "paper", tracker)
+    trainer._generate_and_score_completions, trainer.args.report_to = timed, ["paper"]
+    trainer.train()
+    assert len(logged(trainer, "seconds")) == 10
+
+
+class TakesThePlace(TrainerCallback):
+    """Puts a file where the run should be, once training has begun."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.path.write_text("not a directory")
+
+
+@pytest.mark.parametrize("fault", ["batch", "store", "sampler"])
+def test_warnings_that_are_errors_stop_nothing(runs, tmp_path, monkeypatch, caplog, fault):
+    spec = {"top_k": 2, "max_steps": 4, "per_device_train_batch_size": 16} if fault == "sampler" else {}
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", **spec)
+    if fault == "batch":
+        monkeypatch.setattr("otb_analysis.integrations.monitor.drafts_of", lambda *args: 1 / 0)
+    if fault == "store":
+        trainer.add_callback(TakesThePlace(tmp_path / "run"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*(OTBMonitor|is missing from).*")
+        trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+    assert {"batch": "division by zero", "store": "is missing from", "sampler": "top-k"}[fault] in caplog.text
+
+
+def test_a_store_that_cannot_be_written_is_told_once(runs, tmp_path):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run")
+    trainer.add_callback(TakesThePlace(tmp_path / "run"))
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert sum("is missing from the run" in str(one.message) for one in record) == 1
+
+
+@pytest.mark.parametrize("spec", [{"mask_truncated_completions": True, "max_completion_length": 1}, {}])
+def test_a_batch_without_a_token_of_the_policy_is_counted(runs, tmp_path, spec):
+    def nothing(prompts, trainer):
+        return runs.with_tool(prompts, trainer) | {"env_mask": [[0] * 5] * len(prompts)}
+
+    rollouts = None if spec else nothing
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", rollouts=rollouts, max_steps=2, **spec)
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert said(record) == [] and logged(trainer, "left_out") == [8.0, 8.0]
+
+
 def test_a_trainer_without_a_method_is_named_and_goes_on():
     trainer = SimpleNamespace(args="these", callback_handler=None, _generate_and_score_completions=None)
 
@@ -254,7 +394,7 @@ def test_a_trainer_without_a_method_is_named_and_goes_on():
 
 def test_a_run_that_exists_is_refused_before_training(tmp_path):
     (tmp_path / "run").mkdir()
-    with pytest.raises(InputError, match="already exists"):
+    with pytest.raises(InputError, match=r"already exists in .*; name another run, or set if_exists"):
         OTBMonitor(tmp_path / "run")
 
 
