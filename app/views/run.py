@@ -12,13 +12,13 @@ from widgets import box, chart, download, frame, go_to, one_run, plain
 
 from otb_analysis.answers.holders import NotAttributed
 from otb_analysis.answers.triage import UNFIRED, state_of, thinned
-from otb_analysis.diagnostics import LEVELS
+from otb_analysis.diagnostics import LEVELS, Finding
 from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.curves import degenerate_table
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.texts import legible
-from otb_analysis.figures.timeline import plot_timeline, timeline_info
+from otb_analysis.figures.timeline import TimelineInfo, plot_timeline, timeline_info
 
 ROWS = 50
 PERCENT = st.column_config.NumberColumn(format="percent")
@@ -48,6 +48,44 @@ def clicked() -> None:
         st.session_state["step"] = int(points[0]["x"])
 
 
+def cells(findings: list[Finding]) -> pd.DataFrame:
+    """Return alarms in this order, with their rates, as text that is no markup; a dash where nothing fired."""
+    rows = [alarms_table({"": [finding]}).astype("string") for finding in findings]
+    table = pd.concat(rows or [alarms_table({})]).drop(columns="run").fillna("–").map(plain)
+    names = [finding.detector for finding in findings]
+    return table.assign(**{"false alarms": list(map(false_alarms, names)), "study 05": list(map(foresight, names))})
+
+
+def alarms(findings: list[Finding]) -> None:
+    """Say what fired, one line each in the order of the steps; how far to trust it waits below."""
+    fired, rest = fired_first(findings)
+    for one in fired:
+        at = (
+            f"step {one.watch_step}"
+            if one.alarm_step in (None, one.watch_step)
+            else (f"step {one.watch_step}, alarm at {one.alarm_step}")
+        )
+        st.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
+    if not fired and (state := state_of(findings)) in UNFIRED:
+        st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
+    with st.expander(f"All {len(findings)} detectors, and how far to trust them"):
+        st.caption(RATES)
+        st.table(cells([*fired, *rest]), hide_index=True)
+
+
+def curves(info: TimelineInfo) -> None:
+    """Show the first curves small, each with its last value, its first one, and the alarms that are about it."""
+    for place, series in zip(st.columns(CURVES), info.series[:CURVES], strict=False):
+        named = [e for e in info.events if e.kind in SIGNS and e.column == series.quantity.column]
+        first, last = series.value[[0, -1]].tolist()
+        with place.container(border=True, height="stretch"):
+            st.metric(
+                series.quantity.title, number(last), f"from {number(first)}", "off", help=series.quantity.line,
+                delta_arrow="off", chart_data=thinned(series.value, POINTS).tolist(),
+            )  # fmt: skip
+            st.caption("  \n".join(f"{SIGNS[e.kind]} {plain(e.text)}, step {e.step}" for e in named) or "no alarm")
+
+
 @st.fragment  # its switches draw this part of the page again, and no other
 def happened(run: Run, steps: pd.DataFrame, step: int) -> None:
     """Show the events and curves of a run over its steps."""
@@ -61,6 +99,28 @@ def happened(run: Run, steps: pd.DataFrame, step: int) -> None:
     figure = plot_timeline(info, step, log_y=log_y, color=run.style.color)
     chart(figure, "timeline", f"{run.name} over its steps: {told.triage.sentence}", steps, python, clicked=clicked)
     st.caption("  \n".join(plain(line) for line in (told.outlier_line, told.mismatch_line) if line))
+
+
+def worth_reading(run: Run, last: int) -> None:
+    """Show the rollouts that are new since this session last looked, or those of the newest step: a click opens one."""
+    seen, since = st.session_state.setdefault("_seen", {}).get(run.path, (last, last))
+    if last != seen:  # fewer steps than before: another run of this name
+        since = seen + 1 if last > seen else last
+    st.session_state["_seen"][run.path] = last, since
+    told = data.telling(run, since)
+    if not told:
+        return
+    st.subheader("Worth reading", anchor=False)
+    st.caption(f"Of step {last}." if since == last else f"Of steps {since} to {last}, new since you last looked.")
+    for n, (place, one) in enumerate(zip(st.columns(3), told, strict=False)):
+        with place.container(border=True, height="stretch"):
+            st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
+            asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
+            st.code(legible(f"{asked}\n{one.completion[:READ]}"), language=None, wrap_lines=True, height=120)
+            st.button(
+                "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=go_to,
+                args=("tokens",), kwargs={"step": one.step, "prompt": one.group, "token": f"{one.rollout}.{one.t}"},
+            )  # fmt: skip
 
 
 def attribution(run: Run, step: int) -> None:
@@ -111,57 +171,17 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence)}.")
     if told.alarm:
         st.warning(plain(told.alarm), icon=":material/warning:")
-    fired, rest = fired_first(findings)
-    for one in fired:  # one line each in the order of the steps; how far to trust it waits below
-        later = f", alarm at {one.alarm_step}" if one.alarm_step not in (None, one.watch_step) else ""
-        where = f"step {one.watch_step}{later}"
-        st.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {where}: {plain(one.reason)}")
-    if not fired and (state := state_of(findings)) in UNFIRED:
-        st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
-    with st.expander(f"All {len(findings)} detectors, and how far to trust them"):
-        st.caption(RATES)
-        # One table of each, since it sorts by level; text that is no markup; a dash where nothing fired.
-        table = pd.concat(alarms_table({"": [one]}).astype("string") for one in (*fired, *rest))
-        table = table.drop(columns="run").fillna("–").map(plain)
-        names = [one.detector for one in (*fired, *rest)]
-        rates = {"false alarms": list(map(false_alarms, names)), "study 05": list(map(foresight, names))}
-        st.table(table.assign(**rates), hide_index=True)
-    info = timeline_info(steps, findings, told.changes)
-    # The first curves small, each with its last value, its first one, and the alarms that are about it.
-    for place, series in zip(st.columns(CURVES), info.series[:CURVES], strict=False):
-        named = [e for e in info.events if e.kind in SIGNS and e.column == series.quantity.column]
-        first, last = series.value[[0, -1]].tolist()
-        with place.container(border=True, height="stretch"):
-            st.metric(
-                series.quantity.title, number(last), f"from {number(first)}", "off", help=series.quantity.line,
-                delta_arrow="off", chart_data=thinned(series.value, POINTS).tolist(),
-            )  # fmt: skip
-            st.caption("  \n".join(f"{SIGNS[e.kind]} {plain(e.text)}, step {e.step}" for e in named) or "no alarm")
-    with frame():  # what is new since this session last looked, or of the newest step
-        seen, since = st.session_state.setdefault("_seen", {}).get(run.path, (known[-1], known[-1]))
-        if known[-1] != seen:  # fewer steps than before: another run of this name
-            since = seen + 1 if known[-1] > seen else known[-1]
-        st.session_state["_seen"][run.path] = known[-1], since
-        if telling := data.telling(run, since):
-            new = f"Of steps {since} to {known[-1]}, new since you last looked."
-            st.subheader("Worth reading", anchor=False)
-            st.caption(f"Of step {since}." if since == known[-1] else new)
-        for n, (place, one) in enumerate(zip(st.columns(3) if telling else (), telling, strict=False)):
-            with place.container(border=True, height="stretch"):
-                st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
-                asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
-                st.code(legible(f"{asked}\n{one.completion[:READ]}"), language=None, wrap_lines=True, height=120)
-                address = {"step": one.step, "prompt": one.group, "token": f"{one.rollout}.{one.t}"}
-                st.button(
-                    "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=go_to,
-                    args=("tokens",), kwargs=address,
-                )  # fmt: skip
+    alarms(findings)
+    curves(timeline_info(steps, findings, told.changes))
+    with frame():
+        worth_reading(run, known[-1])
 
     step = box(st, "Step", "step", known, told.look, "slider")
     with frame():
         attribution(run, step)
 
     happened(run, steps, step)
+
     st.subheader("Which baseline for the next run?", anchor=False)
     if st.toggle("Compare all baselines on this run's own rollouts", key="advise", bind="query-params"):
         with frame():

@@ -36,6 +36,40 @@ def short(text: str) -> str:
     return (cut.rsplit("`", 1)[0] if cut.count("`") % 2 else cut).rstrip() + " …"
 
 
+def results(study: CommittedStudy) -> None:
+    """Show the result tables, one at a time."""
+    names = study_tables(study.folder)
+    if not names:
+        return
+    st.subheader("Numbers", anchor=False)
+    name = box(st, "Table", "table", names, look="buttons")
+    table = study_table(study.folder, name)
+    st.caption(f"{len(table):,} rows × {len(table.columns)} columns. {SORTED}")
+    shown = results_table(table)
+    three = st.column_config.NumberColumn(format="%.3g")
+    whole = st.column_config.NumberColumn(format="%d")
+    columns: dict[str, Any] = {c: three for c in shown.select_dtypes("floating").columns}
+    columns |= {c: whole for c in shown.select_dtypes("integer").columns}
+    st.dataframe(
+        shown, hide_index=True, height="content" if len(shown) < 12 else 420, placeholder="–", column_config=columns,
+        key=f"rows-{study.folder.name}-{name}",
+    )  # fmt: skip
+    download(table, f"{study.folder.name}-{name}")
+
+
+def reading(study: CommittedStudy) -> None:
+    """Show the study's own page section by section, long ones closed: its tables in words and what they mean."""
+    if not study.body:
+        return
+    st.subheader("How to read them", anchor=False)
+    before, *sections = re.split(r"^## ", study.body, flags=re.MULTILINE)
+    st.markdown(prose(before))
+    for section in sections:
+        heading, _, text = section.partition("\n")
+        with st.expander(prose(heading), expanded=len(text) < LONG):
+            st.markdown(prose(text))
+
+
 with frame("Studies", "Which claims about baselines were tested, what came out, and what did it cost?"):
     here, beside = Path("studies"), Path(__file__).parents[2] / "studies"
     folder = data.root("--studies", "OTB_STUDIES", here if here.is_dir() else beside)
@@ -68,29 +102,8 @@ with frame("Studies", "Which claims about baselines were tested, what came out, 
             picture = study_figure(path)
             st.image(for_dark(picture) if st.context.theme.type == "dark" else picture, alt=f"Figure. {study.question}")
     with frame():
-        if names := study_tables(study.folder):
-            st.subheader("Numbers", anchor=False)
-            name = box(st, "Table", "table", names, look="buttons")
-            table = study_table(study.folder, name)
-            st.caption(f"{len(table):,} rows × {len(table.columns)} columns. {SORTED}")
-            shown = results_table(table)
-            three = st.column_config.NumberColumn(format="%.3g")
-            whole = st.column_config.NumberColumn(format="%d")
-            columns: dict[str, Any] = {c: three for c in shown.select_dtypes("floating").columns}
-            columns |= {c: whole for c in shown.select_dtypes("integer").columns}
-            st.dataframe(
-                shown, hide_index=True, height="content" if len(shown) < 12 else 420, placeholder="–",
-                column_config=columns, key=f"rows-{study.folder.name}-{name}",
-            )  # fmt: skip
-            download(table, f"{study.folder.name}-{name}")
-    if study.body:
-        st.subheader("How to read them", anchor=False)
-        before, *sections = re.split(r"^## ", study.body, flags=re.MULTILINE)
-        st.markdown(prose(before))
-        for section in sections:  # long ones are closed
-            heading, _, text = section.partition("\n")
-            with st.expander(prose(heading), expanded=len(text) < LONG):
-                st.markdown(prose(text))
+        results(study)
+    reading(study)
     st.subheader("How it was made", anchor=False)
     st.code(study.command, language=None)
     if study.cost:

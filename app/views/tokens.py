@@ -182,7 +182,7 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     if rollout.isdigit() and t.isdigit() and right < len(places):
         chosen = int(right), int(rollout), int(t)
     if maps := token_view(panes, titles, chosen, on_token, partial(on_step, run, step)):
-        st.caption(f"{maps} rollouts are maps alone, because their texts are too many for one page. Click one to read.")
+        st.caption(f"Shown as maps alone, since their texts are too many for one page: {maps}. Click one to read.")
     if chosen is not None:
         place = places[chosen[0]]
         with st.container(key="token-panel"), frame():

@@ -196,7 +196,7 @@ def test_of_too_many_tokens_for_a_browser_some_rollouts_are_maps_alone_and_the_c
     assert ["texts" in row for row in (*first, third, last)] == [True, True, False, True]
     assert third["width"] == 5 and len(third["ts"]) == len(third["levels"]) == 400
     assert all(5 * cell <= t < 5 * cell + 5 for cell, t in enumerate(third["ts"]))
-    assert "1 rollouts are maps alone" in texts(app)
+    assert "too many for one page: 1." in texts(app)
 
 
 @pytest.mark.parametrize("color", ["entropy", "exact_over_proxy"])
