@@ -72,6 +72,17 @@ def test_relative_links_lead_to_files(page):
     assert [target for target in local if target and not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
+def test_links_into_pages_lead_to_headings(page):
+    for target, anchor in re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", text_of(page)):
+        goal = page.parent / target if target else page
+        if "://" not in target and goal.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)", goal.read_text("utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", each.lower())) for each in headings], (
+                target
+            )
+
+
 def test_readme_leads_to_every_page():
     targets = re.findall(r"\]\(([^)\s]+)\)", README)
     assert [page.name for page in [*DOCS.glob("*.md"), TUTORIAL] if name_of(page) not in targets] == []
