@@ -72,8 +72,8 @@ class AuditReport:
         if exact and not any(name.startswith(self.trained) for name in exact):
             trained += f" (--estimator.name), though its advantages are those of {' or '.join(exact)}"
         return (
-            f"{self.run}: {self.n_rollouts:,} rollouts of {self.n_prompts:,} prompts in {self.n_steps} "
-            f"steps{model}{trained}; from {self.rollouts}"
+            f"{self.run}: {plural(self.n_rollouts, 'rollout')} of {plural(self.n_prompts, 'prompt')} in "
+            f"{plural(self.n_steps, 'step')}{model}{trained}; from {self.rollouts}"
         )
 
 

@@ -206,7 +206,10 @@ class Source:
                 )
             yield checked(record, self.tally, self.format.columns)
         if first is None:
-            raise InputError(f"{self.path} holds no rollouts; pass a file with at least one record.")
+            seen = "; ".join(line.removesuffix(".") for line in self.tally.lines())
+            raise InputError(
+                f"{self.path} holds no rollouts{f' ({seen})' if seen else ''}; pass a file with at least one record."
+            )
 
     def _read(self) -> Iterator[RecordedRollout]:
         kind = self.format

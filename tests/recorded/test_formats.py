@@ -327,6 +327,8 @@ def test_epochs_of_inspects_samples_are_groups_and_its_own_archive_names_the_com
     ]  # fmt: skip
     assert records[0].messages[-1].content.endswith("2") and records[1].messages[-1].content == "2"
     assert source.tally == {UNSCORED_SAMPLE: 1}
+    with pytest.raises(InputError, match=f"1 × {UNSCORED_SAMPLE}"):
+        read(jsonl([{**log, "samples": samples[2:3]}], "failed.json"))
     with pytest.raises(InputError, match=r"record 1: scores is 'good'; it must be a number"):
         read(jsonl([{**log, "samples": [{**INSPECT, "scores": {"x": {"value": "good"}}}]}], "odd.json"))
     (tmp_path / "logs").mkdir()
