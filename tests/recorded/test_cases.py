@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from otb_analysis.answers.run import RunAnswers
 from otb_analysis.checks.advantages import advantage_lines, check_advantages
-from otb_analysis.config import ImportConfig
+from otb_analysis.checks.bookkeeping import TrainerLoss, check_bookkeeping
+from otb_analysis.config import ImportConfig, MeasureConfig, Schedule, ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.phases import NOTES
 from otb_analysis.recorded.importing import import_rollouts
+from otb_analysis.recorded.score import score
 from otb_analysis.store import RunStore
 
 CASES = Path(__file__).with_name("cases")
@@ -190,3 +193,21 @@ def test_advantages_are_named_however_they_were_scaled(read, name):
     else:
         (match,) = check.scaled
         assert match.convention == "reinforce_plus_plus_baseline" and match.factor == pytest.approx(1.006, abs=5e-4)
+
+
+def test_a_loss_that_accumulation_divided_once_more_is_a_quarter_of_the_rebuilt_norm(tmp_path):
+    path = CASES / "23-norm-over-accumulation" / "rollouts.jsonl"
+    exact = MeasureConfig(exact=Schedule(every=1))
+    store = RunStore(score(ScoreConfig(rollouts=path, model="demo", root=tmp_path, measure=exact)))
+    checked = check_bookkeeping(store, "grpo", TrainerLoss("token_mean", 4))
+    assert checked.advantages is not None and "grpo" in checked.advantages.exact
+    # By autograd alone, in a script that shares no code with this package
+    assert [check.rebuilt for check in checked.norms] == pytest.approx([0.2091, 0.4873, 0.4792], rel=1e-3)
+    assert [check.factor for check in checked.norms] == pytest.approx([0.25] * 3, rel=1e-3)
+
+
+def test_two_steps_of_125_times_the_usual_norm_are_named(read):
+    run = RunAnswers(read("27-grad-norm-spike/rollouts.jsonl")[0])
+    norms = [one for one in run.outliers if one.column == "grad_norm"]
+    assert {one.step: one.value for one in norms} == {41: 37.5, 47: 37.5}
+    assert [one.multiple for one in norms] == pytest.approx([125, 125], rel=0.1)
