@@ -9,6 +9,7 @@ import pickle
 import platform
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,8 +29,10 @@ from otb_analysis.training.runtime import Bar
 
 FOLDER, FILE, DERIVED = "studies", "study.py", "derived.py"
 NAME = re.compile(r"(\d\d)_(\w+)")
-COST, ARRAYS, DRAWN = "cost", "arrays.npz", "drawn.pickle"
-"""Name of the table that every study has, and of the files that a cell may leave to others."""
+COST, DEFAULTS = "cost", "defaults"
+"""Names of the table that every study has, and of that of a study which names an estimator with options."""
+ARRAYS, DRAWN = "arrays.npz", "drawn.pickle"
+"""Names of the files that a cell may leave to others."""
 CPU, STATUS, FORGET = Path("/proc/cpuinfo"), Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Value = float | int | str | bool | None
 Tables = Mapping[str, Sequence[Mapping[str, Value]]]
@@ -200,25 +203,51 @@ class Finished:
     # Default options of estimators meanwhile, by name; empty in cells that were kept before they were recorded
     defaults: Mapping[str, str] = field(default_factory=dict)
 
-    def cost(self, cell: str) -> dict[str, Value]:
-        """Return the row of the cost table."""
+    def cost(self, cell: Cell) -> dict[str, Value]:
+        """Return the row of the cost table, which says what `committed_cells` needs to find the cell again."""
         minutes = {"minutes": round(self.minutes, 2), "processor_minutes": round(self.processor_minutes, 2)}
-        return {"cell": cell, **minutes, "peak_mib": self.peak_mib, "machine": self.machine}
+        rows = " ".join(f"{name}:{len(rows)}" for name, rows in self.tables.items())
+        known = {"peak_mib": self.peak_mib, "machine": self.machine, "digest": digest_of(cell), "rows": rows}
+        return {"cell": cell.name, **minutes, **known}
+
+
+def committed_cells(tables: Mapping[str, Rows]) -> dict[str, Finished]:
+    """Return the cells that the tables of a study were joined from, by digest; none where they do not tell.
+
+    So what one machine has measured is not measured again on another.
+    """
+    found, taken = dict[str, Finished](), Counter[str]()
+    defaults = {row["estimator"]: row["defaults"] for row in tables.get(DEFAULTS, ())}
+    for row in tables.get(COST, ()):
+        if not row.get("digest"):
+            return {}
+        own = dict[str, Rows]()
+        for name, count in (part.split(":") for part in row["rows"].split()):
+            own[name] = tables[name][taken[name] : taken[name] + int(count)]
+            taken[name] += int(count)
+        took = row["minutes"], row["peak_mib"], row["machine"], row["processor_minutes"]
+        named = {name for name in defaults if re.search(rf"\b{name}\b", json.dumps(own, default=str))}
+        found[row["digest"]] = Finished(own, *took, {name: defaults[name] for name in named})
+    return found
 
 
 class CellCache:
-    """The finished cells of one study and the directories in which its cells work, in runs/studies/NN_slug."""
+    """The finished cells of one study and the directories in which its cells work, in runs/studies/NN_slug.
 
-    def __init__(self, path: Path):
-        self.path = path
+    Args:
+        committed: Finished cells by digest that are known from tables alone; what they left to others is not there.
+    """
+
+    def __init__(self, path: Path, committed: Mapping[str, Finished] | None = None):
+        self.path, self.committed = path, committed or {}
 
     def work(self, cell: Cell) -> Path:
         """Return the directory in which a cell works, whether it exists or not."""
-        return self.path / "cells" / f"{cell.name}-{_digest(cell)}"
+        return self.path / "cells" / f"{cell.name}-{digest_of(cell)}"
 
     def file(self, cell: Cell) -> Path:
         """Return the file in which a finished cell is kept, whether it exists or not."""
-        return self.path / "results" / f"{cell.name}-{_digest(cell)}.json"
+        return self.path / "results" / f"{cell.name}-{digest_of(cell)}.json"
 
     def load(self, cell: Cell) -> Finished | None:
         """Return a finished cell, or None when it is not.
@@ -228,7 +257,7 @@ class CellCache:
         """
         path = self.file(cell)
         if not path.exists():
-            return None
+            return self.committed.get(digest_of(cell))
         try:
             return Finished(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
@@ -263,7 +292,7 @@ def kept_file(cell: Cell, work: Path, name: str = ARRAYS) -> Path:
     Raises:
         StoreError: It is missing.
     """
-    path = work.with_name(f"{cell.name}-{_digest(cell)}") / name
+    path = work.with_name(f"{cell.name}-{digest_of(cell)}") / name
     if not path.exists():
         raise StoreError(f"{path} is missing; delete {work.parent.parent}, and it is measured again.")
     return path
@@ -322,8 +351,9 @@ def peak_memory_mib() -> int | None:
     return round(int(line.split()[1]) / 1024)
 
 
-def _digest(cell: Cell) -> str:
+def digest_of(cell: Cell) -> str:
+    """Return what a cell is known by: a digest of its settings, of the cells it comes after, and of the version."""
     facts: dict[str, object] = {"settings": cell.settings, "version": __version__}
     if cell.after:
-        facts["after"] = [[other.name, _digest(other)] for other in cell.after]
+        facts["after"] = [[other.name, digest_of(other)] for other in cell.after]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

@@ -22,11 +22,13 @@ from otb_analysis.training.runtime import Bar, silent
 from studies.lib import formats
 from studies.lib.record import (
     COST,
+    DEFAULTS,
     Cell,
     CellCache,
     Finished,
     Rows,
     Study,
+    committed_cells,
     distinct,
     forget_peak_memory,
     joined_tables,
@@ -39,8 +41,6 @@ from studies.lib.record import (
     write_tables,
 )
 
-DEFAULTS = "defaults"
-"""Name of the table of a study that names an estimator with options."""
 UNKNOWN = "not recorded"
 TEMPLATE, INDEX = "README.md.j2", "index.md.j2"
 OPEN_ROWS = 10
@@ -194,14 +194,16 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
         target = (setting.out or Path(tempfile.mkdtemp(prefix="otb-study-"))) / folder.name
     if not setting.render:
         cells = study.quick if setting.quick else (*study.cells, *study.later)
-        cache = CellCache(target / "cache" if setting.quick else setting.cache / folder.name)
         if setting.quick:
+            cache = CellCache(target / "cache")
             shutil.rmtree(cache.path, ignore_errors=True)
+        else:
+            cache = CellCache(setting.cache / folder.name, committed_cells(read_tables(folder / "results")))
         finished = _measured(study, cells, cache, setting.only, bar)
         names, results = [cell.name for cell, _ in finished], [one for _, one in finished]
         if any(cell.name not in names for cell in (study.quick if setting.quick else study.cells)):
             return None
-        cost = [one.cost(cell.name) for cell, one in finished]
+        cost = [one.cost(cell) for cell, one in finished]
         known = defaults_table([cell for cell, _ in finished], results)
         write_tables(target / "results", joined_tables(results) | {COST: cost} | ({DEFAULTS: known} if known else {}))
     tables = read_tables(target / "results")
@@ -227,13 +229,17 @@ def _measured(
     for name in only:
         if name not in names:
             raise InputError(f"cell {name!r} does not exist; {nearest(name, names)}")
+    missing = {cell.name for cell in cells if (not only or cell.name in only) and cache.load(cell) is None}
+    for cell in reversed(cells):  # what a cell left to others is not in tables, so those who need it measure it again
+        if cell.name in missing:
+            missing |= {other.name for other in cell.after if not cache.file(other).exists() and cache.load(other)}
     for number, cell in enumerate(cells):
-        if (not only or cell.name in only) and cache.load(cell) is None:
+        if cell.name in missing:
             bar(number, len(cells), f"{cell.name}: starting")
             earlier = {other.name: cache.load(other) for other in cell.after}
-            missing = [name for name, finished in earlier.items() if finished is None]
-            if missing:
-                raise InputError(f"cell {cell.name!r} comes after {', '.join(missing)}; measure those first.")
+            absent = [name for name, finished in earlier.items() if finished is None]
+            if absent:
+                raise InputError(f"cell {cell.name!r} comes after {', '.join(absent)}; measure those first.")
             given = joined_tables([finished for finished in earlier.values() if finished is not None])
             work = cache.work(cell)  # measured from its beginning, so that the minutes are those of all of it
             shutil.rmtree(work, ignore_errors=True)

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 
 import pytest
 from jinja2 import UndefinedError
@@ -79,6 +80,24 @@ def test_finished_cells_are_not_measured_again(squares, asked, tmp_path):
     run_study(squares, setting(tmp_path))
     assert asked.read_text().split() == ["cell-1", "cell-2", "cell-3"]
     assert files(squares) == before
+
+
+def test_committed_cells_are_not_measured_again_on_another_machine(squares, asked, tmp_path):
+    source = squares / "study.py"
+    source.write_text(
+        source.read_text().replace("figures=figures)", 'later=[Cell("cell-9", {"n": 9, "constant": 1})])')
+    )
+    run_study(squares, setting(tmp_path, only=["cell-1", "cell-2", "cell-3"]))
+    shutil.rmtree(tmp_path / "cache")
+    before = files(squares)
+    run_study(squares, setting(tmp_path, only=["cell-1"]))
+    assert files(squares) == before
+    run_study(squares, setting(tmp_path))
+    assert asked.read_text().split() == ["cell-1", "cell-2", "cell-3", "cell-9"]
+    assert [row["square"] for row in read_tables(squares / "results")["squares"]] == [1, 4, 9, 81]
+    source.write_text(source.read_text().replace("cells(1), cells(10)", "cells(2), cells(10)"))
+    run_study(squares, setting(tmp_path))
+    assert [row["square"] for row in read_tables(squares / "results")["squares"]] == [2, 8, 18, 81]
 
 
 def test_interrupting_loses_the_cell_that_was_measured_and_no_other(squares, asked, tmp_path):
@@ -305,6 +324,16 @@ def test_a_change_in_an_earlier_cell_measures_the_later_one_again(chain, tmp_pat
     source.write_text(source.read_text().replace("(2, 5, 3)", "(2, 7, 3)"))
     run_study(chain, setting(tmp_path))
     assert read_tables(chain / "results")["found"] == [{"value": 70, "tried": 3}]
+
+
+def test_what_committed_cells_left_to_a_later_one_is_made_again(chain, tmp_path):
+    run_study(chain, setting(tmp_path))
+    shutil.rmtree(tmp_path / "cache")
+    source = chain / "study.py"
+    source.write_text(source.read_text().replace('"times": 10', '"times": 20'))
+    run_study(chain, setting(tmp_path))
+    assert read_tables(chain / "results")["found"] == [{"value": 100, "tried": 3}]
+    assert len(list((tmp_path / "cache" / "08_chain" / "results").iterdir())) == 4
 
 
 def test_page_can_come_before_its_later_cells_and_names_them(squares, asked, tmp_path):
