@@ -58,7 +58,8 @@ def bench_command(words: Sequence[str]) -> None:
 class StudyConfig:
     """Run a study: measure the cells that are not finished yet, then write its tables, figures and README.
 
-    If it is stopped, the same command goes on; finished cells are kept in runs/studies/.
+    If it is stopped, the same command goes on; finished cells are kept in runs/studies/, and those of the
+    committed tables are not measured again.
     """
 
     name: Annotated[str, tyro.conf.Positional] = ""
