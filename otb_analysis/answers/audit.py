@@ -1,6 +1,5 @@
 """An audit of a run: everything that its tables say, as one tree of records, and which command adds the rest."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,9 +7,11 @@ import numpy as np
 from otb_analysis.answers.holders import Tokens
 from otb_analysis.answers.proxy import Proxy
 from otb_analysis.answers.run import RunAnswers
+from otb_analysis.answers.sentences import OF_TRL
 from otb_analysis.answers.traits import Traits
 from otb_analysis.checks.bookkeeping import Bookkeeping, check_bookkeeping, trainer_loss
 from otb_analysis.checks.sampling_report import SamplingReport
+from otb_analysis.config import section
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import ComparisonInfo
@@ -20,6 +21,7 @@ from otb_analysis.types import Label
 
 NONE: Label = ("none", "none")
 SCORE = "otb audit --model DIR --rollouts FILE --go"
+IN_TRL = ("attribution=AttributionSchedule", "exact=Schedule")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,15 @@ class Sketches:
         error = "" if self.error is None else f"; variances over rloo's are off by {self.error:.1%} or less (SE)"
         where = f"at {self.steps} step{'s' * (self.steps != 1)}"
         return f"Gradients {where} were estimated from count sketches of {self.buckets:,} buckets{error}."
+
+
+@dataclass(frozen=True)
+class Further:
+    """A command that measures what an audit without a model, or before `--go`, lacks."""
+
+    command: str
+    words: str  # What it is for, or how long it takes
+    seconds: float | None = None  # What it takes; None where no pass was timed
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,8 @@ class AuditReport:
     sketches: Sketches | None  # None where every Gram matrix is exact
     sampling: SamplingReport | None  # None where the tokens were not scored
     bookkeeping: Bookkeeping
+    cost: str = ""  # What measuring takes, in a sentence; empty where it was done
+    next: tuple[Further, ...] = ()  # Empty where it was done, and `missing` says what could be added
 
     @property
     def headline(self) -> str:
@@ -99,16 +112,23 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
         missing.append(
             "Steps: no more were asked for (--first); without it the same command adds more, with --if-exists resume."
         )
+    # Weights of a training are gone when it ends, so what was not measured then takes another one.
+    tokens, proxy = ("--measure.attribution.every 10 of otb train", "--measure.exact.every 10 of otb train")
+    check = "otb diagnose has that of a run of otb train, as sampling_certificate"
+    if section(config, "source").get("made_by") in OF_TRL:
+        tokens, proxy = (f"measure=MeasureConfig({level}(every=10)) (docs/trl.md)" for level in IN_TRL)
+        check = "OTBMonitor does it while TRL trains (docs/trl.md)"
+    elif source:
+        tokens, proxy, check = SCORE, SCORE, f"{SCORE} does it"
     if run.tokens is None:
-        missing.append(f"Tokens: no step was attributed; {SCORE} does it.")
+        missing.append(f"Tokens: no step was attributed; {tokens} does it.")
     if run.proxy is None:
-        missing.append(f"Proxy: no token has an exact norm; {SCORE} measures them.")
+        missing.append(f"Proxy: no token has an exact norm; {proxy} measures them.")
     if run.sampling is None:
-        own = "otb diagnose has that of a run of otb train, as sampling_certificate."
-        missing.append(f"Sampling check: no token was scored again; {f'{SCORE} does it.' if source else own}")
+        missing.append(f"Sampling check: no token was scored again; {check}.")
     decided = measured and measured.over_rloo.cause != "no reference"
     return AuditReport(
-        run=run.name, rollouts=str(source.get("path")) if isinstance(source, Mapping) else "this run's own",
+        run=run.name, rollouts=str(section(config, "source").get("path") or "this run's own"),
         model=str(config.get("model") or ""), trained=trained, n_steps=len(steps),
         n_prompts=len(set(run.rewards["prompt_id"].dropna())) or len(run.rewards.drop_duplicates(["step", "group"])),
         n_rollouts=len(run.rewards), alarms=run.alarms, verdict=(*run.lines, *filter(None, [run.proxy_line])),

@@ -27,8 +27,11 @@ NOT_MEASURED = (
     "measuring within a quarter of the run's time; for recorded rollouts otb audit --model DIR --rollouts FILE "
     "says what it costs."
 )
-WATCHED = "measure=MeasureConfig(exact=Schedule(), gradients=Schedule(every=10, prompts=16))"
+EVERY, WATCHED_PROMPTS = 10, 16
+WATCHED = f"measure=MeasureConfig(exact=Schedule(), gradients=Schedule(every={EVERY}, prompts={WATCHED_PROMPTS}))"
 """What the monitor of a TRL trainer takes to measure every estimator's gradient."""
+OF_TRL = ("OTBMonitor", "OTBGRPOTrainer")
+"""What made a run of TRL's training: its weights are gone when it ends, so more is measured while it trains."""
 ANOTHER_SAMPLER = (
     "So nothing is proved of any baseline on these rollouts, and none is recommended: the true gradient takes tokens "
     "of the stated sampler. Next: state it right, or sample again."
@@ -38,7 +41,7 @@ FASTER = "a quieter gradient need not learn faster, so compare held-out reward o
 
 def not_measured(config: Mapping[str, Any]) -> str:
     """Return what a run says that measured no estimator's gradient: what measures it, and the price."""
-    if section(config, "source").get("made_by") not in ("OTBMonitor", "OTBGRPOTrainer"):
+    if section(config, "source").get("made_by") not in OF_TRL:
         return NOT_MEASURED
     return (
         f"{NOT_MEASURED.partition('.')[0]}. {WATCHED} does (docs/trl.md), for about ten forward and backward passes of "
@@ -201,7 +204,10 @@ def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> s
     if decision.cause == "few prompts":
         shows = "give the first intervals"
     options = measure_options(count, config)
-    if isinstance(config.get("source"), Mapping):
+    if section(config, "source").get("made_by") in OF_TRL:
+        batches = EVERY * math.ceil(max(count - n, 1) / WATCHED_PROMPTS)
+        command = f"train {batches:,} more batches with {WATCHED} (docs/trl.md)."
+    elif isinstance(config.get("source"), Mapping):
         model, files = (
             quote(str(config.get(name) or other)) for name, other in (("model", "DIR"), ("rollouts", "FILE"))
         )

@@ -71,7 +71,7 @@ def diagnose_command(words: Sequence[str]) -> None:
         from otb_analysis.answers import opened, triaged
         from otb_analysis.report.diagnosis import diagnosis_parts, triage_parts
         from otb_analysis.report.document import printed_parts
-        from otb_analysis.report.records import diagnosis_record, triage_record
+        from otb_analysis.report.records import diagnosis_record, following, triage_record
         from otb_analysis.store.layout import is_run
 
         record: object = None
@@ -80,12 +80,13 @@ def diagnose_command(words: Sequence[str]) -> None:
         folder = Path(config.runs[0]) if len(config.runs) == 1 else None
         if folder and not is_run(run_path(config.root, config.runs[0])) and folder.is_dir() and not is_run(folder):
             rows = triaged(folder)
-            diagnoses, record = [printed_parts(triage_parts(rows))], triage_record(rows)
+            diagnoses, record = [printed_parts(triage_parts(rows))], following("diagnose", triage_record(rows))
         else:
             paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
             runs = counted(list(opened(paths).values()), "run")
             if config.json:
-                record = [diagnosis_record(run, config.step, config.top, config.curves) for run in runs]
+                of_runs = [diagnosis_record(run, config.step, config.top, config.curves) for run in runs]
+                record = following("diagnose", of_runs)
             else:
                 diagnoses = [printed_parts(diagnosis_parts(run)) for run in runs]
     if config.json:

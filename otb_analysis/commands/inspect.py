@@ -79,7 +79,7 @@ def compare_command(words: Sequence[str]) -> None:
         from otb_analysis.answers.pairs import Sides
         from otb_analysis.report.compare import comparison
         from otb_analysis.report.document import printed
-        from otb_analysis.report.records import comparison_record
+        from otb_analysis.report.records import comparison_record, following
 
         if config.json:
             sides = Sides(config.setting, config.a, config.b)
@@ -87,7 +87,7 @@ def compare_command(words: Sequence[str]) -> None:
                 raise InputError("--a and --b are estimators of one run, or values of --setting; pass either.")
             curves = (config.curves, config.window, config.by)
             record = _of_readable(config, lambda paths: comparison_record(opened(paths), sides, *curves))
-            print_json(record)
+            print_json(following("compare", record))
             return
         if config.format != "text":
             from otb_analysis.report.paper import comparison_text

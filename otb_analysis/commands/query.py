@@ -97,11 +97,12 @@ def tokens_command(words: Sequence[str]) -> None:
         from otb_analysis.answers.prompt import prompt_view, token_record, tokens_record
         from otb_analysis.report.asked import answer_parts
         from otb_analysis.report.document import printed_parts
+        from otb_analysis.report.records import following
         from otb_analysis.store import RunStore
 
         store = RunStore(run_path(config.root, config.run))
         view = prompt_view(store, config.step, config.prompt, config.estimator, config.against)
-        record = tokens_record(view, config.rollout, config.t) if config.json else None
+        record = following("tokens", tokens_record(view, config.rollout, config.t)) if config.json else None
         parts = [] if config.json else printed_parts(answer_parts(view.of(config.rollout)))
         if config.t is not None and not config.json:
             said = token_record(view, config.rollout, config.t)

@@ -8,16 +8,20 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 from rich.console import Console
 
+from otb_analysis.commands.inspect import print_json
 from otb_analysis.commands.options import parsed
 from otb_analysis.commands.screen import models_loading, print_all, shown
 from otb_analysis.config import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig
 from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.phases import note, phase
+
+if TYPE_CHECKING:
+    from otb_analysis.answers.audit import AuditReport
 
 Config = TypeVar("Config", bound=RecordedConfig)
 SELDOM = 200_000
@@ -93,6 +97,8 @@ class AuditCommand(AuditConfig):
 
     folder: Annotated[Path, tyro.conf.Positional] = Path()
     """File or directory with the rollouts; the same as --rollouts."""
+    json: bool = False
+    """Print one JSON object instead, for scripts."""
 
 
 def audit_command(words: Sequence[str]) -> None:
@@ -108,38 +114,45 @@ def audit_command(words: Sequence[str]) -> None:
             raise InputError(f"rollouts are {asked.folder} and --rollouts {config.rollouts}; pass one of the two.")
         config = replace(config, rollouts=asked.folder)
     if config.model:
-        path = _measured(config, command)
+        found = _measured(config, command, asked.json)
     elif config.run and config.rollouts == Path():
         if config.estimator != AuditConfig().estimator:
             raise InputError(
                 f"--estimator.name says what trained when rollouts are read, but run {config.run} has that already; "
                 "leave it out."
             )
-        path = config.root / config.run
+        found = config.root / config.run
     elif config.go:
         raise InputError("--go measures with the model that sampled the rollouts; pass --model DIR, or leave --go out.")
     else:
-        path, price = None, _free(config)
-        more = "Baselines, what each token adds to the gradient, and whether the model wrote these tokens"
-        print_all([f"{more}: {command} --model DIR --go", price])
-    if path is None:
-        return
+        from otb_analysis.answers.audit import Further
+
+        adds = "Baselines, what each token adds to the gradient, and whether the model wrote these tokens"
+        free = _free(config, asked.json)
+        found = replace(free, cost=free.traits.price, next=(Further(f"{command} --model DIR --go", adds),))
     with shown(), phase("auditing"):
         from otb_analysis.answers import RunAnswers
         from otb_analysis.answers.audit import audit_run
-        from otb_analysis.report.audit import audit_sections, write_audit
+        from otb_analysis.report.audit import audit_record, audit_sections, write_audit
         from otb_analysis.report.document import printed
         from otb_analysis.store import RunStore
 
-        run = RunAnswers(RunStore(path))
-        report = audit_run(run, config.aggregation, config.accumulate)
-        files = write_audit(run, report, path, command)
-    print_all(printed(audit_sections(run, report)))
-    print_all([f"Written: {', '.join(map(str, files))}. Look on: otb dashboard --root {path.parent}"])
+        if isinstance(found, Path):
+            run = RunAnswers(RunStore(found))
+            report = audit_run(run, config.aggregation, config.accumulate)
+            files = ", ".join(map(str, write_audit(run, report, found, command)))
+            look = f"Written: {files}. Look on: otb dashboard --root {found.parent}"
+            parts = [] if asked.json else [*printed(audit_sections(run, report)), look]
+        else:
+            report = found
+            parts = [f"{one.words}: {one.command}" for one in report.next] + [report.cost] * (not config.model)
+    print_json(audit_record(report)) if asked.json else print_all(parts)
 
 
-def _measured(config: AuditConfig, command: str) -> Path | None:
-    """Measure rollouts with their model and return the run; without --go say what that costs, and return None."""
+def _measured(config: AuditConfig, command: str, silent: bool) -> "Path | AuditReport":
+    """Measure rollouts with their model and return the run; without --go what they say without, and what that costs."""
+    from otb_analysis.answers.audit import Further
+
     with shown(), phase("otb audit"):
         with models_loading("otb audit of rollouts"):
             from otb_analysis.commands.audit_cost import audit_cost
@@ -150,18 +163,20 @@ def _measured(config: AuditConfig, command: str) -> Path | None:
         config = replace(config, run=config.run or run_path(config.rollouts, config, "audited").name)
         check(config)
         refuse_existing(config.root / config.run, config)
-    if not config.go:
-        _free(config)
+    free = None if config.go else _free(config, silent)
     with shown(), phase("otb audit"):
         policy = load(config)
         if not config.go:  # else the run says it
             note(f"Device: {words_of(policy[0].device)}.")
         cost = audit_cost(config, policy)
-    print_all([cost.sentence])
-    if not config.go:
-        least = f"In about {rough_duration(cost.cheaper_seconds)}: {command} {cost.cheaper} --go"
-        print_all([f"Nothing was written. To measure: {command} --go", *([least] if cost.cheaper else [])])
-        return None
+    if not silent:
+        print_all([cost.sentence])
+    if free is not None:
+        further = [Further(f"{command} --go", "Nothing was written. To measure", cost.seconds)]
+        if cost.cheaper:
+            about = f"In about {rough_duration(cost.cheaper_seconds)}"
+            further.append(Further(f"{command} {cost.cheaper} --go", about, cost.cheaper_seconds))
+        return replace(free, cost=cost.sentence, next=tuple(further))
     try:
         with shown(), phase("otb audit"):
             return score(replace(config, measure=cost.measure), policy)
@@ -188,8 +203,8 @@ def _seldom() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _free(config: AuditConfig) -> str:
-    """Print what the rollouts say without a model, and return what one would cost; nothing stays on disk."""
+def _free(config: AuditConfig, silent: bool) -> "AuditReport":
+    """Return what the rollouts say without a model, and print it unless `silent`; nothing stays on disk."""
     with shown(), phase("reading without a model"), _seldom(), TemporaryDirectory(prefix="otb-audit-") as folder:
         from otb_analysis.answers import RunAnswers
         from otb_analysis.answers.audit import audit_run
@@ -202,5 +217,6 @@ def _free(config: AuditConfig) -> str:
         run = RunAnswers(RunStore(import_rollouts(config.rollouts, plain, lasting=False)))
         run.name = config.rollouts.resolve().name
         report = audit_run(run, config.aggregation, config.accumulate)
-    print_all(printed(free_sections(report)))
-    return report.traits.price
+    if not silent:
+        print_all(printed(free_sections(report)))
+    return report

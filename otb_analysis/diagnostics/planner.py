@@ -137,7 +137,10 @@ BY_FORMULA = (
     "Groups above {} follow by formula (†) for none and rloo. Other estimators take recorded groups of that size."
 )
 NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into halves and quarters."
-BY_GRADIENTS = " Measuring it needs the model: otb audit --model DIR --rollouts FILE --go."
+BY_GRADIENTS = (
+    " Measuring it takes gradients: while training by the level gradients, of recorded rollouts by otb audit --model "
+    "DIR --rollouts FILE --go."
+)
 ALL_DEAD = "Every group has equal rewards, so nothing is said about group sizes; take prompts of another difficulty."
 NOT_HALVED = "Other group sizes cannot be known: recorded groups must be of one size that can be halved into 2 or more."
 

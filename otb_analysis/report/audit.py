@@ -19,7 +19,7 @@ from otb_analysis.figures.comparison import comparison_table, planner_display, p
 from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
 from otb_analysis.report.compare import estimator_parts
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section, to_html
-from otb_analysis.report.records import written
+from otb_analysis.report.records import following, written
 
 BEST = "* best of its curve: intervals show that its neighbours are worse. † by formula, not measured."
 COST = (
@@ -107,11 +107,8 @@ def write_audit(run: RunAnswers, report: AuditReport, folder: Path, command: str
     Raises:
         StoreError: They cannot be written.
     """
-    fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
-    rows = None if report.estimators is None else comparison_table(report.estimators)
-    record = written(fields | {"estimators": rows})
     texts = {
-        "audit.json": json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+        "audit.json": json.dumps(written(audit_record(report)), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
         "audit.html": to_html(audit_document(run, report, command)),
     }
     for name, text in texts.items():
@@ -121,6 +118,12 @@ def write_audit(run: RunAnswers, report: AuditReport, folder: Path, command: str
         except OSError as error:
             raise StoreError(f"cannot write {folder / name} ({error.strerror}); make the run writable.") from error
     return [folder / name for name in texts]
+
+
+def audit_record(report: AuditReport) -> dict[str, object]:
+    """Return an audit for JSON, with the table of its estimators."""
+    rows = None if report.estimators is None else comparison_table(report.estimators)
+    return following("audit", vars(report) | {"estimators": rows})
 
 
 def planner_parts(planner: Planner) -> list[Part]:

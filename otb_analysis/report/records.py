@@ -20,6 +20,9 @@ from otb_analysis.figures.pairs import block_rows, curves_rows, noise_table, pai
 from otb_analysis.figures.runs import config_differences, grouped, headline_info
 from otb_analysis.figures.timeline import timeline_info
 
+SCHEMA = "urn:otb-analysis:{}:1"
+"""What JSON for scripts follows: the name of a file in docs/schemas, and its version, raised where a key is no more."""
+
 
 def written(value: Any) -> Any:
     """Return a value as JSON can write it: null for every number that is unknown, NaN or infinite.
@@ -42,6 +45,13 @@ def written(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, str | int) else str(value)
+
+
+def following(schema: str, record: Any) -> Any:
+    """Return a record, or each of a list, with the schema that it follows as its first key (docs/schemas)."""
+    if isinstance(record, list):
+        return [following(schema, one) for one in record]
+    return {"schema": SCHEMA.format(schema)} | record
 
 
 def comparison_record(
@@ -98,8 +108,9 @@ def decision_record(steps: MeasuredSteps) -> dict[str, object]:
     info = None if steps.over_rloo.cause == "no reference" else steps.comparison()
     return {
         "design": steps.name, "steps": len(steps.grams), "prompts": decision.n_prompts, "conclusion": steps.lines,
-        "alarm": steps.alarm, "recommended": decision.best, "compared_with": decision.against,
-        "looked_at": decision.looked_at, "n_needed": decision.n_needed, "comparisons": decision.comparisons,
+        "reservations": steps.reservations, "alarm": steps.alarm, "recommended": decision.best,
+        "compared_with": decision.against, "looked_at": decision.looked_at, "n_needed": decision.n_needed,
+        "comparisons": decision.comparisons,
         "beside_rloo": None if beside is None else {"recommended": beside.best, "comparisons": beside.comparisons},
         "against": steps.over_rloo.against[0], "words": info and info.words, "noise_scale": steps.noise_scale(),
         "rows": [] if info is None else comparison_table(info),

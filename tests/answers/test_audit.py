@@ -20,7 +20,7 @@ from otb_analysis.recorded.score import score
 from otb_analysis.report.audit import audit_document, audit_sections, write_audit
 from otb_analysis.report.records import written
 from otb_analysis.statistics import mean_over_subgroups
-from otb_analysis.store import RunStore
+from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.types import Gram
 
 
@@ -164,6 +164,25 @@ def test_an_imported_run_gets_dead_groups_and_what_adds_the_rest(rollouts):
     assert "no step measured" in report.verdict[0] and "otb audit --model DIR" in report.verdict[0]
     assert report.verdict[1].startswith("In groups of 4") and "–" in report.verdict[1]
     assert "groups above 4 save at most 25%, and groups of 2 cost 50%" in report.planner.note
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({}, ("--measure.attribution.every 10 of otb train", "--measure.exact.every 10 of otb train")),
+        ({"source": {"made_by": "OTBMonitor", "format": "trl"}},
+         ("attribution=AttributionSchedule(every=10)", "exact=Schedule(every=10)")),
+    ],
+)  # fmt: skip
+def test_what_a_training_did_not_measure_another_one_does(source, words, tmp_path):
+    writer = RunWriter.create(tmp_path, "run", {"estimator": {"name": "rloo"}} | source)
+    rows = {"group": [0, 0], "rollout": [0, 1], "reward": [0.0, 1.0], "prompt": ["a"] * 2, "completion": ["b"] * 2}
+    writer.write_step(0, StepTables(rollouts=rows, steps={"reward_mean": 0.5}))
+    writer.finish()
+    report = audit_run(RunAnswers(RunStore(writer.path)))
+    tokens, proxy, _ = report.missing
+    assert words[0] in tokens and words[1] in proxy and "otb audit" not in " ".join(report.missing)
+    assert report.rollouts == "this run's own"
 
 
 def test_without_go_the_cost_is_printed_and_nothing_written(rollouts, checkpoint, tmp_path, capsys):

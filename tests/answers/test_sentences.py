@@ -161,3 +161,14 @@ def test_a_command_measures_as_many_prompts_as_asked_for_in_the_runs_own_steps_i
         assert measured(measure_options(needed, CONFIG)) >= needed
     assert "--sample.prompts" not in measure_options(976, CONFIG)
     assert "--sample.prompts" in measure_options(977, CONFIG)
+
+
+@pytest.mark.parametrize("made_by", ["OTBMonitor", "OTBGRPOTrainer"])
+def test_a_training_of_trl_is_measured_while_it_trains_and_not_audited(cases, made_by):
+    config = CONFIG | {"source": {"made_by": made_by, "format": "trl"}, "model": "m"}
+    text = " ".join(said(cases["few prompts"], config=config))
+    # 15 of about 20 prompts were measured; one batch in ten measures 16 more.
+    assert "train 10 more batches with measure=MeasureConfig(exact=Schedule()," in text and "otb " not in text
+    text = " ".join(said(replace(cases["few prompts"], n_needed=100), config=config))
+    assert "train 60 more batches" in text  # 85 prompts are missing
+    assert "otb audit --model" in " ".join(said(cases["few prompts"], config=RECORDED))

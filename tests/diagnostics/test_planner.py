@@ -6,7 +6,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from otb_analysis.diagnostics.planner import dead_groups, dead_share_of, plan, rates_line
+from otb_analysis.diagnostics.planner import BY_GRADIENTS, dead_groups, dead_share_of, plan, rates_line
 from otb_analysis.statistics import NOTHING, is_informative, mean_over_subgroups, pooled_statistics
 from otb_analysis.types import Gram, Proved
 
@@ -62,7 +62,7 @@ def test_success_rates_say_what_they_cannot():
     assert "groups above 8 save at most 12%, and groups of 4 cost 17%" in line  # 1 − 7/8, and (4/3)/(8/7)
     assert line.endswith("Prompts with different gradients favour smaller groups.")
     without = plan({}, {}, [("a", [1.0, 0.0] * 4)], 1)
-    assert without.note == f"{line} Measuring it needs the model: otb audit --model DIR --rollouts FILE --go."
+    assert without.note == f"{line}{BY_GRADIENTS}"
 
 
 def simulated(prompts, size, between, seed=0, shared=0.0):
