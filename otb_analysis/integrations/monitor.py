@@ -33,11 +33,15 @@ from otb_analysis.integrations.batch_numbers import (
 )
 from otb_analysis.integrations.run_log import RecordConfig, RunLog, tell
 from otb_analysis.integrations.trl_batch import (
+    READ,
+    WATCHED,
     ScoredDraft,
     collated,
     drafts_of,
+    ends_of,
     evaluating,
     gathered_batch,
+    refuse_lacking,
     scored,
 )
 from otb_analysis.integrations.trl_run import (
@@ -54,13 +58,6 @@ from otb_analysis.measurement.table import token_table
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.types import Estimate, Float
 
-WATCHED = ("_generate_and_score_completions", "_calculate_rewards")
-"""Methods of TRL's trainer whose results are seen."""
-READ = (
-    "_metrics", "accelerator", "reward_weights", "reward_func_names", "num_generations", "num_iterations",
-    "temperature", "eos_token_ids",
-)  # fmt: skip
-"""What else of it is read; `_metrics` is also written, since that is what TRL's trainers log."""
 OF_REWARDS = ("dead_groups", "n_zero_variance_groups", "rho", *(f"power_{name}" for name in COMPARED))
 """Numbers that describe the training only where TRL's advantages come from the rewards that we see."""
 OF_SAMPLING = (
@@ -230,7 +227,10 @@ class OTBMonitor(TrainerCallback):
         if "pixel_values" in batch:
             raise InputError("the batch holds images, which our forward pass does not read.")
         trainer, tokenizer, policy = self._trainer, self._tokenizer, policy_of(self._trainer)
-        drafts, size = drafts_of(batch, tokenizer, trainer.eos_token_ids), trainer.args.per_device_train_batch_size
+        drafts, size = (
+            drafts_of(batch, tokenizer, ends_of(trainer, tokenizer)),
+            trainer.args.per_device_train_batch_size,
+        )
         rollouts = collated(drafts, special_id(tokenizer, "pad"))
         with trainer.accelerator.autocast(), evaluating(policy):
             forward = forward_statistics(policy, rollouts, trainer.temperature, size, self._check.observe)
@@ -376,11 +376,7 @@ def _refuse(trainer: Any) -> None:
     Raises:
         InputError: It does, or it would.
     """
-    if lacking := [name for name in (*WATCHED, *READ) if not hasattr(trainer, name)]:
-        raise InputError(
-            f"{type(trainer).__name__} has no {lacking[0]}, which it reads; use GRPOTrainer or RLOOTrainer of "
-            "trl>=1.16, or RolloutRecorder, which takes others."
-        )
+    refuse_lacking(trainer, (*WATCHED, *READ), type(trainer).__name__)
     refuse_unreadable(trainer)
 
 

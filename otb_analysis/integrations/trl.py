@@ -7,6 +7,7 @@ every token's π_y and Σπ², an estimator of ours gives advantages [B, T], and
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -18,13 +19,17 @@ from otb_analysis.estimators import counting_tokens, entry_of, estimate, options
 from otb_analysis.integrations.recorder import RolloutRecorder
 from otb_analysis.integrations.run_log import RecordConfig, RunLog
 from otb_analysis.integrations.trl_batch import (
+    OTHERS,
+    READ,
     GatheredBatch,
     collated,
     drafts_of,
+    ends_of,
     evaluating,
     gathered_batch,
     load_trl,
     local_rows,
+    refuse_lacking,
     scored,
 )
 from otb_analysis.integrations.trl_run import (
@@ -45,6 +50,10 @@ __all__ = ["OTBGRPOTrainer", "RecordConfig", "RolloutRecorder"]
 
 GIVEN = {"energy", "turn", "token_id", "entropy"}
 """What an estimator may need here; TRL has no critic, and no exact norm of every rollout at every step."""
+PLAIN: dict[str, tuple[object, ...]] = {
+    "top_p": (1.0, None), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, None),
+}  # fmt: skip
+"""What settings of TRL's sampling are where tokens come from the policy's own probabilities."""
 Trainer: Any = load_trl().GRPOTrainer
 
 
@@ -80,7 +89,12 @@ class OTBGRPOTrainer(Trainer):
                 f"{counting_tokens(estimator)!r}."
             )
         super().__init__(*args, **kwargs)
+        refuse_lacking(self, (*READ, "num_generations_eval", "_tokenizer"), "GRPOTrainer")
         refuse_unreadable(self)
+        for name in (name for name, plain in PLAIN.items() if getattr(self.args, name) not in plain):
+            message = f"{name} is {getattr(self.args, name)}: tokens do not come from the probabilities that the loss "
+            message += f"and {estimator!r} take, so no baseline is unbiased; set it to {PLAIN[name][0]}."
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._options = with_limit(estimator, self._options, self.args.max_completion_length)
         self._remembered: NormalEquations | Tallies | None = None
         self._last_step: int | None = None  # Number of the last batch that was generated for training
@@ -124,6 +138,19 @@ class OTBGRPOTrainer(Trainer):
         clipped = 0 < self.args.max_grad_norm < max(norms)
         return {"grad_norm": norms[0], "grad_norm_max": max(norms), "n_updates": len(norms), "clipped": clipped}
 
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of TRL, which takes our advantages by token.
+
+        Raises:
+            InputError: The batch has TRL's own: this version does not ask `_generate_and_score_completions` for it.
+        """
+        if inputs["advantages"].dim() != 2:
+            raise InputError(
+                f"trl {version('trl')} trains on advantages by rollout that did not pass "
+                f"_generate_and_score_completions, so estimator {self._estimator!r} would have no effect; {OTHERS}."
+            )
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep the rewards of all processes [N, functions], NaN where a function scored nothing."""
         self._rewards_by_function = super()._calculate_rewards(*args, **kwargs)
@@ -142,7 +169,7 @@ class OTBGRPOTrainer(Trainer):
         if "pixel_values" in batch:
             raise InputError("the batch holds images, which our forward pass does not read; train with GRPOTrainer.")
         start, training = perf_counter(), self.model.training
-        drafts = drafts_of(batch, self._tokenizer, self.eos_token_ids)
+        drafts = drafts_of(batch, self._tokenizer, ends_of(self, self._tokenizer))
         size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
         rollouts, policy = collated(drafts, special_id(self._tokenizer, "pad")), policy_of(self)
         try:

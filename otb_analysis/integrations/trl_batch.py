@@ -1,10 +1,11 @@
-"""What stands between TRL's trainer and our rollouts: its version, and its batch as our rollouts.
+"""What stands between TRL's trainer and our rollouts: its contract, and its batch as our rollouts.
 
 Every process scores its own rows. Then all processes know all rows, since a group can span processes.
 """
 
 import hashlib
 import importlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,34 +27,49 @@ from otb_analysis.rollouts.sampling import Draft, Rollouts, collate, draft_of
 from otb_analysis.tasks import Prompt
 from otb_analysis.types import Bool, Float, LogitStats
 
-FIRST, BEYOND = (1, 16), (1, 17)
-"""The versions that the contract test ran with: from the first, and below the second; as the extra `trl` pins."""
+WATCHED = ("_generate_and_score_completions", "_calculate_rewards")
+"""Methods of TRL's trainers whose results are seen, or replaced."""
+READ = (
+    "_metrics", "accelerator", "reward_weights", "reward_func_names", "num_generations", "num_iterations",
+    "temperature",
+)  # fmt: skip
+"""What else of them is read; `_metrics` is also written, since that is what they log."""
+METHODS = (*WATCHED, "_get_grad_norm", "compute_loss", "_compute_loss")
+"""Methods of GRPOTrainer that OTBGRPOTrainer overrides, and the loss that reads its advantages."""
+OTHERS = "use trl 1.13, 1.14 or 1.16, which were tested, or RolloutRecorder, which takes any"
+"""What to do about a trainer that does not keep the contract."""
+
+
+def refuse_lacking(owner: Any, names: Sequence[str], kind: str) -> None:
+    """Raise where a trainer of this `kind`, or its class, lacks what is overridden or read of it.
+
+    Raises:
+        InputError: It does; the first of them is named.
+    """
+    if lacking := [name for name in names if not hasattr(owner, name)]:
+        raise InputError(f"{kind} of trl {version('trl')} has no {lacking[0]}, which is needed; {OTHERS}.")
 
 
 def load_trl() -> Any:
-    """Return the package trl.
+    """Return the package trl, whose trainer keeps the contract that ours relies on, whatever its version.
 
     Raises:
-        InputError: It is not installed, or in a version that the contract test did not run with.
+        InputError: It is not installed, a method is missing, or the loss takes no advantages by token.
     """
     require("trl", "OTBGRPOTrainer")
-    refuse_version(version("trl"))
-    return importlib.import_module("trl")
-
-
-def refuse_version(installed: str) -> None:
-    """Raise where a version of TRL lies outside the tested ones.
-
-    Raises:
-        InputError: It does.
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", installed)
-    if numbers is None or not FIRST <= (int(numbers[1]), int(numbers[2])) < BEYOND:
+    trl = importlib.import_module("trl")
+    refuse_lacking(trl.GRPOTrainer, METHODS, "GRPOTrainer")
+    if not re.search(r"advantages\.(dim\(\)|ndim)", inspect.getsource(trl.GRPOTrainer._compute_loss)):
         raise InputError(
-            f"trl {installed} is installed, but OTBGRPOTrainer overrides methods that change between versions and is "
-            "tested with trl>=1.16,<1.17 only; pip install 'trl>=1.16,<1.17', or use RolloutRecorder, which takes "
-            "others."
+            f"GRPOTrainer._compute_loss of trl {version('trl')} does not look whether advantages are by rollout [B] or "
+            f"by token [B, T], which OTBGRPOTrainer gives it; {OTHERS}."
         )
+    return trl
+
+
+def ends_of(trainer: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+    """Return the tokens that end a completion; TRL before 1.14.2 takes the tokenizer's alone."""
+    return getattr(trainer, "eos_token_ids", None) or [special_id(tokenizer, "eos")]
 
 
 @dataclass(frozen=True)

@@ -386,7 +386,7 @@ def test_a_trainer_without_a_method_is_named_and_goes_on():
             monitor.on_train_begin(self.args, None, None)
             monitor.on_train_end(self.args, None, None)
 
-    with pytest.warns(RuntimeWarning, match="Caller has no _generate_and_score_completions"):
+    with pytest.warns(RuntimeWarning, match="Caller of trl .* has no _generate_and_score_completions"):
         Caller().train(OTBMonitor())
     with pytest.warns(RuntimeWarning, match="no trainer calls it"):
         OTBMonitor().on_train_begin(trainer.args, None, None)

@@ -126,7 +126,7 @@ def test_unchanged_trainer_with_a_recorder_makes_a_run_that_is_imported_and_scor
         known = {"odd": runs.odd([row["completion"]])[0], "length": runs.length([row["completion"]])[0]}
         expected = known["odd"] + 2 * (known["length"] or 0.0)
         assert row["reward"] == pytest.approx(expected)
-        assert row["finish_reason"] == ("stop" if row["ids"][-1] == trainer.eos_token_ids[0] else "length")
+        assert row["finish_reason"] == ("stop" if row["ids"][-1] == trainer.processing_class.eos_token_id else "length")
         assert row["columns"] == {"answer": str(runs.PROMPTS.index(row["prompt"]))}
 
     imported = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs")))

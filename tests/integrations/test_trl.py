@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -88,8 +89,11 @@ def completions(call):
 
 def assert_recomputed(calls, size=4, weights=None):
     advantages, energy, mask = joined(calls)
-    expected = otb_loo(energy, mask, rewards_of(calls[0], weights), size)
-    assert np.abs(expected).max() > 0.1
+    reward = rewards_of(calls[0], weights)
+    expected = otb_loo(energy, mask, reward, size)
+    groups = reward.reshape(-1, size)
+    differ = (np.nanmax(groups, axis=1) > np.nanmin(groups, axis=1)).any()
+    assert not differ or np.abs(expected).max() > 0.1
     np.testing.assert_allclose(advantages, expected, rtol=0, atol=1e-5)
 
 
@@ -212,6 +216,7 @@ def test_adapters_train_on_the_same_formula(trained):
     trainer, store = trained(peft=True, measure=1)
     for call in trainer.calls:
         assert_recomputed([call])
+    assert any(call["advantages"].abs().max() > 0.1 for call in trainer.calls)
     assert store.steps_df()["measurement_gaps"].tolist() == [0, 0, 0]
     assert all("lora" in name for name, x in trainer.model.named_parameters() if x.requires_grad)
 
@@ -327,3 +332,20 @@ def test_run_that_exists_is_refused_and_can_be_gone_on_with(runs, tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert RunStore(tmp_path / "run").complete_steps() == [0, 1, 2]
     assert len(again.calls) == 1
+
+
+def test_a_trainer_that_no_longer_asks_for_our_batch_stops_before_its_first_update(runs, tmp_path, monkeypatch):
+    trainer = runs.made(tmp_path)
+    theirs = super(runs.OTBGRPOTrainer, trainer)._generate_and_score_completions
+    monkeypatch.setattr(trainer, "_generate_and_score_completions", theirs)
+    with pytest.raises(InputError, match="estimator 'otb_loo' would have no effect"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(("name", "value", "plain"), [("top_p", 0.9, 1.0), ("top_k", 5, 0), ("min_p", 0.1, None)])
+def test_filtered_generation_is_told_before_training(runs, tmp_path, name, value, plain):
+    with pytest.warns(RuntimeWarning, match=f"{name} is {value}: .* no baseline is unbiased; set it to {plain}"):
+        runs.made(tmp_path, stored=False, **{name: value})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no baseline is unbiased")
+        runs.made(tmp_path, stored=False, **{name: plain})
