@@ -16,7 +16,7 @@ CLONE := studies benchmarks test_imports.py
 OLDER := 1.13.0 1.14.2
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
-.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl check format docs bench dashboard clean
+.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl check format docs lock bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -78,6 +78,17 @@ docs: .venv/.docs  ## build the documents' site in site/: links checked, the tut
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
+lock: .cache/uv/bin/uv  ## renew requirements.lock from constraints.txt; its head and torch at its end stay as they are
+	@echo "torch; python_version < '3'" >.cache/without.txt
+	.cache/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --extra all -c constraints.txt \
+	  --override .cache/without.txt --generate-hashes --no-header --no-annotate pyproject.toml -o .cache/lock.txt
+	{ grep '^#' requirements.lock; cat .cache/lock.txt; sed -n '/^torch==/,$$p' requirements.lock; } >.cache/whole.txt
+	mv .cache/whole.txt requirements.lock
+
+.cache/uv/bin/uv:
+	$(PYTHON) -m venv .cache/uv
+	.cache/uv/bin/python -m pip install --quiet uv
+
 bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.installed)  ## measure docs/results/engine, logits and train on an idle machine (PEERS=0 leaves TRL and Opacus out)
 	$(BIN)/otb bench logits --out docs/results $(if $(filter 0,$(PEERS)),,--trl-python .venv-trl/bin/python)
 	$(BIN)/otb bench engine --out docs/results $(if $(filter 0,$(PEERS)),,--opacus-python .cache/opacus/bin/python)
@@ -87,7 +98,7 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 .venv-trl/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet -c constraints.txt torch
-	.venv-trl/bin/python -m pip install --quiet -c constraints.txt -e '.[trl]' pytest
+	.venv-trl/bin/python -m pip install --quiet -c constraints.txt -e '.[trl]' pytest tensorboard
 	@touch $@
 
 # TRL alone, to stand before the newer one of .venv-trl on the path. 1.15.0 has no loss without Triton, so not on a CPU;

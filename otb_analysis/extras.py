@@ -24,6 +24,8 @@ EXTRAS = {
     "matplotlib": ("matplotlib", "figures"),
     "wandb": ("wandb", ""),
     "trackio": ("trackio", ""),
+    "mlflow": ("mlflow", ""),
+    "apprise": ("apprise", "watch"),
 }
 """Module → its package, and the extra of this one that brings it, where there is one."""
 

@@ -21,16 +21,6 @@ from otb_analysis.training.loop import train
             "peft is needed for lora.rank above 0; pip install {}.",
         ),
         (
-            "tensorboard",
-            {"trackers": ("tensorboard",)},
-            "tensorboard is needed for the tracker 'tensorboard'; pip install {}.",
-        ),
-        (
-            "accelerate",
-            {"trackers": ("tensorboard",)},
-            "accelerate is needed for the tracker 'tensorboard'; pip install {}.",
-        ),
-        (
             "math_verify",
             {"task": "math_jsonl"},
             "math-verify is needed for grading the task 'math_jsonl'; pip install {}.",

@@ -15,7 +15,7 @@ LIBRARY = ROOT / "otb_analysis"
 
 FLOORS = (
     {"types", "schema", "config", "errors", "extras", "phases"},
-    {"arrays", "atomic", "custom", "devices"},
+    {"arrays", "atomic", "custom", "devices", "trackers"},
     {"processes"},
     {"energies", "objectives"},
     {"estimators", "statistics"},
@@ -63,7 +63,7 @@ ALLOWED_PACKAGES = (
     | {"training": {"torch", "transformers", "accelerate", "peft", "pandas", "pyarrow"}}
     | {"recorded": {"torch", "transformers", "pyarrow"}}
     | {"integrations": {"torch", "transformers", "accelerate", "trl", "pandas"}}
-    | {"processes": {"torch", "accelerate"}, "devices": {"torch"}}
+    | {"processes": {"torch", "accelerate"}, "devices": {"torch"}, "trackers": {"torch", "pandas"}}
     | {"report": {"plotly", "pandas"}, "answers": {"pandas"}, "checks": {"torch"}}
     | {key: HEAVY - {"streamlit"} for key in ("commands", "__main__")}
 )

