@@ -16,7 +16,7 @@ CLONE := studies benchmarks test_imports.py
 OLDER := 1.13.0 1.14.2
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
-.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl check format docs lock bench dashboard clean
+.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl test-ray check format docs lock bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -64,6 +64,9 @@ test-wheel: $(STAMP)  ## the wheel, installed and used where there is no clone
 
 test-verl: .cache/verl/.installed  ## our estimators against verl's own, in an environment of 2.2 GB (no GPU packages)
 	OMP_NUM_THREADS=1 .cache/verl/bin/python -m pytest tests/integrations -k verl
+
+test-ray: .cache/ray/.installed  ## blocks of otb score on Ray, and on an S3 server that the tests start
+	OMP_NUM_THREADS=1 .cache/ray/bin/python -m pytest tests/recorded/test_blocks.py
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -125,6 +128,14 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 	.cache/verl/bin/python -m pip install --quiet $(shell grep -E '^torch==' constraints.txt) 'transformers>=5.5.3,<5.11,!=5.6.0' \
 	  'ray>=2.41' torchdata TransferQueue 'tensordict>=0.8,<=0.10,!=0.9.0' codetiming datasets peft pillow cachetools fastapi uvicorn \
 	  'omegaconf<2.4' 'hydra-core<1.4' 'setuptools<81' pytest -e .
+	@touch $@
+
+# The S3 client has pins of its own, which move packages that nothing here needs as they are.
+.cache/ray/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .cache/ray
+	.cache/ray/bin/python -m pip install --quiet -c constraints.txt torch
+	.cache/ray/bin/python -m pip install --quiet -c constraints.txt -e '.[ray,train]' pytest
+	.cache/ray/bin/python -m pip install --quiet s3fs 'moto[server]'
 	@touch $@
 
 format: $(STAMP)  ## rewrite the files as `check` wants them

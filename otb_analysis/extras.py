@@ -18,6 +18,7 @@ EXTRAS = {
     "reasoning_gym": ("reasoning-gym", "tasks"),
     "gguf": ("gguf", "models"),
     "vllm": ("vllm", "vllm"),
+    "ray": ("ray[data]", "ray"),
     "trl": ("trl", "trl"),
     "playwright": ("playwright", "dev"),
     "kaleido": ("kaleido", "figures"),

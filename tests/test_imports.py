@@ -186,7 +186,7 @@ def packages_a_base_install_has() -> set[str]:
     return named | set(sys.stdlib_module_names) | {"otb_analysis", "app"} | {p.stem for p in (ROOT / "app").iterdir()}
 
 
-MODELS = {"torch", "transformers", "tokenizers", "safetensors"}
+MODELS = {"torch", "transformers", "tokenizers", "safetensors", "fsspec"}
 """What the extra `torch` brings; rooms that work on models import it when they are loaded."""
 MODEL_ROOMS = {"devices", "logit_stats", "gradients", "rollouts", "measurement", "checks", "recorded", "training"}
 MODEL_ROOMS |= {"integrations"}

@@ -4,7 +4,7 @@ import gc
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,14 +16,14 @@ from rich.console import Console
 from otb_analysis.commands.inspect import print_json
 from otb_analysis.commands.options import parsed
 from otb_analysis.commands.screen import models_loading, print_all, shown
-from otb_analysis.config import AuditConfig, ImportConfig, RecordedConfig, ScoreConfig, TrackerNames
+from otb_analysis.config import AuditConfig, BlocksConfig, ImportConfig, RecordedConfig, ScoreConfig, TrackerNames
 from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.phases import note, phase
 
 if TYPE_CHECKING:
     from otb_analysis.answers.audit import AuditReport
 
-Config = TypeVar("Config", bound=RecordedConfig)
+Config = TypeVar("Config", bound=RecordedConfig | BlocksConfig)
 SELDOM = 200_000
 """Objects between two looks for cycles while rollouts are read: many lists, no cycles; a tenth of the time."""
 
@@ -40,19 +40,27 @@ class ImportCommand(ImportConfig):
     """File or directory with the rollouts."""
 
 
+@dataclass(frozen=True)
+class ScoreCommand(ScoreConfig, BlocksConfig):
+    """What `otb score` takes."""
+
+
 def score_command(words: Sequence[str]) -> None:
     """Measure rollouts that another trainer recorded, with the model that sampled them.
 
     The run has what `otb train` stores of its own rollouts: every token's log-probability, entropy and energy, and with
     --measure options exact gradient norms and every estimator's variance. docs/audit.md has examples.
     """
-    config = parsed(ScoreConfig, "score", words, ScoreConfig(), score_command.__doc__)
-    first = os.environ.get("RANK", "0") == "0"  # only the first process prints
-    with shown() if first else nullcontext(), phase("otb score"):
+    asked = parsed(ScoreCommand, "score", words, ScoreCommand(), score_command.__doc__)
+    config, how = _as(ScoreConfig, asked), _as(BlocksConfig, asked)
+    if int(os.environ.get("WORLD_SIZE", 1)) > how.tasks:  # each would write the same run
+        raise InputError("several processes were launched; give each a share: --task $RANK --tasks $WORLD_SIZE.")
+    with shown(), phase("otb score"):
         with models_loading("otb score"):
+            from otb_analysis.recorded.blocks import score_in_blocks
             from otb_analysis.recorded.score import score
-        path = score(config)
-    if first:
+        path = score(config) if how == BlocksConfig() else score_in_blocks(config, how)
+    if path:
         tell(path)
         from otb_analysis.checks.sampling_report import sampling_lines, sampling_report
         from otb_analysis.store import RunStore

@@ -20,6 +20,7 @@ from otb_analysis.config.measuring import (
 )
 from otb_analysis.config.train import (
     AuditConfig,
+    BlocksConfig,
     CalculatorConfig,
     ChainSumConfig,
     CheckpointConfig,
@@ -46,6 +47,7 @@ from otb_analysis.config.train import (
 __all__ = [
     "AttributionSchedule",
     "AuditConfig",
+    "BlocksConfig",
     "CalculatorConfig",
     "ChainSumConfig",
     "CheckpointConfig",

@@ -321,6 +321,23 @@ class ScoreConfig(MachineConfig, RecordedConfig):
 
 
 @dataclass(frozen=True)
+class BlocksConfig:
+    """Scoring in blocks, each a step's prompts, by as many processes and machines as there are."""
+
+    parts: str = ""
+    """Folder, or a URL such as s3://bucket/scores, that collects a Parquet file of each block. A block that is there is
+    not scored again, whoever scored it. By default a folder beside the run, where another option here asks for one."""
+    task: int = 0  # Which share of the blocks this process scores, from 0: $SLURM_ARRAY_TASK_ID of an array of tasks.
+    tasks: int = 1  # Shares that the blocks are dealt into. With several none makes the run: --finish does, at the end.
+    finish: bool = False  # True makes the run of the parts and scores nothing; a missing block is named.
+    ray: tuple[str, ...] | None = None
+    """Scores the missing blocks on Ray, at an address, or auto for the cluster that runs on this machine. Without one
+    that is RAY_ADDRESS, else local: a Ray that ends with the command. All machines must see rollouts, model and parts.
+    """
+    actors: int = 0  # Processes of Ray that hold a model each; 0 takes one for each GPU, or CPU where there is none.
+
+
+@dataclass(frozen=True)
 class ImportConfig(RecordedConfig):
     """A run of recorded rollouts without a model: rewards, lengths, and the per-token numbers that were recorded."""
 

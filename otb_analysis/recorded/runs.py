@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -22,7 +21,6 @@ from otb_analysis.config import RecordedConfig, plain_config
 from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, ahead, count_to, note, phase, plural
-from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.recorded.formats import Source, find_source, renamed_fields
 from otb_analysis.recorded.records import RecordedRollout, Tally, suffix_of
 from otb_analysis.store import RunStore, RunWriter, StepTables
@@ -62,6 +60,7 @@ class RecordedStep:
     records: tuple[RecordedRollout, ...]
     group: Int  # Index of each record's prompt within the step [N]
     repeated: bool = False  # True where its rollouts are those of the step before
+    block: int = 0  # Steps that were read before it, an earlier attempt of the same one included
 
     @property
     def prompt_ids(self) -> list[str]:
@@ -292,7 +291,7 @@ def read_steps(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]
     """
     layout = Layout(source.format.runs_of_prompts, config.group_size, config.prompts)
     tally, before, usual = source.tally, 0, 0
-    for step in islice(steps_of(source.records(), layout, tally), config.first or None):
+    for block, step in enumerate(islice(steps_of(source.records(), layout, tally), config.first or None)):
         here = hash(tuple((r.prompt_key, r.ids or r.completion or r.messages, r.reward) for r in step.records))
         tally[REPEATED] += here == before
         count = np.bincount(step.group)
@@ -304,7 +303,7 @@ def read_steps(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]
                 tally.note(f"group has fewer rollouts than the usual {usual}", first)
             elif usual > 1:
                 tally.note(f"group has more than the usual {usual} rollouts: two attempts of a step, or ranks?", first)
-        yield replace(step, repeated=here == before)
+        yield replace(step, repeated=here == before, block=block)
         before = here
 
 
@@ -363,24 +362,22 @@ def record_run(
     stored: Mapping[str, Any],
     source: Source,
     make: Callable[[RecordedStep], StepTables],
-    processes: Processes = SINGLE_PROCESS,
     machine: Mapping[str, object] | None = None,
     lasting: bool = True,
 ) -> Path:
     """Write every step of a source that the run does not have yet, and return the run's directory.
 
-    Each process reads all records and makes every `processes.size`-th of those steps, whole: the parts are those of a
-    single process. The first one alone writes run.json. A step that is stored with as many rollouts as the source has
-    is not made again; one with fewer is, since its file has grown. Stopped, the run keeps its complete steps. Nothing
-    is written before the first step is made. `config.first` steps are read, all where it is 0. `machine`: where its
-    model runs, for run.json. A run that is not `lasting` is removed soon: its files stay apart, no error names them.
+    A step that is stored with as many rollouts as the source has is not made again; one with fewer is, since its file
+    has grown. Stopped, the run keeps its complete steps. Nothing is written before the first step is made.
+    `config.first` steps are read, all where it is 0. `machine`: where its model runs, for run.json. A run that is not
+    `lasting` is removed soon: its files stay apart, no error names them.
 
     Raises:
         InputError: The run exists and must not be touched, was made otherwise, or a record is refused; the steps before
             it stay.
         StoreError: The store cannot be read or written.
     """
-    run = _Run(path, config, stored, processes, machine)
+    run = _Run(path, config, stored, machine)
     if source.reward and lasting:
         note(f"{source.reward[0].upper()}{source.reward[1:]}.")
     try:
@@ -395,10 +392,7 @@ def record_run(
             raise InputError(f"{error} {kept[0].upper()}{kept[1:]}.") from error
         raise
     note_tally(source.tally)
-    writer = run.writer()
-    processes.barrier()
-    if processes.first:
-        writer.finish("complete", merged=lasting)
+    run.writer().finish("complete", merged=lasting)
     return path
 
 
@@ -416,17 +410,14 @@ class _Run:
         path: Path,
         config: RecordedConfig,
         stored: Mapping[str, Any],
-        processes: Processes,
         machine: Mapping[str, object] | None,
     ):
-        self.path, self.config, self.stored, self.processes, self.machine = path, config, stored, processes, machine
+        self.path, self.config, self.stored, self.machine = path, config, stored, machine
         self._writer: RunWriter | None = None
-        # Steps that were stored before → their rollouts, looked up once, before any process writes
-        self.done: dict[int, int] = processes.broadcast_from_main(self._stored_steps)
+        self.done = self._stored_steps()  # Steps that were stored before → their rollouts
 
     def write(self, source: Source, make: Callable[[RecordedStep], StepTables]) -> None:
-        """Write the steps that are not there yet, every one in one of the processes."""
-        due = 0
+        """Write the steps that are not there yet."""
         last = -1
         if self.machine:  # scoring takes far longer than reading, and its records are many: one step is in memory
             steps = ((step, None) for step in read_steps(source, self.config))
@@ -438,9 +429,7 @@ class _Run:
             if step.step <= last:  # another attempt replaces the steps from this one on
                 self.writer()
                 self.done = {stored: n for stored, n in self.done.items() if stored < step.step}
-                self.processes.barrier()
-                again = partial(RunWriter.resume, self.path, step.step, self.machine)
-                self._writer = self.processes.broadcast_from_main(again)
+                self._writer = RunWriter.resume(self.path, step.step, self.machine)
             n, n_stored, last = len(step.group), self.done.get(step.step, 0), step.step
             if n_stored > n:
                 raise InputError(
@@ -448,9 +437,7 @@ class _Run:
                     "file has changed, so begin anew with --if-exists replace."
                 )
             if n_stored < n:
-                if due % self.processes.size == self.processes.rank:
-                    self.writer().write_step(step.step, tables or make(step))
-                due += 1
+                self.writer().write_step(step.step, tables or make(step))
             advance()
 
     def _stored_steps(self) -> dict[int, int]:
@@ -470,19 +457,14 @@ class _Run:
         return {int(step): int(n) for step, n in zip(steps["step"], steps["n_rollouts"], strict=True)}
 
     def writer(self) -> RunWriter:
-        """Return the run's writer; the first call, which waits for all processes, makes or reopens the directory."""
-
-        def opened() -> RunWriter:
-            if self.config.if_exists == "resume" and self.path.exists():
-                return RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
-            policy = "replace" if self.config.if_exists == "replace" else "error"
-            root, name = self.path.parent, self.path.name
-            return RunWriter.create(root, name, self.stored, if_exists=policy, machine=self.machine)
-
+        """Return the run's writer; the first call makes or reopens the directory."""
         if self._writer is None:
-            writer = self._writer = self.processes.broadcast_from_main(opened)
-            if self.processes.first:
-                self.processes.record = lambda reason: writer.finish("failed", reason)
+            if self.config.if_exists == "resume" and self.path.exists():
+                self._writer = RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
+            else:
+                policy = "replace" if self.config.if_exists == "replace" else "error"
+                root, name = self.path.parent, self.path.name
+                self._writer = RunWriter.create(root, name, self.stored, if_exists=policy, machine=self.machine)
         return self._writer
 
     def failed(self, error: BaseException) -> str:
@@ -493,7 +475,6 @@ class _Run:
         if isinstance(error, KeyboardInterrupt):
             reason = "interrupted; its complete steps can be read."
         with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
-            if self.processes.first:
-                self._writer.finish("failed", reason)
+            self._writer.finish("failed", reason)
         steps = plural(len(RunStore(self.path).complete_steps()), "step")
         return f"{steps} before it can be read in {self.path}, and --if-exists resume goes on"

@@ -1,6 +1,5 @@
 """`otb score`: recorded rollouts under a model, at any level of measuring, as a run of the store."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.checks.sampling import SamplingCheck
@@ -23,7 +21,6 @@ from otb_analysis.measurement.level import level_of
 from otb_analysis.measurement.measurer import GradientMeasurer, summarize
 from otb_analysis.measurement.table import TokenTable, rollout_rows, token_rows, token_table
 from otb_analysis.phases import note, phase
-from otb_analysis.processes import Processes
 from otb_analysis.recorded.encoding import Encoder
 from otb_analysis.recorded.records import LOGPROBS, Tally
 from otb_analysis.recorded.runs import (
@@ -68,33 +65,28 @@ def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
         InputError: Model, rollouts or a setting cannot work, or a record is refused; the steps before it stay.
         NonFiniteError: A logit is not finite.
         StoreError: The store cannot be read or written.
-        ProcessError: Another process of the same launch failed first.
     """
     check(config)
-    processes = Processes.joined(sharded=False, device=config.device)
-    with processes.together():
-        source = source_of(config.rollouts, config)
-        path = run_path(config.rollouts, config, "scored")
-        processes.broadcast_from_main(lambda: refuse_existing(path, config))
-        model, tokenizer = policy or load(config, processes.device)
-        stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
-        encoded = Tally()  # of this process's steps; every process reads all records
-        scorer = Scorer(config, model, tokenizer, encoded, stored)
-        machine = {"device": words_of(model.device), "precision": scorer.precision}
-        note(first_line(machine, scorer.why))
-        record_run(path, config, stored, source, scorer.tables, processes, machine)
-        note_tally(Tally(sum(processes.gather(encoded), Counter())))
-    processes.end()
+    source = source_of(config.rollouts, config)
+    path = run_path(config.rollouts, config, "scored")
+    refuse_existing(path, config)
+    model, tokenizer = policy or load(config)
+    stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
+    scorer = Scorer(config, model, tokenizer, Tally(), stored)
+    machine = {"device": words_of(model.device), "precision": scorer.precision}
+    note(first_line(machine, scorer.why))
+    record_run(path, config, stored, source, scorer.tables, machine)
+    note_tally(scorer.encoder.tally)
     return path
 
 
-def load(config: ScoreConfig, device: torch.device | None = None) -> Policy:
-    """Load the model and move it to a device, by default the one that was asked for.
+def load(config: ScoreConfig) -> Policy:
+    """Load the model and move it to the device that was asked for.
 
     Raises:
         InputError: It cannot be loaded, or the device is not there.
     """
-    device = device or device_of(config.device)
+    device = device_of(config.device)
     with phase(f"loading the model {config.model}"):
         model, tokenizer = load_policy(config.model, config.allow_remote_code)
         model.to(device)  # pyright: ignore[reportArgumentType]

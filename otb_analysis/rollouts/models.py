@@ -159,7 +159,7 @@ def load_policy(path: str | Path, remote_code: bool = False) -> tuple[PreTrained
         InputError: The directory is missing, needs Python files of its own that must not run, holds no whole causal
             language model, or no tokenizer with an end token.
     """
-    path = _place_of(path)
+    path = place_of(path)
     gguf = {"gguf_file": path.name} if path.is_file() else {}
     folder, dtype = (path.parent, torch.float32) if gguf else (path, "auto")
     try:
@@ -234,8 +234,12 @@ def refuse_own_code(folder: Path, allowed: bool, error: Exception) -> None:
             ) from error
 
 
-def _place_of(path: str | Path) -> Path:
-    """Return the directory or GGUF file that a path or a name stands for."""
+def place_of(path: str | Path) -> Path:
+    """Return the directory or GGUF file that a path or a name stands for.
+
+    Raises:
+        InputError: There is none, or it lacks its configuration or tokenizer.
+    """
     place = Path(path)
     if place.suffix == ".gguf" and place.is_file():
         require("gguf", f"reading {place.name}")

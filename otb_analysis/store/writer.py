@@ -61,6 +61,22 @@ class StepTables:
     subgroups: Columns | None = None  # The same of smaller groups cut from them (`subgroup_rows`)
     sampling: Columns | None = None  # Sums of the sampling check
 
+    def encoded(self, step: int) -> dict[str, pa.Table]:
+        """Return each table that is there in the schema's order and dtypes.
+
+        Raises:
+            InputError: Columns do not fit the schema.
+        """
+        columns: dict[str, Columns | None] = {name: getattr(self, name) for name in TABLES}
+        columns["steps"] = {"step": [step]} | {name: [value] for name, value in self.steps.items()}
+        return {name: _encoded(name, step, some) for name, some in columns.items() if some is not None}
+
+    @classmethod
+    def decoded(cls, rows: Mapping[str, pa.Table]) -> "StepTables":
+        """Return tables that were encoded: written, they are the same."""
+        tables = {name: dict(zip(some.column_names, some.columns, strict=True)) for name, some in rows.items()}
+        return cls(**tables | {"steps": {name: values[0] for name, values in tables["steps"].items()}})
+
 
 class RunWriter:
     """Writes one run; `create` makes it, `write_step` adds a step, `finish` says how it ended.
@@ -165,9 +181,7 @@ class RunWriter:
             InputError: Columns do not fit the schema; nothing is written.
             StoreError: The disk refuses; what was written of this step is removed, earlier steps stay readable.
         """
-        columns: dict[str, Columns | None] = {name: getattr(tables, name) for name in TABLES}
-        columns["steps"] = None if self.rank else {"step": [step]} | {n: [v] for n, v in tables.steps.items()}
-        rows = {name: _encoded(name, step, some) for name, some in columns.items() if some is not None}
+        rows = {name: some for name, some in tables.encoded(step).items() if not (self.rank and name == "steps")}
         written, of_others = list[Path](), list[Path]()
         try:
             if self.rank:  # rank 0 lists these files, and puts small tables into the catalogue

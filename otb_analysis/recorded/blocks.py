@@ -1,0 +1,305 @@
+"""`otb score` in blocks: a step's prompts are scored by themselves, into a Parquet file of their own, by any machine.
+
+A part is named by the block's number and a digest of what it was made of: rollouts, checkpoint and settings. Whoever
+finds it there does not make it again. Of all parts together comes the run that a single process makes.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from otb_analysis import __version__
+from otb_analysis.checks.sampling import SamplingCheck
+from otb_analysis.config import BlocksConfig, ScoreConfig, plain_config
+from otb_analysis.devices import words_of
+from otb_analysis.errors import STOPS, InputError, ProcessError, StoreError
+from otb_analysis.extras import require
+from otb_analysis.phases import advance, count_to, counted, note, phase, plural
+from otb_analysis.recorded.records import Tally
+from otb_analysis.recorded.runs import (
+    PLACE,
+    RecordedStep,
+    note_tally,
+    read_steps,
+    record_run,
+    refuse_existing,
+    run_path,
+    source_of,
+    stored_config,
+)
+from otb_analysis.recorded.score import Scorer, check, load
+from otb_analysis.rollouts.models import place_of
+from otb_analysis.store import StepTables
+
+PART = re.compile(r"block-\d{8}-([0-9a-f]{16})\.parquet")
+KEY = b"otb"
+"""Where the footer of a part says what it was made of, by which machine, and what was seen on the way."""
+PATIENCE = 10.0
+"""Seconds within which a Ray address must answer; Ray itself asks for minutes."""
+
+
+def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
+    """Score the blocks that are due and missing; return the run made of them, None where other tasks have a share.
+
+    Raises:
+        InputError: Model, rollouts or a setting cannot work, parts are of others, or blocks are missing at the end.
+        NonFiniteError: A logit is not finite.
+        StoreError: The storage of the parts, or the store, refuses.
+        ProcessError: A worker of Ray stopped.
+    """
+    check(config)
+    if not 0 <= how.task < how.tasks:
+        raise InputError(f"--task is {how.task} of {how.tasks} --tasks; pass a number from 0 up to below --tasks.")
+    path, finishes = run_path(config.rollouts, config, "scored"), how.finish or how.tasks == 1
+    if finishes:
+        refuse_existing(path, config)
+    parts = Parts(how.parts or f"{path}.parts", identity_of(config))
+    with phase(f"counting the blocks of {config.rollouts}"):
+        steps = [step.step for step in read_steps(source_of(config.rollouts, config), config)]
+    due = [] if how.finish else range(how.task, len(steps), how.tasks)
+    missing = [block for block in due if parts.footer(block) is None]
+    with phase("scoring in blocks"):
+        if missing and how.ray is not None:
+            score_on_ray(config, parts, missing, how)
+        elif missing:
+            scorer = BlockScorer(config, parts)
+            for block in counted(missing, "block"):
+                scorer.score(block)
+    if not finishes:
+        note(f"{parts.url} has the blocks of task {how.task}; when every task has ended, --finish makes the run.")
+        return None
+    footers = [(block, parts.footer(block)) for block in range(len(steps))]
+    lacking = [block for block, footer in footers if footer is None]
+    if lacking:
+        raise InputError(
+            f"{parts.url} lacks {plural(len(lacking), 'block')} of {len(steps)}, first block {lacking[0]} (step "
+            f"{steps[lacking[0]]}); run the task that has it again, or leave --finish out to score what is missing."
+        )
+    made = [footer for _, footer in footers if footer is not None]
+    machine = {name: ", ".join(sorted({one[name] for one in made})) for name in ("device", "precision")}
+    source = source_of(config.rollouts, config)
+    stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
+    record_run(path, config, stored, source, parts.read, machine=machine)
+    note_tally(Tally(sum((Counter(one["seen"]) for one in made), Counter())))
+    return path
+
+
+def identity_of(config: ScoreConfig) -> dict[str, Any]:
+    """Return all that scores depend on: the settings, our version, and the contents of the rollouts and checkpoint."""
+    place, contents = place_of(config.model), dict[str, str]()
+    model = [place] if place.is_file() else sorted(file for file in place.iterdir() if file.is_file())
+    for name, files in {"rollouts": source_of(config.rollouts, config).files, "checkpoint": model}.items():
+        digest = hashlib.sha256()
+        with phase(f"checksum of the {name}"):
+            for file in files:
+                with file.open("rb") as opened:
+                    digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
+        contents[name] = digest.hexdigest()
+    settings = {name: value for name, value in plain_config(config).items() if name not in (*PLACE, "model")}
+    return settings | contents | {"version": __version__}
+
+
+class Parts:
+    """The parts of one identity in a folder, local or on a storage that fsspec knows.
+
+    Raises:
+        InputError: It holds parts of another identity.
+        StoreError: The storage refuses to be written.
+    """
+
+    def __init__(self, url: str, identity: Mapping[str, Any]) -> None:
+        self.url, self.identity, others = url, identity, list[Any]()
+        text = json.dumps(identity, sort_keys=True)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        with self._asked("be used"):
+            self.storage, self.root = url_to_fs(url, use_listings_cache=False)
+            self.local = isinstance(self.storage, LocalFileSystem)
+            # Now, so that a storage that refuses says so before anything is scored
+            self._put(f"{self.digest}.json", text.encode())
+            names = {Path(name).name for name in self.storage.ls(self.root, detail=False)}
+            digests = {match[1] for name in names if (match := PART.fullmatch(name))} - {self.digest}
+            others = [json.loads(self.storage.cat_file(f"{self.root}/{one}.json")) for one in sorted(digests)]
+        for other in others:
+            self.compare(other, f"{url} has parts that were made with", "pass another --parts, or remove these.")
+
+    def compare(self, other: Mapping[str, Any], who: str, remedy: str) -> None:
+        """Refuse what was made of something else.
+
+        Raises:
+            InputError: A setting differs, or what the rollouts or the checkpoint hold.
+        """
+        for name, value in self.identity.items():
+            if other.get(name) != value:
+                known = {"rollouts": "rollouts of other contents", "checkpoint": "a checkpoint of other contents"}
+                what = known.get(name, f"{name} {other.get(name)!r} where this command has {value!r}")
+                raise InputError(f"{who} {what}; {remedy}")
+
+    def name(self, block: int) -> str:
+        """Return the file name of a block's part."""
+        return f"block-{block:08d}-{self.digest}.parquet"
+
+    def footer(self, block: int) -> dict[str, Any] | None:
+        """Return what a part says of itself; None where it is missing, or a storage kept only some of it."""
+        with self._asked("be read"):
+            try:
+                with self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
+                    found = json.loads((pq.read_schema(file).metadata or {}).get(KEY, b"{}"))
+            except (FileNotFoundError, pa.ArrowInvalid):
+                return None
+        return found if found.get("digest") == self.digest else None
+
+    def write(self, block: int, rows: Mapping[str, pa.Table], about: Mapping[str, object]) -> None:
+        """Write a part, which appears whole or not at all: one row, each table a list of its rows."""
+        lists = {
+            name: pa.ListArray.from_arrays([0, len(table)], table.to_struct_array().combine_chunks())
+            for name, table in rows.items()
+        }
+        part = pa.table(lists).replace_schema_metadata({KEY: json.dumps({"digest": self.digest, **about})})
+        content = pa.BufferOutputStream()
+        pq.write_table(part, content, compression="zstd", write_page_checksum=True)
+        with self._asked("be written"):
+            self._put(self.name(block), content.getvalue().to_pybytes())
+
+    def read(self, step: RecordedStep) -> StepTables:
+        """Return everything to store of a step."""
+        with self._asked("be read"), self.storage.open(f"{self.root}/{self.name(step.block)}", "rb") as file:
+            part = pq.read_table(file, page_checksum_verification=True)
+        lists = {name: part[name].combine_chunks() for name in part.column_names}
+        return StepTables.decoded({name: pa.Table.from_struct_array(some.values) for name, some in lists.items()})
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Write a file: under another name first where that can be changed at once, elsewhere by one put."""
+        path = f"{self.root}/{name}"
+        draft = f"{self.root}/.{name}.{uuid4().hex}.tmp" if self.local else path
+        if self.local:
+            Path(self.root).mkdir(parents=True, exist_ok=True)
+        self.storage.pipe_file(draft, content)
+        if self.local:
+            os.replace(draft, path)
+
+    @contextmanager
+    def _asked(self, to: str) -> Iterator[None]:
+        """Turn whatever a storage answers into a sentence."""
+        try:
+            yield
+        except Exception as error:  # drivers of storages fail in ways of their own
+            why = (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
+            raise StoreError(
+                f"{self.url} cannot {to} ({why:.200}); check the address and its rights, or pass another --parts."
+            ) from error
+
+
+class BlockScorer:
+    """Scores blocks by their numbers; loads the model at the first one, and reads the file on from one to the next."""
+
+    def __init__(self, config: ScoreConfig, parts: Parts) -> None:
+        self.config, self.parts = config, parts
+        self.scorer: Scorer | None = None
+        self.steps: Iterator[RecordedStep] = iter(())
+        self.last = -1
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Score blocks as an actor of Ray Data; return the sentence of what stopped it, else an empty one."""
+        try:
+            if self.scorer is None:
+                here = f"the machine {socket.gethostname()} has"
+                self.parts.compare(identity_of(self.config), here, "give all machines the same files and packages.")
+            for block in batch["item"].tolist():
+                self.score(block)
+        except STOPS as error:
+            return {"error": [str(error)]}
+        return {"error": [""]}
+
+    def score(self, block: int) -> None:
+        """Score a block and write its part.
+
+        Raises:
+            InputError: A record is refused, or the model cannot be loaded.
+            NonFiniteError: A logit is not finite.
+            StoreError: The storage refuses.
+        """
+        if self.scorer is None or block <= self.last:
+            source = source_of(self.config.rollouts, self.config)
+            self.steps = read_steps(source, self.config)
+            stored = stored_config(self.config, source, "otb score", {})
+            self.scorer = self.scorer or Scorer(self.config, *load(self.config), Tally(), stored)
+        self.last = block
+        step = next(step for step in self.steps if step.block == block)
+        # Nothing is carried over from the blocks before: which these were must not matter.
+        seen = self.scorer.encoder.tally = Tally()
+        self.scorer.sampling = SamplingCheck()
+        rows = self.scorer.tables(step).encoded(step.step)
+        machine = {"device": words_of(self.scorer.model.device), "precision": self.scorer.precision}
+        self.parts.write(block, rows, machine | {"seen": dict(seen)})
+
+
+def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: BlocksConfig) -> None:
+    """Score blocks by actors of Ray Data, each with a model of its own; a block whose actor is killed begins again.
+
+    A Ray that begins here listens on the loopback interface only, unless it was imported before.
+
+    Raises:
+        InputError: Ray is not installed, or nothing answers at the address.
+        ProcessError: A worker stopped; the parts of the others stay.
+    """
+    require("ray", "otb score --ray")
+    address = " ".join(how.ray or ()) or os.environ.get("RAY_ADDRESS", "local")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == "local":  # else Ray listens on every address of this machine, whatever it is told; it reads this once
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray.data import ActorPoolStrategy, DataContext  # pyright: ignore[reportMissingImports]
+    from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host, int(port)), PATIENCE).close()
+        own = {"num_cpus": how.actors or None, "include_dashboard": False} if address == "local" else {}
+        ray.init(address, log_to_driver=False, logging_level="ERROR", **own)
+    except Exception as error:  # of many kinds
+        raise InputError(
+            f"Ray cannot be reached at {address} ({error}); pass the address of a cluster that runs, or --ray local to "
+            "begin one here."
+        ) from error
+    try:
+        DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        there = ray.cluster_resources()
+        gpus = int("GPU" in there and config.device in ("auto", "cuda"))
+        size = how.actors or int(there["GPU" if gpus else "CPU"])
+        # On another machine a relative path is one of another folder.
+        same = replace(config, rollouts=config.rollouts.resolve(), model=str(place_of(config.model).resolve()))
+        scored = ray.data.from_items(list(blocks), override_num_blocks=len(blocks)).map_batches(
+            BlockScorer,
+            fn_constructor_args=(same, parts),
+            batch_size=1,
+            compute=ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
+            num_cpus=1,
+            num_gpus=gpus,
+        )
+        count_to(len(blocks), "block")
+        for row in scored.iter_rows():
+            if row["error"]:
+                raise ProcessError(f"a worker of Ray stopped: {row['error']}")
+            advance()
+    except RayError as error:
+        why = str(error).strip().splitlines()[-1]
+        raise ProcessError(f"Ray at {address} stopped ({why}); the blocks that are there stay.") from error
+    finally:
+        ray.shutdown()
