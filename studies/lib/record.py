@@ -252,12 +252,16 @@ class CellCache:
     def load(self, cell: Cell) -> Finished | None:
         """Return a finished cell, or None when it is not.
 
+        A committed cell counts only where those it came after were not measured anew here: other machines round
+        otherwise, so that it rests on another result than theirs.
+
         Raises:
             StoreError: Its file cannot be read.
         """
         path = self.file(cell)
         if not path.exists():
-            return self.committed.get(digest_of(cell))
+            anew = any(self.file(other).exists() or self.load(other) is None for other in cell.after)
+            return None if anew else self.committed.get(digest_of(cell))
         try:
             return Finished(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:

@@ -229,12 +229,13 @@ def _measured(
     for name in only:
         if name not in names:
             raise InputError(f"cell {name!r} does not exist; {nearest(name, names)}")
-    missing = {cell.name for cell in cells if (not only or cell.name in only) and cache.load(cell) is None}
-    for cell in reversed(cells):  # what a cell left to others is not in tables, so those who need it measure it again
-        if cell.name in missing:
-            missing |= {other.name for other in cell.after if not cache.file(other).exists() and cache.load(other)}
+    wanted = {cell.name for cell in cells if not only or cell.name in only}
+    again = set[str]()
+    for cell in reversed(cells):  # what a cell left to others is in no table, so those who need it measure it again
+        if cell.name in again or (cell.name in wanted and cache.load(cell) is None):
+            again |= {other.name for other in cell.after if not cache.file(other).exists() and cache.load(other)}
     for number, cell in enumerate(cells):
-        if cell.name in missing:
+        if cell.name in again or (cell.name in wanted and cache.load(cell) is None):
             bar(number, len(cells), f"{cell.name}: starting")
             earlier = {other.name: cache.load(other) for other in cell.after}
             absent = [name for name, finished in earlier.items() if finished is None]

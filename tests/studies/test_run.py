@@ -336,6 +336,21 @@ def test_what_committed_cells_left_to_a_later_one_is_made_again(chain, tmp_path)
     assert len(list((tmp_path / "cache" / "08_chain" / "results").iterdir())) == 4
 
 
+def test_what_came_after_a_cell_on_another_machine_is_not_mixed_with_what_comes_after_it_here(chain, tmp_path):
+    source = chain / "study.py"
+    twice = "[*FIRST, LAST, Cell('worst', {'times': 10}, after=tuple(FIRST))]"
+    source.write_text(source.read_text().replace("[*FIRST, LAST]", twice).replace('== "best"', 'in ("best", "worst")'))
+    run_study(chain, setting(tmp_path))
+    shutil.rmtree(tmp_path / "cache")
+    source.write_text(
+        source.read_text().replace('LAST = Cell("best", {"times": 10}', 'LAST = Cell("best", {"times": 20}')
+    )
+    assert run_study(chain, setting(tmp_path, only=["best"])) is None  # worst is missing now
+    run_study(chain, setting(tmp_path))
+    assert [row["value"] for row in read_tables(chain / "results")["found"]] == [100, 50]
+    assert len(list((tmp_path / "cache" / "08_chain" / "results").iterdir())) == 5
+
+
 def test_page_can_come_before_its_later_cells_and_names_them(squares, asked, tmp_path):
     source = squares / "study.py"
     later = 'figures=figures, later=[Cell("cell-9", {"n": 9, "constant": 1})])'
