@@ -205,7 +205,8 @@ def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> s
         shows = "give the first intervals"
     options = measure_options(count, config)
     if section(config, "source").get("made_by") in OF_TRL:
-        batches = EVERY * math.ceil(max(count - n, 1) / WATCHED_PROMPTS)
+        of_batch = min(WATCHED_PROMPTS, section(config, "sample").get("prompts") or WATCHED_PROMPTS)
+        batches = EVERY * math.ceil(max(count - n, 1) / of_batch)
         command = f"train {batches:,} more batches with {WATCHED} (docs/trl.md)."
     elif isinstance(config.get("source"), Mapping):
         model, files = (

@@ -59,7 +59,7 @@ class StudyConfig:
     """Run a study: measure the cells that are not finished yet, then write its tables, figures and README.
 
     If it is stopped, the same command goes on; finished cells are kept in runs/studies/, and those of the
-    committed tables are not measured again.
+    committed tables are not measured again, but where a missing one needs what they left to others.
     """
 
     name: Annotated[str, tyro.conf.Positional] = ""

@@ -53,7 +53,10 @@ def score_command(words: Sequence[str]) -> None:
     """
     asked = parsed(ScoreCommand, "score", words, ScoreCommand(), score_command.__doc__)
     config, how = _as(ScoreConfig, asked), _as(BlocksConfig, asked)
-    if int(os.environ.get("WORLD_SIZE", 1)) > how.tasks:  # each would write the same run
+    alone = how.finish or how.ray is not None
+    if (
+        "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > how.tasks and not alone
+    ):  # all would write one run
         raise InputError("several processes were launched; give each a share: --task $RANK --tasks $WORLD_SIZE.")
     with shown(), phase("otb score"):
         with models_loading("otb score"):
@@ -190,7 +193,7 @@ def _measured(config: AuditConfig, command: str, silent: bool) -> "Path | AuditR
         if cost.cheaper:
             about = f"In about {rough_duration(cost.cheaper_seconds)}"
             further.append(Further(f"{command} {cost.cheaper} --go", about, cost.cheaper_seconds))
-        return replace(free, cost=cost.sentence, next=tuple(further))
+        return replace(free, model=config.model, cost=cost.sentence, next=tuple(further))
     try:
         with shown(), phase("otb audit"):
             return score(replace(config, measure=cost.measure), policy)

@@ -91,8 +91,9 @@ class OTBGRPOTrainer(Trainer):
         super().__init__(*args, **kwargs)
         refuse_lacking(self, (*READ, "num_generations_eval", "_tokenizer"), "GRPOTrainer")
         refuse_unreadable(self)
-        for name in (name for name, plain in PLAIN.items() if getattr(self.args, name) not in plain):
-            message = f"{name} is {getattr(self.args, name)}: tokens do not come from the probabilities that the loss "
+        sampled = {**vars(self.args), **(self.args.generation_kwargs or {})}
+        for name in (name for name, plain in PLAIN.items() if sampled.get(name, plain[0]) not in plain):
+            message = f"{name} is {sampled[name]}: tokens do not come from the probabilities that the loss "
             message += f"and {estimator!r} take, so no baseline is unbiased; set it to {PLAIN[name][0]}."
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._options = with_limit(estimator, self._options, self.args.max_completion_length)

@@ -65,6 +65,8 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
     check(config)
     if not 0 <= how.task < how.tasks:
         raise InputError(f"--task is {how.task} of {how.tasks} --tasks; pass a number from 0 up to below --tasks.")
+    if how.actors and how.ray is None:
+        raise InputError(f"--actors {how.actors} are processes of Ray; add --ray, or leave --actors out.")
     path, finishes = run_path(config.rollouts, config, "scored"), how.finish or how.tasks == 1
     if finishes:
         refuse_existing(path, config)
@@ -133,7 +135,10 @@ class Parts:
             self._put(f"{self.digest}.json", text.encode())
             names = {Path(name).name for name in self.storage.ls(self.root, detail=False)}
             digests = {match[1] for name in names if (match := PART.fullmatch(name))} - {self.digest}
-            others = [json.loads(self.storage.cat_file(f"{self.root}/{one}.json")) for one in sorted(digests)]
+            known = sorted(one for one in digests if f"{one}.json" in names)
+            others = [json.loads(self.storage.cat_file(f"{self.root}/{one}.json")) for one in known]
+        if len(known) < len(digests):
+            raise InputError(f"{url} has parts that were made otherwise; pass another --parts, or remove these.")
         for other in others:
             self.compare(other, f"{url} has parts that were made with", "pass another --parts, or remove these.")
 

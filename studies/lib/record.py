@@ -211,34 +211,39 @@ class Finished:
         return {"cell": cell.name, **minutes, **known}
 
 
-def committed_cells(tables: Mapping[str, Rows]) -> dict[str, Finished]:
-    """Return the cells that the tables of a study were joined from, by digest; none where they do not tell.
+def committed_cells(tables: Mapping[str, Rows]) -> dict[tuple[str, str], Finished]:
+    """Return the cells that the tables of a study were joined from, by name and digest; none where they do not tell.
 
     So what one machine has measured is not measured again on another.
     """
-    found, taken = dict[str, Finished](), Counter[str]()
-    defaults = {row["estimator"]: row["defaults"] for row in tables.get(DEFAULTS, ())}
+    found, taken = dict[tuple[str, str], Finished](), Counter[str]()
+    defaults = dict[str, dict[str, str]]()
+    for row in tables.get(DEFAULTS, ()):
+        for name in row["tables"].split():
+            if defaults.setdefault(name, {}).setdefault(row["estimator"], row["defaults"]) != row["defaults"]:
+                return {}  # its cells had different ones, and nothing tells which had which
     for row in tables.get(COST, ()):
         if not row.get("digest"):
             return {}
         own = dict[str, Rows]()
-        for name, count in (part.split(":") for part in row["rows"].split()):
-            own[name] = tables[name][taken[name] : taken[name] + int(count)]
+        for name, count in (part.split(":") for part in (row["rows"] or "").split()):
+            own[name] = tables.get(name, ())[taken[name] : taken[name] + int(count)]
             taken[name] += int(count)
         took = row["minutes"], row["peak_mib"], row["machine"], row["processor_minutes"]
-        named = {name for name in defaults if re.search(rf"\b{name}\b", json.dumps(own, default=str))}
-        found[row["digest"]] = Finished(own, *took, {name: defaults[name] for name in named})
-    return found
+        known = {estimator: words for name in own for estimator, words in defaults.get(name, {}).items()}
+        found[row["cell"], row["digest"]] = Finished(own, *took, known)
+    whole = all(len(tables.get(name, ())) == count for name, count in taken.items())
+    return found if whole else {}
 
 
 class CellCache:
     """The finished cells of one study and the directories in which its cells work, in runs/studies/NN_slug.
 
     Args:
-        committed: Finished cells by digest that are known from tables alone; what they left to others is not there.
+        committed: Finished cells by name and digest, known from tables alone; what they left to others is not there.
     """
 
-    def __init__(self, path: Path, committed: Mapping[str, Finished] | None = None):
+    def __init__(self, path: Path, committed: Mapping[tuple[str, str], Finished] | None = None):
         self.path, self.committed = path, committed or {}
 
     def work(self, cell: Cell) -> Path:
@@ -261,7 +266,7 @@ class CellCache:
         path = self.file(cell)
         if not path.exists():
             anew = any(self.file(other).exists() or self.load(other) is None for other in cell.after)
-            return None if anew else self.committed.get(digest_of(cell))
+            return None if anew else self.committed.get((cell.name, digest_of(cell)))
         try:
             return Finished(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:

@@ -5,6 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter, process_time
@@ -198,7 +199,10 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
             cache = CellCache(target / "cache")
             shutil.rmtree(cache.path, ignore_errors=True)
         else:
-            cache = CellCache(setting.cache / folder.name, committed_cells(read_tables(folder / "results")))
+            committed = dict[tuple[str, str], Finished]()
+            with suppress(StoreError):  # what cannot be read is measured again
+                committed = committed_cells(read_tables(folder / "results"))
+            cache = CellCache(setting.cache / folder.name, committed)
         finished = _measured(study, cells, cache, setting.only, bar)
         names, results = [cell.name for cell, _ in finished], [one for _, one in finished]
         if any(cell.name not in names for cell in (study.quick if setting.quick else study.cells)):
@@ -230,12 +234,17 @@ def _measured(
         if name not in names:
             raise InputError(f"cell {name!r} does not exist; {nearest(name, names)}")
     wanted = {cell.name for cell in cells if not only or cell.name in only}
-    again = set[str]()
-    for cell in reversed(cells):  # what a cell left to others is in no table, so those who need it measure it again
-        if cell.name in again or (cell.name in wanted and cache.load(cell) is None):
-            again |= {other.name for other in cell.after if not cache.file(other).exists() and cache.load(other)}
+    again, known = set[str](), -1
+    while len(again) > known:
+        known = len(again)
+        for cell in cells:
+            rests = not cache.file(cell).exists() and any(other.name in again for other in cell.after)
+            if cell.name in wanted and (rests or cache.load(cell) is None):
+                again.add(cell.name)
+            if cell.name in again:  # what a cell left to others is in no table, so those who need it measure it again
+                again |= {other.name for other in cell.after if not cache.file(other).exists() and cache.load(other)}
     for number, cell in enumerate(cells):
-        if cell.name in again or (cell.name in wanted and cache.load(cell) is None):
+        if cell.name in again:
             bar(number, len(cells), f"{cell.name}: starting")
             earlier = {other.name: cache.load(other) for other in cell.after}
             absent = [name for name, finished in earlier.items() if finished is None]

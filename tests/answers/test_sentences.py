@@ -171,4 +171,7 @@ def test_a_training_of_trl_is_measured_while_it_trains_and_not_audited(cases, ma
     assert "train 10 more batches with measure=MeasureConfig(exact=Schedule()," in text and "otb " not in text
     text = " ".join(said(replace(cases["few prompts"], n_needed=100), config=config))
     assert "train 60 more batches" in text  # 85 prompts are missing
+    config["sample"] = dict(CONFIG["sample"]) | {"prompts": 2}
+    text = " ".join(said(replace(cases["few prompts"], n_needed=100), config=config))
+    assert "train 430 more batches" in text  # a batch in ten, of 2 prompts
     assert "otb audit --model" in " ".join(said(cases["few prompts"], config=RECORDED))

@@ -447,7 +447,12 @@ def test_numbers_and_tables_reach_tensorboard_by_the_trainers_own_writer(runs, t
 def test_two_processes_make_one_run_with_groups_that_span_both(runs, tmp_path):
     spec = {"out": str(tmp_path), "unchanged": True, "monitor": "run", "per_device_train_batch_size": 6}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     script = str(Path(__file__).parent / "trl_runs.py")
     done = subprocess.run(
         [*command, script, json.dumps(spec)], env=environment, capture_output=True, text=True, timeout=300

@@ -255,7 +255,12 @@ def test_groups_that_span_processes(tmp_path, processes):
     spec = {"out": str(tmp_path), "per_device_train_batch_size": 6, "measure": 2, "rewards": ["first_digit"]}
     spec["recorder"] = str(tmp_path / "rollouts.jsonl")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     script = str(Path(__file__).parent / "trl_runs.py")
     done = subprocess.run(
         [*command, script, json.dumps(spec)], env=environment, capture_output=True, text=True, timeout=300
@@ -349,3 +354,5 @@ def test_filtered_generation_is_told_before_training(runs, tmp_path, name, value
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*no baseline is unbiased")
         runs.made(tmp_path, stored=False, **{name: plain})
+    with pytest.warns(RuntimeWarning, match=f"{name} is {value}"):
+        runs.made(tmp_path, stored=False, generation_kwargs={name: value})

@@ -206,9 +206,19 @@ def test_a_storage_that_refuses_says_so_before_a_model_is_loaded(config, tmp_pat
         score_in_blocks(config, BlocksConfig(parts=parts.replace("FILE", str(tmp_path / "file"))))
 
 
+def test_actors_without_ray_and_parts_whose_identity_is_gone_are_a_sentence(config, tmp_path):
+    with pytest.raises(InputError, match="--actors 2 are processes of Ray; add --ray"):
+        score_in_blocks(config, BlocksConfig(actors=2))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / f"block-00000000-{'0' * 16}.parquet").touch()
+    with pytest.raises(InputError, match="parts that were made otherwise; pass another --parts"):
+        score_in_blocks(config, BlocksConfig(parts=str(tmp_path / "parts")))
+
+
 @pytest.mark.slow
 def test_processes_that_were_launched_together_must_have_a_share_each(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     told = command(config)
     assert told.returncode and "give each a share: --task $RANK --tasks $WORLD_SIZE" in told.stderr
     assert not config.root.exists()

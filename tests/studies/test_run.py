@@ -351,6 +351,45 @@ def test_what_came_after_a_cell_on_another_machine_is_not_mixed_with_what_comes_
     assert len(list((tmp_path / "cache" / "08_chain" / "results").iterdir())) == 5
 
 
+def test_committed_cells_that_differ_in_name_alone_keep_their_own_rows(squares, tmp_path):
+    source = squares / "study.py"
+    source.write_text(
+        source.read_text()
+        .replace("figures=figures)", 'figures=figures, later=[Cell("other", {"n": 1, "constant": 1})])')
+        .replace('cell.settings["n"] ** 2', '(cell.settings["n"] + 9 * (cell.name == "other")) ** 2')
+    )
+    run_study(squares, setting(tmp_path))
+    before = files(squares)
+    shutil.rmtree(tmp_path / "cache")
+    run_study(squares, setting(tmp_path))
+    assert files(squares) == before
+    assert [row["square"] for row in read_tables(squares / "results")["squares"]] == [1, 4, 9, 100]
+
+
+@pytest.mark.parametrize("damage", ["n,square\n1,1\n2,4\n", "<<<<<<< HEAD\nn,square\n1,1\n2,4\n3,9\n", None])
+def test_tables_that_do_not_fit_their_cells_are_measured_again(squares, asked, tmp_path, damage):
+    run_study(squares, setting(tmp_path))
+    whole, table = files(squares), squares / "results" / "squares.csv"
+    shutil.rmtree(tmp_path / "cache")
+    table.unlink() if damage is None else table.write_text(damage)
+    run_study(squares, setting(tmp_path))
+    assert len(asked.read_text().split()) == 6
+    assert files(squares)[table.relative_to(squares)] == whole[table.relative_to(squares)]
+
+
+def test_a_cell_that_needs_one_of_two_makes_both_anew_for_those_that_come_after_both(chain, tmp_path):
+    source = chain / "study.py"
+    both = source.read_text().replace("[*FIRST, LAST]", "[*FIRST, LAST, *NEW]")
+    source.write_text(both.replace("def measure", "NEW = []\n\ndef measure"))
+    run_study(chain, setting(tmp_path))
+    shutil.rmtree(tmp_path / "cache")
+    new = 'NEW = [Cell("new", {"n": 7}, after=(FIRST[0],))]'
+    source.write_text(source.read_text().replace("NEW = []", new))
+    run_study(chain, setting(tmp_path))
+    assert [row["n"] for row in read_tables(chain / "results")["tried"]] == [2, 5, 3, 7]
+    assert len(list((tmp_path / "cache" / "08_chain" / "results").iterdir())) == 5
+
+
 def test_page_can_come_before_its_later_cells_and_names_them(squares, asked, tmp_path):
     source = squares / "study.py"
     later = 'figures=figures, later=[Cell("cell-9", {"n": 9, "constant": 1})])'
