@@ -1,8 +1,10 @@
 """Numbers and tables for trackio, wandb, mlflow and tensorboard, each through its own package."""
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
 from numbers import Real
@@ -128,13 +130,14 @@ class Trackers:
     def _attempt(self, name: str, what: str, run: Callable[[], object]) -> bool:
         """Return whether something worked; any failure of a tracker stops here and becomes one warning."""
         try:
-            run()
+            with redirect_stdout(sys.stderr):  # stdout may be JSON
+                run()
         except Exception as error:
             if name not in self._warned:
                 self._warned.add(name)
                 reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
                 warnings.warn(
-                    f"tracker {name} could not {what} ({reason}); the run goes on, and its steps are in the store.",
+                    f"tracker {name} could not {what} ({reason}); all else goes on, and the run keeps the numbers.",
                     RuntimeWarning,
                     stacklevel=4,
                 )

@@ -112,7 +112,8 @@ class LicencesConfig:
 def licences_command(words: Sequence[str]) -> None:
     """List licences."""
     parsed(LicencesConfig, "licences", words, LicencesConfig())
-    for package in sorted(distributions(), key=lambda package: package.name.lower()):
+    whole = [package for package in distributions() if "Name" in package.metadata]  # an uninstall may leave its folder
+    for package in sorted(whole, key=lambda package: package.name.lower()):
         about = package.metadata
         classes = [line.split(" :: ")[-1] for line in about.get_all("Classifier", []) if line.startswith("License ::")]
         # Older packages put the whole text into the field License.

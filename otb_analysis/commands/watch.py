@@ -35,6 +35,9 @@ WEBHOOK_SECONDS = 10
 TOLD = "told.json"
 """File in a run's directory with what was sent of it, so that a later watch does not send it again."""
 
+TRIES = 3
+"""How often a watch looks again before it ends, while a message was not taken."""
+
 RECENT = 86_400
 """Seconds within which a run of a folder was written to, or nobody waits for what it says."""
 
@@ -87,11 +90,16 @@ def watch_command(words: Sequence[str]) -> int:
             "longer than 0 minutes for a step."
         )
     recipients = [*map(Recipient, config.url), *([Recipient(config.webhook, True)] if config.webhook else [])]
-    from otb_analysis.store.layout import is_run
+    from otb_analysis.store.layout import is_run, list_runs
 
     path = run_path(config.root, config.run)
     folder = Path(config.run) if not is_run(path) and Path(config.run).is_dir() else None
-    goes_on, watched = bool(config.url or config.once or folder), dict[Path, Watched]()
+    goes_on, watched, tries = bool(config.url or config.once or folder), dict[Path, Watched](), TRIES
+    if folder is not None and not config.once:
+        count = plural(len(list(_recent(folder, watched))), "run")
+        print(f"{folder} is followed: {count} now, and those that begin.", flush=True)
+    elif folder is not None and not list_runs(folder):
+        raise InputError(f"{folder} holds no run to look at; pass a folder of runs, as in otb watch runs --once.")
     while True:
         for place in [path] if folder is None else _recent(folder, watched):
             if place not in watched:
@@ -100,8 +108,11 @@ def watch_command(words: Sequence[str]) -> int:
                 if event.status and not goes_on:
                     return event.status
         one = watched.get(path)
-        if config.once or (one is not None and one.ended):
+        if config.once or (one is not None and one.ended and not (one.owed and tries)):
+            if one is not None and one.owed and not config.once:
+                print("otb: the watch ends; start otb watch again to send what was not taken.", file=sys.stderr)
             return max((run.status for run in watched.values()), default=0)
+        tries -= one is not None and one.ended
         sleep(config.every)
 
 
@@ -125,7 +136,8 @@ class Recipient:
 
     def __init__(self, address: str, webhook: bool = False) -> None:
         self.address, self.webhook = address, webhook
-        self.name = f"{address.partition(':')[0]}:…"
+        scheme, _, rest = address.partition(":")
+        self.name = f"{scheme}:…" if scheme.isalnum() and rest.startswith("//") else "the address"
         self.digest = hashlib.sha256(address.encode()).hexdigest()[:12]
         if webhook:
             try:
@@ -144,8 +156,8 @@ class Recipient:
         with self.apprise.LogCapture():  # its words would hold the address
             if not self.service.add(address):
                 raise InputError(
-                    f"--url {self.name} is no address that apprise can use; pass one such as slack://…, discord://…, "
-                    "mailto://… or json://…."
+                    f"--url: apprise cannot use {self.name}; pass one such as slack://…, discord://…, mailto://… "
+                    "or json://…."
                 )
 
     def send(self, event: Event, run: str) -> str | None:
@@ -168,11 +180,11 @@ class Watched:
         from otb_analysis.store import RunStore
 
         self.store, self.config, self.recipients = RunStore(path), config, recipients
-        self.status, self.ended, self.steps, self.findings = 0, False, None, []
+        self.status, self.ended, self.owed, self.steps, self.findings = 0, False, False, None, []
         self.said = set[str]()
         try:
             self.told = set(map(str, json.loads((path / TOLD).read_bytes())))
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             self.told = set[str]()
 
     def look(self) -> Iterator[Event]:
@@ -182,7 +194,8 @@ class Watched:
         except StoreError as error:  # deleted or damaged while it was watched: whoever waits must hear of it
             name = self.store.path.name
             events = [Event("broken", f"{name} can no longer be read: {error}", "broken", DEAD)]
-        self.ended = any(one.event not in ("", self.config.level) for one in events)
+        self.owed = False
+        self.ended = any(one.event not in ("", "watch", "alarm") for one in events)
         for event in events:
             self.status = max(self.status, event.status)
             self.say(event.key, event.text)
@@ -191,6 +204,7 @@ class Watched:
                 if mark in self.told or not (event.status if one.webhook else event.event):
                     continue
                 if problem := one.send(event, self.store.path.name):
+                    self.owed = True
                     self.say(mark, f"otb: {problem}", error=True)
                 else:
                     self.told.add(mark)
@@ -232,24 +246,32 @@ class Watched:
         if steps != self.steps:  # what a detector said of earlier steps does not change
             self.findings = [one for one in RunAnswers(store).findings if one.fired] if steps else []
             self.steps = steps
-        fired = [(one.alarm_step if level == "alarm" else one.watch_step, one) for one in self.findings]
-        fired.sort(key=lambda pair: (pair[0] is None, pair[0] or 0))
-        records = tuple(finding_record(one) for step, one in fired if step is not None)
-        for step, one in fired:
+        # What fires at once as an alarm is no watch before it; without an alarm its step is None.
+        fired = [
+            (step, kind, one)
+            for one in self.findings
+            for step, kind in {one.watch_step: "watch", one.alarm_step: "alarm"}.items()
+            if kind == level or (kind == "alarm" and step is not None)
+        ]
+        fired.sort(key=lambda row: (row[0] is None, row[0] or 0))
+        at_level = [one for one in self.findings if level == "watch" or one.alarm_step is not None]
+        records = tuple(map(finding_record, at_level))
+        for step, kind, one in fired:
             text = f"{TITLES[one.detector]} ({one.level}), first at step {one.watch_step}: {one.reason}"
             if step is None:
                 events.append(Event(f"finding {one.detector}", f"{name}: {text}"))
                 continue
-            text = f"{name}: {level} at step {step}. {text}"
-            events.append(Event(f"{level} {one.detector}", text, level, ALARM, step, records))
+            text = f"{name}: {kind} at step {step}. {text}"
+            events.append(Event(f"{kind} {one.detector} {step}", text, kind, ALARM, step, records))
         until = "no step" if last is None else f"step {last}"
         after = "before its first step" if last is None else f"after step {last}"
+        ended = f"{status} {last} {store.info.get('updated')}"  # a run that was resumed may end there again
         if status == "complete":
             found = f"{plural(len(records), 'detector')} fired" if records else f"no {level} fired"
-            events.append(Event(f"complete {last}", f"{name} is complete, {until}; {found}.", status, 0, last))
+            events.append(Event(ended, f"{name} is complete, {until}; {found}.", status, 0, last))
         elif status != "running":
             text = f"{name} {status} {after}{f': {reason}' if reason else '.'}"
-            events.append(Event(f"{status} {last}", text, status, DEAD, last))
+            events.append(Event(ended, text, status, DEAD, last))
         elif time() - heard > 60 * self.config.silent:
             which = "it has none yet" if last is None else f"step {last} is the last"
             text = f"{name} has written no step for {self.config.silent:g} minutes, {which}; look at it."

@@ -1,6 +1,7 @@
 """An audit as sections: for the terminal, for HTML, and as files in its run's directory."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -141,6 +142,7 @@ def send_audit(run: RunAnswers, report: AuditReport, names: Sequence[str]) -> No
         grids = [part.frame for part in part_of.parts if isinstance(part, Grid)]
         tables |= {f"{name}_{k + 1}": frame for k, frame in enumerate(grids)}
     rows = run.store.steps_df().to_dict("records")
+    shutil.rmtree(run.store.path / "tensorboard-audit", ignore_errors=True)  # it would hold every point twice
     with closing(Trackers(names, run.store.path, kind="-audit")) as trackers:
         for row in rows:
             scalars = {name: value for name, value in row.items() if name != "step"}

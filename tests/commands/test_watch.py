@@ -251,6 +251,25 @@ def test_a_look_of_cron_tells_what_came_since_the_last_one(tmp_path, server):
     assert server.taken[-1][1]["message"] == "mine is complete, step 19; 1 detector fired."
 
 
+def test_a_resumed_run_that_collapses_or_fails_again_is_told_again(tmp_path, server):
+    words = ["watch", "mine", "--once", "--root", str(tmp_path), *addresses(server, "x")]
+    writer, told = RunWriter.create(tmp_path, "mine", {}), []
+    for good, bad in ((20, 30), (40, 60)):  # the second time it is resumed at step 20
+        write(writer, 20 if told else 0, good, 0.8)
+        write(writer, good, bad, 0.0)
+        assert main(words) == 3
+        writer.finish("failed", "the loss is NaN.")
+        assert main(words) == 4
+        told += [("mine: alarm", "warning"), ("mine: failed", "failure")]
+        assert messages(server) == told
+        writer = RunWriter.resume(writer.path, 20)
+    for _ in range(2):  # twice at the same step, for the same reason
+        writer.finish("failed", "the disk is full.")
+        assert main(words) == 4
+        writer = RunWriter.resume(writer.path, 20)
+    assert messages(server) == [*told, *2 * [("mine: failed", "failure")]]
+
+
 def test_a_message_that_is_not_taken_is_one_sentence_and_is_sent_when_it_can_be(tmp_path, monkeypatch, capsys, server):
     urls = addresses(server, "secret-path")
     server.answer = 500
@@ -262,6 +281,46 @@ def test_a_message_that_is_not_taken_is_one_sentence_and_is_sent_when_it_can_be(
     assert messages(server) == [("mine: alarm", "warning")] * 3 + [("mine: complete", "success")]
     (said,) = capsys.readouterr().err.splitlines()
     assert "did not take the message (" in said and "error=500" in said and "secret-path" not in said
+
+
+@pytest.mark.parametrize("failures", [2, 9])
+def test_a_last_message_that_is_not_taken_is_tried_again_before_the_watch_ends(
+    failures, tmp_path, monkeypatch, capsys, server
+):
+    RunWriter.create(tmp_path, "mine", {}).finish("failed", "the loss is NaN.")
+    server.answer = 500
+    acts = [lambda: None] * 3
+    acts[failures - 1 : failures] = [lambda: setattr(server, "answer", 204)] if failures < 3 else []
+    slept = looks(monkeypatch, *acts)
+    assert main(["watch", "mine", "--root", str(tmp_path), *addresses(server, "x")]) == 4
+    assert len(slept) == min(failures, 3) and len(server.taken) == 1 + len(slept)
+    assert ("start otb watch again" in capsys.readouterr().err) == (failures > 3)
+
+
+def test_an_alarm_after_a_watch_is_told_too(tmp_path, server):
+    words = ["watch", "mine", "--once", "--level", "watch", "--root", str(tmp_path), *addresses(server, "x")]
+    writer = RunWriter.create(tmp_path, "mine", {})
+    write(writer, 0, 20, 0.8)
+    write(writer, 20, 30, 0.5)  # 0.375 of it is lost: worth a look, no alarm
+    assert main(words) == 3 and messages(server) == [("mine: watch", "warning")]
+    write(writer, 30, 40, 0.0)
+    assert main(words) == 3 and messages(server) == [("mine: watch", "warning"), ("mine: alarm", "warning")]
+
+
+@pytest.mark.parametrize("told", ["5", "null", "{"])
+def test_a_record_that_is_no_list_counts_as_none(told, tmp_path):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    (writer.path / "told.json").write_text(told)
+    assert main(["watch", "mine", "--once", "--root", str(tmp_path)]) == 0
+
+
+def test_a_folder_without_a_run_is_said(tmp_path, monkeypatch, capsys):
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    assert f"{tmp_path} holds no run" in capsys.readouterr().err
+    looks(monkeypatch)  # the first sleep ends the watch
+    with pytest.raises(StopIteration):
+        main(["watch", str(tmp_path)])
+    assert f"{tmp_path} is followed: 0 runs" in capsys.readouterr().out
 
 
 def test_a_folder_is_followed_with_runs_that_begin_and_without_those_of_other_days(tmp_path, monkeypatch, server):
@@ -302,7 +361,16 @@ def test_an_address_that_apprise_does_not_know_is_one_sentence_without_its_secre
     RunWriter.create(tmp_path, "mine", {})
     assert main(["watch", "mine", "--root", str(tmp_path), "--url", "nothing://secret-path"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert "--url nothing:… is no address that apprise can use" in said and "secret-path" not in said
+    assert "apprise cannot use nothing:…" in said and "secret-path" not in said
+
+
+@pytest.mark.parametrize("address", ["secret-path:user@host", "secret-path"])
+def test_an_address_without_a_scheme_is_not_printed(address, tmp_path, capsys):
+    pytest.importorskip("apprise")
+    RunWriter.create(tmp_path, "mine", {})
+    assert main(["watch", "mine", "--root", str(tmp_path), "--once", "--url", address]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "apprise cannot use" in said and "secret-path" not in said
 
 
 def test_messages_without_apprise_name_the_extra(tmp_path, monkeypatch, capsys):

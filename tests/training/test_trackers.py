@@ -1,5 +1,6 @@
 """Scalars go to the trackers that are there; one that fails is a warning and a gap, never the end of the run."""
 
+import json
 import shutil
 import sys
 import warnings
@@ -131,7 +132,7 @@ def test_tracker_that_fails_is_one_warning_and_gaps_and_the_run_goes_on(config, 
     said = [str(w.message) for w in caught if "tracker" in str(w.message)]
     assert len(said) == 1 and "\n" not in said[0]
     what = "start (nobody answers)" if "init" in fails else f"log step {fails[0]} (TimeoutError)"
-    assert said[0].startswith(f"tracker wandb could not {what}; the run goes on")
+    assert said[0].startswith(f"tracker wandb could not {what}; ")
     store = RunStore(path)
     assert store.info["status"] == "complete"
     assert store.steps_df()["tracker_gaps"].tolist() == gaps
@@ -190,6 +191,22 @@ def test_an_audit_of_a_run_reaches_a_tracker_with_its_scalars_and_what_it_says(o
     assert verdict and all(sentence in " ".join(capsys.readouterr().out.split()) for sentence in verdict[:1])
     names = {name for _, name in tracker.tables}
     assert names >= {"audit/verdict", "audit/rollouts", "audit/estimators_1", "audit/proxy_1"}
+
+
+def test_what_a_tracker_prints_is_no_part_of_the_json_of_an_audit(otb_run, stand_in, tmp_path, capsys, monkeypatch):
+    shutil.copytree(otb_run, tmp_path / "mine")
+    monkeypatch.setattr(stand_in("trackio"), "finish", lambda: print("* Run finished."))
+    assert main(["audit", "--run", "mine", "--root", str(tmp_path), "--report-to", "trackio", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["run"] == "mine" and "* Run finished." in err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_second_audit_replaces_the_first_in_tensorboard(otb_run, tmp_path):
+    shutil.copytree(otb_run, tmp_path / "mine")
+    for _ in range(2):
+        assert main(["audit", "--run", "mine", "--root", str(tmp_path), "--report-to", "tensorboard"]) == 0
+    assert len(list((tmp_path / "mine" / "tensorboard-audit").iterdir())) == 1
 
 
 @pytest.mark.parametrize("more", [[], ["--run", "mine"], ["--model", "demo"]])
