@@ -128,7 +128,7 @@ def test_every_finding_says_how_long_answers_were():
     findings = text_of(DOCS / "findings.md")
     points = [" ".join(point.split()) for point in re.split(r"^- ", findings, flags=re.M)[1:]]
     rows = [line for line in findings.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
-    assert len(points) >= 13 and len(rows) == 6
+    assert len(points) >= 13 and len(rows) == 7
     assert [point for point in points if not re.search(r"(At most|has) \d+ tokens\b", point)] == []
     assert [row for row in rows if not re.search(r"\d (prompts( each)?|seeds) \| \d+ tokens \|$", row)] == []
 
