@@ -11,8 +11,8 @@ WORKERS ?= auto
 # half of what another has left.
 XDIST := -n $(WORKERS) --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST)
-# Tests of what a clone alone has, and of which file imports which: neither meets other versions at a user.
-CLONE := studies benchmarks test_imports.py
+# Tests of what a clone alone has, of which file imports which, of what is locked: none meets other versions at a user.
+CLONE := studies benchmarks test_imports.py test_lock.py
 OLDER := 1.13.0 1.14.2
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
