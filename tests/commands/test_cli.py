@@ -492,7 +492,7 @@ def test_licences_are_those_that_the_packages_state(tmp_path, monkeypatch, capsy
     lines = capsys.readouterr().out.splitlines()
     stated = dict(line.split(": ", 1) for line in lines)
     # An expression, a classifier, the field of older packages.
-    assert stated[f"numpy {version('numpy')}"].startswith("BSD-3-Clause")
+    assert stated[f"numpy {version('numpy')}"].startswith("BSD")
     assert stated[f"tyro {version('tyro')}"] == "MIT License"
     assert "Apache" in stated[f"transformers {version('transformers')}"]
     assert lines == sorted(lines, key=str.lower) and all(stated.values())
