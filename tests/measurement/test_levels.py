@@ -139,7 +139,7 @@ def test_norms_of_some_groups_leave_estimators_that_read_them_out_of_the_gradien
 
 def test_drawn_tokens_calibrate_estimators_where_no_norms_are_whole(trained):
     measure = MeasureConfig(exact=OFF, gradients=Schedule(every=1), sampled=DRAWN)
-    labels = RunStore(trained("drawn", measure=measure)).grams()[0].labels
+    labels = RunStore(trained("drawn-calibrates", measure=measure)).grams()[0].labels
     assert {("otb", "calibrated"), ("otb", "proxy")} <= set(labels) and ("otb", "exact") not in labels
 
 
