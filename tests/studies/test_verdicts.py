@@ -332,6 +332,17 @@ def test_16_soft_tokens_have_more_variance_also_at_equal_progress_and_without_th
     assert all(abs(row["otb_loo"] - 1) < 0.05 for row in soft.values())
 
 
+def test_17_shows_what_another_start_gave():
+    page = (STUDIES / "17_horizon" / "README.md").read_text()
+    shown = page.partition("## Another start")[2].partition("\n## ")[0]
+    rows = tables_of("17_horizon")["earlier"]
+    assert len(rows) == 6
+    for row in rows:
+        for name in ("otb_sf", "regression_variance", "none_variance"):
+            ends = [row[f"{name}{end}"] for end in ("", "_low", "_high")]
+            assert "{:.2f} ({:.2f}–{:.2f})".format(*ends) in shown
+
+
 def test_17_the_verdict_is_of_the_longest_answers_that_were_measured():
     rows = select(tables_of("17_horizon")["rollouts"], policy="qwen3")
     longest = max(row["length"] for row in rows)
