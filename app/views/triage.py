@@ -84,8 +84,13 @@ def clicked(names: list[str]) -> None:
     elif cells[0][1] == PIN and len(readable) > 1:
         state["reference"] = "" if {state["reference"]} == at else min(at)
     else:
-        state["run"] = [*at]
-        go_to("run")
+        opened(*at)
+
+
+def opened(name: str) -> None:
+    """Choose one run alone and open its page."""
+    st.session_state["run"] = [name]
+    go_to("run")
 
 
 with frame("Triage", "Which run is in trouble, since when, and in what does it differ?"):
@@ -100,6 +105,8 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     st.markdown(f"**{plain(verdict(triaged))}**" if triaged or not st.session_state.get("find") else f"**{NO_FIT}**")
     if not triaged:
         st.stop()
+    if (worst := triaged[0].run) in readable:  # by keys as well: a table with ticks takes no cell by them
+        st.button(f"Open {plain(worst)}", on_click=opened, args=(worst,), type="tertiary", icon=":material/arrow_forward:")
     listed = [readable[row.run] for row in triaged if row.run in readable]
     settings = config_differences({run.name: data.answers(run).config for run in listed})
     of_runs: Any = settings.table[~settings.table["setting"].isin(ESTIMATOR)].set_index("setting").T
