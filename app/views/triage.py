@@ -106,7 +106,9 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     if not triaged:
         st.stop()
     if (worst := triaged[0].run) in readable:  # by keys as well: a table with ticks takes no cell by them
-        st.button(f"Open {plain(worst)}", on_click=opened, args=(worst,), type="tertiary", icon=":material/arrow_forward:")
+        st.button(
+            f"Open {plain(worst)}", on_click=opened, args=(worst,), type="tertiary", icon=":material/arrow_forward:"
+        )
     listed = [readable[row.run] for row in triaged if row.run in readable]
     settings = config_differences({run.name: data.answers(run).config for run in listed})
     of_runs: Any = settings.table[~settings.table["setting"].isin(ESTIMATOR)].set_index("setting").T
