@@ -142,7 +142,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         )
         st.stop()
 
-    followed, run = run, data.measured(run)
+    run = data.measured(run)
     of_grams = [label for gram in data.answers(run).grams.values() for label in gram.labels]
     measured = list(dict.fromkeys([*of_grams, *data.store(run).stored_labels()]))
     if not measured:
@@ -190,8 +190,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
     if data.answers(run).alarm:
         st.stop()  # what follows plans and follows a training whose gradients these are not
     with frame():
-        # It reads the rewards of all steps: while a run goes on, once for each measured step.
-        planner = data.answers(run if followed.status == "running" else followed).planner
+        planner = data.answers(run).planner
         if planner.cells or planner.note:
             st.subheader("Budget planner", anchor=False)
             words, sizes = planner_display(planner)

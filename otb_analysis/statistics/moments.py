@@ -186,20 +186,28 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     Returns:
         Arrays [1 + K]: entry 0 from all K clusters, entry 1 + k without cluster k. NaN where no pair is left.
     """
-    codes, names = clusters(grams)
-    parts = [_shares(gram, label, reference) for gram in grams]
-    # Sums over steps of what `_shares` returns, from all clusters and without each [1 + K, 11].
-    kept = np.tile(np.sum([whole for whole, _ in parts], axis=0), (1 + len(names), 1)) if parts else np.zeros((1, 11))
-    if names:
-        left_out = [code for step in codes for code in dict.fromkeys(step.tolist())]
-        np.add.at(kept, 1 + np.array(left_out), np.concatenate([change for _, change in parts]))
-    # A cluster left out may leave no pair: NaN there, which gives no interval.
-    counts = np.where(kept[:, [0, 7]] > 0, kept[:, [0, 7]], np.nan)
-    means, alone = kept[:, 1:7] / counts[:, :1], kept[:, 8:] / counts[:, 1:]
-    power = np.where(kept[:, :1] > 0, means[:, :3], alone)
-    signal, (own, _, truth) = means[:, 3:], power.T
-    signal[np.abs(signal) <= ROUNDING * np.sqrt(np.stack([own**2, own * truth, truth**2], axis=1))] = 0.0
-    return Moments(own, signal[:, 0], signal[:, 1], signal[:, 2], truth)
+    steps = tuple(grams)
+    # Kept beside the first step's matrix. The key's steps are kept as well: no other object can take their place.
+    derived = steps[0].derived if steps else dict[object, Any]()
+    found: dict[Label, Moments] = derived.setdefault(("moments", reference, *map(id, steps)), ({}, steps))[0]
+    if label not in found:
+        alike = all(gram.labels == steps[0].labels and gram.stands(reference) for gram in steps)
+        labels = steps[0].labels if alike and steps else (label,)  # all at once, where every step has the same ones
+        codes, names = clusters(steps)
+        parts = [_shares(gram, labels, reference) for gram in steps]
+        # Sums over steps of what `_shares` returns, from all clusters and without each [M, 1 + K, 11].
+        kept = np.zeros((len(labels), 1 + len(names), 11)) + sum(whole[:, None] for whole, _ in parts)
+        for code, (_, changes) in zip(codes, parts, strict=True):
+            kept[:, 1 + np.fromiter(dict.fromkeys(code.tolist()), np.int64)] += changes
+        # A cluster left out may leave no pair: NaN there, which gives no interval.
+        counts = np.where(kept[..., [0, 7]] > 0, kept[..., [0, 7]], np.nan)
+        means, alone = kept[..., 1:7] / counts[..., :1], kept[..., 8:] / counts[..., 1:]
+        power = np.where(kept[..., :1] > 0, means[..., :3], alone)
+        signal, (own, _, truth) = means[..., 3:], np.moveaxis(power, -1, 0)
+        signal[np.abs(signal) <= ROUNDING * np.sqrt(np.stack([own**2, own * truth, truth**2], axis=-1))] = 0.0
+        columns = own, *np.moveaxis(signal, -1, 0), truth
+        found.update({one: Moments(*(column[m] for column in columns)) for m, one in enumerate(labels)})
+    return found[label]
 
 
 ROUNDING = 1e-12
@@ -213,12 +221,11 @@ HALVES = np.array([1.0, 1, 1, 1, 0.5, 0.5, 0.5, 0.5])
 """A pair is charged to both of its clusters, so the totals of the pair columns are half their sums."""
 
 
-def _shares(gram: Gram, label: Label, reference: Truth) -> tuple[Float, Float]:
-    """Return what a step adds to the sums [11], and what each of its clusters changes by being left out [k, 11].
+def _shares(gram: Gram, labels: tuple[Label, ...], reference: Truth) -> tuple[Float, Float]:
+    """Return what a step adds to the sums [M, 11], and what each of its clusters changes by being left out [M, k, 11].
 
     All labels of a step are worked out at once, a tenth of the work of one after the other.
     """
-    labels = gram.labels if gram.stands(reference) else (label,)
     if (labels, reference) not in gram.derived:
         (code,), names = clusters([gram])
         # Two groups of one prompt share its difficulty, so their product estimates no product of independent means.
@@ -247,8 +254,7 @@ def _shares(gram: Gram, label: Label, reference: Truth) -> tuple[Float, Float]:
         with_pairs = np.where(pairs > 0, np.concatenate([prompts, diagonal, prompts * means], axis=-1), 0.0)
         added = np.concatenate([with_pairs, prompts, diagonal], axis=-1)
         gram.derived[labels, reference] = added[:, 0], added[:, 1:] - added[:, :1]
-    whole, changes = gram.derived[labels, reference]
-    return whole[labels.index(label)], changes[labels.index(label)]
+    return gram.derived[labels, reference]
 
 
 def pair_noise(grams: Sequence[Gram], label: Label, reference: Truth) -> float:

@@ -232,17 +232,21 @@ def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int
     db.executemany("INSERT INTO products (step, size, numbers, crc32) VALUES (?, ?, ?, ?)", rows)
 
 
-def products(db: sqlite3.Connection, steps: Collection[int] | None) -> list[tuple[int, int, bytes]]:
-    """Return step, size and numbers of what was derived, of each step where nothing of it is lost or changed."""
-    query = f"SELECT step, size, numbers, crc32 FROM products{_IN * (steps is not None)} ORDER BY step, size"
-    asked = [] if steps is None else [json.dumps([int(step) for step in steps])]
-    right = list[tuple[int, int, bytes]]()
+def products(
+    db: sqlite3.Connection, steps: Collection[int] | None, *, whole: bool
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield step, size and numbers of what was derived, of whole groups or of smaller ones.
+
+    A step where anything of it is lost or changed is left out.
+    """
+    numbers = "CASE WHEN (size = 0) = ? THEN numbers END"  # 200 KB that nobody asked for are not read
+    query = f"SELECT step, size, {numbers}, crc32 FROM products{_IN * (steps is not None)} ORDER BY step, size"
+    asked = [whole] if steps is None else [whole, json.dumps([int(step) for step in steps])]
     for _, of_step in groupby(db.execute(query, asked), lambda row: row[0]):
         rows = list(of_step)
-        sizes = [size for _, size, *_ in rows]
-        if all(isinstance(n, bytes) and _products_sum(step, size, n, sizes) == crc for step, size, n, crc in rows):
-            right += [(step, size, numbers) for step, size, numbers, _ in rows]
-    return right
+        sizes, found = [size for _, size, *_ in rows], [row for row in rows if (row[1] == 0) == whole]
+        if all(isinstance(n, bytes) and _products_sum(step, size, n, sizes) == crc for step, size, n, crc in found):
+            yield from (row[:3] for row in found)
 
 
 def _products_sum(step: int, size: int, numbers: bytes, sizes: Sequence[int]) -> int:

@@ -370,7 +370,7 @@ class RunStore:
         """
         with self._reading() as db:
             measured = {part.step for part in listed(db, self.path, "grams", steps)}
-            found = {step: unpacked(packed) for step, size, packed in catalogue.products(db, steps) if not size}
+            found = {step: unpacked(packed) for step, _, packed in catalogue.products(db, steps, whole=True)}
         fitting = {step for step, gram in found.items() if all(map(gram.stands, references))}
         for step in sorted((measured | set(found)) - fitting):  # one at a time: each is tens of MB
             found |= {step: gram.reduced(references) for step, gram in self.grams([step]).items()}
@@ -385,7 +385,7 @@ class RunStore:
         """
         with self._reading() as db:
             measured = {part.step for part in listed(db, self.path, "subgroups", steps)}
-            found = [(step, size, unpacked(packed)) for step, size, packed in catalogue.products(db, steps) if size]
+            found = [(step, size, unpacked(packed)) for step, size, packed in catalogue.products(db, steps, whole=False)]
         if missing := measured - {step for step, *_ in found}:
             found += self._rebuilt("subgroups", sorted(missing))
         grams: dict[int, dict[int, Gram]] = {}
