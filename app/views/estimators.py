@@ -64,6 +64,7 @@ LOST = (
 
 
 @st.fragment  # its box draws this part of the page again, and no other
+@frame()
 def over_steps(run: Run, against: Label, measured: dict[str, Label]) -> None:
     """Draw up to three estimators over the one that all are compared with, over training."""
     st.subheader("Over training", anchor=False)

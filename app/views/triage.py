@@ -93,6 +93,32 @@ def opened(name: str) -> None:
     go_to("run")
 
 
+@st.fragment  # its boxes draw this part of the page again, and no other
+@frame()
+def learning(chosen: list[data.Run], rewards: dict[str, str]) -> None:
+    """Draw reward and held-out reward of the chosen runs, each alone or together with those alike in a setting."""
+    st.subheader("Learning curves", anchor=False)
+    st.caption("Does it learn, on prompts it trains on and on prompts it never sees?")
+    steps, styles = {run.name: data.answers(run).steps for run in chosen}, {run.name: run.style for run in chosen}
+    estimators = {run.name: run.estimator for run in chosen}
+    differences = config_differences({run.name: data.answers(run).config for run in chosen})
+    left, right = st.columns(2)
+    window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
+    values = list(differences.table["setting"])
+    few = [one for one in values if len(chosen) > LABELLED >= len(grouped(differences, one))]
+    by = box(right, "Group runs by", "by", [EACH, *values], *few[:1], width=320, help=GROUPS)
+    if by == EACH:
+        info = learning_info(steps, styles, window)
+        python = scripts.LEARNING.format(root=data.root(), names=list(steps), window=window)
+    else:
+        groups = grouped(differences, by)
+        styles = {name: estimator_style(estimators[runs[0]]) for name, runs in groups.items()}
+        info = grouped_info(steps, groups, window, styles if by in ESTIMATOR else {})
+        python = scripts.GROUPED.format(root=data.root(), groups=groups, window=window)
+    says = "; ".join(f"{name}: reward {rewards[name]}" for name in steps)
+    chart(plot_learning(info), "learning", says, partial(curves_table, info), python)
+
+
 with frame("Triage", "Which run is in trouble, since when, and in what does it differ?"):
     readable = {run.name: run for run in st.session_state["_readable"]}
     folder: Any = st.session_state["_runs"]
@@ -143,24 +169,4 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     st.caption(f"{CLICKS} {settings.note}")
     download(table, "runs")
     chosen = chosen_runs()
-    st.subheader("Learning curves", anchor=False)
-    st.caption("Does it learn, on prompts it trains on and on prompts it never sees?")
-    steps, styles = {run.name: data.answers(run).steps for run in chosen}, {run.name: run.style for run in chosen}
-    differences = config_differences({run.name: data.answers(run).config for run in chosen})
-    left, right = st.columns(2)
-    window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
-    values = list(differences.table["setting"])
-    few = [one for one in values if len(chosen) > LABELLED >= len(grouped(differences, one))]
-    by = box(right, "Group runs by", "by", [EACH, *values], *few[:1], width=320, help=GROUPS)
-    if by == EACH:
-        info = learning_info(steps, styles, window)
-        python = scripts.LEARNING.format(root=data.root(), names=list(steps), window=window)
-    else:
-        groups = grouped(differences, by)
-        styles = {name: estimator_style(readable[runs[0]].estimator) for name, runs in groups.items()}
-        info = grouped_info(steps, groups, window, styles if by in ESTIMATOR else {})
-        python = scripts.GROUPED.format(root=data.root(), groups=groups, window=window)
-    says = "; ".join(
-        f"{r.run}: reward {number(r.reward_first)} to {number(r.reward_last)}" for r in triaged if r.run in steps
-    )
-    chart(plot_learning(info), "learning", says, partial(curves_table, info), python)
+    learning(chosen, {row.run: f"{number(row.reward_first)} to {number(row.reward_last)}" for row in triaged})
