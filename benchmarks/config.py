@@ -151,6 +151,15 @@ class ProcessesConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class ScoreBenchConfig(BenchConfig):
+    """Time `otb score` by one process, by several that share its blocks out, and by actors of Ray where it is there."""
+
+    rollouts: int = 10_000  # Recorded rollouts, in groups of 8.
+    processes: int = 2  # Processes, or actors of Ray, a thread each.
+    repeats: int = 2  # Repetitions, taking turns; the least time by the clock counts.
+
+
+@dataclass(frozen=True)
 class ScaleConfig(BenchConfig):
     """Costs of a measured step of a large model on many GPUs, from formulas; nothing is run."""
 
@@ -300,6 +309,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "gram": GramConfig,
     "long": LongConfig,
     "processes": ProcessesConfig,
+    "score": ScoreBenchConfig,
     "scale": ScaleConfig,
     "alarms": AlarmsConfig,
     "sampling-check": SamplingCheckConfig,
