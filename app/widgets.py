@@ -63,12 +63,25 @@ Choices = Sequence[Any] | Mapping[Any, str]
 
 
 def box(
-    within: Any, label: str, key: str, choices: Choices, default: Any = None, look: str = "box", **options: Any
+    within: Any,
+    label: str,
+    key: str,
+    choices: Choices,
+    default: Any = None,
+    look: str = "box",
+    of: str = "",
+    **options: Any,
 ) -> Any:
-    """Let the page choose one of several by a bound selectbox, by `buttons` or a `slider`; the first to begin with."""
+    """Let the page choose one of several by a bound selectbox, by `buttons` or a `slider`; the first to begin with.
+
+    With `of`, the run that the choice is of, what was chosen of one run is not kept for another.
+    """
     words = choices if isinstance(choices, Mapping) else {one: str(one) for one in choices}
     first = default if default in words else next(iter(words))
     chosen = st.session_state.get(key, first)
+    before, st.session_state[f"_{key} of"] = st.session_state.get(f"_{key} of", (of, None)), (of, chosen)
+    if before[0] != of and before[1] == chosen:  # else Back or a link brought both
+        st.session_state[key] = chosen = first
     if chosen != first and chosen in words and key not in st.query_params:
         st.session_state[key] = chosen  # the default of another run or step, and not this one's: into the address
     options |= {"format_func": lambda one: words.get(one, str(one)), "key": key, "bind": "query-params"}

@@ -138,7 +138,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
             f"{info.n_tokens:,} tokens compared, from {loaded} {total:,} with an exact norm. "
             + (f"{info.n_zero:,} with a zero energy are not drawn on the logarithmic axes. " if info.n_zero else "")
             + (DRAWN if info.drawn else LEFT_OUT if info.n_tokens < compared and len(cheap) > 1 else "")
-            + "OTB compares only rollouts of one prompt at one position, so the correlations within decide. "
+            + "OTB compares only rollouts of one prompt at one position, so of correlations the ones within count. "
             "The pooled ones also count differences between positions and prompts, which OTB never sees."
         )
         st.stop()

@@ -176,7 +176,7 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     with frame():
         worth_reading(run, known[-1])
 
-    step = box(st, "Step", "step", known, told.look, "slider")
+    step = box(st, "Step", "step", known, told.look, "slider", of=run.name)
     with frame():
         attribution(run, step)
 

@@ -122,7 +122,7 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
         st.info(NOTHING, icon=":material/inbox:")
         st.stop()
     first = first_step(steps, data.cached(run, exact_steps))  # the last one with exact norms, else the last one
-    step = box(row.container(width=110), "Step", "step", steps, first)
+    step = box(row.container(width=110), "Step", "step", steps, first, of=run.name)
     here = Place(run, step, choose_prompt(run, step, row.container(width=520)))
     if (token := asked("token")) is not None:
         st.session_state["token"] = token

@@ -88,8 +88,10 @@ def clicked(names: list[str]) -> None:
 
 
 def opened(name: str) -> None:
-    """Choose one run alone and open its page."""
-    st.session_state["run"] = [name]
+    """Open the page of a run; it is chosen for all pages, beside the others."""
+    state = st.session_state
+    state["run"] = [run.name for run in state["_readable"] if run.name in (*state["run"], name)]
+    state["focus"] = name
     go_to("run")
 
 

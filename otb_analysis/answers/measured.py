@@ -42,6 +42,7 @@ class MeasuredSteps:
     path: str  # That run's directory
     alarm: str = ""  # What the sampling check says where another sampler drew the tokens
     reservations: tuple[str, ...] = ()  # Whose estimator was not measured; why nothing is proved
+    steps: tuple[int, ...] = ()  # Which they are, where they are of one run
     sized: Callable[[], str] = str  # What is said of the group size, found when it is first needed; `str` says nothing
     _decided: dict[Label, Decision] = field(default_factory=dict, repr=False, compare=False)
 

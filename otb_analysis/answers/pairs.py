@@ -5,6 +5,7 @@ These are two runs, two groups of runs whose seeds are paired, or two estimators
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
         raise InputError(f"A and B are both {chosen[0]}; choose another A or B.")
     if measured.alarm:
         return Pair(chosen[0], chosen[1], measured.alarm, "", (), NoiseInfo((), (NOT_SAMPLED,)))
-    grams = dict(enumerate(measured.grams))
+    grams = dict(zip(measured.steps or count(), measured.grams, strict=False))  # of several runs they are counted
     panels, noise = compare_estimators(grams, names[chosen[0]], names[chosen[1]], measured.known)
     # Any pair may be asked for, so one is judged as all baselines are: together.
     decision = measured.decided(names[chosen[0]])

@@ -232,8 +232,8 @@ class RunAnswers:
         if not self.alarm and (reason := unproved_because(self.config)):
             reserved.append(f"Step lengths are estimated for every baseline of this run, since {reason}.")
             reserved += [PLAIN] if "source" in self.config and self.sampling is not None else []
-        about = (self.trained, self.config, str(self.store.path), self.alarm, tuple(reserved), self._size_line)
-        return MeasuredSteps(self.design, tuple(self.grams.values()), self.known, *about)
+        about = (self.trained, self.config, str(self.store.path), self.alarm, tuple(reserved), tuple(self.grams))
+        return MeasuredSteps(self.design, tuple(self.grams.values()), self.known, *about, self._size_line)
 
     def _size_line(self) -> str:
         # What trained may be rloo with another step length, which depends on the size; what it judges by does not.

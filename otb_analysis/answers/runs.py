@@ -93,7 +93,7 @@ def designs(runs: Mapping[str, RunAnswers]) -> dict[str, MeasuredSteps]:
                 grams=tuple(gram for of_run in grams for gram in of_run.values()),
                 trained=tuple(dict.fromkeys(label for run in some for label in run.trained)),
                 alarm=" ".join(f"{run.name}: {run.alarm}" for run in some if run.alarm),
-                reservations=tuple(reserved), sized=str, _decided={},
+                reservations=tuple(reserved), steps=(), sized=str, _decided={},
             )  # fmt: skip
     return pooled
 

@@ -13,8 +13,8 @@ from otb_analysis.diagnostics import DETECTORS, Finding
 from otb_analysis.figures.styles import AMBER, GREY
 
 SIGNS = {
-    "alarm": "■ alarm",
-    "watch": "▲ watch",
+    "alarm": "▲ alarm",
+    "watch": "△ watch",
     "not measured": "○ not measured",
     "too short": "○ too short",
     "ok": "· ok",
@@ -40,8 +40,8 @@ PANELS = {"n_zero_variance_groups": "zero_variance_share", "clipped": "clipped_s
 
 RED = "#CC1F2B"
 MARKS = {
-    "watch": ("first watch", "star", AMBER),
-    "alarm": ("first alarm", "x", RED),
+    "watch": ("first watch", "triangle-up-open", AMBER),
+    "alarm": ("first alarm", "triangle-up", RED),
     "change": ("change point", "triangle-down", GREY),
     "outlier": ("single-step outlier", "diamond", RED),
 }

@@ -207,7 +207,8 @@ def for_background(figure: go.Figure, dark: bool) -> go.Figure:
     figure.for_each_annotation(
         lambda note: note.update(text=note.text.replace(*((GREY, PALE) if dark else (PALE, GREY))))
     )
-    return figure.update_layout(font={"color": ink}, hoverlabel=hover)
+    bar = {"bgcolor": "rgba(0,0,0,0)", "color": PALE if dark else GREY, "activecolor": ink}  # else a grey box
+    return figure.update_layout(font={"color": ink}, hoverlabel=hover, modebar=bar)
 
 
 def log_axis(values: ArrayLike, ends: ArrayLike = (), most: int = 8) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def _lane(figure: go.Figure, events: Sequence[Event], bottom: float) -> None:
             text="nothing fired, nothing changed its level", showarrow=False, font={"size": 12},
             xref="paper", x=0.5, yref="y", y=0.5,
         )  # fmt: skip
-    _title(figure, "Events", "first watch ★, first alarm ✕, change point ▼, single step ◆", 1.0)
+    _title(figure, "Events", "first watch △, first alarm ▲, change point ▼, single step ◆", 1.0)
 
 
 def _panel(

@@ -25,7 +25,7 @@ MEASURES = (
     ),
     Measure(
         "sf", "Variance at equal progress", "variance ÷ c², norm²; lower is better",
-        "Variance at equal progress: SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
+        "SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
     ),
     Measure(
         "variance", "Batch variance", "norm², smaller for shorter steps, too",

@@ -10,6 +10,7 @@ undefined. All of them are invariant under an orthogonal change of the parameter
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike

@@ -232,9 +232,7 @@ def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int
     db.executemany("INSERT INTO products (step, size, numbers, crc32) VALUES (?, ?, ?, ?)", rows)
 
 
-def products(
-    db: sqlite3.Connection, steps: Collection[int] | None, *, whole: bool
-) -> Iterator[tuple[int, int, bytes]]:
+def products(db: sqlite3.Connection, steps: Collection[int] | None, *, whole: bool) -> Iterator[tuple[int, int, bytes]]:
     """Yield step, size and numbers of what was derived, of whole groups or of smaller ones.
 
     A step where anything of it is lost or changed is left out.

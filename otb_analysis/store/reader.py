@@ -385,7 +385,9 @@ class RunStore:
         """
         with self._reading() as db:
             measured = {part.step for part in listed(db, self.path, "subgroups", steps)}
-            found = [(step, size, unpacked(packed)) for step, size, packed in catalogue.products(db, steps, whole=False)]
+            found = [
+                (step, size, unpacked(packed)) for step, size, packed in catalogue.products(db, steps, whole=False)
+            ]
         if missing := measured - {step for step, *_ in found}:
             found += self._rebuilt("subgroups", sorted(missing))
         grams: dict[int, dict[int, Gram]] = {}

@@ -462,7 +462,7 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     fired = table.iloc[: len(lines)]
     assert all(title in line for title, line in zip(fired["detector"].str.replace("\\", ""), lines, strict=True))
     surge = fired[fired["detector"] == "Gradient\\-norm surge"].iloc[0]
-    assert (surge["level"], surge["first alarm"]) == ("▲ watch", "–") and 25 < int(surge["first watch"]) <= 40
+    assert (surge["level"], surge["first alarm"]) == ("△ watch", "–") and 25 < int(surge["first watch"]) <= 40
     assert "times the usual" in surge["why"]
     assert set(table.iloc[len(lines) :]["level"]) <= {"· ok", "○ not measured"} and len(table) == len(DETECTORS)
     firsts = fired["first watch"].astype(int)
