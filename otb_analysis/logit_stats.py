@@ -42,17 +42,6 @@ def _merged(sums: Tensor) -> Tensor:
     return torch.stack([top, *(x.sum(0) for x in (e, e2, e3, ed, ed2))])
 
 
-def _tile(values: Tensor, weight: Tensor | None, vocabulary: int) -> tuple[int, int]:
-    """Rows and vocabulary entries per tile: few rows get long tiles, so that every tile is worth its calls."""
-    rows = max(1, min(ROWS["logits" if weight is None else "hidden"], len(values)))
-    columns = working_set(values.device, ENTRIES) // rows
-    if weight is not None and weight.dtype != torch.promote_types(values.dtype, torch.float32):
-        columns = min(columns, max(PROMOTED // weight.shape[1], 128))
-    if columns > vocabulary:  # a small vocabulary gets more rows, for the same reason
-        rows = max(rows, min(rows * columns // vocabulary, len(values)))
-    return rows, columns
-
-
 def _sum_over_tiles(
     values: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float, y: Tensor, chunk: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
@@ -181,7 +170,14 @@ def logit_stats(
             f"token_ids is {int(y[index])} at {_place(index, shape)} but the vocabulary has {vocabulary} "
             "entries; pass ids of drawn tokens, without padding."
         )
-    tile = chunk or _tile(values, weight, vocabulary)
+    # Few rows get long tiles, so that every tile is worth its calls.
+    rows = max(1, min(ROWS["logits" if weight is None else "hidden"], len(values)))
+    columns = working_set(values.device, ENTRIES) // rows
+    if weight is not None and weight.dtype != torch.promote_types(values.dtype, torch.float32):
+        columns = min(columns, max(PROMOTED // weight.shape[1], 128))
+    if columns > vocabulary:  # a small vocabulary gets more rows, for the same reason
+        rows = max(rows, min(rows * columns // vocabulary, len(values)))
+    tile = chunk or (rows, columns)
     sums, drawn = _sum_over_tiles(values, weight, bias, temperature, y.to(values.device), tile)
     # Any NaN or infinity among the other logits has turned Σe·d into NaN; the drawn one is looked at itself.
     bad = ~(sums[4].isfinite() & drawn.isfinite())
@@ -190,9 +186,9 @@ def logit_stats(
             f"logits are not finite at {_place(int(bad.nonzero()[0]), shape)}; "
             "check the model's weights for NaN or infinity, or load it in float32."
         )
-    columns = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(sums, drawn).items()}
+    found = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(sums, drawn).items()}
     norm_sq = None if hidden is None else widenable(hidden).double().square().sum(-1).reshape(shape).cpu().numpy()
-    return LogitStats(hidden_norm_sq=norm_sq, **columns)
+    return LogitStats(hidden_norm_sq=norm_sq, **found)
 
 
 def _finish(sums: Tensor, drawn: Tensor) -> dict[str, Tensor]:

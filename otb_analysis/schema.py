@@ -20,20 +20,16 @@ class Column:
     key: bool = False  # True when a file without this column is unreadable
 
 
-def _key(name: str, meaning: str) -> Column:
-    return Column(name, "BIGINT", "", meaning, key=True)
-
-
-STEP = _key("step", "Optimiser step, from 0; measured before that step's update.")
-GROUP = _key("group", "Index of the prompt within the step.")
-ROLLOUT = _key("rollout", "Index of the rollout within the step.")
+STEP = Column("step", "BIGINT", "", "Optimiser step, from 0; measured before that step's update.", key=True)
+GROUP = Column("group", "BIGINT", "", "Index of the prompt within the step.", key=True)
+ROLLOUT = Column("rollout", "BIGINT", "", "Index of the rollout within the step.", key=True)
 
 TOKENS = (
     STEP,
     GROUP,
     ROLLOUT,
-    _key("turn", "Index of the turn within the rollout."),
-    _key("t", "Index of the token within the completion, tool tokens included."),
+    Column("turn", "BIGINT", "", "Index of the turn within the rollout.", key=True),
+    Column("t", "BIGINT", "", "Index of the token within the completion, tool tokens included.", key=True),
     Column("token_id", "INTEGER", "", "Vocabulary index; beyond the vocabulary, a soft token."),
     Column(
         "token",

@@ -8,7 +8,6 @@ Column t of an [N, T] array describes completion token y_t: its own log-probabil
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -183,6 +182,8 @@ class Gram:
     prompt: tuple[object, ...] | None = None
     groups: Int | None = None  # Index of each prompt within the step [P]; None means 0 … P−1
     sketch_dim: int | None = None  # Buckets of the count sketches that it was estimated from; None where it is exact
+    # What `statistics` has derived from it, so that the next question does not derive it again
+    derived: dict[object, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the shapes."""
@@ -241,11 +242,6 @@ class Gram:
         self._fill(block, rows, measured)
         block[~np.isfinite(block)] = np.nan
         return block
-
-    @cached_property
-    def derived(self) -> dict[object, Any]:
-        """What `statistics` has derived from it, so that the next question does not derive it again."""
-        return {}
 
     @property
     def products(self) -> Float:

@@ -8,7 +8,7 @@ nothing is sorted where counting does.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
@@ -57,15 +57,15 @@ class TokenTest:
     logprob: Tensor | None = None  # log p(y) of the sampler with this setting, in nats
 
 
+@dataclass
 class SamplingCheck:
     """Sums of one step, made by `observe` pass by pass; the learned direction goes on from step to step.
 
     Memory: a few tiles of logits, and at most 8 MB for the learned direction.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[Key, dict[str, float]] = {}
-        self._learned: LearnedDirection | None = None
+    _sums: dict[Key, dict[str, float]] = field(init=False, default_factory=dict)
+    _learned: "LearnedDirection | None" = field(init=False, default=None)
 
     @torch.no_grad()
     def observe(self, part: PolicyLogits) -> None:
@@ -75,7 +75,11 @@ class SamplingCheck:
             kept = max(1, min(FEATURES, LEARNED // vocabulary))
             self._learned = LearnedDirection(vocabulary, part.hidden.shape[1], kept, device)
         learned = self._learned
-        direction, features = learned.total / (learned.scale + 1.0), learned.features(part.hidden)
+        direction = learned.total / (learned.scale + 1.0)
+        # φ [K, r]: 1, and the hidden states scaled to mean square 1.
+        hidden = part.hidden.float()
+        hidden = hidden / hidden.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
+        features = torch.cat([hidden.new_ones(len(hidden), 1), hidden @ learned.projection], -1)
         residual, scale = torch.zeros_like(learned.total), torch.zeros_like(learned.scale)
         distinct, column = distinct_tokens(part.rollouts, device)
         start = torch.as_tensor(part.rollouts.prompt_length, device=device)
@@ -277,12 +281,6 @@ class LearnedDirection:
         self.projection = (torch.eye(width, device=device) if kept == width else projection).to(device)
         self.total = torch.zeros(kept + 1, vocabulary, device=device)  # Σ φ (e_y − π)ᵀ
         self.scale = torch.zeros(vocabulary, device=device)  # Σ π(1 − π)
-
-    def features(self, hidden: Tensor) -> Tensor:
-        """Return φ [K, r]: 1, and the hidden states scaled to mean square 1."""
-        h = hidden.float()
-        h = h / h.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
-        return torch.cat([h.new_ones(len(h), 1), h @ self.projection], -1)
 
 
 def repeats(

@@ -43,7 +43,9 @@ class AuditCost:
     def sentence(self) -> str:
         """The cost in words."""
         memory = (2 * self.weights_bytes + (self.gram.memory if self.gram else 0)) / 1e9
-        method = f"; {self.gram.words}" if self.gram else ""
+        method = "; the Gram matrix is exact" if self.gram else ""
+        if self.gram and self.gram.dim is not None:
+            method = f"; the Gram matrix is sketched ({self.gram.dim:,} buckets), because {self.gram.reason}"
         if self.measure.sampled.every:
             method += f"; the norms of {self.measure.sampled.share:.0%} of the tokens, drawn (--norms whole: of all)"
         return (

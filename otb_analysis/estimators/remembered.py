@@ -64,7 +64,7 @@ def ebpo(batch: Batch, options: NoOptions) -> BaselineResult:
     counted, present = batch.groups.sum(batch.present), batch.present > 0
     baseline = np.where(batch.is_singleton, 0.0, _shrunk(own, batch.groups.spread(counted), state))
     raw = (batch.total - baseline)[present]
-    shift, spread = (raw.mean(), np.sqrt(_variance(_moments(raw)))) if len(raw) else (0.0, 0.0)
+    shift, spread = raw.mean() if len(raw) else 0.0, raw.std(ddof=1) if len(raw) > 1 else 0.0
     flat = spread <= ROUNDING * np.sqrt((batch.total**2).sum() / max(len(raw), 1))
     scale = np.full((1, 1), 0.0 if flat else 1 / (spread + EPSILON))
     return BaselineResult((baseline + shift)[:, None], (batch.is_singleton | flat)[:, None], scale=scale, state=state)
@@ -86,7 +86,8 @@ def _shrunk(own: Float, count: Float, state: Tallies | None) -> Float:
     """Return each rollout's mean of so many returns, shrunk to the mean of all; as it is where nothing is known."""
     if state is None:
         return own
-    noise, tau_sq = _variance(state.sums[0]) / np.maximum(count, 1), _variance(state.sums[1])
+    sigma_sq, tau_sq = state.sums[:, 2] / np.maximum(state.sums[:, 0] - 1, 1)  # of returns, and of group means
+    noise = sigma_sq / np.maximum(count, 1)
     share = np.divide(noise, noise + tau_sq, out=np.zeros(len(own)), where=noise > 0)
     return (1 - share) * own + share * state.sums[0, 1]
 
@@ -110,10 +111,6 @@ def _moments(x: Float) -> Float:
     """Return how many x are, their mean and Σ (x − mean)² [3]."""
     mean = x.mean() if len(x) else 0.0
     return np.array([len(x), mean, ((x - mean) ** 2).sum()])
-
-
-def _variance(moments: Float) -> float:
-    return float(moments[2] / max(moments[0] - 1, 1))
 
 
 def _tallies(batch: Batch, width: int) -> Tallies | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from otb_analysis.arrays import Groups, has_gaps, masked, prefix_length, squeeze, squeezed_mask
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.objectives.registry import LimitedOptions, NoOptions, Provenance, boolean_mask, group_vector
+from otb_analysis.objectives.registry import LimitedOptions, NoOptions, Provenance, boolean_mask
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int, NormalEquations, Tallies
 
 Tail = Literal["own_return", "group", "zero"]
@@ -25,10 +25,17 @@ TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ra
 
 @dataclass(frozen=True)
 class _Shares:
-    """Options of which those with `ends`, words for what an end means, lie in [0, 1]."""
+    """Options of which those with `ends`, words for what an end means, lie in [0, 1], and those with `among` are named.
+
+    Raises:
+        InputError: One is another.
+    """
 
     def __post_init__(self) -> None:
         for one in fields(self):
+            if (among := one.metadata.get("among")) and getattr(self, one.name) not in among:
+                given = getattr(self, one.name)
+                raise InputError(f"{one.name} is {given!r}; {nearest(str(given), among)}")
             if (ends := one.metadata.get("ends")) and not 0.0 <= getattr(self, one.name) <= 1.0:
                 raise InputError(f"{one.name} is {getattr(self, one.name)} but must lie in [0, 1]; {ends}.")
 
@@ -39,12 +46,7 @@ class TailOptions(_Shares):
 
     # `own_return`: B = 0, so A = G (as published). `group`: B = mean of the other, finished rollouts' total returns,
     # weighted by their final realized energy. `zero`: A = 0, which is biased.
-    tail: Tail = "own_return"
-
-    def __post_init__(self) -> None:
-        if self.tail not in get_args(Tail):
-            raise InputError(f"tail is {self.tail!r}; {nearest(str(self.tail), get_args(Tail))}")
-        super().__post_init__()
+    tail: Tail = field(default="own_return", metadata={"among": get_args(Tail)})
 
 
 @dataclass(frozen=True)
@@ -304,8 +306,7 @@ def check_shapes(inputs: EstimatorInputs, names: tuple[str, ...]) -> None:
     Raises:
         InputError: A shape does not fit, or the mask is not boolean.
     """
-    mask = boolean_mask(inputs.mask)
-    group_vector(inputs.group, len(mask))
+    mask = boolean_mask(inputs.mask, inputs.group)
     for name in ("reward", *names):
         shape = np.shape(getattr(inputs, name))
         expected = mask.shape[:1] if name in PER_ROLLOUT else mask.shape

@@ -219,7 +219,8 @@ class _View:
             choice = chosen_states(model, lambda hidden: hidden[row, column])
         else:
             inputs = prompts.inputs(self.targets[:, :-1], self.present[:, :-1])
-            choice = chosen_states(model, lambda hidden: prompts.predicting(hidden, row, token))
+            behind = prompts.hidden[prompts.of][:, None]  # the first token is predicted behind the prompt
+            choice = chosen_states(model, lambda hidden: torch.cat([behind, hidden], dim=1)[row, token])
         with choice as seen:
             logits = model(**inputs).logits[0]
         bad = ~logits.detach().isfinite().all(-1)

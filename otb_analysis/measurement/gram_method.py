@@ -51,13 +51,6 @@ class GramMethod:
     passes: float  # Cost in forward and backward passes of the rollouts
     reason: str = ""  # Why it is not exact
 
-    @property
-    def words(self) -> str:
-        """The method in words."""
-        if self.dim is None:
-            return "the Gram matrix is exact"
-        return f"the Gram matrix is sketched ({self.dim:,} buckets), because {self.reason}"
-
 
 def gram_method(
     model: PreTrainedModel,

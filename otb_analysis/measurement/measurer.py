@@ -1,7 +1,7 @@
 """Everything scheduled at a step: exact norms, every estimator's Gram matrix, other levels; and the row of `steps`."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -138,54 +138,37 @@ class GradientMeasurer:
         return TokenMeasurements.exact(norm_sq, total, rollouts.group)
 
     def gram(
-        self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int, seed: int = 0
+        self,
+        rollouts: Rollouts,
+        table: TokenTable,
+        measured: TokenMeasurements,
+        groups: Int,
+        seed: int = 0,
+        names: Collection[str] | None = None,
     ) -> Gram:
         """Return ⟨ḡ_{m,p}, ḡ_{m',p'}⟩ of the groups' mean gradients under every estimator whose inputs exist.
 
-        `seed` is that of the hash where `gram_method` chooses sketches.
+        Where the table's groups are parts of the rollouts', a prompt has the mean over its parts. Equal advantages are
+        measured once.
+
+        Args:
+            seed: That of the hash where `gram_method` chooses sketches.
+            names: Estimators of smaller groups: computed from these alone, without what is remembered of earlier steps
+                and without calibrated energies, which had whole ones. None is all estimators.
         """
-        rows = np.isin(rollouts.group, groups)
-        calibrated = measured.drawn.calibrated if measured.drawn else None
+        rows, group = np.isin(rollouts.group, groups), table.group
+        calibrated = measured.drawn.calibrated if measured.drawn and names is None else None
+        states = self.states if names is None else None
         # By the first process: the last bit of a weight may differ between machines, and with it the number of rows.
-        advantages = self.processes.broadcast_from_main(
-            lambda: every_advantage(table, measured, rows, self.options, calibrated, self.states)
-        )
-        return self._gram(rollouts, rollouts.group, groups, advantages, seed)
-
-    def subgroups(
-        self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int, seed: int = 0
-    ) -> dict[int, Gram]:
-        """Return the products of smaller groups cut from the measured ones, by size, under a few estimators.
-
-        Those are the configured ones, the one that trains and the unbiased reference; each is computed anew from the
-        rollouts of a smaller group, without what it remembers of earlier steps, which had whole ones. Empty where the
-        groups cannot be cut evenly.
-        """
-        rows = np.isin(rollouts.group, groups)
-        names = {REFERENCE[0], *(self.options or ()), *self.config.subgroups}
-        grams = {}
-        for size in smaller_sizes(rollouts.group[rows]):
-            cut = cut_groups(rollouts.group, size)
-            smaller = replace(table, group=cut)
-            every = self.processes.broadcast_from_main(partial(every_advantage, smaller, measured, rows, self.options))
-            chosen = {label: advantage for label, advantage in every.items() if label[0] in names}
-            grams[size] = self._gram(rollouts, cut, groups, chosen, seed)
-        return grams
-
-    def _gram(self, rollouts: Rollouts, group: Int, prompts: Int, advantages: Mapping[Label, Float], seed: int) -> Gram:
-        """Return inner products of the mean gradients of some prompts' groups, exact or from sketches.
-
-        `group` is that of each rollout. Where it is a part of its prompt's, a prompt has the mean over its parts. Equal
-        advantages are measured once.
-        """
-        rows = np.isin(rollouts.group, prompts)
+        main = self.processes.broadcast_from_main
+        every = main(lambda: every_advantage(table, measured, rows, self.options, calibrated, states))
+        advantages = {label: advantage for label, advantage in every.items() if names is None or label[0] in names}
         sizes = np.bincount(group)[group[rows]]
         stacked = np.stack([a / sizes[:, None] for a in advantages.values()])
         different, back = np.unique(stacked.reshape(len(stacked), -1), axis=0, return_inverse=True)
         weights = rollouts.by_column(different.reshape(-1, *stacked.shape[1:]), rows)
         ids, mask, attention = self.processes.agreed(lambda: rollouts.tensors(self.model.device, rows))
         batch = (self.model, ids, mask, weights, group[rows], attention)
-        main = self.processes.broadcast_from_main
         dim = None  # of sketches; soft tokens have none
         if rollouts.soft is None:
             dim = main(lambda: gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim)
@@ -193,10 +176,25 @@ class GradientMeasurer:
             inner = group_gradient_gram(*batch, **self.settings, soft=rollouts.soft, processes=self.processes)
         else:
             inner = main(lambda: sketched_group_gram(*batch, dim=dim, seed=seed, **self.policy.settings))
-        if (parts := inner.shape[-1] // len(prompts)) > 1:
+        if (parts := inner.shape[-1] // len(groups)) > 1:
             inner = mean_over_subgroups(inner, parts)
-        back, names = back.reshape(-1), tuple(rollouts.prompts[p].id for p in prompts)
-        return Gram(inner[np.ix_(back, back)], tuple(advantages), int(rows.sum()), names, prompts, dim)
+        back, prompts = back.reshape(-1), tuple(rollouts.prompts[p].id for p in groups)
+        return Gram(inner[np.ix_(back, back)], tuple(advantages), int(rows.sum()), prompts, groups, dim)
+
+    def subgroups(
+        self, rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements, groups: Int, seed: int = 0
+    ) -> dict[int, Gram]:
+        """Return the products of smaller groups cut from the measured ones, by size, under a few estimators.
+
+        Those are the configured ones, the one that trains and the unbiased reference. Empty where the groups cannot be
+        cut evenly.
+        """
+        names = {REFERENCE[0], *(self.options or ()), *self.config.subgroups}
+        grams = {}
+        for size in smaller_sizes(rollouts.group[np.isin(rollouts.group, groups)]):
+            smaller = replace(table, group=cut_groups(rollouts.group, size))
+            grams[size] = self.gram(rollouts, smaller, measured, groups, seed, names)
+        return grams
 
     def measure(
         self,

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from otb_analysis.arrays import masked
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.types import Bool, Float, Int
+from otb_analysis.types import Bool, Float
 
 Row = TypeVar("Row")
 Provenance = Literal["code", "proved", "abstract", "guess"]
@@ -45,9 +45,8 @@ class CheckedInputs:
 
     def __post_init__(self) -> None:
         """Check shapes and values; a column whose default is None may be left out."""
-        mask, given = boolean_mask(self.mask), vars(self)
-        if "group" in given:
-            group_vector(given["group"], len(mask))
+        given = vars(self)
+        mask = boolean_mask(self.mask, given.get("group"))
         for name in self.columns:
             if given[name] is not None or not hasattr(type(self), name):
                 object.__setattr__(self, name, policy_values(name, given[name], mask))
@@ -129,31 +128,22 @@ def options_from_table(name: str, kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**read)
 
 
-def boolean_mask(mask: ArrayLike) -> Bool:
-    """Return the mask.
+def boolean_mask(mask: ArrayLike, group: ArrayLike | None = None) -> Bool:
+    """Return the mask once it and the group of each rollout [N], where there is one, are what they must be.
 
     Raises:
-        InputError: It is not boolean or not [N, T].
+        InputError: The mask is not boolean or not [N, T], or the group is not of integers [N].
     """
     mask = np.asarray(mask)
     if mask.ndim != 2 or mask.dtype != np.bool_:
         raise InputError(f"mask has shape {mask.shape} and dtype {mask.dtype}; pass booleans of shape [N, T].")
-    return mask
-
-
-def group_vector(group: ArrayLike, rollouts: int) -> Int:
-    """Return the group of each rollout [N].
-
-    Raises:
-        InputError: The shape or the type does not fit.
-    """
-    group = np.asarray(group)
-    if group.shape != (rollouts,) or not np.issubdtype(group.dtype, np.integer):
+    numbers = np.zeros(len(mask), int) if group is None else np.asarray(group)
+    if numbers.shape != (len(mask),) or not np.issubdtype(numbers.dtype, np.integer):
         raise InputError(
-            f"group has shape {group.shape} and dtype {group.dtype} but mask has {rollouts} rollouts; "
+            f"group has shape {numbers.shape} and dtype {numbers.dtype} but mask has {len(mask)} rollouts; "
             "pass one integer per rollout, shape [N]."
         )
-    return group
+    return mask
 
 
 def policy_values(name: str, x: ArrayLike | None, mask: Bool) -> Float:

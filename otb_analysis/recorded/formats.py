@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -292,13 +291,10 @@ def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | Non
             raise InputError(f"--fields names {lacking[0]!r}, but the first record of {path} has {', '.join(has)}.")
         return Source(path, "plain", files, Tally(), renamed=renamed)
 
-    @cache  # each format asks, and a file of one array is parsed whole
-    def first_row(file: Path) -> Row:
-        return next((row for _, row in rows_of(file, Tally())), {})
-
     # A package's formats come before `plain`, which many files fit.
     tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
     fields: Row = {}  # Of the first rollout; none where a file has no rows
+    first = dict[Path, Row]()  # Of each file: every format asks, and a file of one array is parsed whole
     for one in tried:
         try:
             kind = format_of(one)
@@ -308,7 +304,11 @@ def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | Non
             note(str(error))
             continue
         files = _files(path, kind)
-        fields = next(kind.unfold(first_row(files[0])), {}) if files and name == "auto" else {}
+        fields = {}
+        if files and name == "auto":
+            if files[0] not in first:
+                first[files[0]] = next((row for _, row in rows_of(files[0], Tally())), {})
+            fields = next(kind.unfold(first[files[0]]), {})
         fits = all(field in fields or kind.instead.get(field) in fields for field in kind.fields)
         if files and (fits or name != "auto"):
             return Source(path, one, files, Tally())

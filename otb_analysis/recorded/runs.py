@@ -414,7 +414,20 @@ class _Run:
     ):
         self.path, self.config, self.stored, self.machine = path, config, stored, machine
         self._writer: RunWriter | None = None
-        self.done = self._stored_steps()  # Steps that were stored before → their rollouts
+        self.done = dict[int, int]()  # Steps that were stored before → their rollouts
+        refuse_existing(path, config)
+        if config.if_exists != "resume" or not path.exists():
+            return
+        store = RunStore(path)
+        before: Any = store.info.get("config") or {}
+        for name, value in stored.items():
+            if name not in PLACE and before.get(name) != value:
+                raise InputError(
+                    f"{name} is {value!r} but run {path.name!r} was made with {before.get(name)!r}; pass the run's own "
+                    "settings to go on, or another --run."
+                )
+        steps = store.steps_df(columns=["step", "n_rollouts"])
+        self.done = {int(step): int(n) for step, n in zip(steps["step"], steps["n_rollouts"], strict=True)}
 
     def write(self, source: Source, make: Callable[[RecordedStep], StepTables]) -> None:
         """Write the steps that are not there yet."""
@@ -439,22 +452,6 @@ class _Run:
             if n_stored < n:
                 self.writer().write_step(step.step, tables or make(step))
             advance()
-
-    def _stored_steps(self) -> dict[int, int]:
-        """Return the steps of a run that goes on; refuse other settings than those it was made with."""
-        refuse_existing(self.path, self.config)
-        if self.config.if_exists != "resume" or not self.path.exists():
-            return {}
-        store = RunStore(self.path)
-        before: Any = store.info.get("config") or {}
-        for name, value in self.stored.items():
-            if name not in PLACE and before.get(name) != value:
-                raise InputError(
-                    f"{name} is {value!r} but run {self.path.name!r} was made with {before.get(name)!r}; pass the "
-                    "run's own settings to go on, or another --run."
-                )
-        steps = store.steps_df(columns=["step", "n_rollouts"])
-        return {int(step): int(n) for step, n in zip(steps["step"], steps["n_rollouts"], strict=True)}
 
     def writer(self) -> RunWriter:
         """Return the run's writer; the first call makes or reopens the directory."""

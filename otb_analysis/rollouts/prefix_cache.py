@@ -49,13 +49,6 @@ class PrefixCache:
             "use_cache": True,
         }
 
-    def predicting(self, hidden: Tensor, row: Tensor, token: Tensor) -> Tensor:
-        """Return the state that predicts each token [K, d]: behind the prompt, or behind the token before it.
-
-        `hidden` are final hidden states behind completion tokens [n, T, d]; `row` and `token` [K] name the tokens.
-        """
-        return torch.cat([self.hidden[self.of][:, None], hidden], dim=1)[row, token]
-
 
 class _Continued(DynamicLayer):
     """Keys and values of prompts, put in front of those of their completions; nothing is kept."""

@@ -208,12 +208,13 @@ def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
     return pa.table(columns)
 
 
-def replace_parts(db: sqlite3.Connection, step: int, parts: pa.Table) -> None:
-    """Say anew in which Parquet files the rows of a step lie."""
-    db.execute("DELETE FROM parts WHERE step = ?", [step])
-    n, sums = _insert(db, "parts", parts)
-    db.execute("UPDATE written SET parts_rows = ?, parts_sums = ? WHERE step = ?", [n, sums, step])
-    db.execute("UPDATE totals SET changes = changes + 1")
+def replace_parts(db: sqlite3.Connection, parts: pa.Table) -> None:
+    """Say anew in which Parquet files the rows of some steps lie."""
+    for step in parts["step"].unique().to_pylist():
+        db.execute("DELETE FROM parts WHERE step = ?", [step])
+        n, sums = _insert(db, "parts", parts.filter(call_function("equal", [parts["step"], step])))
+        db.execute("UPDATE written SET parts_rows = ?, parts_sums = ? WHERE step = ?", [n, sums, step])
+        db.execute("UPDATE totals SET changes = changes + 1")
 
 
 def remove_steps(db: sqlite3.Connection, steps: Collection[int]) -> None:

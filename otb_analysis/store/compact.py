@@ -5,6 +5,7 @@ New files are written first, their bytes and number of rows compared with what w
 them, in one transaction; then the old ones go. So readers go on meanwhile, and a killed run is whole either way.
 """
 
+import json
 import os
 import shutil
 import sqlite3
@@ -111,7 +112,7 @@ def merge(run_dir: Path) -> Compacted:
             if db.execute("SELECT changes FROM totals").fetchone() != (changes,):
                 raise StoreError(f"{run_dir} was changed by another process while it was compacted; compact it again.")
             if due:
-                _name_parts(db, [part for parts in of_table.values() for part in parts])
+                catalogue.replace_parts(db, as_rows([part for parts in of_table.values() for part in parts]))
         for table, rows in small.items():
             if len(rows):
                 with atomic_file(run_dir / f"{table}.parquet") as file, pq.ParquetWriter(file, rows.schema) as writer:
@@ -141,13 +142,8 @@ def separate(db: sqlite3.Connection, run_dir: Path, tables: Collection[str] = LA
                 with (run_dir / part.file).open("rb") as file, atomic_file(run_dir / name) as copy:
                     shutil.copyfileobj(file, copy)
     if aside:
-        _name_parts(db, [replace(part, file=aside.get(part.file, part.file)) for part in before])
-
-
-def _name_parts(db: sqlite3.Connection, parts: Sequence[Part]) -> None:
-    """Say anew in which files the rows of all steps lie."""
-    for step, of_step in groupby(sorted(parts, key=lambda part: part.step), lambda part: part.step):
-        catalogue.replace_parts(db, step, as_rows(list(of_step)))
+        renamed = [replace(part, file=aside.get(part.file, part.file)) for part in before]
+        catalogue.replace_parts(db, as_rows(renamed))
 
 
 def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
@@ -187,7 +183,11 @@ def _row_groups(run_dir: Path, parts: Sequence[Part], schema: pa.Schema) -> Iter
     for alone, of_file in groupby(parts, lambda part: part.step if part.alone else part.file):
         some = list(of_file)
         if isinstance(alone, int):
-            read = [read_step(run_dir, part, columns=part.filled) for part in some]
+            read = list[pa.Table]()
+            for part in some:  # without columns of the schema that are null throughout: reading these takes as long
+                null = {c.name for c in TABLES[part.table]} - set(part.recorded.split(","))
+                filled = [name for name in json.loads(part.fields) if name not in null]
+                read.append(read_step(run_dir, part, columns=filled))
             pieces = iter([pa.concat_tables(read, promote_options="default")])
         else:  # piece by piece, since it holds many steps
             check(run_dir, some)

@@ -44,12 +44,6 @@ class Part:
         """True when the file holds no other step."""
         return "/part-" in self.file
 
-    @property
-    def filled(self) -> list[str]:
-        """Columns of the file without those of the schema that are null throughout: reading these takes as long."""
-        null = {c.name for c in TABLES[self.table]} - set(self.recorded.split(","))
-        return [name for name in json.loads(self.fields) if name not in null]
-
 
 def listed(db: Any, run_dir: Path, table: str | None = None, steps: Collection[int] | None = None) -> list[Part]:
     """Return the files of a table, or of all, by step; those of several steps come once for each.

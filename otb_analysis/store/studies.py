@@ -1,6 +1,7 @@
 """Committed studies read from disk (question, verdict, tables, figures), without running a study's own code."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,6 +12,8 @@ from pyarrow import csv
 from otb_analysis.errors import StoreError
 
 NAME = re.compile(r"(\d\d)_(\w+)")
+ROW = re.compile(r"\| \[(\w+)]\([^)]*\) \| (.+?) \|")
+"""A study and its question in the table of all."""
 MADE = "\n## How it was made\n"
 COST = "cost"
 
@@ -40,7 +43,11 @@ class CommittedStudy:
 def committed_studies(studies: Path) -> list[CommittedStudy]:
     """Return every study of a folder in the order of their numbers; one that cannot be read says so itself."""
     folders = sorted(p for p in studies.glob("*") if NAME.fullmatch(p.name) and (p / "study.py").is_file())
-    questions = _index(studies / "README.md") if folders else {}
+    questions, page = dict[str, str](), studies / "README.md"
+    if folders and not page.is_symlink():  # of a study that was not run, no other page has its question
+        with suppress(OSError, ValueError):
+            rows = [ROW.match(line) for line in page.read_text(encoding="utf-8").splitlines()]
+            questions = {row[1]: row[2] for row in rows if row}
     return [_study(folder, questions.get(folder.name, "")) for folder in folders]
 
 
@@ -120,15 +127,3 @@ def _study(folder: Path, question: str) -> CommittedStudy:
         verdict=verdict.removeprefix("**Verdict.** "), cost=made.split("```")[-1].strip().partition(" Tables: ")[0],
         state=MEASURED, figures=tuple(folder / name for name in pictures if (folder / name).is_file()),
     )  # fmt: skip
-
-
-def _index(page: Path) -> dict[str, str]:
-    """Return the question of each study of the index: of one that was not run, no other page has it."""
-    if page.is_symlink():
-        return {}
-    try:
-        lines = page.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return {}
-    rows = [re.match(r"\| \[(\w+)]\([^)]*\) \| (.+?) \|", line) for line in lines]
-    return {row[1]: row[2] for row in rows if row}

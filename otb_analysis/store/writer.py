@@ -78,6 +78,7 @@ class StepTables:
         return cls(**tables | {"steps": {name: values[0] for name, values in tables["steps"].items()}})
 
 
+@dataclass(eq=False)
 class RunWriter:
     """Writes one run; `create` makes it, `write_step` adds a step, `finish` says how it ended.
 
@@ -85,11 +86,10 @@ class RunWriter:
     others have written theirs, since its transaction is what makes a step visible. Other ranks use the constructor.
     """
 
-    def __init__(self, path: Path, rank: int = 0, size: int = 1) -> None:
-        self.path = path
-        self.rank = rank
-        self.size = size  # Processes that write parts of the same steps
-        self._last_step: int | None = None
+    path: Path
+    rank: int = 0
+    size: int = 1  # Processes that write parts of the same steps
+    _last_step: int | None = field(default=None, init=False)
 
     @cached_property
     def _steps(self) -> set[int]:

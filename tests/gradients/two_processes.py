@@ -119,7 +119,7 @@ def grams(together):
         sketched = together.broadcast_from_main(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, dim=64))
     results["gathered"] = sketched
     results["whole"] = gradient_sketch(MODELS["tied"](), ids, mask, weights, CLUSTER, dim=64)
-    for at in ("extent", "_block", "add"):
+    for at in ("extent", "_through", "add"):
         whole = getattr(layered.Layered, at)
 
         def broken(*args, **kwargs):

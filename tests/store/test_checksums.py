@@ -212,7 +212,7 @@ def test_file_outside_the_run_that_somebody_listed_is_not_opened(run, file):
     with transaction(run, write=True) as db:
         others = [part for part in parts.listed(db, run, steps=[3]) if part.table != "tokens"]
         (one,) = parts.listed(db, run, "tokens", [3])
-        catalogue.replace_parts(db, 3, parts.as_rows([replace(one, file=file), *others]))
+        catalogue.replace_parts(db, parts.as_rows([replace(one, file=file), *others]))
     for read in (RunStore(run).tokens_df, lambda: compact(run), lambda: RunWriter.resume(run, 4)):
         with pytest.raises((StoreError, InputError), match=r"which is no file of it|is being written by") as caught:
             read()

@@ -150,7 +150,14 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int, processes
     try:
         structure = verified_structure(batch)
         parts, rounds = rounds_of(batch, [p for p in prompts if p.weights.any()])
-        total = _in_rounds(batch, structure, parts, rounds)
+        # A part passes forward, and through each block that signals must go through.
+        count_to(sum(map(len, rounds)) * (1 + len(structure.blocks) - structure.first), "pass")
+        found = [_block_by_block(batch, structure, [parts[i] for i in some]) for some in rounds]
+        place = np.repeat(np.arange(len(parts)), [len(part.basis.rows) for part in parts])
+        total = np.zeros((len(place), len(place)))
+        for some, products in zip(rounds, found, strict=True):
+            at = np.flatnonzero(np.isin(place, some))
+            total[np.ix_(at, at)] = products
         many = f"{len(rounds)} rounds of passes, because the signals of all rollouts do not fit in memory together"
         way = f"is measured block by block, in {'one round of passes' if len(rounds) == 1 else many}"
     except UnfitError as reason:
@@ -205,32 +212,14 @@ def rounds_of(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> tuple[list[Pr
     return parts, [[*one, *other] for one, other in combinations(bins, 2)] if len(bins) > 1 else bins
 
 
-def _in_rounds(
-    batch: ScoreBatch, structure: BlockStructure, parts: Sequence[PromptRows], rounds: Sequence[list[int]]
-) -> Float:
-    """Products [R, R] of the basis rows' gradients of all parts."""
-    # A part passes forward, and through each block that signals must go through.
-    count_to(sum(map(len, rounds)) * (1 + len(structure.blocks) - structure.first), "pass")
-    found = [_block_by_block(batch, structure, [parts[i] for i in some]) for some in rounds]
-    place = np.repeat(np.arange(len(parts)), [len(part.basis.rows) for part in parts])
-    total = np.zeros((len(place), len(place)))
-    for some, products in zip(rounds, found, strict=True):
-        at = np.flatnonzero(np.isin(place, some))
-        total[np.ix_(at, at)] = products
-    return total
-
-
 def _block_by_block(batch: ScoreBatch, structure: BlockStructure, prompts: Sequence[PromptRows]) -> Float:
     """Products [R, R] of the basis rows' gradients of some prompts, in one round of passes."""
     layered = _signals(batch, structure, prompts)
-    total = _zeros(batch, layered.rows)
+    device = batch.scope.parameters[0].device
+    total = torch.zeros(layered.rows, layered.rows, dtype=torch.float64, device=device)
     for _, gradients in layered.gradients() if layered.rows else ():
         add_products(total, gradients)
     return total.cpu().numpy()
-
-
-def _zeros(batch: ScoreBatch, count: int) -> Tensor:
-    return torch.zeros(count, count, dtype=torch.float64, device=batch.scope.parameters[0].device)
 
 
 def _shared(
@@ -258,7 +247,8 @@ def _shared(
         return None
     layered = processes.agreed(lambda: _signals(batch, structure, own))
     counts = processes.gather(layered.rows)
-    total = _zeros(batch, sum(counts))
+    device = batch.scope.parameters[0].device
+    total = torch.zeros(sum(counts), sum(counts), dtype=torch.float64, device=device)
 
     def add(slices: Gradients) -> None:
         while (found := processes.agreed(lambda: next(slices, None))) is not None:

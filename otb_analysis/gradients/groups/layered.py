@@ -186,8 +186,29 @@ class Layered:
 
         With `coordinates` those of experts that few tokens went to may be left as coordinates, which depend on all.
         """
+        # Each further part repeats its block alone: too little memory costs passes over a block, not over the model.
         for index in reversed(range(self.structure.first, len(self.structure.blocks))):
-            yield from self._block(index, rows, coordinates)
+            named = [(name, self.named[name]) for name in self.structure.inside[index]]
+            parts = stretches([parameter for _, parameter in named], max(rows, 1))
+            for part in parts:
+                wanted, by_prompt = [(*named[i], span) for i, span in part], list[list[Part]]()
+                for prompt in self.added:
+                    total = list[Part]()
+                    for one in prompt.passes:
+                        found = self._through(index, one, wanted, coordinates, last=part is parts[-1])
+                        for into, more in zip(total, found, strict=False):  # of passes after the first
+                            into.add(more)
+                        total = total or found
+                    if len(prompt.ends.rows):
+                        by_prompt.append(total)
+                    if part is parts[-1]:
+                        advance()
+                for i, (name, parameter, span) in enumerate(wanted):
+                    same = [found[i] for found in by_prompt]
+                    none = [parameter.new_zeros(0, span.stop - span.start)]
+                    formed = [[gradients for one in same for gradients in one.rows] or none]
+                    for gradients in expert_coordinates(same) if same and same[0].experts else formed:
+                        yield name, gradients
 
     def extent(self) -> Extent:
         """Bring the signals to the embedding's output, and say how far the gradients of the model's ends reach."""
@@ -206,31 +227,6 @@ class Layered:
         ends = [prompt.ends for prompt in self.added]
         for name, gradients in vocabulary_gradients(self.structure, ends, self.batch.temperature, extent):
             yield name, [gradients]
-
-    def _block(self, index: int, rows: int, coordinates: bool) -> Gradients:
-        """Take all signals through a block, once for each part of its gradients that fits in memory."""
-        # Each further part repeats this block alone: too little memory costs passes over a block, not over the model.
-        named = [(name, self.named[name]) for name in self.structure.inside[index]]
-        parts = stretches([parameter for _, parameter in named], max(rows, 1))
-        for part in parts:
-            wanted, by_prompt = [(*named[i], span) for i, span in part], list[list[Part]]()
-            for prompt in self.added:
-                total = list[Part]()
-                for one in prompt.passes:
-                    found = self._through(index, one, wanted, coordinates, last=part is parts[-1])
-                    for into, more in zip(total, found, strict=False):  # of passes after the first
-                        into.add(more)
-                    total = total or found
-                if len(prompt.ends.rows):
-                    by_prompt.append(total)
-                if part is parts[-1]:
-                    advance()
-            for i, (name, parameter, span) in enumerate(wanted):
-                same = [found[i] for found in by_prompt]
-                none = [parameter.new_zeros(0, span.stop - span.start)]
-                formed = [[gradients for one in same for gradients in one.rows] or none]
-                for gradients in expert_coordinates(same) if same and same[0].experts else formed:
-                    yield name, gradients
 
     def _through(
         self, index: int, one: Pass, wanted: Sequence[tuple[str, Tensor, slice]], coordinates: bool, *, last: bool

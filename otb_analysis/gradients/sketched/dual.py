@@ -289,38 +289,33 @@ def _dropout(_func: Any, x: Dual, p: float = 0.5, training: bool = True, inplace
     return x
 
 
-def _named(*names: str) -> Iterator[Any]:
-    """All the functions that a model may mean by a name."""
-    for name in names:
-        for home in (torch.Tensor, torch, f):
-            if hasattr(home, name):
-                yield getattr(home, name)
-
-
 LAYOUT = "transpose", "permute", "swapaxes", "contiguous", "unsqueeze", "squeeze", "chunk", "split", "to", "float"
 FIXED = "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_nested"
-RULES: dict[Callable[..., Any], Iterator[Any]] = {
-    _linear: _named(*LAYOUT, "type", "type_as", "neg", "__neg__", "mean", "sum"),
-    _item: _named("__getitem__"),
-    _fixed: _named("size", "dim", "numel", "is_floating_point", "__len__", "is_contiguous"),
-    _shaped: _named("view", "reshape", "expand"),
-    _joined: _named("cat", "concat"),
-    partial(_sum, 1): _named("add", "__add__", "__radd__", "__iadd__", "add_"),
-    partial(_sum, -1): _named("sub", "__sub__", "__isub__"),
-    _product: _named("mul", "__mul__", "__rmul__", "__imul__"),
-    _bilinear: _named("matmul", "__matmul__", "bmm"),
-    _quotient: _named("div", "__truediv__", "__itruediv__"),
-    _elementwise: _named(
+RULES: dict[Callable[..., Any], tuple[str, ...]] = {
+    _linear: (*LAYOUT, "type", "type_as", "neg", "__neg__", "mean", "sum"),
+    _item: ("__getitem__",),
+    _fixed: ("size", "dim", "numel", "is_floating_point", "__len__", "is_contiguous"),
+    _shaped: ("view", "reshape", "expand"),
+    _joined: ("cat", "concat"),
+    partial(_sum, 1): ("add", "__add__", "__radd__", "__iadd__", "add_"),
+    partial(_sum, -1): ("sub", "__sub__", "__isub__"),
+    _product: ("mul", "__mul__", "__rmul__", "__imul__"),
+    _bilinear: ("matmul", "__matmul__", "bmm"),
+    _quotient: ("div", "__truediv__", "__itruediv__"),
+    _elementwise: (
         "pow", "__pow__", "square", "rsqrt", "sqrt", "exp", "tanh", "sigmoid", "silu", "gelu", "relu", "erf",
         "softplus",
     ),
-    _matrix: iter([f.linear]),
-    _conv1d: _named("addmm"),
-    _softmax: _named("softmax"),
-    _layer_norm: _named("layer_norm"),
-    _attention: _named("scaled_dot_product_attention"),
-    _dropout: iter([f.dropout]),
+    _matrix: ("linear",),
+    _conv1d: ("addmm",),
+    _softmax: ("softmax",),
+    _layer_norm: ("layer_norm",),
+    _attention: ("scaled_dot_product_attention",),
+    _dropout: ("dropout",),
 }  # fmt: skip
-"""Each rule, and the functions that it differentiates."""
-Dual.rules.update({func: rule for rule, funcs in RULES.items() for func in funcs})
+"""Each rule, and the names of the functions that it differentiates: a model may mean any of those so called."""
+HOMES = torch.Tensor, torch, f
+Dual.rules.update(
+    {getattr(home, n): rule for rule, names in RULES.items() for n in names for home in HOMES if hasattr(home, n)}
+)
 Dual.rules.update({getattr(torch.Tensor, name).__get__: _fixed for name in FIXED})

@@ -319,9 +319,10 @@ def test_steps_without_the_label_or_the_reference_are_left_out(gram_of, noisy_pr
     assert (rloo, otb) == tuple(pooled_statistics([both]))
 
 
-def test_no_step_gives_no_row():
+def test_no_step_gives_no_row_and_moments_that_are_not_known():
     assert pooled_statistics([]) == []
     assert paired_ratios([]) == []
+    assert np.isnan(deleted_moments([], OTB).power).tolist() == [True]
 
 
 def test_a_matrix_of_the_wrong_shape_is_named():
