@@ -30,6 +30,7 @@ from studies.lib.formats import interval_columns, rounded
 from studies.lib.policies import Policy, ScoredRollouts, different_prompts, group_sketches, score, taught, write
 from studies.lib.record import write_tables
 from studies.lib.seeds import MODEL
+from studies.lib.worlds import WORLD_TOKENS, toy_world
 
 PARTS = ("1", "f", "h", "x")
 PRODUCTS = (*FEATURES.values(), ("probe", "1"))
@@ -53,7 +54,7 @@ POLICIES = {
 }  # fmt: skip
 """Configuration, tokens that an answer may have, and how many prompts at `SEEN` were looked at."""
 WORLDS = [(mean, spread, link) for mean in (-1.0, 1.0) for spread in (0.0, 1.0, 2.0) for link in (0.0, 1.5)]
-WORLD_BLOCKS, TREES, FIRST_TREE, TOKENS = 100, 512, 5_000, 8
+WORLD_BLOCKS, TREES, FIRST_TREE = 100, 512, 5_000
 MEMORIES, STEPS, SKIPPED = (0.5, 0.9, 0.97), 120, 8
 RIDGES, FITTED_ON = (0.0, 0.01, 0.1, 1.0, np.inf), (16, 32, 64)
 """ρ of a portfolio: without end its weights are equal; and prompts that fit them."""
@@ -202,17 +203,11 @@ def token_parts(weight: Float, entropy: Float, limit: int) -> Float:
 
 
 def world(mean: float, spread: float, link: float, random: np.random.Generator, size: int = 4) -> Groups:
-    """Return groups whose prompts differ in difficulty by `spread`, where right answers have e^−link the energy.
-
-    Scores are independent in direction, so ∇J is 0, and the mean square is the variance.
-    """
-    shape = (WORLD_BLOCKS * BLOCK, size)
-    success = 1 / (1 + np.exp(-mean - spread * random.standard_normal((shape[0], 1))))
-    total = (random.random(shape) < success).astype(float)
-    weight = random.lognormal(size=(*shape, TOKENS)) * np.exp(-link * total)[..., None]
-    z = token_parts(weight, random.random(weight.shape), TOKENS)
+    """Return the groups of a `toy_world`; ∇J is 0 there, so the mean square is the variance."""
+    total, weight, entropy = toy_world(mean, spread, link, (WORLD_BLOCKS * BLOCK, size), random)
+    z = token_parts(weight, entropy, WORLD_TOKENS)
     inner = np.einsum("pnt,pnat,pnbt->pnab", weight, z, z)
-    return groups(total, inner, np.einsum("pnab,nm->pnamb", inner, np.eye(size)), np.zeros(shape))
+    return groups(total, inner, np.einsum("pnab,nm->pnamb", inner, np.eye(size)), np.zeros(total.shape))
 
 
 def tree_groups(random: np.random.Generator) -> Groups:

@@ -4,18 +4,24 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from otb_analysis.config import SampleConfig
+from otb_analysis.figures.styles import BLUE, GREEN, GREY, INK, ORANGE, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
 from studies.lib.formats import above, below, interval_curve, mean_curve
 from studies.lib.seeds import best_rate, by_seed, later_success, paired_difference
 
-from .study import ARMS, MARGIN, UPDATES
+from .study import ARMS, MARGIN, RIVALS, UPDATES
 from .study import RIDGE as RIDGE
-from .study import RIVALS as RIVALS
+from .worlds import ADVICE, GROUP
 
 WORDS = {name: arm.words.replace(",", "") for name, arm in ARMS.items()}
+ADVISED = dict(zip((*ADVICE, "any"), (INK, SKY, BLUE, ORANGE, GREEN, GREY), strict=True))
+"""Colours of the advice in toy worlds; `any` where no two differ."""
+SMALL_GROUPS = tuple(name for name, arm in ARMS.items() if (arm.prompts, arm.group) == (16, 4))
 LARGE = ("mean32", "rloo4-wide")
 """Arms with large updates that are compared after as many rollouts."""
 LONG = ("mean32-long", "rloo32-long")
@@ -30,6 +36,8 @@ CONTRASTS = {
         ("blend4", "rloo4"),
         ("blend4", "otb4"),
         ("blend4", "regression4"),
+        *((arm, "rloo4") for arm in RIVALS),
+        *(("regression4", arm) for arm in RIVALS),
     ),
     "updates": (("otb4", "mean32-long"), ("regression4", "mean32-long"), ("rloo32-long", "mean32-long")),
 }
@@ -55,9 +63,14 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         means[name] = seed_mean(list(later.values()), "held-out success", "logit")
         end = column(select(curves, arm=name, step=last[name]), "success")
         finals[name] = seed_mean(end, "held-out success", "logit")
+    worst = dict[tuple[str, int], float]()
+    for row, name in product(tables.get("worlds", ()), ADVICE):
+        over = row[name] / min(row[other] for other in ADVICE)
+        worst[name, row["prompts"]] = max(over, worst.get((name, row["prompts"]), 1.0))
+    readings = {pair: reading(found) for pair, found in gains.items()}
     return {
         "LIMIT": SampleConfig().max_new_tokens, "shared": shared, "means": means, "finals": finals, "gains": gains,
-        "readings": {pair: reading(found) for pair, found in gains.items()}, "chosen": rates,
+        "readings": readings, "advised": advised(readings), "worst": worst, "chosen": rates,
         "at_the_edge": [name for name, rate in rates.items() if rate in (ARMS[name].rates[0], ARMS[name].rates[-1])],
     }  # fmt: skip
 
@@ -85,6 +98,15 @@ def reading(gain: Interval | None) -> str:
     return "worse" if below(gain, 0) else "not shown"
 
 
+def advised(readings: Mapping[tuple[str, str], str]) -> str:
+    """Return the arm that the rule of the page gives, which was fixed before the rivals ran."""
+    better = {pair for pair, words in readings.items() if words == "better"}
+    rivals = [arm for arm in RIVALS if ("regression4", arm) in readings]
+    enough = [arm for arm in rivals if (arm, "rloo4") in better and ("regression4", arm) not in better]
+    taken = "regression4" if ("regression4", "rloo4") in better else "rloo4"
+    return next(iter(enough), taken)
+
+
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw mean learning curves over rollouts and over updates, and how far small groups are ahead of large ones."""
     curves = [dict(row, thousands=row["n_rollouts"] / 1000) for row in tables["curves"]]
@@ -108,4 +130,17 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         Panel(f"Minus {WORDS['mean32-long']}", "points, same seeds, 95 % interval", "updates", ahead,
               rules=[(0.0, ""), (-MARGIN, "margin")], percent=True),
     ]  # fmt: skip
-    return {"learning.svg": svg(panels, columns=2)}
+    pictures = {"learning.svg": svg(panels, columns=2)}
+    worlds = tables.get("worlds", [])
+    if worlds:
+        grid = [
+            Panel(f"Success near {1 / (1 + np.exp(-mean)):.0%}, {prompts} × {GROUP}", "link of energy and reward",
+                  "spread of difficulty", [
+                      Curve(column(won, "spread"), column(won, "link"), advice, color=color, width=0)
+                      for advice, color in ADVISED.items()
+                      if (won := select(worlds, mean=mean, prompts=prompts, advice=advice))
+                  ], y_range=(-2, 2))
+            for prompts, mean in product(distinct(worlds, "prompts"), distinct(worlds, "mean"))
+        ]  # fmt: skip
+        pictures["worlds.svg"] = svg(grid, columns=3)
+    return pictures

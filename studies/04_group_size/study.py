@@ -3,6 +3,7 @@
 First on the same pools of rollouts: raw variance, SF and efficiency of an update. Then in training: arms are compared
 after the same number of rollouts, or after the same number of updates, each at the learning rate that was best for it
 on seeds that the comparison does not use. Clipping cuts less than a tenth of the steps (a pilot chose the norm).
+Between the baselines of 16 × 4 the question is whether a prediction pays, or not subtracting the group's mean.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.config import EstimatorConfig, EvaluateConfig, OptimizeConfig, SampleConfig, TrainConfig, plain_config
-from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, SKY
+from otb_analysis.config import (
+    CriticConfig,
+    EstimatorConfig,
+    EvaluateConfig,
+    OptimizeConfig,
+    SampleConfig,
+    TrainConfig,
+    plain_config,
+)
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, INK, ORANGE, PALE, PINK, SKY
 from otb_analysis.statistics import Update, pooled_statistics, update_ratios
 from otb_analysis.training.loop import train
 from otb_analysis.training.runtime import Bar
@@ -25,6 +34,8 @@ from studies.lib.formats import ratio_columns, statistics_columns
 from studies.lib.pools import pooled_grams, proved_of_pool
 from studies.lib.record import training_steps
 from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, best_rate, started
+
+from .worlds import ADVICE, TIE, Worlds, world_rows
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,11 @@ ARMS = {
     "rloo4": Arm("rloo, 16 × 4", "rloo", 16, 4, SKY, UPDATES, SMALL_RATES),
     "regression4": Arm("energy_regression, 16 × 4", "energy_regression", 16, 4, GREEN, UPDATES, SMALL_RATES),
     "blend4": Arm("½ otb + ½ energy_regression, 16 × 4", BLEND, 16, 4, PINK, UPDATES, SMALL_RATES),
+    "none4": Arm("none, 16 × 4", "none", 16, 4, INK, UPDATES, SMALL_RATES),
+    "across4": Arm("energy_across_loo, 16 × 4", "energy_across_loo", 16, 4, AMBER, UPDATES, SMALL_RATES),
+    "stein4": Arm("james_stein_corrected, 16 × 4", "james_stein_corrected", 16, 4, BLUE, UPDATES, SMALL_RATES),
+    "value4": Arm("value, 16 × 4", "value", 16, 4, GREY, UPDATES, SMALL_RATES),
+    "batch4": Arm("batch_mean_loo, 16 × 4", "batch_mean_loo", 16, 4, PALE, UPDATES, SMALL_RATES),
     "mean32": Arm("group mean, 16 × 32", "group_mean", 16, 32, BLUE, UPDATES // 8, LARGE_RATES),
     "rloo4-wide": Arm("rloo, 128 × 4", "rloo", 128, 4, GREY, UPDATES // 8, LARGE_RATES),
     "mean32-long": Arm("group mean, 16 × 32, as many updates", "group_mean", 16, 32, BLUE, UPDATES, SMALL_RATES),
@@ -67,8 +83,8 @@ ARMS = {
         "rloo, 16 × 32, as many updates", "rloo", 16, 32, AMBER, UPDATES, follows="mean32-long", seeds=4
     ),
 }  # fmt: skip
-"""Prompts × rollouts of an update. The first four spend 64 rollouts on an update, the others 512; the last two take as
-many updates as the first four, and so eight times the rollouts.
+"""Prompts × rollouts of an update. The arms of 16 × 4 spend 64 rollouts on an update, the others 512; the last two take
+as many updates as those of 16 × 4, and so eight times the rollouts.
 
 The advantages of `rloo` in groups of 32 are 32/31 times the group mean's, which AdamW takes out again: the two arms
 differ by what clipping and the sampling of other answers make of that. So `rloo` has few seeds, to show it.
@@ -77,8 +93,10 @@ another policy's returns.
 """
 RIDGE = 1.0
 """Ridge of `energy_regression` at 16 prompts, by the defaults with which the arms ran (results/defaults.csv)."""
-RIVALS = ("none", "energy_across_loo", "james_stein_corrected", "value", "batch_mean_loo")
-"""Unbiased baselines that do not subtract the group's mean, or not all of it, and were not trained."""
+RIVALS = ("none4", "batch4", "across4", "stein4", "value4")
+"""Arms with unbiased baselines that do not subtract the group's mean, or not all of it, the simplest first."""
+CRITIC = CriticConfig(enabled=True)
+"""Of `value`: the default one, a two-layer head on the policy's detached hidden states, fitted to the return."""
 MARGIN = 0.03
 """Non-inferiority: success that small groups may lose against large ones, and still count as no worse."""
 CLIPPING = 8.0
@@ -138,9 +156,11 @@ class Size:
 
 
 FULL = Size()
+WORLDS, FEW_WORLDS = Worlds(), Worlds(spreads=(0.0, 2.0), links=(0.0, 1.5), prompts=(8, 16), drawn=256)
 SMALL = Size(
-    seeds=(0, 1), sweep_seeds=(100,), arms=("otb4", "rloo4", "regression4", "mean32", "mean32-long"), updates=16,
-    evaluations=2, heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
+    seeds=(0, 1), sweep_seeds=(100,), updates=16, evaluations=2,
+    arms=("otb4", "rloo4", "regression4", "none4", "value4", "mean32", "mean32-long"),
+    heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
 )  # fmt: skip
 
 
@@ -151,9 +171,9 @@ def base_config(seed: int, quick: bool) -> TrainConfig:
 
 
 def cells(size: Size, quick: bool) -> list[Cell]:
-    """Return the pools, the sweep of each arm that has one, and the comparison, which comes after both."""
+    """Return the pools, the sweep of each arm that has one, the comparison, which comes after both, and toy worlds."""
     common = {"quick": quick, "size": asdict(size), "clipping": CLIPPING, "margin": MARGIN}
-    common |= {"config": plain_config(base_config(0, quick))}
+    common |= {"config": plain_config(base_config(0, quick)), "critic": asdict(CRITIC)}
     arms = {name: asdict(ARMS[name]) for name in size.arms}
     pairs = [[asdict(ARMS[name]) for name in pair] for pair in PAIRS]
     pool = Cell("pool", common | {"labels": [list(label) for label in LABELS], "pairs": pairs})
@@ -168,11 +188,14 @@ def cells(size: Size, quick: bool) -> list[Cell]:
         for k, facts in arms.items()
         if not ARMS[k].seeds or number < ARMS[k].seeds
     ]
-    return [pool, *sweeps.values(), *runs]
+    worlds = {"worlds": asdict(FEW_WORLDS if quick else WORLDS), "advice": list(ADVICE), "tie": TIE}
+    return [pool, *sweeps.values(), *runs, Cell("worlds", worlds)]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
-    """Measure pools, sweep an arm's learning rate, or train an arm at the chosen one."""
+    """Measure pools, sweep an arm's learning rate, train an arm at the chosen one, or draw toy worlds."""
+    if cell.name == "worlds":
+        return {"worlds": world_rows(Worlds(**cell.settings["worlds"]))}
     quick = cell.settings["quick"]
     size = SMALL if quick else FULL
     if cell.name == "pool":
@@ -197,7 +220,7 @@ def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path
     count = arm.updates * size.updates // UPDATES  # evaluated at equal rollouts or equal updates
     config = replace(
         config, sample=SampleConfig(prompts=arm.prompts, group_size=arm.group),
-        estimator=EstimatorConfig(name=arm.estimator),
+        estimator=EstimatorConfig(name=arm.estimator), critic=CRITIC if arm.estimator == "value" else config.critic,
         optimize=OptimizeConfig(steps=count, learning_rate=rate, max_grad_norm=CLIPPING),
         evaluate=EvaluateConfig(every=max(1, count // size.evaluations), prompts=size.heldout, samples=2),
         checkpoint=replace(config.checkpoint, every=0), root=work, run=f"{name}-{rate:g}-{seed}",
@@ -217,7 +240,7 @@ def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path
 STUDY = Study(
     title="Group size",
     question="Is `otb` in groups of 4 as good as the group mean in groups of 32, after as many rollouts and after as "
-    "many updates, and does it, or a baseline from other prompts, learn more than `rloo` in the same groups?",
+    "many updates, and what learns most in groups of 4: the group's baseline, that of other prompts, a critic, none?",
     cells=cells(FULL, quick=False),
     quick=cells(SMALL, quick=True),
     measure=measure,

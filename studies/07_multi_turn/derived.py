@@ -11,8 +11,6 @@ from studies.lib import Rows, distinct, select
 from studies.lib.formats import above, below, interval_curve, mean_curve
 from studies.lib.seeds import later_success, paired_difference
 
-from .study import TRAINED
-
 TURNS = ("otb_turn", "otb_turn_loo", "trloo")
 """The estimators for turns that the question asks about."""
 DRAWN = ("group_mean", "trloo", "otb_turn", "otb_turn_loo", "sequence_optimal_loo")
@@ -32,8 +30,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     noisier = {name: [row for row in select(rows, estimator=name) if above(row, 1, "sf_ratio")] for name in TURNS}
     return {
         "success": success, "gains": gains, "calmer": calmer, "noisier": noisier, "cells": len(rows) // len(TURNS),
-        "learns_more": [name for name in TURNS if above(gains.get(name), 0)],
-        "learns_less": [name for name in TURNS if below(gains.get(name), 0)],
+        "learns_more": [name for name in gains if above(gains[name], 0)],
+        "learns_less": [name for name in gains if below(gains[name], 0)],
+        "over_none": paired_difference(means["energy_regression"], means["none"], "success minus that of none"),
     }  # fmt: skip
 
 
@@ -52,7 +51,10 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             panels.append(
                 Panel(f"Rollouts: {stage}", "variance at equal progress over rloo's", "N", curves, ((1.0, "rloo"),))
             )
-    learning = [mean_curve(select(points, estimator=name), "step", "success", name, **_looks(name)) for name in TRAINED]
+    learning = [
+        mean_curve(select(points, estimator=name), "step", "success", name, **_looks(name))
+        for name in distinct(points, "estimator")
+    ]
     panels.append(Panel("Training", "held-out success", "step", learning, percent=True))
     return {"variance.svg": svg(panels)}
 

@@ -6,6 +6,7 @@ gradient, and takes different numbers of turns. Where an estimator is proved unb
 so that variance at equal progress is the variance and needs no ∇J.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ COMPARED = (
     "token_optimal_loo",
 )  # fmt: skip
 """What takes masks with gaps, looks at one prompt at a time and needs nothing beyond a forward pass."""
-TRAINED = ("rloo", "trloo", "otb_turn", "otb_turn_loo")
+TRAINED = {"train": ("rloo", "trloo", "otb_turn", "otb_turn_loo"), "rivals": ("energy_regression", "none")}
+"""What a cell of a seed trains, by the beginning of its name: the second came later."""
 STAGES = {"start": "after the supervised start", "trained": "after {steps} steps of training"}
 RATIOS = {"variance_ratio": "variance", "sf_ratio": "sf", "efficiency_ratio": "efficiency"}
 """Columns of the ratios to `rloo`."""
@@ -83,12 +85,15 @@ def config_of(seed: int, quick: bool) -> TrainConfig:
 
 
 def cells(size: Size, quick: bool) -> list[Cell]:
-    """Return one cell per stage at which rollouts are pooled, and one per seed of the trainings."""
-    common = {"quick": quick, "size": asdict(size), "compared": list(COMPARED), "trained": list(TRAINED)}
-    common |= {"proved": True}
+    """Return one cell per stage at which rollouts are pooled, and one per seed of the trainings of each kind."""
+    common = {"quick": quick, "size": asdict(size), "compared": list(COMPARED), "proved": True}
     pools = [Cell(f"pool-{stage}", common | {"config": plain_config(config_of(0, quick))}) for stage in STAGES]
     trainings = [
-        Cell(f"train-s{seed}", common | {"seed": seed, "config": plain_config(config_of(seed, quick))})
+        Cell(
+            f"{kind}-s{seed}",
+            common | {"trained": list(names), "seed": seed, "config": plain_config(config_of(seed, quick))},
+        )
+        for kind, names in TRAINED.items()
         for seed in size.train_seeds
     ]
     return pools + trainings
@@ -98,8 +103,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Pool rollouts of every seed's policy, or train a seed under every estimator."""
     quick = cell.settings["quick"]
     size = SMALL if quick else FULL
-    if cell.name.startswith("train"):
-        return {"curves": curves(cell.settings["seed"], size, quick, work, bar)}
+    if "trained" in cell.settings:
+        return {"curves": curves(cell.settings["trained"], cell.settings["seed"], size, quick, (work, bar))}
     return pool_tables(cell.name.removeprefix("pool-"), size, quick, work, bar)
 
 
@@ -152,8 +157,9 @@ def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | No
     }
 
 
-def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dict[str, Any]]:
-    """Train a seed under every estimator from the same start on the same prompts; return held-out success."""
+def curves(names: Sequence[str], seed: int, size: Size, quick: bool, how: tuple[Path, Bar]) -> list[dict[str, Any]]:
+    """Train a seed under estimators from the same start on the same prompts; return held-out success."""
+    work, bar = how
     config = started(config_of(seed, quick), work)
     config = replace(
         config,
@@ -162,7 +168,7 @@ def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dic
         checkpoint=replace(config.checkpoint, every=0),
     )
     rows = []
-    for name in TRAINED:
+    for name in names:
         path = train(replace(config, root=work, run=name, estimator=EstimatorConfig(name=name)), bar)
         found = training_steps(path, success="heldout_success", norm="grad_norm")
         norms = np.array([row["norm"] for row in found])
@@ -176,7 +182,7 @@ def curves(seed: int, size: Size, quick: bool, work: Path, bar: Bar) -> list[dic
 STUDY = Study(
     title="Many turns",
     question="Where the policy calls a tool and tool tokens are masked, are the estimators for turns, `otb_turn` and "
-    "`trloo`, better than the rest on the same rollouts, and in training?",
+    "`trloo`, better than the rest on the same rollouts, and in training, beside `energy_regression` and no baseline?",
     cells=cells(FULL, quick=False),
     quick=cells(SMALL, quick=True),
     measure=measure,

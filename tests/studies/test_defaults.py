@@ -40,7 +40,7 @@ def test_a_changed_default_makes_committed_tables_outdated(monkeypatch):
     assert outdated_defaults(rows) == []
     monkeypatch.setattr(run, "LEAST_RIDGE", 0.5)
     (row,) = outdated_defaults(rows)
-    assert (row["estimator"], row["tables"]) == ("energy_regression", "curves sweep")
+    assert row["estimator"] == "energy_regression" and {"curves", "sweep"} <= set(row["tables"].split())
     assert row["then"].endswith("then 0.1") and row["today"].endswith("then 0.5")
 
 

@@ -1,0 +1,65 @@
+"""In which toy world which advice wins: difficulty spread × link of energy and reward × success × prompts an update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from otb_analysis.estimators import EstimatorInputs, estimate
+from studies.lib import Row, rounded
+from studies.lib.worlds import toy_world
+
+ADVICE = ("none", "rloo", "energy_across_loo", "otb_loo", "energy_regression")
+"""The simplest first. All are unbiased: variance is that at equal progress. `otb` is not, so `otb_loo` stands in."""
+TIE = 0.05
+"""Variance within this share of the least counts as no difference; then the simplest is the advice."""
+GROUP = 4
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """The grid."""
+
+    means: tuple[float, ...] = (-2.0, 0.0, 2.0)  # Logit of the middle prompt's success
+    spreads: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0)
+    links: tuple[float, ...] = (-1.5, -0.75, 0.0, 0.75, 1.5)  # Above 0 right answers have less energy
+    prompts: tuple[int, ...] = (8, 16, 64)  # Of an update
+    drawn: int = 2048  # Prompts of a world, cut into updates
+    blocks: int = 16  # For the error
+
+
+def world_rows(worlds: Worlds) -> list[Row]:
+    """Return of every world and update size each advice's variance over `rloo`'s, and which advice wins."""
+    rows = list[Row]()
+    for number, (mean, spread, link) in enumerate(product(worlds.means, worlds.spreads, worlds.links)):
+        random = np.random.default_rng(number)
+        reward, energy, entropy = toy_world(mean, spread, link, (worlds.drawn, GROUP), random)
+        terminal = np.zeros(energy.shape)
+        terminal[..., -1] = reward
+        for prompts in worlds.prompts:
+            group, found = np.repeat(np.arange(prompts), GROUP), []
+            for at in np.split(np.arange(worlds.drawn), worlds.drawn // prompts):
+                r, w, h = (x[at].reshape(len(group), -1) for x in (terminal, energy, entropy))
+                inputs = EstimatorInputs(r, np.ones(r.shape, bool), group, energy=w, entropy=h)
+                found.append([(w * estimate(name, inputs).advantage ** 2).sum() for name in ADVICE])
+            blocks = np.array(found).reshape(worlds.blocks, -1, len(ADVICE)).sum(axis=1)
+            without = blocks.sum(axis=0) - blocks  # the jackknife's error of each ratio
+            error = np.sqrt((worlds.blocks - 1) * (without / without[:, 1:2]).var(axis=0)).max()
+            over = blocks.sum(axis=0) / blocks.sum(axis=0)[1]
+            key = {
+                "mean": mean,
+                "spread": spread,
+                "link": link,
+                "prompts": prompts,
+                "success": rounded(reward.mean(), 3),
+            }
+            ratios = {name: rounded(ratio, 3) for name, ratio in zip(ADVICE, over, strict=True)}
+            rows.append(key | ratios | {"error": rounded(error, 3), "advice": advice_of(over)})
+    return rows
+
+
+def advice_of(variance: Sequence[float]) -> str:
+    """Return the simplest advice whose variance is within `TIE` of the least; `any` where all are."""
+    near = [name for name, one in zip(ADVICE, variance, strict=True) if one <= (1 + TIE) * min(variance)]
+    return "any" if len(near) == len(ADVICE) else near[0]
