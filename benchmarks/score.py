@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -14,7 +15,12 @@ from benchmarks.timing import run_otb
 from otb_analysis.config import SampleConfig
 from otb_analysis.phases import phase
 
-COLUMNS = {"by": "{by}", "wall, s": "{wall:.0f}", "÷ one process": "{ratio:.2f}", "÷ plain processes": "{plain:.2f}"}
+COLUMNS = {
+    "scored": "{what}", "by": "{by}", "wall, s": "{wall:.0f}", "÷ one process": "{ratio:.2f}",
+    "÷ plain processes": "{plain:.2f}",
+}  # fmt: skip
+LEVELS = {"forward passes": [], "exact norms": ["--measure.exact.every", "1", "--measure.exact.prompts", "0"]}
+"""What is scored of every token, and its options."""
 ONE, PLAIN, RAY = "one process", "{} processes", "{} actors of Ray"
 
 
@@ -29,28 +35,28 @@ def run(config: ScoreBenchConfig) -> Report:
     ways = {ONE: [[[]]], PLAIN.format(n): [tasks, [["--finish"]]]}  # commands that follow, and those side by side
     if find_spec("ray"):
         ways[RAY.format(n)] = [[["--ray", "--actors", str(n)]]]
-    least = dict.fromkeys(ways, float("inf"))
+    least = dict.fromkeys(product(LEVELS, ways), float("inf"))
     with TemporaryDirectory() as folder:
         with phase("sampling the rollouts"):
             sample = SampleConfig(prompts=config.rollouts // 8, group_size=8, max_new_tokens=64)
             facts = write_rollouts(Path(folder) / "rollouts.jsonl", "demo", sample)
-        for turn in range(config.repeats):
-            for by, stages in ways.items():
-                with phase(f"scoring by {by}"):
-                    least[by] = min(least[by], seconds(Path(folder), f"{turn}-{by}".replace(" ", "-"), stages))
+        for turn, (what, by) in product(range(config.repeats), least):
+            with phase(f"{what} by {by}"):
+                name = f"{turn}-{what}-{by}".replace(" ", "-")
+                least[what, by] = min(least[what, by], seconds(Path(folder), name, ways[by], LEVELS[what]))
     rows = [
-        {"by": by, "wall": wall, "ratio": wall / least[ONE], "plain": wall / least[PLAIN.format(n)]}
-        | {"load": os.getloadavg()[1], **facts}
-        for by, wall in least.items()
+        {"what": what, "by": by, "wall": wall, "ratio": wall / least[what, ONE]}
+        | {"plain": wall / least[what, PLAIN.format(n)], "load": os.getloadavg()[1], **facts}
+        for (what, by), wall in least.items()
     ]
     title = f"`otb score` of {facts['rollouts']:,} rollouts of {facts['length']:.1f} tokens, the demo's model"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
 
 
-def seconds(folder: Path, name: str, stages: list[list[list[str]]]) -> float:
+def seconds(folder: Path, name: str, stages: list[list[list[str]]], level: list[str]) -> float:
     """Return what commands take by the clock, those of a stage side by side; each way has parts of its own."""
     words = ["score", "--model", "demo", "--rollouts", str(folder / "rollouts.jsonl"), "--root", str(folder / "runs")]
-    words += ["--run", name]
+    words += ["--run", name, *level]
     parts = ["--parts", str(folder / name)]
     start = perf_counter()
     for stage in stages:
