@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -35,6 +36,8 @@ from otb_analysis.training.loop import train
 ESTIMATORS_COMPARED = ("group_mean", "otb")
 STEPS, PROMPTS = 31, 32
 LEARNING_RATE = 5e-4
+PATIENCE = 30.0
+"""Seconds after which a training that was told to end is ended: as long as it may take to record that it was."""
 MEASURED_EVERY, ATTRIBUTED_EVERY = 3, 15
 """Both runs measure the same steps, where they answer the same prompts, so that their own updates compare too."""
 
@@ -131,6 +134,8 @@ def train_together(configs: Sequence[TrainConfig], open_phases: dict[str, list[P
     finally:
         for worker in workers:
             worker.terminate()
+            worker.join(PATIENCE)
+            worker.kill()  # an interrupt that falls into a destructor is lost
             worker.join()
 
 
@@ -140,6 +145,8 @@ def _work(config: TrainConfig, threads: int, news: Connection) -> None:
         if (parent := multiprocessing.parent_process()) is not None:
             parent.join()
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(PATIENCE)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     # What Ctrl-C does: the run records that it was interrupted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

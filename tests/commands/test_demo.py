@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from otb_analysis.commands import demo
 from otb_analysis.commands.demo import DemoConfig, demo_configs, is_complete, run_demo, train_together
-from otb_analysis.config import EstimatorConfig, OptimizeConfig, SampleConfig, plain_config
+from otb_analysis.config import EstimatorConfig, OptimizeConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.errors import InputError, Interrupted, StoreError
 from otb_analysis.store import RunStore
 
@@ -175,6 +176,20 @@ def test_error_of_one_worker_is_the_demos_and_stops_the_other(finished):
     with pytest.raises(InputError, match="nowhere does not exist"):
         train_together([endless, doomed], {})
     assert not is_complete(endless)
+
+
+def deaf(config, threads, news):
+    """A training to which the word is lost, as to one that is told in a destructor."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    news.send(InputError("this run cannot go on."))
+    sleep(600)
+
+
+def test_worker_that_does_not_end_when_it_is_told_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_work", deaf)
+    monkeypatch.setattr(demo, "PATIENCE", 0.5)
+    with pytest.raises(InputError, match="cannot go on"):
+        train_together([TrainConfig(root=tmp_path)], {})
 
 
 @pytest.mark.slow
