@@ -69,6 +69,7 @@ def box(
     choices: Choices,
     default: Any = None,
     look: str = "box",
+    *,
     of: str = "",
     **options: Any,
 ) -> Any:

@@ -126,6 +126,25 @@ def test_what_is_drawn_over_training_of_one_run_is_not_that_of_another(store_roo
     assert app.multiselect(key="over-chain-group_mean-s0").value == ["group_mean", "otb", "otb_loo"]
 
 
+def test_a_step_that_was_chosen_of_one_run_is_not_kept_for_another(store_root, monkeypatch):
+    for page in ("run", "tokens"):
+        fresh = open_page(store_root, page, monkeypatch, run=BOTH, focus="chain-group_mean-s0")
+        app = open_page(store_root, page, monkeypatch, run=BOTH, focus="chain-otb-s0")
+        change(app, "step", 10)
+        assert boxes(app)["step"] == 10 != boxes(fresh)["step"]
+        change(app, "focus", "chain-group_mean-s0")
+        assert boxes(app)["step"] == boxes(fresh)["step"]
+
+
+def test_a_run_is_opened_beside_the_others(store_root, monkeypatch):
+    app = open_page(store_root, "triage", monkeypatch, run=BOTH[:1])
+    button = next(one for one in app.button if one.label.startswith("Open"))
+    button.click().run()
+    assert not app.exception and app.title[0].value == "Run"
+    name = boxes(app).get("focus", boxes(app)["run"][0])
+    assert {name, BOTH[0]} == set(boxes(app)["run"])
+
+
 def test_all_of_a_run_that_grows_stays_all_of_it(tmp_path, monkeypatch):
     write_token_run(tmp_path, "grows", steps=3)
     app = open_page(tmp_path, "rollouts", monkeypatch, run="grows")
