@@ -62,7 +62,7 @@ test-lowest: .cache/lowest/.installed  ## the tests of the package that take min
 test-wheel: $(STAMP)  ## the wheel, installed and used where there is no clone
 	$(BIN)/python .ci/wheel.py
 
-test-verl: .cache/verl/.installed  ## our estimators against verl's own, in an environment of 2.2 GB (no GPU packages)
+test-verl: .cache/verl/.installed  ## our estimators against verl's own, and its trainer end to end; 2.2 GB, no GPU packages
 	OMP_NUM_THREADS=1 .cache/verl/bin/python -m pytest tests/integrations -k verl
 
 test-ray: .cache/ray/.installed  ## blocks of otb score on Ray, and on an S3 server that the tests start

@@ -42,6 +42,7 @@ from otb_analysis.integrations.trl_batch import (
     scored,
 )
 from otb_analysis.integrations.trl_run import (
+    OF_SAMPLING,
     first_batch,
     paid,
     policy_of,
@@ -59,10 +60,8 @@ from otb_analysis.types import Estimate, Float
 
 OF_REWARDS = ("dead_groups", "n_zero_variance_groups", "rho", *(f"power_{name}" for name in COMPARED))
 """Numbers that describe the training only where TRL's advantages come from the rewards that we see."""
-OF_SAMPLING = (
-    "length", "truncated", "n_truncated", "reward_length_corr", "certificate_prob_z", "certificate_logprob_z",
-)  # fmt: skip
-"""Numbers that are wrong where rollouts cut at the limit are not seen; so are those of the sampling check."""
+OF_LENGTH = ("length", "truncated", "reward_length_corr")
+"""Numbers that are wrong where rollouts cut at the limit are not seen, beside `OF_SAMPLING`."""
 SHARE, FIRST = 0.07, 10
 """Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
 
@@ -134,7 +133,8 @@ class OTBMonitor(TrainerCallback):
                 self._end("failed", "an error or an interruption ended the training")
             self._begin()
             trainer = _calling_trainer(args)
-            _refuse(trainer)
+            refuse_lacking(trainer, (*WATCHED, *READ), type(trainer).__name__)
+            refuse_unreadable(trainer, self._record.measure)
             self._omitted = _omitted(trainer)
             scale = getattr(trainer, "scale_rewards", "rloo")
             self._trains = {"group": "grpo", "rloo": "rloo"}.get(scale, "group_mean")
@@ -261,7 +261,8 @@ class OTBMonitor(TrainerCallback):
         trainer, log, tokenizer = self._trainer, self._log, self._tokenizer
         rewards, by_function = paid(trainer, self._rewards)
         every = [one for part in parts for one in part.scored]
-        whole = gathered_batch(every, rewards, by_function, trainer.num_generations, tokenizer)
+        group = np.arange(len(every)) // trainer.num_generations
+        whole = gathered_batch(every, rewards, by_function, group, tokenizer)
         sampling = {name: [x for part in parts for x in part.sampling[name]] for name in parts[0].sampling}
         if "truncated" in self._omitted:  # rollouts that ended early are no sample of what the policy draws
             sampling = None
@@ -368,16 +369,6 @@ def _calling_trainer(args: TrainingArguments) -> Any:
     raise InputError("no trainer calls it; pass it to GRPOTrainer or RLOOTrainer, as callbacks=[OTBMonitor(...)].")
 
 
-def _refuse(trainer: Any) -> None:
-    """Raise where the trainer lacks what is read of it, or where a pass of ours would be wrong.
-
-    Raises:
-        InputError: It does, or it would.
-    """
-    refuse_lacking(trainer, (*WATCHED, *READ), type(trainer).__name__)
-    refuse_unreadable(trainer)
-
-
 def _omitted(trainer: Any) -> tuple[str, ...]:
     """Return the numbers that would describe another training than this one."""
     args, names = trainer.args, ()
@@ -385,4 +376,4 @@ def _omitted(trainer: Any) -> tuple[str, ...]:
         changes = ("beta", "reward_clip_range", "normalize_advantages")
         names = OF_REWARDS if any(getattr(args, name, None) for name in changes) else ()
     # TRL then removes those rollouts from its batch, though their rewards count in the others' advantages.
-    return OF_REWARDS + OF_SAMPLING if getattr(args, "mask_truncated_completions", False) else names
+    return OF_REWARDS + OF_LENGTH + OF_SAMPLING if getattr(args, "mask_truncated_completions", False) else names

@@ -2,8 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +66,21 @@ class RunLog:
             self._writer.write_step(step, replace(tables, steps={**tables.steps, **scalars}))
         except Exception as error:
             self._warn(step, error)
+
+    @contextmanager
+    def training(self, scalars: Callable[[], Mapping[str, object]]) -> Iterator[None]:
+        """Record how the training inside ended, behind its last step, which gets `scalars`."""
+        status: Literal["complete", "failed"] = "failed"
+        reason = ""
+        try:
+            yield
+            status = "complete"
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise
+        finally:
+            self.release(scalars())
+            self.finish(status, reason)
 
     def finish(self, status: Literal["complete", "failed"], reason: str = "") -> None:
         """Record how training ended; where that fails, nothing happens."""

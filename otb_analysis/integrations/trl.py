@@ -6,12 +6,14 @@ every token's π_y and Σπ², an estimator of ours gives advantages [B, T], and
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 
 from otb_analysis.errors import InputError, NonFiniteError
@@ -33,6 +35,7 @@ from otb_analysis.integrations.trl_batch import (
     scored,
 )
 from otb_analysis.integrations.trl_run import (
+    OF_SAMPLING,
     first_batch,
     paid,
     policy_of,
@@ -90,7 +93,7 @@ class OTBGRPOTrainer(Trainer):
             )
         super().__init__(*args, **kwargs)
         refuse_lacking(self, (*READ, "num_generations_eval", "_tokenizer"), "GRPOTrainer")
-        refuse_unreadable(self)
+        refuse_unreadable(self, (record or RecordConfig()).measure)
         sampled = {**vars(self.args), **(self.args.generation_kwargs or {})}
         for name in (name for name, plain in PLAIN.items() if sampled.get(name, plain[0]) not in plain):
             message = f"{name} is {sampled[name]}: tokens do not come from the probabilities that the loss "
@@ -111,19 +114,8 @@ class OTBGRPOTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as GRPOTrainer does; the run records how that ended."""
-        status: Literal["complete", "failed"] = "failed"
-        reason = ""
-        try:
-            result = super().train(*args, **kwargs)
-            status = "complete"
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise
-        finally:
-            if self._log is not None:
-                self._log.release(self._update_scalars())
-                self._log.finish(status, reason)
-        return result
+        with nullcontext() if self._log is None else self._log.training(self._update_scalars):
+            return super().train(*args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Keep ‖ḡ‖ before clipping, of each of the optimizer's steps."""
@@ -183,8 +175,8 @@ class OTBGRPOTrainer(Trainer):
             self._log.release(self._update_scalars())
         like = batch["completion_ids"]
         rewards, parts = paid(self, self._rewards_by_function)
-        group_size = self.num_generations if training else self.num_generations_eval
-        whole = gathered_batch(gather_object(local), rewards, parts, group_size, self._tokenizer)
+        group = np.arange(len(rewards)) // (self.num_generations if training else self.num_generations_eval)
+        whole = gathered_batch(gather_object(local), rewards, parts, group, self._tokenizer)
         if whole is None:
             message = f"step {self.state.global_step}: no rollout has a reward and a token to train on"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -204,7 +196,9 @@ class OTBGRPOTrainer(Trainer):
         if self._remembered is not None:
             source = "proxy" if entry_of(self._estimator).reads_energy else "none"
             self._measurer.states = {(self._estimator, source): self._remembered}
-        scalars = {"trl_global_step": self.state.global_step, **seconds}
+        scalars: dict[str, object] = {"trl_global_step": self.state.global_step, **seconds}
+        if self.args.mask_truncated_completions:
+            scalars |= dict.fromkeys(OF_SAMPLING)
         return step_tables(self._measurer, step, whole, trained, self._tokenizer, scalars)
 
     def _next_step(self) -> int:

@@ -25,7 +25,7 @@ from otb_analysis.measurement.table import TokenTable, token_table
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, Rollouts, collate, draft_of
 from otb_analysis.tasks import Prompt
-from otb_analysis.types import Bool, Float, LogitStats
+from otb_analysis.types import Bool, Float, Int, LogitStats
 
 WATCHED = ("_generate_and_score_completions", "_calculate_rewards")
 """Methods of TRL's trainers whose results are seen, or replaced."""
@@ -143,10 +143,10 @@ def gathered_batch(
     every: Sequence[ScoredDraft],
     rewards: Float,
     parts: Mapping[str, Float],
-    size: int,
+    group: Int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> GatheredBatch | None:
-    """Return the rows of all processes, rewarded at their last policy token, groups of `size` rows one after the other.
+    """Return the rows of all processes, rewarded at their last policy token, in groups of the same label in `group`.
 
     `rewards` [N] is NaN where no function could score a rollout. Those, and rollouts without a policy token, are left
     out: TRL gives them no advantage. None where no rollout is left. `parts` [N] are the functions' rewards by name.
@@ -156,10 +156,11 @@ def gathered_batch(
     rows = np.flatnonzero(kept)
     if not len(rows):
         return None
-    labels, group = np.unique(rows // size, return_inverse=True)  # groups without a kept rollout have no number
+    # Groups without a kept rollout have no number.
+    _, firsts, group = np.unique(group[rows], return_index=True, return_inverse=True)
     prompts = list[Prompt]()
-    for label in labels.tolist():
-        ids = drafts[label * size].ids[: drafts[label * size].prompt_length]
+    for first in rows[firsts].tolist():
+        ids = drafts[first].ids[: drafts[first].prompt_length]
         name = hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
         prompts.append(Prompt(name, str(tokenizer.decode(ids)), answer=""))
     rollouts = collate([drafts[n] for n in rows.tolist()], tuple(prompts), group, special_id(tokenizer, "pad"))
@@ -168,7 +169,8 @@ def gathered_batch(
     reward[np.arange(len(rows)), last] = rewards[rows]
     named = {name: np.nan_to_num(values[rows]) for name, values in parts.items()}  # as TRL's sum takes them
     rollouts = replace(rollouts, reward=reward, reward_parts=named)
-    stats = {f.name: np.zeros((len(rows), rollouts.width)) for f in fields(LogitStats)}
+    stats: dict[str, Any] = {"hidden_norm_sq": None}
+    stats |= {name: np.zeros((len(rows), rollouts.width)) for name in every[0].stats}
     for i, n in enumerate(rows.tolist()):
         for name, values in every[n].stats.items():
             stats[name][i, : len(values)] = values

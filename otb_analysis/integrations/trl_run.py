@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 from otb_analysis.integrations.run_log import RecordConfig
 from otb_analysis.integrations.trl_batch import GatheredBatch, evaluating
@@ -24,6 +25,9 @@ COPIED = (
 )  # fmt: skip
 """Settings of TRL that say what was trained; RLOOTrainer lacks some of them."""
 
+OF_SAMPLING = ("n_truncated", "certificate_prob_z", "certificate_logprob_z")
+"""Scalars of a step that are wrong where TRL hides rollouts cut at the limit: what ended early is no sample."""
+
 
 def policy_of(trainer: Any) -> Any:
     """Return the language model itself, with adapters in it but without their wrapper."""
@@ -31,11 +35,12 @@ def policy_of(trainer: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def refuse_unreadable(trainer: Any) -> None:
-    """Raise where a forward pass of ours would be wrong, or our estimators would not have TRL's reward.
+def refuse_unreadable(trainer: Any, measure: MeasureConfig) -> None:
+    """Raise where a pass of ours would be wrong, or our estimators would not have TRL's reward.
 
     Raises:
-        InputError: The weights are sharded, an adapter learns prompts, or each function's rewards are normalized.
+        InputError: The weights are sharded by FSDP1 or DeepSpeed, or by FSDP2 where more than the forward pass is
+            measured; an adapter learns prompts; or each function's rewards are normalized.
     """
     aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
     if aggregation != "sum_then_normalize":
@@ -43,10 +48,16 @@ def refuse_unreadable(trainer: Any) -> None:
             f"multi_objective_aggregation is {aggregation!r}, but our estimators take one reward per rollout; set it "
             "to 'sum_then_normalize'."
         )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    whole = trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False)
+    if whole or trainer.is_deepspeed_enabled:
         raise InputError(
-            "the model is trained under FSDP or DeepSpeed, where a forward pass of ours was never tested; start "
-            "the processes without them (DDP)."
+            f"the model is trained under {'FSDP of version 1' if whole else 'DeepSpeed'}, where a forward pass of ours "
+            "was never tested; start the processes with FSDP2 (--fsdp_version 2) or with whole weights (DDP)."
+        )
+    if trainer.is_fsdp_enabled and any(plan.every for plan in measure.schedules.values()):
+        raise InputError(
+            "norms and gradients are to be measured, but under FSDP2 each process holds only a part of the weights; "
+            "leave measure out, or start the processes with whole weights (DDP)."
         )
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     if any(one.is_prompt_learning for one in adapters.values()):

@@ -1,14 +1,17 @@
 """verl's synchronous trainer, with Σπ² delivered to our estimators: `trainer.v1.trainer_mode=otb_sync`.
 
-`VERL_USE_EXTERNAL_MODULES=otb_analysis.integrations.verl,otb_analysis.integrations.verl_trainer` registers it. Written
-for verl 0.9.1 and tested with stubs for its workers and its queue; it was not run end to end.
+`VERL_USE_EXTERNAL_MODULES=otb_analysis.integrations.verl,otb_analysis.integrations.verl_trainer` registers it, and
+`+trainer.v1.otb_sync.run=NAME` stores a run. Written for verl 0.9.1, and run end to end on a CPU.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer, trainer_base  # pyright: ignore[reportMissingImports]
 
 from otb_analysis.errors import InputError
+from otb_analysis.integrations import verl_run
+from otb_analysis.integrations.run_log import RunLog
 from otb_analysis.integrations.verl import delivered_energy, proxy_energy
 
 FLAG = "calculate_sum_pi_squared"
@@ -26,6 +29,8 @@ class OTBTrainerSync(PPOTrainerSync):
         InputError: No Σπ² exists: fused kernels never hold the logits, bypass mode makes no pass at all.
     """
 
+    _log: RunLog | None = None  # None stores nothing
+
     def __init__(self, config: Any) -> None:
         if config.actor_rollout_ref.model.get("use_fused_kernels", False):
             raise InputError(
@@ -38,6 +43,7 @@ class OTBTrainerSync(PPOTrainerSync):
                 "algorithm.rollout_correction.bypass_mode is true, so verl makes no pass that could compute Σπ²; set "
                 "it to false."
             )
+        self._log, self._updated = verl_run.run_log(config), dict[str, object]()
         config.trainer.v1.trainer_mode = "sync"  # verl compares this name to choose its queue and its settings
         super().__init__(config)
 
@@ -64,4 +70,26 @@ class OTBTrainerSync(PPOTrainerSync):
         # Nested tensors of rows, as arrays with zeros behind each row [N, T].
         energy = proxy_energy(*(x.to_padded_tensor(0.0).double().cpu().numpy() for x in (data["old_log_probs"], sums)))
         with delivered_energy(energy):
-            return super()._compute_advantage(batch, metrics)
+            result = super()._compute_advantage(batch, metrics)
+        if self._log is not None:
+            self._log.release(self._updated)
+            self._updated = {}
+            self._log.keep(self.global_steps, lambda: self._tables(batch))
+        return result
+
+    def _tables(self, batch: Any) -> Any:
+        data = trainer_base.tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=[*verl_run.FIELDS]
+        )
+        data["sum_pi_squared"] = trainer_base.response_from_nested(data["sum_pi_squared"], data["response_mask"])
+        return verl_run.step_tables(data, self.config.algorithm, self.tokenizer)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        result = super()._update_actor(batch, metrics)
+        self._updated = {"grad_norm": metrics.get("actor/grad_norm")}
+        return result
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Train as verl does; the run records how that ended."""
+        with nullcontext() if self._log is None else self._log.training(lambda: self._updated):
+            super().fit(*args, **kwargs)

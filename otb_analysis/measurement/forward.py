@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from otb_analysis.devices import widenable
@@ -256,7 +257,8 @@ def forward_statistics(
 ) -> ForwardPass:
     """Score a batch with every statistic of the level `forward`, in passes of at most `size` rollouts, without a graph.
 
-    `size` 0 takes what fits into memory. `observe` is called with the logits of every pass.
+    `size` 0 takes what fits into memory. `observe` is called with the logits of every pass. Under FSDP2 every process
+    must call it, with as many rollouts and the same size.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
@@ -266,11 +268,21 @@ def forward_statistics(
     def score(part: Rollouts, prompts: PrefixCache | None) -> ForwardPass:
         return forward_pass(model, part, temperature, prompts, wanted)
 
-    parts, passes = micro_batches(model, rollouts, size), []
+    # Processes that share out the weights (FSDP2) make each pass together: one a micro-batch, the failed ones too.
+    together = any(isinstance(weight, DTensor) for weight in model.parameters())
+    shares, fault, passes = None if together else supports_prefix_cache(model), None, []
     count_to(len(rollouts.group), "rollout")
-    for rows, output in in_passes(model, rollouts, parts, supports_prefix_cache(model), score):
-        passes.append((rows, output))
-        advance(len(rows))
+    for part in micro_batches(model, rollouts, size):
+        try:
+            for rows, output in in_passes(model, rollouts, [part], shares, score):
+                passes.append((rows, output))
+                advance(len(rows))
+        except NonFiniteScore as error:
+            if not together:
+                raise
+            fault = fault or error
+    if fault is not None:
+        raise fault
     return ForwardPass.concatenate([output for _, output in passes], rollouts, [rows for rows, _ in passes])
 
 

@@ -14,14 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from otb_analysis.answers.run import RunAnswers
+from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 from otb_analysis.integrations.monitor import OTBMonitor
 from otb_analysis.integrations.run_log import RunLog
+from otb_analysis.integrations.trl_run import refuse_unreadable
 from otb_analysis.store import RunStore
 
 ROOT = Path(__file__).parent.parent.parent
@@ -444,20 +447,65 @@ def test_numbers_and_tables_reach_tensorboard_by_the_trainers_own_writer(runs, t
     assert lines[0].startswith("| rollout | position | token |") and len(lines) == 12
 
 
-def test_two_processes_make_one_run_with_groups_that_span_both(runs, tmp_path):
-    spec = {"out": str(tmp_path), "unchanged": True, "monitor": "run", "per_device_train_batch_size": 6}
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+
+
+def by_two_processes(out, environment=None, **spec):
+    """Train in two processes, and return what they printed as errors."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
+        "PYTHONWARNINGS": "default::RuntimeWarning",
+        **(environment or {}),
     }
-    script = str(Path(__file__).parent / "trl_runs.py")
-    done = subprocess.run(
-        [*command, script, json.dumps(spec)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    out.mkdir(exist_ok=True)
+    script, asked = str(Path(__file__).parent / "trl_runs.py"), json.dumps({"out": str(out), **spec})
+    done = subprocess.run([*command, script, asked], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_sharded_weights_give_the_run_of_whole_ones_and_watching_them_changes_nothing(tmp_path, peft):
+    spec = {"per_device_train_batch_size": 6, "peft": peft}
+    monitored = {**spec, "unchanged": True, "monitor": "run"}
+    assert "OTBMonitor" not in by_two_processes(tmp_path / "whole", **monitored)
+    assert "OTBMonitor" not in by_two_processes(tmp_path / "sharded", FSDP2, **monitored)
+    by_two_processes(tmp_path / "unseen", FSDP2, unchanged=True, **spec)
+    by_two_processes(tmp_path / "ours", FSDP2, estimator="rloo", **spec)
+    query = "select step, rollout, t, token, logprob, energy_proxy, advantage from tokens order by 1, 2, 3"
+    whole, sharded, ours = (RunStore(tmp_path / name / "run").sql(query) for name in ("whole", "sharded", "ours"))
+    assert whole["step"].max() == 2
+    pd.testing.assert_frame_equal(sharded, whole, check_exact=False, rtol=1e-4, atol=1e-5)
+    first = ["rollout", "t", "token", "logprob", "energy_proxy"]  # then other advantages train
+    pd.testing.assert_frame_equal(
+        ours[ours["step"] == 0][first], whole[whole["step"] == 0][first], rtol=1e-4, atol=1e-5
+    )
+    seen, unseen = (torch.load(tmp_path / name / "calls-0.pt") for name in ("sharded", "unseen"))
+    for one, other in zip(seen[:3], unseen[:3], strict=True):
+        assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
+
+
+def test_norms_of_sharded_weights_are_refused_in_a_sentence_and_training_goes_on(tmp_path):
+    told = by_two_processes(tmp_path / "out", FSDP2, unchanged=True, monitor="run", gradients=1)
+    assert "OTBMonitor is off, training goes on: norms and gradients are to be measured" in told
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "deepspeed", "named"), [(True, False, "FSDP of version 1"), (False, True, "DeepSpeed")]
+)
+def test_other_ways_to_share_out_weights_are_refused_by_name(fsdp, deepspeed, named):
+    trainer = SimpleNamespace(
+        is_fsdp_enabled=fsdp, is_deepspeed_enabled=deepspeed, accelerator=SimpleNamespace(is_fsdp2=False)
+    )
+    with pytest.raises(InputError, match=named):
+        refuse_unreadable(trainer, MeasureConfig())
+
+
+def test_two_processes_make_one_run_with_groups_that_span_both(runs, tmp_path):
+    by_two_processes(tmp_path, unchanged=True, monitor="run", per_device_train_batch_size=6)
     logs = [line for line in torch.load(tmp_path / "calls-0.pt") if "otb/length" in line]
     store = RunStore(tmp_path / "run")
     assert store.info["status"] == "complete" and store.steps_df()["n_rollouts"].tolist() == [12, 12, 12]

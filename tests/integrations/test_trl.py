@@ -170,7 +170,9 @@ def test_reward_weights_count(trained):
 
 
 def test_truncated_completions_that_TRL_masks_take_no_part(trained):
-    trainer, _ = trained(mask_truncated_completions=True)
+    trainer, store = trained(mask_truncated_completions=True)
+    # What is left over ended early, which is no sample of what the policy draws.
+    assert not {"certificate_prob_z", "certificate_logprob_z", "n_truncated"} & set(store.steps_df().dropna(axis=1))
     gone = [call["completion_mask"].sum(dim=1) == 0 for call in trainer.calls]
     assert 0 < sum(int(rows.sum()) for rows in gone) < 24
     for call in trainer.calls:

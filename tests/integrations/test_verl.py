@@ -85,14 +85,23 @@ def test_grpo_equals_verls_vectorized_one_which_counts_in_float32():
 
 @pytest.mark.parametrize(
     ("name", "peer"),
-    [("grpo", "grpo"), ("rloo", "rloo"), ("opo", "opo"), ("otb", "optimal_token_baseline")],
+    [("rloo", "rloo"), ("opo", "opo"), ("otb", "optimal_token_baseline")],
 )
 def test_a_rollout_alone_keeps_its_reward(name, peer):
-    data = batch()[:1]
+    data = batch()[1:2]
     fields = {key: data.batch[key] for key in ("old_log_probs", "sum_pi_squared")} if name == "otb" else {}
     function = core_algos.get_adv_estimator_fn(peer)
-    out = function(data.batch["token_level_rewards"].clone(), data.batch["response_mask"], UID[:1], **fields)[0]
+    out = function(data.batch["token_level_rewards"].clone(), data.batch["response_mask"], UID[1:2], **fields)[0]
     close(ours(name, data), out)
+
+
+@pytest.mark.parametrize(("peer", "kept"), [("grpo", True), ("grpo_vectorized", True), ("rloo_vectorized", False)])
+def test_of_a_rollout_alone_verl_does_not_always_what_we_do(peer, kept):
+    data = batch()[1:2]
+    function = core_algos.get_adv_estimator_fn(peer)
+    given = data.batch["token_level_rewards"].clone(), data.batch["response_mask"], UID[1:2]
+    assert bool(function(*given)[0].any()) == kept
+    assert not ours("grpo", data).any() and ours("rloo", data).any()
 
 
 def test_rloo_equals_verls_with_tool_tokens_in_the_middle():
@@ -185,7 +194,7 @@ def test_rollouts_without_a_prompt_are_refused():
 def test_synthetic_padding_rows_change_nothing():
     data = batch()
     whole = ours("batch_mean_loo", data)
-    padded = DataProto.concat([data.select(list(batch().batch.keys())), batch()[:1]])
+    padded = DataProto.concat([data.select(list(batch().batch.keys())), batch()[1:2]])
     padded.batch["response_mask"][-1] = 0
     padded.non_tensor_batch["uid"][-1] = "pad0123456789abcdef"
     out = ours("batch_mean_loo", padded)

@@ -5,10 +5,13 @@ Runs in an environment with trl: called by the tests, or by torchrun with one JS
 
 import json
 import math
+import os
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
+import accelerate.state
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -69,6 +72,13 @@ def energies(model, batch, temperature):
     return out
 
 
+def shard_on_cpu():
+    """Let accelerate take processes of a CPU for those of accelerators, which alone it shards."""
+    kinds = accelerate.state.DistributedType
+    named = {kind.name: kind for kind in kinds} | {"MULTI_GPU": kinds.MULTI_CPU}
+    accelerate.state.DistributedType = SimpleNamespace(**named)
+
+
 class Kept(OTBGRPOTrainer):
     """Keeps every generated batch, with the rewards of all processes and energies of the policy at that moment."""
 
@@ -79,8 +89,9 @@ class Kept(OTBGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         call = {name: x.clone() for name, x in batch.items() if isinstance(x, torch.Tensor)}
-        policy = deepcopy(self.accelerator.unwrap_model(self.model))
-        call["energy"] = energies(policy, batch, self.temperature)
+        if not self.is_fsdp_enabled:
+            policy = deepcopy(self.accelerator.unwrap_model(self.model))
+            call["energy"] = energies(policy, batch, self.temperature)
         call["rewards"] = self._rewards_by_function.clone()
         call["training"] = self.model.training
         self.calls.append(call)
@@ -138,6 +149,8 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
 
 def main():
     spec = json.loads(sys.argv[1])
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        shard_on_cpu()
     trainer = made(**spec)
     trainer.train()
     rank = trainer.accelerator.process_index
