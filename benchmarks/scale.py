@@ -19,22 +19,11 @@ FLOAT = 4
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(ScaleConfig):
     """Operations and bytes of one step of a decoder without biases; attention's own products are left out.
 
     A multiplication and an addition are two operations. Tokens of a prompt are read once for all of its rollouts.
     """
-
-    layers: int
-    width: int
-    inner: int  # Width inside a feed-forward layer
-    vocabulary: int
-    prompts: int
-    group: int  # Rollouts per prompt
-    prompt_tokens: int
-    tokens: int  # Of an answer
-    rows: int  # Different gradients of a prompt that all estimators together need: the rank of their weights
-    processes: int = 1
 
     @property
     def inside(self) -> int:
@@ -49,12 +38,12 @@ class Costs:
     @property
     def read(self) -> int:
         """Positions that run through the blocks."""
-        return self.prompts * (self.prompt_tokens + self.group * self.tokens)
+        return self.prompts * (self.prompt_tokens + self.group_size * self.tokens)
 
     @property
     def sampled(self) -> int:
         """Tokens that were sampled."""
-        return self.prompts * self.group * self.tokens
+        return self.prompts * self.group_size * self.tokens
 
     @property
     def training(self) -> float:
@@ -76,7 +65,7 @@ class Costs:
     def signals(self) -> float:
         """Bytes of the backward signals of one process's rows, at a block's output and at its input."""
         own = -(-self.prompts // self.processes)
-        each = self.group * (self.prompt_tokens + self.tokens - 1)  # the last token is not read
+        each = self.group_size * (self.prompt_tokens + self.tokens - 1)  # the last token is not read
         return 2.0 * FLOAT * self.width * self.rows * own * each
 
     @property
@@ -88,10 +77,7 @@ class Costs:
 
 def run(config: ScaleConfig) -> Report:
     """Print what every level of a measured step would take; nothing is run."""
-    costs = Costs(
-        config.layers, config.width, config.inner, config.vocabulary, config.prompts, config.group_size,
-        config.prompt_tokens, config.tokens, config.rows, config.processes,
-    )  # fmt: skip
+    costs = Costs(**vars(config))
     speed, link = config.teraflops * 1e12, config.gigabytes * 1e9
     drawn = min(1.0, config.drawn / (config.group_size * config.tokens))
     weights = FLOAT * (costs.inside + 2.0 * costs.ends)

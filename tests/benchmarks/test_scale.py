@@ -37,6 +37,10 @@ def counted(call):
     return mode.total
 
 
+def costs_of(processes=1, **sizes):
+    return Costs(group_size=GROUP, prompt_tokens=BEFORE, tokens=TOKENS, rows=ROWS, processes=processes, **sizes)
+
+
 @pytest.fixture(params=SIZES)
 def case(request):
     layers, width, inner, vocabulary = SIZES[request.param]
@@ -48,7 +52,7 @@ def case(request):
     ids = torch.randint(3, vocabulary, (PROMPTS * GROUP, BEFORE + TOKENS))
     ids[:, :BEFORE] = ids[::GROUP, :BEFORE].repeat_interleave(GROUP, 0)
     mask = (torch.arange(BEFORE + TOKENS) >= BEFORE).expand_as(ids)
-    costs = Costs(layers, width, inner, vocabulary, PROMPTS, GROUP, BEFORE, TOKENS, ROWS)
+    costs = costs_of(layers=layers, width=width, inner=inner, vocabulary=vocabulary, prompts=PROMPTS)
     return Qwen3ForCausalLM(config).eval(), ids, mask, costs
 
 
@@ -82,7 +86,8 @@ def test_signals_are_what_the_library_counts_before_it_shares_prompts_out(case):
 
 
 def test_more_processes_hold_less_and_send_more():
-    one, four = (Costs(2, 64, 176, 256, 8, 2, 8, 24, 2, processes) for processes in (1, 4))
+    sizes = {"layers": 2, "width": 64, "inner": 176, "vocabulary": 256, "prompts": 8}
+    one, four = (costs_of(processes, **sizes) for processes in (1, 4))
     assert one.sent == 0 and four.signals == one.signals / 4
     assert four.sent == 4 * 2 * 2 * (four.inside + 2 * four.ends) * 3 / 4
 
