@@ -9,8 +9,6 @@ The mean stays ∇J only where sizes are chosen before sampling and every prompt
 rollouts weighs prompt p by n_p instead, which moves the mean towards prompts with p near ½.
 """
 
-import heapq
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -38,17 +36,16 @@ def bernoulli_variance(successes: ArrayLike, rollouts: ArrayLike) -> Float:
 
 def vip_variance(weight: ArrayLike, most: int) -> Float:
     """Return V_p(n) = a_p/(n − 1) [P, most + 1], a_p the weight p(1 − p); infinite for n < 2."""
-    per = np.full(most + 1, np.inf)
-    per[LEAST:] = 1 / np.arange(1, most)
-    # 0·∞ is not 0 here: no prompt may have fewer than two rollouts, however certain its answer
-    return np.where(np.isfinite(per), np.asarray(weight, float)[:, None] * np.where(np.isfinite(per), per, 0), np.inf)
+    table = np.full((np.size(weight), most + 1), np.inf)  # for a weight of 0, too: nobody has fewer than two rollouts
+    table[:, LEAST:] = np.asarray(weight, float)[:, None] * (1 / np.arange(1, most))
+    return table
 
 
 def allocate(variance: ArrayLike, budget: int) -> Int:
     """Return the sizes n_p [P] with Σ n_p = budget that minimise Σ_p V_p(n_p), each from 2 to `most`.
 
-    One rollout after the other goes where it lowers the sum most, which is exact since V_p falls and is convex in n. A
-    flat V_p takes part last; ties go to the smaller group, so equal prompts get equal groups.
+    The rollouts beyond two a prompt go where they lower the sum most, which is exact since V_p falls and is convex in
+    n. A flat V_p takes part last; ties go to the smaller group, so equal prompts get equal groups.
 
     Args:
         variance: V_p(n) of prompt p in groups of n [P, most + 1]; columns 0 and 1 are not read.
@@ -74,12 +71,6 @@ def allocate(variance: ArrayLike, budget: int) -> Int:
             f"variance of prompt {int(wrong.argmax())} is not finite, rises with the group or falls faster in larger "
             "ones; pass V_p(n) = a/n + b/(n(n − 1)) with a and b not below 0."
         )
-    size = np.full(prompts, LEAST, np.int64)
-    waiting = [(-gain[p, 0], LEAST, p) for p in range(prompts)] if most > LEAST else []
-    heapq.heapify(waiting)
-    for _ in range(budget - prompts * LEAST):
-        _, n, p = heapq.heappop(waiting)
-        size[p] = n + 1
-        if n + 1 < most:
-            heapq.heappush(waiting, (-gain[p, n + 1 - LEAST], n + 1, p))
-    return size
+    prompt, size = np.indices(gain.shape).reshape(2, -1)
+    order = np.lexsort((prompt, size, -gain.ravel()))  # by gain, then the smaller group, then the earlier prompt
+    return LEAST + np.bincount(prompt[order[: budget - prompts * LEAST]], minlength=prompts)

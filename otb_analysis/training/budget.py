@@ -206,10 +206,8 @@ def rough_duration(seconds: float) -> str:
 
 def steps_in_words(steps: Sequence[int]) -> str:
     """Return steps in words: step 0; steps 0, 20, 40; or 12 steps (0, 5, 10, … 55)."""
-    if len(steps) == 1:
-        return f"step {steps[0]}"
     if len(steps) <= LISTED:
-        return f"steps {', '.join(map(str, steps))}"
+        return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
     return f"{plural(len(steps), 'step')} ({', '.join(map(str, steps[:3]))}, … {steps[-1]})"
 
 
@@ -411,5 +409,4 @@ class Budget:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; an earlier version's state is left out, so that saving begins anew."""
         if set(KEPT) <= set(state):
-            for name in KEPT:
-                setattr(self, name, state[name])
+            vars(self).update(state)
