@@ -23,7 +23,7 @@ from scipy.special import expit
 
 from otb_analysis.arrays import Groups
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, checked_options, lookup
+from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, answer, lookup
 from otb_analysis.types import Bool, Float, Int
 
 
@@ -142,8 +142,7 @@ def aggregation_weights(name: str, inputs: AggregationInputs, options: Any = Non
     Raises:
         InputError: Unknown name, missing advantages or wrong options.
     """
-    entry = lookup("aggregation", name, AGGREGATIONS)
-    return entry.function(inputs, checked_options(name, entry.options, options))
+    return answer("aggregation", name, AGGREGATIONS, inputs, options)
 
 
 @dataclass(frozen=True)
@@ -332,8 +331,7 @@ def token_weights(name: str, inputs: TokenWeightInputs, options: Any = None) -> 
     Raises:
         InputError: Unknown name or wrong options.
     """
-    entry = lookup("token weight", name, TOKEN_WEIGHTS)
-    return entry.function(inputs, checked_options(name, entry.options, options))
+    return answer("token weight", name, TOKEN_WEIGHTS, inputs, options)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from scipy.special import expit, rel_entr
 
 from otb_analysis.arrays import masked, policy_position
 from otb_analysis.errors import InputError
-from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, checked_options, lookup
+from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, answer
 from otb_analysis.types import Bool, Float
 
 LOG_2 = np.log(2.0)  # Beyond it a raw ratio counts as far from 1
@@ -529,8 +529,7 @@ def importance_ratio(name: str, inputs: RatioInputs, options: Any = None) -> Rat
     Raises:
         InputError: Unknown name or wrong options.
     """
-    entry = lookup("ratio", name, RATIOS)
-    return entry.function(inputs, checked_options(name, entry.options, options))
+    return answer("ratio", name, RATIOS, inputs, options)
 
 
 def _ratio(

@@ -102,6 +102,16 @@ def checked_options(name: str, kind: type, options: Any) -> Any:
     return options
 
 
+def answer(kind: str, name: str, registry: Mapping[str, Formula], inputs: Any, options: Any) -> Any:
+    """Return what a formula of a registry makes of inputs, by default with its own options.
+
+    Raises:
+        InputError: The name does not exist, or the options are of another type.
+    """
+    entry = lookup(kind, name, registry)
+    return entry.function(inputs, checked_options(name, entry.options, options))
+
+
 def options_from_table(name: str, kind: type, values: Mapping[str, Any]) -> Any:
     """Return options from a configuration's table; values may be text, and what is left out keeps its default.
 

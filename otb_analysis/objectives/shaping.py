@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import expit
 
 from otb_analysis.arrays import Groups
-from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, checked_options, lookup
+from otb_analysis.objectives.registry import CheckedInputs, Formula, LimitedOptions, NoOptions, answer
 from otb_analysis.types import Bool, Float, Int
 
 ROUNDING = 1e-12
@@ -127,7 +127,7 @@ def grpo_lambda(inputs: ShapingInputs, options: LambdaOptions) -> Shaped:
     z = np.divide(away, std, out=np.zeros(away.shape), where=std > ROUNDING * inputs.length)
     paid = np.where(chosen, 1 - options.alpha * expit(z), correct)
     reward = np.zeros(inputs.mask.shape)
-    return Shaped(_add_last(reward, inputs.mask, paid), np.ones(len(paid), bool))
+    return Shaped(add_last(reward, inputs.mask, paid), np.ones(len(paid), bool))
 
 
 def overlong(inputs: ShapingInputs, options: OverlongOptions) -> Shaped:
@@ -136,7 +136,7 @@ def overlong(inputs: ShapingInputs, options: OverlongOptions) -> Shaped:
     R' = R − clip((L − (L_max − buffer))/buffer, 0, 1). Public code of DAPO, arXiv 2503.14476.
     """
     penalty = np.clip((inputs.length - (options.limit - options.buffer)) / options.buffer, 0.0, 1.0)
-    return Shaped(_add_last(inputs.reward, inputs.mask, -penalty), np.ones(len(penalty), bool))
+    return Shaped(add_last(inputs.reward, inputs.mask, -penalty), np.ones(len(penalty), bool))
 
 
 def drop_equal(inputs: ShapingInputs, options: NoOptions) -> Shaped:
@@ -165,7 +165,7 @@ def profiled(inputs: ShapingInputs, options: ProfiledOptions) -> Shaped:
     """
     gain = options.weight * quality(inputs.length, inputs.calls, options)
     paid = np.where(inputs.total >= options.correct, gain, 0.0)
-    return Shaped(_add_last(inputs.reward, inputs.mask, paid), np.ones(len(paid), bool))
+    return Shaped(add_last(inputs.reward, inputs.mask, paid), np.ones(len(paid), bool))
 
 
 def quality(tokens: Float, calls: Float, options: SpentOptions) -> Float:
@@ -203,11 +203,10 @@ def shape_rewards(name: str, inputs: ShapingInputs, options: Any = None) -> Shap
     Raises:
         InputError: Unknown name or wrong options.
     """
-    entry = lookup("shaping", name, SHAPINGS)
-    return entry.function(inputs, checked_options(name, entry.options, options))
+    return answer("shaping", name, SHAPINGS, inputs, options)
 
 
-def _add_last(reward: Float, mask: Bool, change: Float) -> Float:
+def add_last(reward: Float, mask: Bool, change: Float) -> Float:
     """Add a change of the total on the last policy token; a rollout without tokens has none."""
     out, rows = reward.copy(), np.flatnonzero(mask.any(axis=1))
     if not len(rows):
@@ -293,5 +292,4 @@ def keep_chance(name: str, inputs: FilterInputs, options: Any = None) -> Float:
     Raises:
         InputError: Unknown name or wrong options.
     """
-    entry = lookup("filter", name, FILTERS)
-    return entry.function(inputs, checked_options(name, entry.options, options))
+    return answer("filter", name, FILTERS, inputs, options)

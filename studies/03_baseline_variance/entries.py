@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate, with_limit
+from otb_analysis.objectives.shaping import add_last
 from otb_analysis.statistics import Partition, partitions
 from otb_analysis.types import Bool, Float, Int
 from studies.lib.pools import Pool
@@ -91,7 +92,7 @@ def every_way(
     """
     proxy = replace(pool.inputs, group=cut.group, energy=pool.proxy)
     exact = replace(pool.inputs, group=cut.group)
-    shifted = replace(proxy, reward=less_half(proxy.reward, proxy.mask))
+    shifted = replace(proxy, reward=add_last(proxy.reward, proxy.mask, np.full(len(proxy.mask), -0.5)))
     ways: dict[Way, Float] = {}
     updates: dict[tuple[int, bool], Int] = {}
     for name in ALONE:
@@ -126,14 +127,6 @@ def whole_updates(place: Sequence[Int], update: int, prompts: int) -> Int:
         number[order[: full * update], turn] = count + np.arange(full * update) // update
         count += full
     return number.ravel()
-
-
-def less_half(reward: Float, mask: Bool) -> Float:
-    """Return rewards [N, T] less ½ a rollout, at its last token."""
-    out = np.array(reward, dtype=float)
-    some = np.flatnonzero(mask.any(axis=1))
-    out[some, mask.shape[1] - 1 - mask[some, ::-1].argmax(axis=1)] -= 0.5
-    return out
 
 
 def in_updates(

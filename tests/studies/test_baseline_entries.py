@@ -9,6 +9,7 @@ import pytest
 
 from otb_analysis.config import ChainSumConfig, SampleConfig, SmallModelConfig, TrainConfig
 from otb_analysis.estimators import estimate, options_from_dict
+from otb_analysis.objectives.shaping import add_last
 from otb_analysis.statistics import Partition, partitions
 from otb_analysis.tasks.task_calls import draw_prompts
 from studies.lib.policies import fresh_policy, write
@@ -108,7 +109,7 @@ def test_fewer_prompts_than_an_update_are_all_in_it(entries, pool):
 def test_rewards_less_half_change_only_the_entries_that_are_measured_twice(entries, pool):
     cut = partitions(pool.inputs.group, 4, 1, seed=3)[0]
     inputs = replace(pool.inputs, group=cut.group, energy=pool.proxy)
-    shifted = replace(inputs, reward=entries.less_half(inputs.reward, inputs.mask))
+    shifted = replace(inputs, reward=add_last(inputs.reward, inputs.mask, np.full(len(inputs.mask), -0.5)))
     np.testing.assert_allclose(shifted.reward.sum(axis=1), inputs.reward.sum(axis=1) - 0.5)
     for name in (*entries.ALONE, *entries.ACROSS[:-1]):
         options = options_from_dict(name, {"T_max": "5"}) if name == "energy_regression" else None
