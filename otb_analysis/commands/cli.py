@@ -16,12 +16,12 @@ from rich.console import Console
 from otb_analysis import __version__
 from otb_analysis.commands.clone import bench_command, study_command
 from otb_analysis.commands.diagnose import attribution_command, diagnose_command
-from otb_analysis.commands.inspect import compare_command, print_comparison, report_command
+from otb_analysis.commands.inspect import compare_command, report_command
 from otb_analysis.commands.keeping import aggregate_command, compact_command, licences_command, model_command
 from otb_analysis.commands.options import parsed
 from otb_analysis.commands.query import query_command, tokens_command
 from otb_analysis.commands.recorded import audit_command, import_command, score_command, tell
-from otb_analysis.commands.screen import models_loading, shown
+from otb_analysis.commands.screen import models_loading, print_all, shown
 from otb_analysis.commands.serve import DashboardConfig, serve
 from otb_analysis.commands.watch import watch_command
 from otb_analysis.config import DemoConfig, TrainConfig
@@ -119,7 +119,14 @@ def demo_command(words: Sequence[str]) -> None:
         require("streamlit", "the dashboard, which --no-serve leaves out")
     with shown(), models_loading("otb demo"):
         from otb_analysis.commands.demo import run_demo
-    print_comparison(run_demo(config))
+    paths = run_demo(config)
+    with shown(), phase("comparing runs"):
+        from otb_analysis.answers import opened
+        from otb_analysis.report.compare import comparison
+        from otb_analysis.report.document import printed
+
+        tables = printed(comparison(opened(paths), conclude_last=True))
+    print_all(tables)
     if config.serve:
         serve(DashboardConfig(config.root, config.port))
     else:

@@ -106,17 +106,6 @@ def print_json(record: object) -> None:
     sys.stdout.write(json.dumps(written(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def print_comparison(paths: Sequence[Path]) -> None:
-    """Print what `otb demo` says at its end: the tables of `otb compare`, the conclusion last."""
-    with shown(), phase("comparing runs"):
-        from otb_analysis.answers import opened
-        from otb_analysis.report.compare import comparison
-        from otb_analysis.report.document import printed
-
-        tables = printed(comparison(opened(paths), conclude_last=True))
-    print_all(tables)
-
-
 def _of_readable(config: CompareConfig, of: Callable[[Sequence[Path]], Result]) -> Result:
     """Compare the runs that were named, else all complete ones, of which one that cannot be read is left out."""
     if config.runs:
