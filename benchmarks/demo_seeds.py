@@ -1,5 +1,6 @@
 """What the demo concludes from several seeds and with several numbers of threads: it must not depend on luck."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,27 @@ COLUMNS = {
 
 def run(config: DemoSeedsConfig) -> Report:
     """Run what is missing of the demos and lay out what they conclude."""
-    cases = [(threads, seed) for threads in config.threads for seed in range(config.seeds)]
-    rows = [demo_row(config.root, *case) for case in counted(cases, "demo")]
+    rows = list[dict[str, Any]]()
+    for threads, seed in counted(list(product(config.threads, range(config.seeds))), "demo"):
+        folder = config.root / f"demo-t{threads}-s{seed}"
+        runs = complete_runs(folder)
+        if len(runs) < 2:
+            words = ["demo", "--no-serve", "--root", str(folder), "--seed", str(seed), "--threads", str(threads)]
+            # More threads than cores would spend their time waiting for each other, at full load.
+            run_otb(words, {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
+            runs = complete_runs(folder)
+        answers = by_name(runs)
+        (design,) = designs(answers).values()
+        decision, steps = design.decision, [run.steps for run in answers.values()]
+        seconds = max(float(s.filter(regex="^seconds_").sum().sum()) for s in steps)
+        rows.append({
+            "threads": threads, "seed": seed, "reward": float(steps[0]["reward_mean"].iloc[0]),
+            "prompts": decision.n_prompts, "told": len(decision.better), "tested": len(decision.tested),
+            "minutes": seconds / 60, "says": design.lines[0],
+        })  # fmt: skip
     concluding = sum(row["told"] > 0 for row in rows)
     title = f"{concluding} of {len(rows)} demos show a baseline that is better than rloo"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
-
-
-def demo_row(root: Path, threads: int, seed: int) -> dict[str, Any]:
-    """Return what one demo concludes, running it first where it is missing."""
-    folder = root / f"demo-t{threads}-s{seed}"
-    runs = complete_runs(folder)
-    if len(runs) < 2:
-        words = ["demo", "--no-serve", "--root", str(folder), "--seed", str(seed), "--threads", str(threads)]
-        # More threads than cores would spend their time waiting for each other, at full load.
-        run_otb(words, {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
-        runs = complete_runs(folder)
-    answers = by_name(runs)
-    (design,) = designs(answers).values()
-    decision, steps = design.decision, [run.steps for run in answers.values()]
-    seconds = max(float(s.filter(regex="^seconds_").sum().sum()) for s in steps)
-    return {
-        "threads": threads, "seed": seed, "reward": float(steps[0]["reward_mean"].iloc[0]),
-        "prompts": decision.n_prompts, "told": len(decision.better), "tested": len(decision.tested),
-        "minutes": seconds / 60, "says": design.lines[0],
-    }  # fmt: skip
 
 
 def complete_runs(root: Path) -> list[RunStore]:
