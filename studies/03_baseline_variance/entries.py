@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, estimate, with_limit
 from otb_analysis.objectives.shaping import add_last
-from otb_analysis.statistics import Partition, partitions
+from otb_analysis.statistics import Partition
 from otb_analysis.types import Bool, Float, Int
-from studies.lib.pools import Pool
+from studies.lib.pools import Pool, cuts_of
 
 ALONE = (
     *("none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "classic_optimal", "classic_optimal_loo"),
@@ -61,7 +61,7 @@ def gradients(pool: Pool, size: int, shuffles: int, mixed: Bool | None) -> Gradi
     """
     total, ways = None, tuple[Way, ...]()
     for number in range(shuffles):
-        cut = cuts_of(pool, size, number)
+        cut = cuts_of(pool.inputs.group, size, 1, 1000 * size + number)[0]
         advantages, updates = every_way(pool, cut, mixed, np.random.default_rng(number))
         ways, sums = tuple(advantages), group_sums(pool, cut, advantages, updates)
         if total is None:
@@ -73,14 +73,6 @@ def gradients(pool: Pool, size: int, shuffles: int, mixed: Bool | None) -> Gradi
     for whole in total:
         whole /= shuffles
     return Gradients(ways, *total)
-
-
-def cuts_of(pool: Pool, size: int, number: int) -> Partition:
-    """Return a cut of every prompt's rollouts into groups of one size, the whole pool as one where that is its size."""
-    group = pool.inputs.group
-    if (np.bincount(group) == size).all():
-        return Partition(group, np.arange(group.max() + 1))
-    return partitions(group, size, 1, seed=1000 * size + number)[0]
 
 
 def every_way(

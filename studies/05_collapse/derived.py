@@ -12,7 +12,7 @@ from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Row, Rows, column, distinct, mean, select
 from studies.lib.formats import above, below, mean_curve, seed_curves
-from studies.lib.seeds import paired_difference
+from studies.lib.seeds import paired_difference, steps_survived
 
 from .study import ARMS, LEVEL, SHAPE, STALENESSES
 
@@ -32,7 +32,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     runs, attribution = tables["runs"], tables.get("attribution", [])
     staged = [row for row in runs if not ARMS[row["arm"]].calm]
     arms = distinct(staged, "arm")
-    lifetimes = {name: steps_survived(staged, name) for name in arms}
+    lifetimes = {name: steps_survived(select(staged, arm=name)) for name in arms}
     pairs = window_pairs(attribution)
     effects = {suffix: effects_of(staged, suffix) for suffix in SUFFIXES}
     # By how many steps the level helps `rloo`, without ratios and where they take its force away
@@ -73,7 +73,7 @@ def effect_by_seed(runs: Rows, pairs: Sequence[tuple[str, str]], suffix: str) ->
     arms = set(distinct(runs, "arm"))
     every = [tuple(f"{one}-{k}{suffix}" for one in pair) for k in STALENESSES for pair in pairs]
     there = [names for names in every if set(names) <= arms]
-    lived = {name: steps_survived(runs, name) for names in there for name in names}
+    lived = {name: steps_survived(select(runs, arm=name)) for names in there for name in names}
     seeds = distinct(runs, "seed") if there else []
     return {seed: float(np.mean([lived[one][seed] - lived[base][seed] for one, base in there])) for seed in seeds}
 
@@ -88,12 +88,6 @@ def cause_of_lasting(effects: Mapping[str, Interval | None]) -> str:
     return "both" if above(level, 0) and above(shape, 0) else "open"
 
 
-def steps_survived(runs: Rows, name: str) -> dict[int, float]:
-    """Return the steps that each seed lasted, all of them where it never collapsed."""
-    arm = select(runs, arm=name)
-    return {row["seed"]: float(row["steps"] if row["collapse"] is None else row["collapse"]) for row in arm}
-
-
 def never_collapsed(runs: Rows, name: str) -> int:
     """Return how many runs of an arm never collapsed, so that their lifetime is not known."""
     return sum(row["collapse"] is None for row in select(runs, arm=name))
@@ -101,7 +95,8 @@ def never_collapsed(runs: Rows, name: str) -> int:
 
 def contrast(runs: Rows, arm: str, base: str) -> Interval | None:
     """Return by how many steps one arm outlasts another, seed by seed, both cut at the last step."""
-    return paired_difference(steps_survived(runs, arm), steps_survived(runs, base), f"steps survived beyond {base}")
+    one, other = (steps_survived(select(runs, arm=name)) for name in (arm, base))
+    return paired_difference(one, other, f"steps survived beyond {base}")
 
 
 def censored_words(runs: Rows, arm: str, base: str) -> str:

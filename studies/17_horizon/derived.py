@@ -11,7 +11,7 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval
 from studies.lib import Row, Rows, distinct, select
 from studies.lib.formats import Measured, ends, interval_curve
-from studies.lib.seeds import later_success, paired_difference
+from studies.lib.seeds import later_success, paired_difference, steps_survived
 
 COLORS = {
     "qwen3": BLUE, "gpt2": ORANGE, "branching": GREEN, "turns1": GREY, "turns3": AMBER, "turns10": PINK,
@@ -30,18 +30,13 @@ def gains(tables: Mapping[str, Rows]) -> dict[str, dict[str, Interval | None]]:
     """Return each arm's paired difference from `rloo` over the seeds that both have: of success, of steps survived."""
     learned, lasted = tables.get("learning", []), tables.get("lasting", [])
     success = {arm: later_success(select(learned, arm=arm)) for arm in distinct(learned, "arm")}
-    steps = {arm: survived(select(lasted, arm=arm)) for arm in distinct(lasted, "arm")}
+    steps = {arm: steps_survived(select(lasted, arm=arm)) for arm in distinct(lasted, "arm")}
     out = dict[str, dict[str, Interval | None]]()
     for kind, by_arm, words in (("learning", success, "held-out success"), ("lasting", steps, "steps survived")):
         base = by_arm.get("rloo", {})
         shared = {arm: {seed: x for seed, x in seeds.items() if seed in base} for arm, seeds in by_arm.items()}
         out[kind] = {arm: paired_difference(seeds, base, words) for arm, seeds in shared.items() if arm != "rloo"}
     return out
-
-
-def survived(rows: Rows) -> dict[int, float]:
-    """Return by seed the steps up to the collapse, all of them where there was none."""
-    return {row["seed"]: row["steps"] if row["collapse"] is None else row["collapse"] for row in rows}
 
 
 def shown(tables: Mapping[str, Rows], facts: Row) -> dict[str, Any]:

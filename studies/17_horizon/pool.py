@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.arrays import policy_position
-from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate, with_limit
+from otb_analysis.estimators import EstimatorInputs, available, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.statistics import (
     Partition,
@@ -52,14 +52,8 @@ def proxy_of(written: ScoredRollouts) -> Float:
 def advantages(inputs: EstimatorInputs, cut: Partition, update: int, limit: int) -> dict[str, Float]:
     """Return advantages [N, T] on the groups of a cut; estimators that look at their batch see `update` prompts."""
     inputs, batches = replace(inputs, group=cut.group), update_batches(cut, update)[cut.group]
-    out = dict[str, Float]()
-    for name in available(inputs):
-        options = with_limit(name, None, limit)
-        if name in COMPARED and ESTIMATORS[name].batch_coupled:
-            out[name] = in_batches(name, inputs, batches, options)
-        elif name in COMPARED:
-            out[name] = estimate(name, inputs, options).advantage
-    return out
+    names = [name for name in available(inputs) if name in COMPARED]
+    return {name: in_batches(name, inputs, batches, with_limit(name, None, limit)) for name in names}
 
 
 def directions_of(rows: Float, energy: Float) -> tuple[Float, Float]:

@@ -193,10 +193,7 @@ def every_estimate(pool: Pool, cut: Partition, batch: int | None = None) -> dict
         options = with_limit(name, None, pool.written.table.limit)
         chosen = sources if ESTIMATORS[name].reads_energy else {"none": exact}
         for source, inputs in chosen.items():
-            if ESTIMATORS[name].batch_coupled:
-                advantages[name, source] = in_batches(name, inputs, batches, options)
-            else:
-                advantages[name, source] = estimate(name, inputs, options).advantage
+            advantages[name, source] = in_batches(name, inputs, batches, options)
     return advantages
 
 
@@ -218,7 +215,9 @@ def update_batches(cut: Partition, prompts: int | None = None) -> Int:
 
 
 def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> Float:
-    """Return advantages [N, T] of an estimator that sees the rollouts of one batch [N] at a time."""
+    """Return advantages [N, T] of an estimator; one that couples prompts sees one batch [N] at a time."""
+    if not entry_of(name).batch_coupled:
+        return estimate(name, inputs, options).advantage
     needs = ("reward", "mask", "group", *entry_of(name).needed(options))
     out = np.zeros(inputs.mask.shape)
     for k in np.unique(batch):
@@ -226,6 +225,13 @@ def in_batches(name: str, inputs: EstimatorInputs, batch: Int, options: Any) -> 
         part = EstimatorInputs(**{need: getattr(inputs, need)[rows] for need in needs})
         out[rows] = estimate(name, part, options).advantage
     return out
+
+
+def cuts_of(group: Int, size: int, shuffles: int, seed: int) -> list[Partition]:
+    """Return cuts of every prompt's rollouts into groups of one size; where that is the whole pool, the only one."""
+    if (np.bincount(group) == size).all():
+        return [Partition(group, np.arange(group.max() + 1))]
+    return partitions(group, size, shuffles, seed=seed)
 
 
 def gram_of_prompts(
@@ -241,11 +247,10 @@ def gram_of_prompts(
     from it, and products are averaged over cuts; `statistics.mean_over_subgroups` says what is on the diagonal.
     """
     prompts = int(pool.inputs.group.max()) + 1
-    whole = (np.bincount(pool.inputs.group) == size).all()
-    once = [Partition(pool.inputs.group, np.arange(prompts))]
+
     total: Any = 0.0
     labels: list[Label] = []
-    cuts = once if whole else partitions(pool.inputs.group, size, shuffles, seed=seed)
+    cuts = cuts_of(pool.inputs.group, size, shuffles, seed)
     for cut in cuts:
         advantages = estimates(pool, cut)
         labels = list(advantages)

@@ -91,12 +91,6 @@ def outdated_defaults(rows: Rows) -> Rows:
     return out
 
 
-def missing_cells(study: Study, tables: Mapping[str, Rows]) -> list[str]:
-    """Return the names of the cells of the full setting that the tables are made without."""
-    known = {row["cell"] for row in tables[COST]}
-    return [cell.name for cell in (*study.cells, *study.later) if cell.name not in known]
-
-
 def study_page(
     folder: Path, study: Study, tables: Mapping[str, Rows], quick: bool = False
 ) -> tuple[str, Mapping[str, str]]:
@@ -113,7 +107,8 @@ def study_page(
     figures = study.figures(tables)
     facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
     facts["aged"] = outdated_defaults(tables.get(DEFAULTS, ()))
-    facts["missing"] = missing_cells(study, tables) if not quick else []
+    cells = () if quick else (*study.cells, *study.later)  # what the tables were made without is named
+    facts["missing"] = [cell.name for cell in cells if not select(tables[COST], cell=cell.name)]
     seen = dict(study.names) | facts | dict(tables) | dict(study.numbers(tables))
     page = _environment(folder).get_template(TEMPLATE).render(seen)
     return _folded(re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"), figures

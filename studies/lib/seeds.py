@@ -72,6 +72,11 @@ def later_success(rows: Rows) -> dict[int, float]:
     }
 
 
+def steps_survived(rows: Rows) -> dict[int, float]:
+    """Return the steps that each seed of an arm lasted, all of them where it never collapsed."""
+    return {row["seed"]: float(row["steps"] if row["collapse"] is None else row["collapse"]) for row in rows}
+
+
 def paired_difference(arm: dict[int, float], base: dict[int, float], quantity: str) -> Interval | None:
     """Return the mean over an arm's seeds of arm − base with Student's interval; None without a seed."""
     return seed_mean([arm[seed] - base[seed] for seed in arm], quantity)

@@ -13,7 +13,7 @@ from otb_analysis.objectives.shaping import add_last
 from otb_analysis.statistics import Partition, partitions
 from otb_analysis.tasks.task_calls import draw_prompts
 from studies.lib.policies import fresh_policy, write
-from studies.lib.pools import Pool, every_estimate, measured_tokens
+from studies.lib.pools import Pool, cuts_of, every_estimate, measured_tokens
 from studies.lib.record import load_study
 
 FOLDER = Path(__file__).parent.parent.parent / "studies" / "03_baseline_variance"
@@ -49,7 +49,7 @@ def pool():
 
 
 def test_power_and_products_are_those_of_the_groups_own_gradients(entries, pool):
-    cut = entries.cuts_of(pool, 2, 0)
+    cut = cuts_of(pool.inputs.group, 2, 1, 2000)[0]
     advantage = every_estimate(pool, cut)["otb", "exact"]
     mean, power, apart, _ = entries.group_sums(pool, cut, {entries.Way("otb", "exact"): advantage}, {})
     features = pool.features(np.arange(40))

@@ -57,33 +57,26 @@ def sequences(tree: Tree, n: int) -> tuple[Int, Float]:
 
 def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, source: str = "exact") -> Float:
     """Return ḡ = (1/N) Σ_i Σ_t A_{i,t} s_{i,t} of each group; off-policy each score carries its token's ratio."""
-    if entry_of(name).batch_coupled:
-        members, advantage = _each_a_batch(name, tree, members, options, source)
+    entry, m, value = entry_of(name), len(tree.prob), values(tree)
+    if entry.batch_coupled:
+        # Each group is a batch of its own; those that are alike in everything the estimator reads are estimated once
+        whole = replace(tree.inputs(np.arange(m), np.zeros(m, np.int64), source), value=value)
+        read = [getattr(whole, field) for field in ("reward", "mask", *entry.needs, *entry.uses)]
+        _, kind = np.unique(np.column_stack([x for x in read if x is not None]), axis=0, return_inverse=True)
+        kind = kind.reshape(-1)  # NumPy 2.0 keeps the axis
+        if not entry.ordered:
+            members = np.take_along_axis(members, np.argsort(kind[members], axis=1), axis=1)
+        _, first, same = np.unique(kind[members], axis=0, return_index=True, return_inverse=True)
+        alone = np.zeros(members.shape[1], np.int64)
+        batches = [replace(tree.inputs(one, alone, source), value=value[one]) for one in members[first]]
+        found = np.stack([estimate(name, inputs, options).advantage for inputs in batches])
+        advantage = found[same.reshape(-1)].reshape(members.size, -1)
     else:
         rows, group = members.reshape(-1), np.repeat(np.arange(len(members)), members.shape[1])
         optimum = np.broadcast_to(position_optimum(tree), tree.mask.shape)[rows]
-        inputs = replace(tree.inputs(rows, group, source), value=values(tree)[rows], position_baseline=optimum)
+        inputs = replace(tree.inputs(rows, group, source), value=value[rows], position_baseline=optimum)
         advantage = estimate(name, inputs, options).advantage
     return linear_gradients(tree, members, advantage * tree.ratio[members.reshape(-1)])
-
-
-def _each_a_batch(name: str, tree: Tree, members: Int, options: Any, source: str) -> tuple[Int, Float]:
-    """Return the groups, each in another order, and the advantages [K·N, T] where each group is a batch of its own.
-
-    Groups that are alike in everything the estimator reads are estimated once.
-    """
-    entry, m = entry_of(name), len(tree.prob)
-    whole = replace(tree.inputs(np.arange(m), np.zeros(m, np.int64), source), value=values(tree))
-    read = [getattr(whole, field) for field in ("reward", "mask", *entry.needs, *entry.uses)]
-    _, kind = np.unique(np.column_stack([x for x in read if x is not None]), axis=0, return_inverse=True)
-    kind = kind.reshape(-1)  # NumPy 2.0 keeps the axis
-    if not entry.ordered:
-        members = np.take_along_axis(members, np.argsort(kind[members], axis=1), axis=1)
-    _, first, same = np.unique(kind[members], axis=0, return_index=True, return_inverse=True)
-    alone, value = np.zeros(members.shape[1], np.int64), values(tree)
-    batches = [replace(tree.inputs(one, alone, source), value=value[one]) for one in members[first]]
-    advantage = np.stack([estimate(name, inputs, options).advantage for inputs in batches])
-    return members, advantage[same.reshape(-1)].reshape(members.size, -1)
 
 
 def linear_gradients(tree: Tree, members: Int, weight: Float) -> Float:
