@@ -295,7 +295,8 @@ def _encoded(table: str, step: int, columns: Columns) -> pa.Table:
         name = str(key)
         try:
             # from_pandas=False: otherwise Arrow reads every measured NaN as "not measured".
-            array = pa.array(columns[key], from_pandas=False)
+            array: Any = columns[key]  # pa.array would take what is chunked apart, a Python object a value
+            array = array if isinstance(array, pa.ChunkedArray) else pa.array(array, from_pandas=False)
             array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
             arrays[name] = array.cast(ARROW[kinds[name]]) if name in kinds else array
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     GPTNeoXConfig,
@@ -111,10 +112,21 @@ def grams(together):
         group_gram.free_bytes = lambda device: free  # noqa: B023
         both(name, MODELS["tied"], GROUPS["one" if free == 1 else "two"])
     group_gram.free_bytes = kept
-    shards = sharded(True)
+    shards, through, whole = sharded(True), layered.Layered._through, []
+
+    def watched(*args, **kwargs):
+        whole.append([not isinstance(layer.mlp.up_proj.weight, DTensor) for layer in shards.model.layers])
+        return through(*args, **kwargs)
+
     with gathered(shards):
+        group_gradient_gram(shards, ids, mask, weights, CLUSTER)  # checks the model, with whole weights
+        layered.Layered._through = watched
         results["gram sharded two"] = group_gradient_gram(shards, ids, mask, weights, CLUSTER, processes=together)
-    results["gram sharded one"] = results["gram tied all one"]
+        results["gram after two"] = group_gradient_gram(shards, ids, mask, weights, CLUSTER)
+        layered.Layered._through = through
+    results["gram sharded one"] = results["gram after one"] = results["gram tied all one"]
+    own = len(whole) // 3  # of one prompt here, and of both by one process
+    assert whole[:own] == [[False, True], [True, False]] and whole[own:] == 2 * own * [[True, True]], whole
     with gathered(shards):  # by one process, which the other waits for
         sketched = together.broadcast_from_main(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, dim=64))
     results["gathered"] = sketched
@@ -127,8 +139,10 @@ def grams(together):
 
         if together.rank:
             setattr(layered.Layered, at, broken)
-        call = (MODELS["tied"](), ids, mask, weights, CLUSTER)
-        said = refusal(lambda: group_gradient_gram(*call, processes=together), (RuntimeError, ProcessError))  # noqa: B023
+        call = (shards, ids, mask, weights, CLUSTER)
+        with gathered(shards):
+            said = refusal(lambda: group_gradient_gram(*call, processes=together), (RuntimeError, ProcessError))  # noqa: B023
+            assert not any(isinstance(parameter, DTensor) for parameter in shards.parameters())
         assert said == ("out of memory" if together.rank else "process 1 stopped: out of memory")
         setattr(layered.Layered, at, whole)
     uneven = (MODELS["tied"](), ids + 99 * together.rank, mask, weights, CLUSTER)  # a batch that one refuses

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -126,3 +127,14 @@ def test_columns_that_do_not_fit_are_named(writer, columns, sentence):
 
 def _gradients(**columns):
     return {"estimator": ["none", "otb", "rloo"], "energy_source": ["none", "proxy", "none"]} | columns
+
+
+def test_tables_that_were_encoded_are_encoded_again_without_a_python_object_a_value(tables, monkeypatch):
+    once, array = tables(3).encoded(3), pa.array
+
+    def fast(values, *args, **options):
+        assert not isinstance(values, pa.ChunkedArray)  # pyarrow takes it apart, value by value
+        return array(values, *args, **options)
+
+    monkeypatch.setattr(pa, "array", fast)
+    assert StepTables.decoded(once).encoded(3) == once

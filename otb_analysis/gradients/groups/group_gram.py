@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otb_analysis.errors import ExchangeError
 from otb_analysis.gradients.batch.forward import layout_of, sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, free_bytes, gibibytes
 from otb_analysis.gradients.batch.kernels import plain_kernels
@@ -21,7 +22,7 @@ from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.exact.reference import prompt_weights
 from otb_analysis.gradients.exact.verdicts import Verdicts, disagreement, first_told, probe, reference_norms
 from otb_analysis.gradients.groups.blocks import BlockStructure, structure_of
-from otb_analysis.gradients.groups.layered import Gradients, Layered
+from otb_analysis.gradients.groups.layered import Gradients, Layered, hold
 from otb_analysis.gradients.groups.vocabulary import Extent
 from otb_analysis.phases import count_to, note
 from otb_analysis.processes import SINGLE_PROCESS, Processes, exchanging
@@ -260,8 +261,15 @@ def _shared(
                     rows = torch.cat([x[:, start : start + width] for x in gradients])
                     add_products(total, [processes.columns(rows, counts)])
 
-    add(layered.of_blocks(max(counts), coordinates=False))
-    add(layered.of_ends(Extent.joined(processes.gather(processes.agreed(layered.extent)))))
+    hold(structure.blocks, whole=False)
+    try:
+        add(layered.of_blocks(max(counts), shared=True))
+        add(layered.of_ends(Extent.joined(processes.gather(processes.agreed(layered.extent)))))
+    except Exception as error:
+        if not isinstance(error, ExchangeError):  # else the others are no longer at the same place
+            hold(structure.blocks, whole=True)
+        raise
+    hold(structure.blocks, whole=True)  # as whoever measures next expects it
     bases = processes.gather([(prompt.place, prompt.basis) for prompt in own])
     by_place = {place: basis for each in bases for place, basis in each}
     whole = [replace(prompt, basis=by_place[prompt.place]) for prompt in prompts]

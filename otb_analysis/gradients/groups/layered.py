@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
@@ -30,6 +31,7 @@ from otb_analysis.gradients.exact.layers import UnfitError, pull_back
 from otb_analysis.gradients.groups.blocks import BlockStructure, Call, Seen
 from otb_analysis.gradients.groups.vocabulary import Ends, Extent, Predictions, predictions, vocabulary_gradients
 from otb_analysis.phases import advance
+from otb_analysis.processes import exchanging
 
 SIGNAL_BYTES, WIDER = 1 << 26, 8
 """What the signals that go through a block together may occupy at its widest place, some 8 times its output's width."""
@@ -181,13 +183,20 @@ class Layered:
         """Rows of all prompts that were added."""
         return sum(len(prompt.ends.rows) for prompt in self.added)
 
-    def of_blocks(self, rows: int, coordinates: bool = True) -> Gradients:
-        """The gradients by all blocks, in slices that hold so many rows; this process may have some of them only.
+    def of_blocks(self, rows: int, shared: bool = False) -> Gradients:
+        """The gradients by all blocks, in slices that hold so many rows; of these this process may have some only.
 
-        With `coordinates` those of experts that few tokens went to may be left as coordinates, which depend on all.
+        Those of experts that few tokens went to may be left as coordinates, which depend on all rows; not where prompts
+        are `shared` out. Then FSDP2's weights are gathered for √L blocks at a time; the lowest stay whole.
         """
+        blocks, first = self.structure.blocks, self.structure.first
+        # A block is run again from the last kept input before it, which other processes may keep more of.
+        size, coordinates = math.isqrt(len(blocks)), not shared
         # Each further part repeats its block alone: too little memory costs passes over a block, not over the model.
-        for index in reversed(range(self.structure.first, len(self.structure.blocks))):
+        for index in reversed(range(first, len(blocks))):
+            if shared and index in (len(blocks) - 1, index // size * size + size - 1):
+                hold(blocks[index + 1 :], whole=False)
+                hold(blocks[index // size * size : index + 1], whole=True)
             named = [(name, self.named[name]) for name in self.structure.inside[index]]
             parts = stretches([parameter for _, parameter in named], max(rows, 1))
             for part in parts:
@@ -279,6 +288,21 @@ class Layered:
             prompt.ends.ids, prompt.ends.embedded = torch.cat(ids), torch.cat(signals, 1)
             if (padding := self.structure.embedding.padding_idx) is not None:  # its entry has no gradient
                 prompt.ends.embedded[:, prompt.ends.ids == padding] = 0
+
+
+def hold(blocks: Sequence[nn.Module], whole: bool) -> None:
+    """Gather the weights of blocks that FSDP2 shards, or let go of the others' parts; every process must call it.
+
+    Raises:
+        ExchangeError: Another process ended.
+    """
+    with exchanging():
+        for block in (block for block in blocks if isinstance(block, FSDPModule)):
+            # Where a pass was broken off, FSDP2 would do neither without these.
+            block.set_reshard_after_forward(not whole)
+            block.set_unshard_in_backward(True)
+            block.unshard() if whole else block.reshard()
+            block.set_unshard_in_backward(False)
 
 
 def _few_tokens(calls: list[Routed] | None, parameter: Tensor, span: slice, n: int, total: int) -> Routed | None:
