@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType
@@ -21,7 +22,6 @@ import streamlit as st
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.holders import Attributed, NotAttributed
 from otb_analysis.answers.pairs import Pair, estimator_pair, pair_of
-from otb_analysis.answers.telling import Telling, telling_rollouts
 from otb_analysis.answers.triage import Triage, triage_row
 from otb_analysis.errors import STOPS
 from otb_analysis.figures import pairs
@@ -79,10 +79,9 @@ def stamps() -> dict[str, str]:
     except OSError:
         return {}
     stamps = dict.fromkeys((entry.name for entry in entries), "")
-    for entry in entries:
-        for watched in ("run.json", "run.sqlite", "steps"):
-            with suppress(OSError):  # an entry has not all of them
-                stamps[entry.name] += f" {watched} {(entry / watched).stat().st_mtime_ns}"
+    for entry, watched in product(entries, ("run.json", "run.sqlite", "steps")):
+        with suppress(OSError):  # an entry has not all of them
+            stamps[entry.name] += f" {watched} {(entry / watched).stat().st_mtime_ns}"
     return stamps
 
 
@@ -209,12 +208,6 @@ def texts_of_tokens(run: Run, step: int, rollout: int) -> pd.DataFrame:
 def attribution(run: Run, step: int) -> Attributed | NotAttributed:
     """Return who holds a step's gradient, or why that is not known."""
     return answers(run).attribution(step)
-
-
-@st.cache_data(max_entries=16, show_spinner=False)
-def telling(run: Run, since: int) -> list[Telling]:
-    """Return the rollouts since a step that are worth reading."""
-    return telling_rollouts(store(run), since)
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)

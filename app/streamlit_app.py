@@ -129,10 +129,11 @@ st.html(
     f"[data-testid=stCaptionContainer] {{ color: {SMALL[dark]}; opacity: 1; }}"
     f"[data-testid=stMultiSelect] span[title] {{ color: {PAPER[dark]}; }}</style>"  # of chips, bright on a dark page
 )
-page = st.navigation([
-    st.Page(f"views/{title.lower()}.py", title=title, icon=f":material/{icon}:", default=title == "Triage")
-    for title, icon in PAGES.items()
-])  # fmt: skip
+pages = [st.Page(f"views/{title.lower()}.py", title=title, icon=f":material/{icon}:") for title, icon in PAGES.items()]
+# The first page is at `/`, whatever its path; one that is not in the menu answers where its name is typed.
+first = st.Page("views/triage.py", title="Triage", icon=pages[0].icon, url_path="start", default=True)
+typed = st.Page("views/triage.py", title="Triage", url_path="triage", visibility="hidden")
+page = st.navigation([first, *pages[1:], typed])
 if target := st.session_state.pop("_page", None):
     st.switch_page(f"views/{target[0]}.py", query_params=target[1])
 without_runs = page.title == STUDIES

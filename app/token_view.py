@@ -117,6 +117,8 @@ KEY = "token_view"
 
 MOST = 20_000
 """Most tokens whose texts and numbers a browser is given at once; of further rollouts it has the map."""
+KINDS = {"tool": "tool output, not sampled by the policy", "special": "special token"}
+"""How the legend calls the kinds of tokens."""
 LONG = 300
 """Tokens from which a rollout gets a wide box."""
 
@@ -155,11 +157,8 @@ def token_view(
     ]
     kinds = {kind for shown in rows for row in shown for kind in row.get("kinds", ())}
     missing = sum(info.n_missing for info in infos)
-    marks = {
-        "missing": f"not measured ({missing:,})" if missing else "",
-        "tool": "tool output, not sampled by the policy" if "tool" in kinds else "",
-        "special": "special token" if "special" in kinds else "",
-    }
+    marks = [("missing", f"not measured ({missing:,})")] if missing else []
+    marks += [(kind, words) for kind, words in KINDS.items() if kind in kinds]
     below, above = any(info.n_below for info in infos), any(info.n_above for info in infos)
     payload: dict[str, Any] = {
         "panes": [{"title": pane.title, "rows": shown} for pane, shown in zip(panes, rows, strict=True)],
@@ -171,7 +170,7 @@ def token_view(
         "quiet": 0.5 if scale.diverging else float(scale.backward),
         "low": "≤ " * below + number(scale.low),
         "high": "≥ " * above + number(scale.high) + " (log)" * (scale.log and not scale.diverging),
-        "marks": [mark for mark in marks.items() if mark[1]],
+        "marks": marks,
         "wide": max(row.length for info in infos for row in info.rollouts) > LONG,
     }
     # The browser builds its page anew only where this changes.

@@ -18,6 +18,7 @@ from otb_analysis.figures.pairs import (
     noise_display,
     noise_table,
     plot_pair,
+    zero_note,
 )
 from otb_analysis.figures.runs import (
     Configs,
@@ -115,7 +116,7 @@ def drawn(pair: Pair, styles: tuple[Style, Style], caption: str, python: str) ->
     if pair.panels:
         figure = plot_pair(pair.panels, f"A: {pair.a}", f"B: {pair.b}", styles)
         chart(figure, "pair", pair.verdict, partial(curves_rows, pair.panels), python)
-        st.caption(caption)
+        st.caption(f"{caption} {zero_note(pair.panels)}")
     shown: pd.DataFrame = noise_display(pair.noise)
     if len(shown):
         st.subheader("Gradient noise, B ÷ A", anchor=False)

@@ -167,7 +167,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         )
     else:
         info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
-        st.caption(plain(info.words))
+        st.caption(plain(f"Rollouts of {run.name} alone. {info.words}"))
         python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
         chart(plot_comparison(info), "comparison", info.words, partial(comparison_table, info), python)
         if whole.noise_scale_line:
@@ -187,7 +187,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
     if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
         elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]
         command = shlex.join(["otb", "compare", *names, *elsewhere])
-        st.caption(plain(f"This is {run.name} alone. All of them together: {command}"))
+        st.caption(plain(f"All chosen runs together: {command}"))
     if data.answers(run).alarm:
         st.stop()  # what follows plans and follows a training whose gradients these are not
     with frame():

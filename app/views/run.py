@@ -11,6 +11,7 @@ from data import Run
 from widgets import box, chart, download, frame, go_to, one_run, plain
 
 from otb_analysis.answers.holders import NotAttributed
+from otb_analysis.answers.telling import Telling, telling_rollouts
 from otb_analysis.answers.triage import UNFIRED, state_of, thinned
 from otb_analysis.diagnostics import LEVELS, Finding
 from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight
@@ -26,8 +27,9 @@ COLUMNS: Any = {
     "reward": st.column_config.NumberColumn(format="%.3g"), "share": PERCENT, "signal": PERCENT, "noise": PERCENT,
 }  # fmt: skip
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
+SPOKE = "The step is that at which you would have seen it while the run was going; what it tells began earlier."
 RATES = (
-    "A step is the one at which you would have seen it while the run was going. **False alarms**: the largest share of "
+    "**False alarms**: the largest share of "
     "simulated healthy runs of 50 to 500 steps in which it ever fires (docs/results/alarms.md). **Study 05**: of 79 "
     "runs that collapsed, how many it called before the collapse, and at all. No detector is shown to foresee one."
 )
@@ -59,12 +61,11 @@ def cells(findings: list[Finding]) -> pd.DataFrame:
 def alarms(findings: list[Finding]) -> None:
     """Say what fired, one line each in the order of the steps; how far to trust it waits below."""
     fired, rest = fired_first(findings)
+    if fired:
+        st.caption(SPOKE)
     for one in fired:
-        at = (
-            f"step {one.watch_step}"
-            if one.alarm_step in (None, one.watch_step)
-            else (f"step {one.watch_step}, alarm at {one.alarm_step}")
-        )
+        later = "" if one.alarm_step in (None, one.watch_step) else f", alarm at {one.alarm_step}"
+        at = f"step {one.watch_step}{later}"
         st.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
     if not fired and (state := state_of(findings)) in UNFIRED:
         st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
@@ -102,25 +103,33 @@ def happened(run: Run, steps: pd.DataFrame, step: int) -> None:
 
 
 def worth_reading(run: Run, last: int) -> None:
-    """Show the rollouts that are new since this session last looked, or those of the newest step: a click opens one."""
+    """Show rollouts new since this session last looked, else of the newest step, or from before a collapse."""
     seen, since = st.session_state.setdefault("_seen", {}).get(run.path, (last, last))
     if last != seen:  # fewer steps than before: another run of this name
         since = seen + 1 if last > seen else last
     st.session_state["_seen"][run.path] = last, since
-    told = data.telling(run, since)
-    if not told:
+    says = f"Of step {last}." if since == last else f"Of steps {since} to {last}, new since you last looked."
+    if (fallen := data.answers(run).worth_reading) is not None:
+        last, says = fallen
+        since = last
+    if not (told := data.cached(run, telling_rollouts, since, last)):
         return
     st.subheader("Worth reading", anchor=False)
-    st.caption(f"Of step {last}." if since == last else f"Of steps {since} to {last}, new since you last looked.")
+    st.caption(says)
     for n, (place, one) in enumerate(zip(st.columns(3), told, strict=False)):
         with place.container(border=True, height="stretch"):
             st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
             asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
             st.code(legible(f"{asked}\n{one.completion[:READ]}"), language=None, wrap_lines=True, height=120)
             st.button(
-                "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=go_to,
-                args=("tokens",), kwargs={"step": one.step, "prompt": one.group, "token": f"{one.rollout}.{one.t}"},
+                "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=read, args=(one,),
             )  # fmt: skip
+
+
+def read(one: Telling) -> None:
+    """Open a rollout's tokens; the step is a box's of this page, too, and no address may set that."""
+    st.session_state["step"] = one.step
+    go_to("tokens", prompt=one.group, token=f"{one.rollout}.{one.t}")
 
 
 def attribution(run: Run, step: int) -> None:
@@ -152,12 +161,10 @@ def attribution(run: Run, step: int) -> None:
 
 def open_clicked(table: pd.DataFrame) -> None:
     """Open the tokens of the row that was clicked, coloured by their share."""
-    chosen = st.session_state["blamed"]["selection"]["cells"]
-    if not chosen:
-        return
-    row: Any = table.iloc[chosen[0][0]]
-    token = {"token": f"{row['rollout']}.{row['t']}"} if "t" in row else {}
-    go_to("tokens", prompt=row["prompt"], color="attribution", **token)
+    for place, _ in st.session_state["blamed"]["selection"]["cells"]:  # one, or none
+        row: Any = table.iloc[place]
+        token = {"token": f"{row['rollout']}.{row['t']}"} if "t" in row else {}
+        go_to("tokens", prompt=row["prompt"], color="attribution", **token)
 
 
 with frame("Run", "What is going on in this run, since when, and which tokens did it?"):

@@ -47,7 +47,8 @@ ORDER = (
     "steps",
     "age",
     "estimator",
-    "first warning",
+    "reward fell",
+    "detector spoke",
     "what happened",
 )
 ORDER += ("first", "status")
@@ -55,12 +56,16 @@ SETTING = "config."
 CLICKS = "Click a row to open the run, its box to choose it for all pages, its ■ to make it the reference, ★."
 NO_FIT = "No run fits what is looked for in the sidebar."
 TOLD = 8  # runs in trouble that have a sentence above the fold; a string below would be shown on the page
-NOTHING: dict[str, list[Any]] = {"status": ["complete"], "held-out": [None, float("nan")]}  # these columns go then
-WARNING = "The step at which any detector first fired, known at that step."
+NONE = [None, float("nan")]
+# A column goes where all of it is this.
+NOTHING: dict[str, list[Any]] = {"status": ["complete"], "held-out": NONE, "reward fell": NONE, "detector spoke": NONE}
+FELL = "The first step at which the reward was less than halfway from its old level to the new one, seen afterwards."
+SPOKE = "The step at which a detector first spoke, known at that step; what it tells began earlier."
 THREE = st.column_config.NumberColumn(format="%.3f", width=60)
 COLUMNS: Any = {
     "reward": st.column_config.LineChartColumn(help=REWARD, width=75),
-    "first warning": st.column_config.NumberColumn(help=WARNING, format="%d", width=95),
+    "reward fell": st.column_config.NumberColumn(help=FELL, format="%d", width=85),
+    "detector spoke": st.column_config.NumberColumn(help=SPOKE, format="%d", width=105),
     "steps": st.column_config.NumberColumn(format="%d", width=55),
     "age": st.column_config.TextColumn(help="Since the last step was written.", width=70),
     "first": THREE, "last": THREE, "held-out": THREE, PIN: st.column_config.TextColumn(width=30),

@@ -135,12 +135,13 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
     if measured.alarm:
         return Pair(chosen[0], chosen[1], measured.alarm, "", (), NoiseInfo((), (NOT_SAMPLED,)))
     grams = dict(zip(measured.steps or count(), measured.grams, strict=False))  # of several runs they are counted
+    whose = "the rollouts of this run" if measured.steps else "the rollouts of all these runs"
     panels, noise = compare_estimators(grams, names[chosen[0]], names[chosen[1]], measured.known)
     # Any pair may be asked for, so one is judged as all baselines are: together.
     decision = measured.decided(names[chosen[0]])
-    if (one := decision.comparison_of(names[chosen[1]])) is not None:
-        looks = {"together": one.together, "looked_at": decision.looked_at}
-        noise = replace(noise, rows=tuple(replace(row, **looks) for row in noise.rows))
+    one = decision.comparison_of(names[chosen[1]])
+    looks = {} if one is None else {"together": one.together, "looked_at": decision.looked_at}
+    noise = replace(noise, rows=tuple(replace(row, what=f"{whose}: {row.what}", **looks) for row in noise.rows))
     verdict = " ".join(_noise(noise) or noise.notes)
     return Pair(chosen[0], chosen[1], verdict, "", panels, noise)
 

@@ -22,7 +22,6 @@ from otb_analysis.diagnostics import (
     StepSeries,
     change_points,
     diagnose,
-    fall,
     single_step_outliers,
 )
 from otb_analysis.diagnostics.detectors import sampling_certificate
@@ -31,6 +30,7 @@ from otb_analysis.diagnostics.planner import Planner, plan, reward_groups
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved, standing_for_truth, unproved_because
 from otb_analysis.estimators.proved import trained_labels
+from otb_analysis.figures.curves import NAMES
 from otb_analysis.figures.numbers import number
 from otb_analysis.statistics import REFERENCE, Fidelity
 from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
@@ -101,17 +101,35 @@ class RunAnswers:
         return [step for step in attributed_steps(self.store) if step not in zero]
 
     @cached_property
+    def trouble(self) -> int | None:
+        """The step at which the reward fell, or else the first alarm, or else what was first seen; None where calm."""
+        if (fell := self.triage.reward_fell) is not None:
+            return fell
+        alarms = [one.alarm_step for one in self.findings if one.alarm_step is not None]
+        return min(alarms, default=self.triage.first_warning)
+
+    @cached_property
+    def worth_reading(self) -> tuple[int, str] | None:
+        """The step whose rollouts say most of a collapsed run, and which it is; None of others: their newest do.
+
+        It is `look` where that is before the trouble, else the last step before it.
+        """
+        trouble = self.trouble
+        before = [int(step) for step in self.series.step if trouble is not None and step < trouble]
+        if not before or self.triage.state != "collapsed":
+            return None
+        step, kind = (self.look, "attributed step") if self.look in before else (before[-1], "step")
+        what = "the first alarm" if self.triage.reward_fell is None else "the reward fell"
+        return step, f"Of step {step}, the last {kind} before {what} at step {trouble}."
+
+    @cached_property
     def look(self) -> int:
         """The step to look at first: the last of `learned` before the reward fell, or else before the first alarm.
 
         Without such a step it is the first of them. Where nothing fired it is the last. A run without any is looked at
         where the trouble is, or else at its last step.
         """
-        fell = [fall(one)[0] for one in self.findings if one.detector == "reward_fall" and one.fired]
-        alarms = [one.alarm_step for one in self.findings if one.alarm_step is not None]
-        watches = [one.watch_step for one in self.findings if one.watch_step is not None]
-        trouble = min(fell or alarms or watches, default=None)
-        if trouble is None:
+        if (trouble := self.trouble) is None:
             return max(self.learned, default=int(self.series.step[-1]))
         before = [step for step in self.learned if step < trouble]
         return max(before) if before else min(self.learned, default=trouble)
@@ -126,7 +144,7 @@ class RunAnswers:
         """The change points in one sentence."""
         if not self.changes:
             return "Change points: none of gradient norm, entropy, length and tail changed its level for good."
-        listed = [f"{p.column} at step {p.step} ({number(p.before)} → {number(p.after)})" for p in self.changes]
+        listed = [f"{NAMES[p.column]} at step {p.step} ({number(p.before)} → {number(p.after)})" for p in self.changes]
         return f"Change points: {', '.join(listed)}."
 
     @cached_property
@@ -138,7 +156,7 @@ class RunAnswers:
     def outlier_line(self) -> str:
         """The largest of them in one sentence, with the record that a length or an advantage is of."""
         if not self.outliers:
-            looked = [name for name in OUTLIERS if len(self.series.recorded(name)[0]) > LEAST]
+            looked = [NAMES[name] for name in OUTLIERS if len(self.series.recorded(name)[0]) > LEAST]
             return f"Single-step outliers: none of {', '.join(looked)}." if looked else ""
         listed = []
         for one in self.outliers[:LISTED]:
@@ -151,7 +169,7 @@ class RunAnswers:
                     in_file = pd.notna(row.get("source_record"))
                     usual += f", rollout {n}"
                     usual += f": {row['source_file']} record {row['source_record']}" if in_file else ""
-            listed.append(f"{one.column} {number(one.value)} at step {one.step} ({usual})")
+            listed.append(f"{NAMES[one.column]} {number(one.value)} at step {one.step} ({usual})")
         more = f", {len(self.outliers) - LISTED} more" if len(self.outliers) > LISTED else ""
         return f"Single-step outliers: {'; '.join(listed)}{more}."
 

@@ -119,19 +119,30 @@ def _none_better(decision: Decision, names: str, behind: str, more: str) -> tupl
 
 
 def _against_rloo(decision: Decision, beside: Decision | None, trained: Sequence[Label]) -> list[str]:
-    """Return what holds against `rloo`, and how what trained stands where several did and all are compared with it."""
+    """Return what holds against `rloo`, and how what trained stands where several did and all are compared with it.
+
+    It is no advice, and says so: the best against `rloo` need not be better than the one that trained.
+    """
     lines, best = list[str](), beside and beside.best
+    which = "Compared with rloo, which did not train:"
     if beside is not None and (beside.cause or best is None):
         none = f"none of {beside.looked_at} is shown to be better"
-        lines.append(f"Against rloo: {'no baseline can be told from it either' if beside.cause else none}.")
+        lines.append(f"{which} {'no baseline can be told from it either' if beside.cause else none}.")
     elif beside is not None and best is not None:
         assert best.together is not None
         count = len(beside.better)
-        worse = f", {len(beside.worse)} to be worse" * bool(beside.worse)
+        worse = f", {len(beside.worse)} worse" * bool(beside.worse)
         lead = f"{count} of {beside.looked_at} {'are' if count > 1 else 'is'} shown to be better{worse}; the best is"
-        what = "of its variance at equal progress" if best.by == "variance" else "times its efficiency"
+        what = "variance at equal progress" if best.by == "variance" else "efficiency"
         who = shown_name(best.label) + ", which trained" * (best.label in trained)
-        lines.append(f"Against rloo: {lead} {who}, {interval_words(best.together)} {what}, all together.")
+        one = decision.comparison_of(best.label)
+        if one is None or best.label in trained:
+            stands_to_it = ""
+        elif one.better or one.worse:
+            stands_to_it = f", and {'better' if one.better else 'worse'} than what trained"
+        else:
+            stands_to_it = ", yet not shown to beat what trained"
+        lines.append(f"{which} {lead} {who}, {interval_words(best.together)} times rloo's {what}{stands_to_it}.")
     stands: dict[str, list[str]] = {}
     for label in trained:
         one = decision.comparison_of(label)

@@ -28,16 +28,16 @@ class Telling:
     reward: float
 
 
-def telling_rollouts(store: RunStore, since: int) -> list[Telling]:
-    """Return at most three rollouts of the steps from `since` on, each once; empty where rollouts were not stored.
+def telling_rollouts(store: RunStore, since: int, last: int | None = None) -> list[Telling]:
+    """Return at most three rollouts of the steps from `since` to `last`, each once; empty where none were stored.
 
     They are the newest whose reward is below another one that its prompt has had in this run, the longest, and that of
-    the newest step's token with the smallest probability.
+    the newest step's token with the smallest probability. `last` is by default the newest step.
 
     Raises:
         StoreError: The run cannot be read.
     """
-    new = [step for step in store.complete_steps() if step >= since]
+    new = [step for step in store.complete_steps() if since <= step and (last is None or step <= last)]
     rows: Any = store.rollouts_df(new, ["step", "group", "rollout", "prompt_id", "reward", "length"])
     if rows.empty:
         return []

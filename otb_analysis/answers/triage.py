@@ -10,7 +10,8 @@ import pandas as pd
 
 from otb_analysis.diagnostics import Finding, fall, single_step_outliers
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.alarms import TITLES
+from otb_analysis.figures.alarms import TITLES, fired_first
+from otb_analysis.figures.curves import NAMES
 from otb_analysis.figures.numbers import number
 from otb_analysis.store import step_series
 from otb_analysis.types import Float32
@@ -44,7 +45,8 @@ class Triage:
     status: str  # As in `runs_df`: running, complete, stopped, failed, broken
     state: str  # One of `STATES`
     sentence: str  # What happened, in its order
-    first_warning: int | None  # Step at which any detector first fired
+    first_warning: int | None  # Step at which a detector first spoke; what it tells began earlier
+    reward_fell: int | None  # First step at which it was halfway down, seen afterwards; None where no fall is known
     steps: int
     reward: Float32  # [≤ `POINTS`] `reward_mean`, thinned by means of neighbouring steps
     reward_first: float | None  # Mean over the first tenth of the steps
@@ -65,10 +67,11 @@ def triage(
     happened = reason if state == "broken" else sentence(findings, state, reason if status == "failed" else "")
     if len(steps) and (single := single_step_outliers(step_series(steps))):
         one, more = single[0], f" ({len(single)} such steps)" if len(single) > 1 else ""
-        happened += f"; {one.column} {number(one.multiple)} × the usual at step {one.step} alone{more}"
+        happened += f"; {NAMES[one.column]} {number(one.multiple)} × the usual at step {one.step} alone{more}"
     first = min((f.watch_step for f in findings if f.watch_step is not None), default=None)
+    fell = next((fall(f)[0] for f in findings if f.detector == "reward_fall" and f.fired), None)
     return Triage(
-        run, estimator, status, state, happened, first, len(table), thinned(reward, POINTS),
+        run, estimator, status, state, happened, first, fell, len(table), thinned(reward, POINTS),
         float(reward[:tenth].mean()) if reward.size else None, float(reward[-tenth:].mean()) if reward.size else None,
         float(heldout.iloc[-1]) if len(heldout) else None,
     )  # fmt: skip
@@ -113,13 +116,13 @@ def _over(finding: Finding) -> bool:
 
 
 def sentence(findings: Sequence[Finding], state: str, error: str = "") -> str:
-    """Say in one line what happened to a run, the error it ended with, and when trouble could first be seen."""
+    """Say in one line what happened to a run, the error it ended with, and when trouble was first seen."""
     named = {finding.detector: finding for finding in findings}
     parts = [error.rstrip(".")] if error else []
     dropped, gone = named.get("reward_fall"), named.get("vanished_gradient")
     if dropped is not None and dropped.fired:
         step, before, after = fall(dropped)
-        parts.append(f"reward {number(before)} → {number(after)} at step {step}")
+        parts.append(f"reward {number(before)} → {number(after)}, halfway down at step {step}")
     if gone is not None and _over(gone):
         norm = gone.evidence[0].value
         live = np.flatnonzero(norm > 0)
@@ -128,9 +131,10 @@ def sentence(findings: Sequence[Finding], state: str, error: str = "") -> str:
     lost = named.get("not_finite")
     if lost is not None and lost.fired:
         parts.append(lost.reason.partition(".")[0])
-    fired = sorted((f for f in findings if f.fired), key=lambda f: int(f.watch_step or 0))
-    if fired:
-        parts.append(f"first warning at step {fired[0].watch_step} ({TITLES[fired[0].detector].lower()})")
+    for first in fired_first(findings)[0][:1]:
+        parts.append(f"a detector first spoke at step {first.watch_step} ({TITLES[first.detector].lower()})")
+        if dropped is not None and dropped.level == "ok":
+            parts.append("no fall of the reward is shown")
     if parts:
         return "; ".join(parts)
     if state == "failed":
@@ -180,7 +184,8 @@ def triage_table(rows: Sequence[Triage], changed: Mapping[str, str] | None = Non
         [
             {
                 "run": row.run, "state": row.state, "status": row.status, "estimator": row.estimator,
-                "what happened": row.sentence, "first warning": row.first_warning, "steps": row.steps,
+                "what happened": row.sentence, "reward fell": row.reward_fell,
+                "detector spoke": row.first_warning, "steps": row.steps,
                 "reward": row.reward.tolist(), "first": row.reward_first, "last": row.reward_last,
                 "held-out": row.heldout, "age": duration_words(row.age),
                 **({} if changed is None else {"differs in": changed.get(row.run, "")}),

@@ -30,10 +30,9 @@ from otb_analysis.figures.styles import (
     Style,
     estimator_style,
     log_axis,
-    note_in_panel,
     panels,
 )
-from otb_analysis.figures.variance import UNDEFINED
+from otb_analysis.phases import plural
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
@@ -54,6 +53,7 @@ RATIOS = (
 DECIDES = {"variance": "sf", "efficiency": "efficiency"}
 """Which ratio decides, by how a pair is compared."""
 VALUES = ("efficiency", "sf", "variance", "projection", "relative_bias", "rollout_equivalents")
+UNDEFINED = "Not shown: {}, which noise hides on so few prompts; measure more prompts or pool more steps."
 TWO = ".2f"
 """Digits of ratios and shares."""
 OWN = ("efficiency", "relative_bias", "rollout_equivalents")
@@ -93,22 +93,31 @@ class ComparisonInfo:
     together: str  # What the corrected intervals are called
 
     @property
+    def shown(self) -> list[int]:
+        """Which of `RATIOS` say anything: more than the 1 of what is compared with, and of its multiples."""
+        return [k for k, _ in enumerate(RATIOS) if any(row.ratios[k] not in (None, _ONE) for row in self.rows)]
+
+    @property
     def words(self) -> str:
-        """What points, intervals and their order are, in words."""
-        where = "one measured step" if self.n_steps == 1 else f"{self.n_steps} measured steps"
-        prompts = f"{self.n_prompts} prompt{'s' * (self.n_prompts != 1)}"
-        start = f"How noisy each estimator is beside {self.against}, on the same rollouts: {prompts} of {where}."
+        """What points, intervals and their order are, in words, and which ratios have no panel."""
+        of = f"{plural(self.n_prompts, 'prompt')} of {plural(self.n_steps, 'measured step')}"
+        start = f"How noisy each estimator is beside {self.against}, on the same rollouts: {of}."
         if self.n_prompts < MIN_CLUSTERS:
-            return f"{start} Below {MIN_CLUSTERS} prompts these are points without intervals."
-        if not self.sampled:
-            return f"{start} Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
-        if not self.looked_at:
-            return f"{start} What is judged has no interval here, so no estimator can be told from {self.against}."
-        order = "Proved step lengths first." if any(row.told for row in self.rows) else (
-            f"No interval of {self.together} leaves out 1: no estimator can be told from {self.against}, and their "
-            "order says nothing."
-        )  # fmt: skip
-        return f"{start} 95 % intervals over prompts: thick, one look; thin, {self.together}. {order}"
+            read = f"Below {MIN_CLUSTERS} prompts these are points without intervals."
+        elif not self.sampled:
+            read = "Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
+        elif not self.looked_at:
+            read = f"What is judged has no interval here, so no estimator can be told from {self.against}."
+        elif any(row.told for row in self.rows):
+            read = f"95 % intervals over prompts: thick, one look; thin, {self.together}. Proved step lengths first."
+        else:
+            read = (
+                f"95 % intervals over prompts: thick, one look; thin, {self.together}. No interval of {self.together} "
+                f"leaves out 1: no estimator can be told from {self.against}, and their order says nothing."
+            )
+        hidden = " and ".join(title.lower() for k, (_, title, _) in enumerate(RATIOS) if k not in self.shown)
+        why = [UNDEFINED.format(hidden)] if hidden and self.sampled and len(self.rows) > 1 else []
+        return " ".join([start, read, *why])
 
 
 def comparison_info(
@@ -231,12 +240,8 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
             }
         records.append(record)
     table: Any = pd.DataFrame(records)
-    # The reference over itself, and multiples of it, are 1 in a column of dashes, too.
-    empty = {
-        f"{title} ÷ {info.against}"
-        for k, title in enumerate(("SF", "efficiency", "variance"))
-        if all(row.ratios[k] in (None, _ONE) for row in info.rows)
-    }
+    titles = enumerate(("SF", "efficiency", "variance"))
+    empty = {f"{title} ÷ {info.against}" for k, title in titles if k not in info.shown}
     return table[[name for name in table if name not in empty and set(table[name]) != {MISSING}]]
 
 
@@ -261,13 +266,16 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     """Draw the forest: one line per estimator, one panel per ratio, logarithmic axes, a rule at 1.
 
     A thick bar is the interval of one look; a thin one, of the ratio that is judged, holds with all others. Open marks
-    have no interval. An arrow at the edge says that an interval goes on beyond it.
+    have no interval. An arrow at the edge says that an interval goes on beyond it. A ratio that says nothing has no
+    panel; the words say so.
     """
-    count = len(info.rows)
+    count, shown = len(info.rows), info.shown or [0]
     height = 27 * count + 160
-    figure, places = panels([(title, line) for _, title, line in RATIOS], 3, height=height - TOP, shared_x=False)
+    titles = [RATIOS[index][1:] for index in shown]
+    figure, places = panels(titles, len(shown), height=height - TOP, shared_x=False)
     heights = {row.label: count - 1 - k for k, row in enumerate(info.rows)}
-    for index, (where, (name, *_)) in enumerate(zip(places, RATIOS, strict=True)):
+    for where, index in zip(places, shown, strict=True):
+        name, title, _ = RATIOS[index]
         drawn = [(row, ratio) for row in info.rows if (ratio := row.ratios[index]) is not None and ratio.estimate > 0]
         wide = {row.label: row.together for row, _ in drawn if row.decides == name}
         every = [one for one in (*(ratio for _, ratio in drawn), *wide.values()) if one is not None]
@@ -277,16 +285,15 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
             together = wide.get(row.label)
             said = "no interval" if ratio.low is None else f"one look {span(ratio.low, ratio.high)}"
             said += "" if together is None else f"<br>{info.together} {span(together.low, together.high)}"
-            hover = f"{row.label}<br>{name} ratio <b>{number(ratio.estimate)}</b><br>{said}<extra></extra>"
+            value = f"{title} ÷ {info.against} <b>{number(ratio.estimate)}</b>"
+            hover = f"{row.label}<br>{value}<br>{said}<extra></extra>"
             for trace in _bars_and_point(row.style, ratio, together, axis["range"], hover):
                 figure.add_trace(trace.update(y=[heights[row.label]]), **where)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         figure.update_xaxes(**axis, title_text=f"÷ {info.against}", title_standoff=6, **where)
-        if not drawn:
-            note_in_panel(figure, UNDEFINED, where)
         # Numbers, not categories: a browser leaves out the name of a row without a point.
         names = {"tickvals": list(heights.values()), "ticktext": list(heights), "range": [-0.6, count - 0.4]}
-        figure.update_yaxes(**names, showticklabels=index == 0, zeroline=False, **where)
+        figure.update_yaxes(**names, showticklabels=where["col"] == 1, zeroline=False, **where)
     for thickness, words in ((4, "one look"), (1, info.together)) if info.looked_at else ():
         line = {"color": GREY, "width": thickness}
         figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=words, showlegend=True, row=1, col=1)

@@ -257,6 +257,8 @@ QUANTITIES = (
     Quantity("Empty completions", "share of rollouts", "empty_share", share=True),
     Quantity("Baseline fallback", "share of tokens", "fallback_share", share=True),
 )
+NAMES = {quantity.column: quantity.title.lower() for quantity in QUANTITIES}
+"""What columns of steps are called in hovers and sentences."""
 SHARES = {
     "zero_variance_share": ("n_zero_variance_groups", "n_prompts"),
     "truncated_share": ("n_truncated", "n_rollouts"),

@@ -63,10 +63,9 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     Raises:
         InputError: The kind or the source is unknown, or no token has both energies.
     """
-    if kind not in KINDS:
-        raise InputError(f"kind is {kind!r}; {nearest(kind, KINDS)}")
-    if source not in SOURCES:
-        raise InputError(f"source is {source!r}; {nearest(source, SOURCES)}")
+    for name, value, choices in (("kind", kind, KINDS), ("source", source, SOURCES)):
+        if value not in choices:
+            raise InputError(f"{name} is {value!r}; {nearest(value, choices)}")
     rows, drawn = comparable(tokens)
     table: Any = energies(rows, kind, source)
     if table.empty:
@@ -81,10 +80,8 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
     count, proxy_edges, exact_edges = np.histogram2d(x, y, bins=BINS)
     density = np.where(count > 0, count, np.nan).T.astype(np.float32)
     line, far = None, pd.DataFrame()
-    spread = x - x.mean() if x.size else x
-    if (spread**2).sum() > 0:
-        slope = float((spread * y).sum() / (spread**2).sum())
-        level = float(y.mean() - slope * x.mean())
+    if len(np.unique(x)) > 1:
+        slope, level = np.polyfit(x, y, 1).tolist()
         furthest = np.argsort(-np.abs(y - level - slope * x), kind="stable")[:FAR]
         columns = ["step", "group", "rollout", "t", "proxy", "exact"]
         line, far = (level, slope), table.loc[positive, columns].iloc[furthest].reset_index(drop=True)
@@ -128,7 +125,6 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
     """
     chosen: Any = tokens[tokens["mask"].fillna(False).astype(bool)]
     policy = chosen.sort_values(["step", "rollout", "t"])
-    rollouts = policy.groupby(["step", "rollout"], sort=False)
     table = pd.DataFrame({"step": policy["step"], "proxy": policy[SOURCES[source]], "exact": exact_norms(policy)})
     if kind == "realized":
         keys = [policy["step"], policy["rollout"]]
@@ -136,8 +132,8 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
             unknown = table[name].isna().groupby(keys).cumsum() > 0
             table[name] = table[name].astype(float).fillna(0).groupby(keys).cumsum().mask(unknown)
     table = table.assign(**{name: policy[name] for name in ("group", "rollout", "t")})
-    cells = pd.DataFrame({"step": policy["step"], "group": policy["group"], "position": rollouts.cumcount()})
-    table["cell"] = cells.groupby(["step", "group", "position"], sort=False).ngroup()
+    position = policy.groupby(["step", "rollout"], sort=False).cumcount()
+    table["cell"] = table.groupby(["step", "group", position], sort=False).ngroup()
     known: Any = table.dropna(subset=["proxy", "exact"])
     return known[np.isfinite(known[["proxy", "exact"]].astype(float)).all(axis=1)]
 
@@ -206,15 +202,10 @@ OVER_STEPS = (
 
 def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     """Draw the three correlations over steps, within (prompt, t) and pooled."""
+    table: Any = fidelity_table(info).iloc[1:].astype({"step": np.int64})  # without the row of all steps
     tables = {
-        title: pd.DataFrame(
-            {
-                name: [getattr(getattr(at, name), key, None) for at in info.steps.values()]
-                for name in ("within", "pooled")
-            },
-            dtype=float,
-        ).assign(step=list(info.steps))
-        for key, title in COEFFICIENTS
+        title: table[["step"]].assign(**{name: table[f"{title}, {name}"] for name in ("within", "pooled")})
+        for _, title in COEFFICIENTS
     }
     styles = {title: Style(_COLORS[key]) for key, title in COEFFICIENTS}
     return plot_learning(curves_info(tables, OVER_STEPS, styles), columns=1, height=(470 - TOP) // 2)

@@ -1,7 +1,8 @@
 """A and B: both curves over steps with their paired difference, and B over A in gradient noise; 95 % intervals."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -39,7 +40,7 @@ from otb_analysis.statistics import (
 )
 from otb_analysis.statistics.gradients import has_signal
 from otb_analysis.statistics.moments import clusters, deleted_moments, truth_of, typical
-from otb_analysis.types import Float, Gram, Int, Label, Proved
+from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
 
 COMPARED = ("reward_mean", "heldout_reward", "grad_norm", "entropy_mean", "length_mean")
 """Quantities that are compared, where both sides recorded them."""
@@ -76,6 +77,16 @@ class PairPanel:
         return differs(self.whole, float(self.ratio))
 
     @property
+    def logarithmic(self) -> bool:
+        """True where A and B stand on a logarithmic axis."""
+        return self.ratio and not self.quantity.share
+
+    @property
+    def at_zero(self) -> Bool:
+        """Where A or B is 0 or less [S], which that axis cannot show."""
+        return np.minimum(self.a, self.b).min(axis=0) <= (0 if self.logarithmic else -np.inf)
+
+    @property
     def drifts(self) -> bool:
         """True where neighbouring blocks of one pair are alike, so that the interval over blocks is too short."""
         values = np.array([np.nan if one is None else one.estimate for one in self.blocks])
@@ -83,6 +94,13 @@ class PairPanel:
             return False
         off = values - values.mean()
         return bool(off[1:] @ off[:-1] > ALIKE * (off @ off))
+
+
+def zero_note(panels_: Sequence["PairPanel"]) -> str:
+    """Say which values of 0 are not drawn, since a logarithmic axis has none; empty where there are none."""
+    counts = {panel.quantity.title.lower(): int(panel.at_zero.sum()) for panel in panels_}
+    which = ", ".join(f"{title} at {count} of them" for title, count in counts.items() if count)
+    return which and f"Blocks where A or B is 0 are not drawn, since a logarithmic axis has no 0: {which}."
 
 
 def drift_note(panels_: Sequence["PairPanel"]) -> str:
@@ -190,21 +208,20 @@ def curves_rows(panels_: Sequence[PairPanel]) -> pd.DataFrame:
 def plot_pair(info: Sequence[PairPanel], a: str, b: str, styles: tuple[Style, Style] = SIDES) -> go.Figure:
     """Draw A and B, and below each quantity its difference or ratio: by block, and over all steps as a band."""
     columns = 2 if len(info) in (2, 4) else min(len(info), COLUMNS)
-    titles = list[tuple[str, str]]()
-    for first in range(0, len(info), columns):  # quantities side by side, below them their differences
-        row = info[first : first + columns]
-        empty = [("", "")] * (columns - len(row))
-        titles += [*((panel.quantity.title, panel.quantity.line) for panel in row), *empty]
-        for panel in row:
-            title = f"{panel.quantity.title}, {'B ÷ A' if panel.ratio else 'B − A'}"
-            titles.append((title, "not known" if panel.whole is None else ratio_words(panel.whole, panel.ratio)))
-        titles += empty
+    # Quantities side by side, below them their differences.
+    at = [2 * columns * (index // columns) + index % columns for index in range(len(info))]
+    titles = [("", "")] * (2 * columns * math.ceil(len(info) / columns))
+    for first, panel in zip(at, info, strict=True):
+        titles[first] = panel.quantity.title, panel.quantity.line
+        title = f"{panel.quantity.title}, {'B ÷ A' if panel.ratio else 'B − A'}"
+        whole = "not known" if panel.whole is None else ratio_words(panel.whole, panel.ratio)
+        titles[first + columns] = title, whole
     figure, places = panels(titles, columns, height=215)
     figure.update_xaxes(visible=False).update_yaxes(visible=False)
-    for index, panel in enumerate(info):
-        first = 2 * columns * (index // columns) + index % columns
+    for index, (first, panel) in enumerate(zip(at, info, strict=True)):
         above, below = places[first], places[first + columns]
-        for values, name, style in ((panel.a, a, styles[0]), (panel.b, b, styles[1])):
+        drawn = (np.where(panel.at_zero, np.nan, values) for values in (panel.a, panel.b))
+        for values, name, style in zip(drawn, (a, b), styles, strict=True):
             mean, line = values.mean(axis=0), go.Scatter()
             for one in (*values, mean):  # every pair's curve faintly, their mean as the line, which comes last
                 curve = Curve(name, panel.step.astype(np.float32), one, mean, *np.full((2, len(mean)), np.nan))
@@ -214,7 +231,7 @@ def plot_pair(info: Sequence[PairPanel], a: str, b: str, styles: tuple[Style, St
             figure.add_trace(line.update(name=plain_name(name), showlegend=index == 0), **above)
         if panel.quantity.share or panel.quantity.from_zero:
             figure.update_yaxes(rangemode="tozero", **above)
-        elif panel.ratio:
+        elif panel.logarithmic:
             figure.update_yaxes(**log_axis(np.stack([panel.a, panel.b]), most=4), **above)
         _difference(figure, panel, below)
         for where in (above, below):
@@ -319,20 +336,21 @@ def compare_noise(pairing: Pairing, runs: Mapping[str, RunGrams], known: Proved)
         along = all(has_signal(deleted_moments(grams, one, truth)) for grams, one in ((of_a, a), (of_b, b)))
         may = {"variance": True, "sf": pair.c_known or along, "efficiency": along}
         ratios = tuple(r if is_informative(r := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
-        what, decides = "updates as trained, each run on its own rollouts", "sf" if pair.c_known else "efficiency"
+        what, decides = "each run's own rollouts: updates as trained", "sf" if pair.c_known else "efficiency"
         rows.append(NoiseRow(what, ratios, len(of_a), len(clusters(of_a)[1]), decides))
     notes = () if rows else (OTHER_PROMPTS,)
     both = [gram for gram in (*of_a, *of_b) if a in gram.labels and b in gram.labels]
     sizes = {round(gram.n_rollouts / max(gram.n_prompts, 1)) for gram in both}
     if a != b and len(sizes) == 1:
-        rows.append(_on_same_rollouts(both, a, b, known)[1])
+        _, same = _on_same_rollouts(both, a, b, known)
+        rows.append(replace(same, what=f"the rollouts of all these runs: {same.what}"))
     return NoiseInfo(tuple(rows), notes)
 
 
 def _on_same_rollouts(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> tuple[list[Row], NoiseRow]:
     """Return the rows of A and B, and the comparison of B over A."""
     rows = compared(grams, decide(grams, a, known, only=[b]), [a, b], known)
-    what, ratio = f"{shown_name(b)} ÷ {shown_name(a)} on the same rollouts", rows[1]
+    what, ratio = f"{shown_name(b)} ÷ {shown_name(a)}", rows[1]
     decides = ratio.decides or "sf"  # a multiple is judged by nothing
     return rows, NoiseRow(what, ratio.ratios, len(grams), ratio.n_prompts, decides)
 
@@ -395,7 +413,11 @@ def over_training(grams: Mapping[int, Gram], against: Label, chosen: Sequence[La
     for name, title, _ in RATIOS:
         drawn = []
         for estimator, panel in ((e, p) for e, panels_ in ratios.items() for p in panels_ if p.quantity.column == name):
-            told = [[at, *columns_of("", one).values()] for at, one in zip(panel.at, panel.blocks, strict=True) if one]
+            told = [
+                [at, *columns_of("", one).values()]
+                for at, one in zip(panel.at, panel.blocks, strict=True)
+                if one and one.estimate > 0
+            ]
             if told:
                 step, value, low, high = np.array(told, np.float32).T
                 drawn.append(Curve(estimator, step, value, value, low, high))

@@ -1,5 +1,6 @@
 """Rollouts in short: where a prompt differs, the number that an answer ends with, and rewards over steps."""
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.figures.numbers import number
-from otb_analysis.figures.styles import ORANGE, TEMPLATE, step_axis
+from otb_analysis.figures.styles import ORANGE, TEMPLATE
 from otb_analysis.figures.texts import legible
 from otb_analysis.types import Float
 
@@ -146,7 +147,7 @@ def plot_rewards(info: RewardsInfo, steps: Range = None, rewards: Range = None) 
             type="rect", x0=across[0] - info.width / 2, x1=across[-1] + info.width / 2, y0=up[0] - 0.5, y1=up[-1] + 0.5,
             line={"color": ORANGE, "width": 2},
         )  # fmt: skip
-    figure.update_xaxes(**step_axis(info.step))
+    figure.update_xaxes(tick0=info.step[0], dtick=info.width * math.ceil(len(info.step) / 9))
     return figure.update_layout(
         template=TEMPLATE, height=70 + 26 * max(3, len(rows)), margin={"t": 8, "b": 40},
         xaxis={"title": {"text": "step", "standoff": 4}}, yaxis={"title": {"text": "reward"}, "type": "category"},

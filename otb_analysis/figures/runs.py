@@ -108,10 +108,8 @@ def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differenc
     shown = {name: row for name, row in differing.items() if set(row.values()) != {NOT_RECORDED, known.get(name)}}
     table = pd.DataFrame.from_dict(shown, orient="index", columns=list(flat)).rename_axis("setting").reset_index()
     left_out = len(differing) - len(shown)
-    objects = "it, and in the others it has its" if left_out == 1 else "them, and in the others they have their"
-    subject = "1 setting is" if left_out == 1 else f"{left_out} settings are"
-    note = f"{subject} left out: some of these runs did not record {objects} default." * (left_out > 0)
-    return Differences(table, left_out, note)
+    note = f"Left out, not recorded in some runs and at its default in the others: {plural(left_out, 'setting')}."
+    return Differences(table, left_out, note * (left_out > 0))
 
 
 def grouped(differences: Differences, setting: str) -> dict[str, list[str]]:

@@ -248,14 +248,3 @@ def linear_range(values: ArrayLike, ends: ArrayLike, around: float) -> list[floa
     reaching = np.clip(np.append(reaching[np.isfinite(reaching)], drawn), low - reach, high + reach)
     margin = 0.06 * (reaching.max() - reaching.min())
     return [float(reaching.min() - margin), float(reaching.max() + margin)]
-
-
-def step_axis(steps: ArrayLike) -> dict[str, Any]:
-    """Return an axis of measured steps: ticks at steps that were measured, room on both sides."""
-    measured = np.unique(np.asarray(steps, dtype=float))
-    if measured.size == 0:
-        return {}
-    gap = float(np.diff(measured).min()) if measured.size > 1 else 1.0
-    every = math.ceil(measured.size / 9)
-    reach = [float(measured[0] - 0.7 * gap), float(measured[-1] + 0.7 * gap)]
-    return {"tickvals": measured[::every].astype(np.float32), "range": reach, "title": {"text": "step", "standoff": 6}}

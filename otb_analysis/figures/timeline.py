@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import ChangePoint, Finding, Outlier
 from otb_analysis.figures.alarms import MARKS, PANELS, TITLES
-from otb_analysis.figures.curves import QUANTITIES, Quantity, derived, finite
+from otb_analysis.figures.curves import NAMES, QUANTITIES, Quantity, derived, finite
 from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import BLUE, GREY, RULE, TEMPLATE, log_axis
 from otb_analysis.types import Float, Int
@@ -90,11 +90,11 @@ def timeline_info(
             if step is not None and not (kind == "watch" and step == finding.alarm_step):
                 column = finding.evidence[0].column
                 events.append(Event(step, kind, PANELS.get(column, column), TITLES[finding.detector]))
-    events += [Event(p.step, "change", p.column, f"{p.column}: {number(p.before)} → {number(p.after)}") for p in points]
-    events += [
-        Event(one.step, "outlier", one.column, f"{one.column} {number(one.value)}, {number(one.multiple)} × the usual")
-        for one in outliers
-    ]
+    for p in points:
+        events.append(Event(p.step, "change", p.column, f"{NAMES[p.column]}: {number(p.before)} → {number(p.after)}"))
+    for one in outliers:
+        text = f"{NAMES[one.column]} {number(one.value)}, {number(one.multiple)} × the usual"
+        events.append(Event(one.step, "outlier", one.column, text))
     return TimelineInfo(tuple(panels), tuple(sorted(events, key=lambda event: event.step)))
 
 
@@ -156,12 +156,8 @@ def _lane(figure: go.Figure, events: Sequence[Event], bottom: float) -> None:
         )  # fmt: skip
     lane = {"domain": (bottom, 1.0), "range": [0, 1], "showticklabels": False, "showgrid": False, "fixedrange": True}
     figure.update_layout(yaxis=lane)
-    if not events:
-        figure.add_annotation(
-            text="nothing fired, nothing changed its level", showarrow=False, font={"size": 12},
-            xref="paper", x=0.5, yref="y", y=0.5,
-        )  # fmt: skip
-    _title(figure, "Events", "first watch △, first alarm ▲, change point ▼, single step ◆", 1.0)
+    marks = "first watch △, first alarm ▲, change point ▼, single step ◆"
+    _title(figure, "Events", marks if events else "nothing fired, nothing changed its level", 1.0)
 
 
 def _panel(

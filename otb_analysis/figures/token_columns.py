@@ -43,6 +43,14 @@ DIFFERENCES = {
     RATIO: ("exact ÷ calibrated proxy", "", "Exact ‖∇log π‖² over the calibrated proxy ({how})."),
 }
 """What is no stored column: title, unit, meaning."""
+TITLES = {
+    "logprob": "log-probability", "behavior_logprob": "sampler's log-probability", "sum_pi_sq": "Σπ²",
+    "energy_proxy": "proxy energy", "energy_calibrated": "calibrated proxy energy",
+    "hidden_norm_sq": "‖hidden state‖²", "grad_norm_sq": "Exact ‖∇log π‖²",
+    "grad_norm_sq_stderr": "standard error of ‖∇log π‖²", "path_norm_sq": "‖Σ ∇log π‖² up to here",
+    "inclusion_prob": "probability of being measured", **{name: words[0] for name, words in DIFFERENCES.items()},
+}  # fmt: skip
+"""What columns are called in hovers, legends and boxes, where their names are no words."""
 
 
 def with_differences(tokens: pd.DataFrame, other: pd.Series | None = None) -> pd.DataFrame:
@@ -89,12 +97,10 @@ def described(tokens: pd.DataFrame, name: str, estimator: str = "", against: str
         return Described(title, unit, meaning.format(estimator=estimator, against=against, how=how))
     if name not in {c.name for c in TOKENS}:
         return Described(name, "", "Stored beside the columns of otb-analysis, such as another trainer's numbers.")
-    title, unit, meaning = name, column("tokens", name).unit, column("tokens", name).meaning
-    if name == "grad_norm_sq":
-        title = "Exact ‖∇log π‖²"
-        if "measured_by" in tokens and bool((tokens["measured_by"] == "sketch").any()):
-            title = "Estimated ‖∇log π‖²"
-            meaning += " Estimated by sketching: a click shows the standard error; some are below 0."
+    title, unit, meaning = TITLES.get(name, name), column("tokens", name).unit, column("tokens", name).meaning
+    if name == "grad_norm_sq" and "measured_by" in tokens and bool((tokens["measured_by"] == "sketch").any()):
+        title = "Estimated ‖∇log π‖²"
+        meaning += " Estimated by sketching: a click shows the standard error; some are below 0."
     if name in ("baseline", "advantage") and estimator:
         title, meaning = f"{name} of {estimator}", f"{name[0].upper()}_t of {estimator}."
     return Described(title, unit, meaning)
@@ -134,10 +140,8 @@ class ColorScale:
     @property
     def colors(self) -> tuple[str, ...]:
         """The colours, from low to high."""
-        colors = {
-            (False, False): SEQUENTIAL, (False, True): SEQUENTIAL_DARK,
-            (True, False): DIVERGING, (True, True): DIVERGING_DARK,
-        }[self.diverging, self.dark]  # fmt: skip
+        light, dark = (DIVERGING, DIVERGING_DARK) if self.diverging else (SEQUENTIAL, SEQUENTIAL_DARK)
+        colors = dark if self.dark else light
         return colors[::-1] if self.backward else colors
 
     @property

@@ -14,7 +14,7 @@ from otb_analysis.figures.numbers import number
 from otb_analysis.figures.rollouts import ends_elsewhere
 from otb_analysis.figures.styles import RULE, TEMPLATE
 from otb_analysis.figures.texts import SPECIAL, visible
-from otb_analysis.figures.token_columns import LOW, RATIOS, SIGNED, ColorScale, color_levels, color_scale
+from otb_analysis.figures.token_columns import LOW, RATIOS, SIGNED, TITLES, ColorScale, color_levels, color_scale
 from otb_analysis.types import Float, Float32, Int
 
 
@@ -225,7 +225,7 @@ def plot_tokens(info: TokensInfo, title: str = "", chosen: tuple[int, int] | Non
 
     The points over the cells cannot be seen: a click selects points, and a heatmap has none. Their data are rollout, t.
     """
-    grid, title = grid_info(info), title or info.column
+    grid, title = grid_info(info), title or TITLES.get(info.column, info.column)
     figure = go.Figure(layout={"template": TEMPLATE})
     x = np.arange(grid.values.shape[1]) * grid.width + (grid.width - 1) / 2
     names = [f"rollout {row.rollout}" for row in info.rollouts]

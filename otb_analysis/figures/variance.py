@@ -45,6 +45,3 @@ NOISE_SCALE = (
     "shown by itself where fewer prompts were measured than a third of the noise scale.",
 )
 """Name of the noise scale, and what it is in one line."""
-
-
-UNDEFINED = "not shown: too few prompts to tell it from noise;<br>measure more prompts or pool more steps"

@@ -141,7 +141,7 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
     info = timeline_info(run.steps, run.findings, run.changes, more=True, outliers=run.outliers)
     record: dict[str, Any] = {
         "run": row.run, "estimator": row.estimator, "status": row.status, "state": row.state,
-        "what_happened": row.sentence, "first_warning": row.first_warning,
+        "what_happened": row.sentence, "first_warning": row.first_warning, "reward_fell": row.reward_fell,
         "steps": {"count": row.steps, "first": steps[0], "last": steps[-1]},
         "look_first_at": run.look,
         "detectors": [

@@ -159,7 +159,8 @@ class Diagnosis(TypedDict):
     status: str  # running, complete, stopped or failed
     state: str  # Read it first: collapsed, failed, alarm, watch, calm, too short, not judged or broken
     what_happened: str
-    first_warning: int | None  # Step
+    first_warning: int | None  # First step at which a detector spoke; what it tells began earlier
+    reward_fell: int | None  # First step at which the reward was halfway down, seen afterwards
     steps: Steps
     look_first_at: int  # Step to ask `otb tokens` about
     detectors: list[Detector]  # Those that fired first

@@ -45,6 +45,7 @@ def test_two_estimators_of_a_run_are_compared_on_its_rollouts(gram, run_of):
     found = estimator_pair(run.measured, "rloo")
     assert (found.a, found.b) == ("rloo", "sequence_optimal_loo · proxy")
     assert "times A's variance" in found.verdict and "not told" not in found.verdict
+    assert found.noise.rows[0].what.startswith("the rollouts of this run: ")
     later = run_of([gram([1, 0.7, 0.8])] * 8)
     later.__dict__["grams"] = {3 * step: one for step, one in later.grams.items()}  # every third step was measured
     at = estimator_pair(later.measured, "rloo").panels[0].step

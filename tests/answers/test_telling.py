@@ -77,6 +77,19 @@ def test_a_fallen_run_is_looked_at_where_it_still_learned(tmp_path):
     assert "has no attribution" in missing.missing and missing.nearest == 20 and before.nearest == 0
 
 
+def test_a_collapsed_run_is_read_before_the_fall(tmp_path):
+    good, bad = ([1, 1, 1, 0], [3, 3, 3, 3]), ([0, 0, 0, 0], [3, 3, 3, 3])
+    steps = [(*(good if step < 23 else bad), 1.0 if step % 5 == 0 else None) for step in range(50)]
+    run = RunAnswers(written(tmp_path, steps))
+    step, says = run.worth_reading or (None, "")
+    assert step == run.look == 20 and "attributed" in says and "reward fell at step 23" in says
+    assert {one.step for one in telling_rollouts(run.store, 20, 20)} == {20}
+    bare = RunAnswers(written(tmp_path, [(r, n, None) for r, n, _ in steps], "bare"))
+    assert bare.worth_reading is not None and bare.worth_reading[0] == 22 and "attributed" not in bare.worth_reading[1]
+    calm = RunAnswers(written(tmp_path, steps[:23], "calm"))
+    assert calm.worth_reading is None
+
+
 def test_a_run_in_trouble_before_anything_was_attributed_is_looked_at_where_it_first_was(tmp_path):
     good, bad = ([1, 1, 1, 0], [3, 3, 3, 3]), ([0, 0, 0, 0], [3, 3, 3, 3])
     run = RunAnswers(

@@ -29,14 +29,21 @@ def test_a_dead_run_is_one_sentence_in_the_order_of_events():
     # The median of three is 0 from the second step without reward on, step 21; no gradient from step 22 on.
     assert DEAD.state == "collapsed"
     assert DEAD.sentence == (
-        "reward 0.750 → 0 at step 20; no gradient since step 22; first warning at step 21 (falling reward)"
+        "reward 0.750 → 0, halfway down at step 20; no gradient since step 22; "
+        "a detector first spoke at step 21 (falling reward)"
     )
-    assert (DEAD.first_warning, DEAD.reward_first, DEAD.reward_last) == (21, 0.75, 0.0)
+    assert (DEAD.reward_fell, DEAD.first_warning, DEAD.reward_first, DEAD.reward_last) == (20, 21, 0.75, 0.0)
+
+
+def test_what_a_detector_says_without_a_fall_is_not_read_as_one():
+    solved = row("solved", steps(np.linspace(0.3, 1.0, 30), [1.0] * 22 + [0.0] * 8))
+    assert solved.state == "collapsed" and solved.reward_fell is None
+    assert "no fall of the reward" in solved.sentence and solved.sentence.startswith("no gradient since step 22")
 
 
 def test_a_run_whose_reward_came_back_has_not_collapsed():
     back = row("back", steps([0.75] * 20 + [0.0] * 5 + [0.75] * 20))
-    assert back.state == "alarm" and back.sentence.startswith("reward 0.750 → 0 at step 20")
+    assert back.state == "alarm" and back.sentence.startswith("reward 0.750 → 0, halfway down at step 20")
 
 
 def test_calm_and_short_runs_say_so():
@@ -60,7 +67,7 @@ def test_a_run_that_failed_says_with_what_and_comes_before_alarms():
         steps([0.5] * 20, [1.0] * 19 + [np.inf]),
         diagnose(step_series(steps([0.5] * 20, [1.0] * 19 + [np.inf]))),
     )
-    assert died.state == "collapsed" and died.sentence.startswith("NaN or infinite at step 19: grad_norm; first warn")
+    assert died.state == "collapsed" and died.sentence.startswith("NaN or infinite at step 19: grad_norm; a detector")
 
 
 def test_the_worst_run_is_first_and_running_ones_before_others():

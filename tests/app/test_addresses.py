@@ -155,3 +155,11 @@ def test_all_of_a_run_that_grows_stays_all_of_it(tmp_path, monkeypatch):
     write_token_run(tmp_path, "grows", steps=5)
     for _ in range(2):
         assert app.run().slider(key="steps").value == (0, 4)
+
+
+def test_an_address_that_names_a_column_of_tokens_opens_it_and_names_it_in_words(store_root, monkeypatch):
+    app = open_page(store_root, "tokens", monkeypatch, run="chain-otb-s0", step="10", color="hidden_norm_sq")
+    assert app.selectbox(key="color").value == "hidden_norm_sq"
+    assert app.query_params["color"] == "‖hidden state‖²"
+    change(app, "color", "entropy")
+    assert app.selectbox(key="color").value == "entropy"

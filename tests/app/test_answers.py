@@ -176,7 +176,9 @@ def test_triage_paints_a_collapsed_run_red_and_a_calm_one_not_at_all(store_root,
     painted = {color: cells for cells, color in re.findall(r"([^{}]+)\{ background-color: ([^{}]+) \}", css)}
     rows = {color: set(re.findall(r"_row(\d+)_", cells)) for color, cells in painted.items()}
     assert rows == {"rgba(193, 18, 31, 0.16)": {"0"}, "transparent": {"1"}}
-    assert "■ collapsed" in table.value["state"].iloc[0] and "dead: reward 0.750 → 0 at step 20" in texts(app)
+    assert "■ collapsed" in table.value["state"].iloc[0] and "dead: reward 0.750 → 0, halfway down at step 20" in texts(
+        app
+    )
 
 
 TO_TOKENS = "tokens", {"prompt": "1"}

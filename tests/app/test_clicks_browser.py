@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.store import RunWriter, StepTables
-from tests.app.browsing import SECONDS, Watched, asked, finished, served, visit, watched
+from tests.app.browsing import SECONDS, Watched, asked, click_row, finished, served, visit, watched
 from tests.app.token_runs import write_token_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -91,6 +91,34 @@ def test_a_run_is_ticked_and_pinned_by_a_click_in_the_table_and_back_undoes_it(t
     waits_for("!new URL(location).searchParams.has('reference')")
     page.go_back()
     waits_for("new URL(location).searchParams.getAll('run').length === 2")
+
+
+def test_a_click_that_opens_a_page_is_one_entry_of_the_history_and_one_back_undoes_it(tab, address):
+    page = visit(tab, f"{address}/?run=chain&run=words")
+
+    def now(path: str) -> tuple[str, int]:
+        page.wait_for_function(f"location.pathname === '{path}'", timeout=20 * SECONDS)
+        finished(page)
+        page.wait_for_selector("h1", timeout=20 * SECONDS)
+        return page.url, page.evaluate("history.length")
+
+    first, before = now("/")
+    page.locator("[data-testid=stMain] button:has-text('Open ')").first.click()
+    assert now("/run")[1] == before + 1
+    page.go_back()
+    assert now("/")[0] == first
+    # Both pages have boxes of the run and the step, and neither stands at its first choice.
+    page.goto(f"{address}/run?run=chain&run=words&focus=chain&step=20")
+    page.wait_for_selector("[data-testid=stDataFrame]", timeout=60 * SECONDS)
+    here, before = now("/run")
+    click_row(page, page.locator("[data-testid=stDataFrame]").first, 1)
+    there, after = now("/tokens")
+    assert after == before + 1 and asked(page, "step") == "20" and asked(page, "token")
+    page.go_back()
+    assert now("/run") == (here, after)
+    assert page.locator("text=Who holds the gradient of step 20").count() == 1
+    page.go_forward()
+    assert now("/tokens") == (there, after)
 
 
 def test_ticking_another_run_does_not_choose_the_pinned_one(tab, address):

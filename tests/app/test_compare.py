@@ -65,8 +65,8 @@ def test_runs_that_measured_the_same_prompts_have_their_noise_compared(store_roo
     runs = ["chain-group_mean-s0", "chain-otb-s0"]  # which of them is older is a matter of milliseconds
     app = open_page(store_root, "compare", monkeypatch, run=runs, a=runs[0], b=runs[1])
     table = app.table[0].value
-    assert table.iloc[0, 0].replace("\\", "") == "updates as trained, each run on its own rollouts"
-    assert table.iloc[1, 0].replace("\\", "") == "otb ÷ group_mean on the same rollouts"
+    assert table.iloc[0, 0].replace("\\", "") == "each run's own rollouts: updates as trained"
+    assert table.iloc[1, 0].replace("\\", "") == "the rollouts of all these runs: otb ÷ group_mean"
     assert "times A's efficiency" in texts(app)
 
 

@@ -38,7 +38,7 @@ def huge_root(tmp_path_factory) -> Path:
 
 
 SAID = {
-    "triage": (NAMES, "long: first warning at step"),
+    "triage": (NAMES, "long: a detector first spoke at step"),
     "run": ("long", "complete · 600 steps"),
     "rollouts": ("long", "9,600 rollouts. The first 500 are listed"),
     "tokens": ("long", "Click a cell to choose its token."),

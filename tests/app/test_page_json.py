@@ -44,8 +44,8 @@ def test_diagnose_of_a_folder_lists_what_triage_lists(store_root, printed, monke
     app = open_page(store_root, "triage", monkeypatch)
     shown, found = app.dataframe[0].value, printed("diagnose", str(store_root))
     assert len(shown) == 5 and shown["run"].tolist() == column(found["runs"], "run")
-    names = {"what happened": "what_happened", "first warning": "first_warning", "reward": "reward_thinned"}
-    names |= {"status": "status", "estimator": "estimator", "steps": "steps"}
+    names = {"what happened": "what_happened", "reward fell": "reward_fell", "detector spoke": "first_warning"}
+    names |= {"status": "status", "estimator": "estimator", "steps": "steps", "reward": "reward_thinned"}
     names |= {"first": "reward_first", "last": "reward_last", "held-out": "heldout"}
     for title, name in names.items():
         assert column(found["runs"], name) == listed(shown[title]), name

@@ -91,7 +91,20 @@ def test_triage_puts_the_worst_run_first_and_says_in_one_sentence_what_happened(
     table = app.dataframe[0].value
     assert table["run"].tolist() == ["dead", "chain-otb-s0", "broken"]
     assert [state.split()[-1] for state in table["state"]] == ["collapsed", "calm", "broken"]
-    assert "dead: reward 0.750 → 0 at step 20; no gradient since step 22; first warning at step 21" in texts(app)
+    assert (
+        "dead: reward 0.750 → 0, halfway down at step 20; no gradient since step 22; a detector first spoke at step 21"
+        in texts(app)
+    )
+    app.session_state["focus"] = "dead"
+    assert "what it tells began earlier" in texts(app.switch_page("views/run.py").run())
+
+
+def test_of_a_collapsed_run_what_is_worth_reading_is_of_before_the_fall(store_root, monkeypatch):
+    app = open_page(store_root, "run", monkeypatch, run=["chain-group_mean-s0"])
+    # It fell at step 34, and every tenth step is attributed.
+    assert "Of step 30, the last attributed step before the reward fell at step 34" in texts(app)
+    app.button(key="read-0").click().run()
+    assert not app.exception and app.title[0].value == "Tokens" and app.selectbox(key="step").value == 30
 
 
 def test_all_running_runs_are_chosen_and_one_that_begins_is_chosen_too(tmp_path, monkeypatch):
@@ -167,7 +180,7 @@ def test_triage_says_how_many_settings_an_older_run_does_not_have(tmp_path, monk
     app = open_page(tmp_path, "triage", monkeypatch)
     listed_columns = app.dataframe[0].value
     assert "config.seed" in listed_columns and "config.objective.epochs" not in listed_columns
-    assert "2 settings are left out: some of these runs did not record them" in texts(app)
+    assert ": 2 settings." in texts(app)
 
 
 def test_what_is_typed_to_find_runs_chooses_them_and_triage_lists_no_others(store_root, monkeypatch):

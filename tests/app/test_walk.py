@@ -78,7 +78,11 @@ def view(page) -> dict:
 def test_a_walk_from_a_run_to_a_token_by_mouse(browser, address):
     with watched(browser, address, **LIGHT) as tab:
         page = visit(tab, f"{address}/")
-        assert page.locator("strong").first.inner_text().startswith("words: reward 0.750 → 0 at step 20; no gradient")
+        assert (
+            page.locator("strong")
+            .first.inner_text()
+            .startswith("words: reward 0.750 → 0, halfway down at step 20; no gradient")
+        )
         reloaded(page)
         click_row(page, page.locator("[data-testid=stDataFrame]").first, 0)  # the worst run
         on_page(page, "Run")

@@ -412,7 +412,7 @@ def test_diagnose_json_has_the_numbers_of_the_page(tmp_path, capsys):
     bad, good = json.loads(capsys.readouterr().out)
     assert (bad["run"], bad["estimator"], bad["status"], bad["state"]) == ("bad", "rloo", "complete", "collapsed")
     assert bad["steps"] == {"count": 20, "first": 0, "last": 19} and bad["first_warning"] == 13
-    assert bad["what_happened"].startswith("reward 0.800 → 0 at step 12")
+    assert bad["what_happened"].startswith("reward 0.800 → 0, halfway down at step 12")
     fall = next(d for d in bad["detectors"] if d["detector"] == "reward_fall")
     assert (fall["level"], fall["first_watch"], fall["first_alarm"]) == ("alarm", 13, 13)
     assert good["first_warning"] is None and {d["first_alarm"] for d in good["detectors"]} == {None}

@@ -11,6 +11,8 @@ from otb_analysis.figures.pairs import (
     compare_noise,
     noise_display,
     noise_table,
+    plot_pair,
+    zero_note,
 )
 from otb_analysis.figures.runs import pair_runs
 from otb_analysis.statistics import NOTHING, paired_ratios
@@ -96,6 +98,17 @@ def test_two_estimators_of_a_run_are_compared_by_block_and_over_all():
     assert variance.b / variance.a == pytest.approx(np.full((1, 3), 0.25))
     assert noise_table(info).iloc[0]["variance"] == pytest.approx(0.25)
     assert compare_estimators({}, *LABELS, NOTHING)[0] == ()
+
+
+def test_a_variance_of_0_has_no_place_on_a_logarithmic_axis_and_that_is_said():
+    run = measured(1, 0.4, 16, range(8))
+    dead = replace(run.grams[7], inner=np.zeros_like(run.grams[7].inner))
+    panels, _ = compare_estimators(run.grams | {7: dead}, *LABELS)
+    variance = [panel for panel in panels if panel.quantity.column == "variance"]
+    assert variance[0].a[0, -1] == 0 and "batch variance at 1 of them" in zero_note(panels)
+    lines = [trace.y for trace in plot_pair(variance, "A", "B").data if trace.name in ("A", "B")]
+    assert all(np.isnan(line[-1]) and (line[:-1] > 0).all() for line in lines) and len(lines) == 2
+    assert zero_note(compare_estimators(run.grams, *LABELS)[0]) == ""
 
 
 def test_blocks_of_few_prompts_are_joined_until_they_have_an_interval():

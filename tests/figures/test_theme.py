@@ -23,7 +23,6 @@ from otb_analysis.figures.styles import (
     panels,
     run_styles,
     stacked,
-    step_axis,
 )
 from otb_analysis.figures.token_columns import ColorScale, palette
 
@@ -166,12 +165,6 @@ def test_one_endless_interval_does_not_flatten_the_others():
     low, high = log_axis([1.0, 2.0], [1e-9, 1e9])["range"]
     assert 10**low > 0.1
     assert 10**high < 20
-
-
-def test_step_axis_has_its_ticks_where_something_was_measured():
-    axis = step_axis([20, 0, 10, 10])
-    assert list(axis["tickvals"]) == [0, 10, 20]
-    assert axis["range"] == [-7.0, 27.0]
 
 
 def test_panel_titles_stand_flush_left_above_their_panel():

@@ -81,5 +81,6 @@ def test_a_number_that_is_never_finite_has_no_panel_and_one_that_is_once_infinit
 def test_a_single_step_outlier_is_marked_in_the_lane_and_on_its_curve():
     found = info(STEPS.assign(grad_norm=[1.0] * 20 + [30.0] + [1.0] * 9, reward_mean=0.5))
     assert [(e.kind, e.step, e.column) for e in found.events] == [("outlier", 20, "grad_norm")]
+    assert found.events[0].text.startswith("gradient norm 30.0")
     marks = [t for t in plot_timeline(found).data if t.marker.symbol == "diamond" and len(t.x)]
     assert [(list(t.x), list(t.y)) for t in marks] == [([20], [0.5]), ([20], [30.0])]

@@ -5,6 +5,7 @@ import pytest
 from otb_analysis.errors import InputError
 from otb_analysis.figures.token_columns import (
     ADVANTAGES,
+    COLOURS,
     DIVERGING,
     DIVERGING_DARK,
     LEVELS,
@@ -312,6 +313,13 @@ def test_equal_rewards_say_no_gradient_where_there_is_none(tokens):
 def test_details_leave_out_what_was_stored_where_nobody_asks(tokens):
     names = [name for name, _ in token_details(tokens, 0, 0, None).formulas]
     assert "return" in names and not {"advantage", "baseline of otb"} & set(names)
+
+
+def test_hovers_and_legends_have_words_and_no_names_of_columns(tokens):
+    titles = [described(tokens, name).title for name in COLOURS]
+    assert not [title for title in titles if "_" in title] and len(set(titles)) == len(COLOURS)
+    figure = plot_tokens(tokens_info(tokens, ROLLOUTS, "energy_proxy"))
+    assert "proxy energy" in figure.data[2].hovertemplate and figure.data[1].colorbar.title.text == "proxy energy"
 
 
 def test_columns_that_somebody_else_recorded_colour_too(tokens):

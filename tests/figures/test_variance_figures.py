@@ -101,6 +101,23 @@ def test_forest_draws_a_point_per_estimator_and_ratio_a_thin_bar_where_it_is_jud
     assert [trace.name for trace in data if trace.showlegend] == ["one look", "all 2 together"]
 
 
+def test_a_ratio_that_noise_hides_has_no_panel_and_the_words_say_why():
+    noise = np.random.default_rng(1).normal(size=(2, 24, 30))
+    noise[1] = noise[0] + 0.05 * noise[1]
+    noise -= noise.mean(axis=1, keepdims=True)  # so that no gradient is left
+    two = (RLOO, ("sequence_optimal_loo", "proxy"))
+    info = comparison_info([Gram(np.einsum("mpd,nqd->mnpq", noise, noise), two, 96)])
+    (title,) = plot_comparison(info).layout.annotations
+    assert title.text.startswith("Batch variance") and info.shown == [2]
+    assert "Not shown: variance at equal progress and efficiency" in info.words
+
+
+def test_a_hover_has_the_usual_words(grams):
+    hovers = [trace.hovertemplate for trace in plot_comparison(comparison_info(list(grams.values()))).data]
+    said = " ".join(filter(None, hovers))
+    assert "Variance at equal progress ÷ rloo" in said and "Efficiency ÷ rloo" in said and "sf ratio" not in said
+
+
 def test_comparison_shows_the_chosen_estimators_and_the_one_they_are_compared_with(grams):
     info = comparison_info(list(grams.values()), estimators=["otb"])
     assert {row.label for row in info.rows} == {"rloo", "otb · exact", "otb · proxy"}

@@ -204,7 +204,7 @@ def test_a_single_step_outlier_is_named_with_the_record_that_it_is_of(config, js
         ("length_max", 8),
     ]
     line = run.outlier_line
-    assert "grad_norm 37.5 at step 8 (125 × the usual 0.300)" in line and line.endswith("1 more.")
-    assert "advantage_max 50.0 at step 8 (50.0 × the usual 1.00, rollout 1: rollouts.jsonl record 18)" in line
+    assert "gradient norm 37.5 at step 8 (125 × the usual 0.300)" in line and line.endswith("1 more.")
+    assert "largest advantage 50.0 at step 8 (50.0 × the usual 1.00, rollout 1: rollouts.jsonl record 18)" in line
     assert len(line.split()) <= 40 and line in "".join(map(str, diagnosis_parts(run)))
     assert run.mismatch_line == ""
