@@ -30,7 +30,7 @@ HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
 SPOKE = "The step is that at which you would have seen it while the run was going; what it tells began earlier."
 RATES = (
     "**False alarms**: the largest share of "
-    "simulated healthy runs of 50 to 500 steps in which it ever fires (docs/results/alarms.md). **Study 05**: of 79 "
+    "simulated healthy runs of 50 to 500 steps in which it ever fires (docs/results/alarms.md). **Study 05**: of 93 "
     "runs that collapsed, how many it called before the collapse, and at all. No detector is shown to foresee one."
 )
 CURVES, POINTS = 5, 60  # above the page, and the points of each; a string below would be shown on the page

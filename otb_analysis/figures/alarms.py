@@ -72,7 +72,7 @@ def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
     return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."
 
 
-COLLAPSED = 79
+COLLAPSED = 93
 """Runs of study 05 that collapsed."""
 
 
@@ -87,18 +87,18 @@ class Rates:
 
 
 RATES = {
-    "reward_fall": Rates(0.0, 15, 67),
-    "vanished_gradient": Rates(0.0, 0, 33),
-    "not_finite": Rates(0.0),
-    "gradient_surge": Rates(0.014, 4, 5),
+    "reward_fall": Rates(0.0, 17, 74),
+    "vanished_gradient": Rates(0.0, 0, 34),
+    "not_finite": Rates(0.0, 0, 0),
+    "gradient_surge": Rates(0.014, 5, 7),
     "entropy_collapse": Rates(0.0, 0, 2),
-    "entropy_rise": Rates(0.0, 24, 71),
-    "length_drift": Rates(0.0, 0, 23),
-    "zero_variance_groups": Rates(0.007, 0, 54),
-    "ratio_tails": Rates(0.0, 79, 79, stale=True),
+    "entropy_rise": Rates(0.0, 29, 82),
+    "length_drift": Rates(0.0, 0, 24),
+    "zero_variance_groups": Rates(0.007, 0, 57),
+    "ratio_tails": Rates(0.0, 93, 93, stale=True),
     "tail_index": Rates(0.001),
     "clip_fraction": Rates(0.003, 0, 0),
-    "sampling_certificate": Rates(0.005, 79, 79, stale=True),
+    "sampling_certificate": Rates(0.005, 93, 93, stale=True),
 }
 
 

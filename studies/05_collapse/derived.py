@@ -16,7 +16,8 @@ from studies.lib.seeds import paired_difference, steps_survived
 
 from .study import ARMS, LEVEL, SHAPE, STALENESSES
 
-PAIRS = (("otb", "rloo"), *LEVEL, *SHAPE, ("none", "rloo"))
+RIVALS = tuple((one, base) for one in ("regression", "across") for base in ("rloo", "none"))
+PAIRS = (("otb", "rloo"), *LEVEL, *SHAPE, ("none", "rloo"), *RIVALS)
 """Baselines whose lifetimes are compared seed by seed, at each staleness, with and without ratios."""
 SUFFIXES = {"": "none", "-ratio": "token ratio"}
 """End of an arm's name → its correction, in words."""
@@ -139,10 +140,10 @@ def fatal_shares(attribution: Rows, name: str) -> dict[str, list[float]]:
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
-    """Draw the trailing reward of every arm: the seeds thin, their mean."""
+    """Draw the trailing reward of every arm without ratios: the seeds thin, their mean."""
     panels, note = [], "mean reward of the last 6 steps"
     for name, arm in ARMS.items():
-        if own := select(tables["curves"], arm=name):
+        if arm.ratio == "none" and (own := select(tables["curves"], arm=name)):
             middle = mean_curve(own, "step", "reward", name, arm.color, width=3.0)
             drawn = [*seed_curves(own, "reward"), middle]
             panels.append(Panel(name, note, "step", drawn, y_range=(0.0, 1.0), percent=True))

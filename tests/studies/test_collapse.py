@@ -50,8 +50,8 @@ def test_arms_share_everything_but_baseline_staleness_and_ratio(parts):
 
 def test_raised_has_no_ratios_and_only_two_arms_are_attributed(parts):
     study = parts["study"]
-    # five baselines at two stalenesses, four of them with ratios, and the calm arm
-    assert len(study.ARMS) == 5 * 2 + 4 * 2 + 1 and "raised-4-ratio" not in study.ARMS
+    # seven baselines at two stalenesses, all but one with ratios, and the calm arm
+    assert len(study.ARMS) == 7 * 2 + 6 * 2 + 1 and "raised-4-ratio" not in study.ARMS
     assert [name for name, arm in study.ARMS.items() if arm.attributed] == ["rloo-4", "otb-4"]
     assert len(parts["STUDY"].cells) == 6 * len(study.ARMS)
 
