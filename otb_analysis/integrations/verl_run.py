@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators import available, estimate, options_from_dict
 from otb_analysis.integrations.batch_numbers import advantages_of
 from otb_analysis.integrations.run_log import RecordConfig, RunLog
@@ -25,6 +25,8 @@ PASSED = ("old_log_probs", "sum_pi_squared", "entropy")
 """What verl's old pass says of every token of a response."""
 FIELDS = (*PASSED, "uid", "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "advantages")
 """What is read of verl's batch; only `rollout_log_probs` may be missing."""
+SETTINGS = ("run", "root", "if_exists")
+"""What `+trainer.v1.otb_sync.NAME=…` may set."""
 SAMPLED = {"group_size": "n", "max_new_tokens": "response_length"} | {k: k for k in ("temperature", "top_p", "top_k")}
 """Our settings of sampling → verl's."""
 
@@ -33,9 +35,11 @@ def run_log(config: Any) -> RunLog | None:
     """Return the log that `+trainer.v1.otb_sync.run=NAME` asks for, further `root` and `if_exists`; else None.
 
     Raises:
-        InputError: The run exists, or its name is none.
+        InputError: The run exists, its name is none, or a setting is unknown.
     """
     section = dict(config.trainer.v1.get("otb_sync", None) or {})
+    if unknown := [str(key) for key in section if key not in SETTINGS]:
+        raise InputError(f"trainer.v1.otb_sync has the setting {unknown[0]!r}; {nearest(unknown[0], SETTINGS)}")
     if not section.get("run"):
         return None
     record = RecordConfig(**{**section, "root": Path(section.get("root", "runs"))})

@@ -96,7 +96,7 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
     machine = {name: ", ".join(sorted({one[name] for one in made})) for name in ("device", "precision")}
     source = source_of(config.rollouts, config)
     stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
-    record_run(path, config, stored, source, parts.read, machine=machine, fetched=True)
+    record_run(path, config, stored, source, parts.read, machine=machine)
     note_tally(Tally(sum((Counter(one["seen"]) for one in made), Counter())))
     return path
 

@@ -364,15 +364,13 @@ def record_run(
     make: Callable[[RecordedStep], StepTables],
     machine: Mapping[str, object] | None = None,
     lasting: bool = True,
-    fetched: bool = False,
 ) -> Path:
     """Write every step of a source that the run does not have yet, and return the run's directory.
 
     A step that is stored with as many rollouts as the source has is not made again; one with fewer is, since its file
     has grown. Stopped, the run keeps its complete steps. Nothing is written before the first step is made.
     `config.first` steps are read, all where it is 0. `machine`: where its model runs, for run.json. A run that is not
-    `lasting` is removed soon: its files stay apart, no error names them. Where `make` only fetches what is `fetched`,
-    it does so beside the writing of the step before.
+    `lasting` is removed soon: its files stay apart, no error names them.
 
     Raises:
         InputError: The run exists and must not be touched, was made otherwise, or a record is refused; the steps before
@@ -385,7 +383,7 @@ def record_run(
     try:
         with phase(f"reading {source.path.name}"):
             count_to(0, "step")
-            run.write(source, make, fetched)
+            run.write(source, make)
     except BaseException as error:
         kept = run.failed(error) if lasting else ""
         if isinstance(error, KeyboardInterrupt):
@@ -431,12 +429,10 @@ class _Run:
         steps = store.steps_df(columns=["step", "n_rollouts"])
         self.done = {int(step): int(n) for step, n in zip(steps["step"], steps["n_rollouts"], strict=True)}
 
-    def write(self, source: Source, make: Callable[[RecordedStep], StepTables], fetched: bool) -> None:
+    def write(self, source: Source, make: Callable[[RecordedStep], StepTables]) -> None:
         """Write the steps that are not there yet."""
         last = -1
-        if fetched:
-            steps = ahead((step, make(step)) for step in read_steps(source, self.config))
-        elif self.machine:  # scoring takes far longer than reading, and its records are many: one step is in memory
+        if self.machine:  # scoring takes far longer than reading, and its records are many: one step is in memory
             steps = ((step, None) for step in read_steps(source, self.config))
         elif sum(file.stat().st_size for file in source.files) > LARGE and not self.done:  # all of its steps are due
             steps = ahead(read_aside(source, self.config, make))

@@ -409,4 +409,4 @@ class Budget:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; an earlier version's state is left out, so that saving begins anew."""
         if set(KEPT) <= set(state):
-            vars(self).update(state)
+            vars(self).update({name: state[name] for name in KEPT})

@@ -193,3 +193,6 @@ def test_nothing_is_stored_unless_a_run_is_named_and_no_run_is_written_over(tmp_
     (tmp_path / "sums").mkdir()
     with pytest.raises(InputError, match="already exists"):
         run_log(config)
+    config.trainer.v1.otb_sync = {"rot": str(tmp_path)}
+    with pytest.raises(InputError, match=r"'rot'.*'root'"):
+        run_log(config)
