@@ -156,6 +156,8 @@ def main():
     rank = trainer.accelerator.process_index
     kept = getattr(trainer, "calls", trainer.state.log_history)
     torch.save(kept, Path(spec["out"]) / f"calls-{rank}.pt")
+    # A thread of gloo that still holds a tensor while the interpreter ends would abort the process.
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
