@@ -16,6 +16,7 @@ from otb_analysis.config import (
     EstimatorConfig,
     GraphPathConfig,
     OptimizeConfig,
+    RunningTotalConfig,
     SampleConfig,
     TrainConfig,
     WarmStartConfig,
@@ -34,8 +35,9 @@ from studies.lib.policies import Policy, critic_batches, fitted_critic, pretrain
 from studies.lib.record import kept_file
 from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, started
 
-LENGTHS = {"chain_sum": 32, "graph_path": 16}
+LENGTHS = {"chain_sum": 32, "graph_path": 16, "counting": 32, "running_total": 36}
 """Tokens an answer may have."""
+TOTALS = RunningTotalConfig(lines_min=3, lines_max=4)
 GRAPHS = GraphPathConfig(nodes=6, edges=8)
 """Larger graphs than usual: the usual ones make 90 different held-out problems only."""
 BANDS = {"low": (0.18, 0.28), "middle": (0.36, 0.48), "high": (0.60, 0.72)}
@@ -66,8 +68,8 @@ def config_of(task: str, band: str, training: Training, quick: bool) -> TrainCon
     low, high = BANDS[band]
     sample = SampleConfig(prompts=training.prompts, group_size=training.group, max_new_tokens=LENGTHS[task])
     config = replace(
-        BASE, task=task, sample=sample, graph_path=GRAPHS, estimator=EstimatorConfig(name="rloo"), optimize=OPTIMIZE,
-        warm_start=WarmStartConfig(success_low=low, success_high=high),
+        BASE, task=task, sample=sample, graph_path=GRAPHS, running_total=TOTALS, optimize=OPTIMIZE,
+        estimator=EstimatorConfig(name="rloo"), warm_start=WarmStartConfig(success_low=low, success_high=high),
     )  # fmt: skip
     return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
 

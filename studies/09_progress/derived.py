@@ -17,6 +17,11 @@ from .points import BEST, STEPS
 COLORS: dict[str, str] = dict(zip((*BEST, *STEPS), (BLUE, SKY, ORANGE, AMBER, GREEN, GREY), strict=True))
 WITHIN: Mapping[str, Sequence[str]] = {"best length": BEST} | {name: (name,) for name in (*BEST, *STEPS)}
 """Optimisers over which the rank correlation of a checkpoint is averaged; the two steps of AdamW are kept apart."""
+ASKED: Mapping[str, Sequence[str]] = {
+    "AdamW's own step, clipped": ("adamw_step",), "SGD, best length": ("sgd", "sgd_clipped"),
+    "AdamW, best length": ("adamw", "adamw_clipped"), "AdamW's own step, unclipped": ("adamw_step_unclipped",),
+}  # fmt: skip
+"""What is asked of new checkpoints, in this order, each only where the one before held; nothing of the last."""
 CUT = (-1.0, 5.0)
 """Ratios at which the figure cuts points and intervals."""
 PANELS = {
@@ -28,24 +33,39 @@ PANELS = {
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the rows of the correlations by kind and optimiser, and what the pilot said."""
-    models = select(tables["points"], kind="model")
-    # The point of each checkpoint's arm with the highest predicted efficiency
-    best_of = {
-        name: [select(models, policy=policy, optimiser=name) for policy in distinct(models, "policy")]
-        for name in (*BEST, *STEPS)
-    }
-    foremost = {name: [max(rows, key=lambda row: row["predicted"]) for rows in each] for name, each in best_of.items()}
+    new, later = tables.get("new_points", ()), distinct(tables.get("new_points", ()), "policy")
     # How much longer all of what training makes of a batch is than the best step of `rloo` along AdamW's line: AdamW
     # spreads a batch over later steps, which together move by rate·ĝ·(clipping)/(√v + ε).
     best = {row["policy"]: row["length"] for row in select(tables["pilot"], line="adamw", arm="rloo")}
-    moved = {row["policy"]: OPTIMIZE.learning_rate / max(1.0, row["grad_norm"]) for row in tables["policies"]}
+    policies = [row for row in tables["policies"] if row["policy"] not in later]
+    moved = {
+        row["policy"]: OPTIMIZE.learning_rate / max(1.0, row["grad_norm"])
+        for row in tables["policies"]
+        if row["policy"] in best
+    }
     return {
         "by": {(row["kind"], row["optimiser"]): row for row in tables["correlations"]},
         "wanted": sorted(column(tables["pilot"], "wanted")),
+        "policies": policies,
+        "new_policies": [row for row in tables["policies"] if row not in policies],
         "overlong": {policy: length / best[policy] for policy, length in moved.items()},
         "ess": min(column(tables["checks"], "ess")),
         "within": {name: within(tables["points"], which) for name, which in WITHIN.items()},
-        "foremost": foremost,
+        "foremost": foremost(tables["points"]),
+        "asked": {name: within(new, which) for name, which in ASKED.items()} if new else {},
+        "new_foremost": foremost(new),
+    }
+
+
+def foremost(points: Rows) -> dict[str, Rows]:
+    """Return, by optimiser, the point of each checkpoint's arm with the highest predicted efficiency."""
+    models = select(points, kind="model")
+    return {
+        name: [
+            max(select(models, policy=policy, optimiser=name), key=lambda row: row["predicted"])
+            for policy in distinct(models, "policy")
+        ]
+        for name in (*BEST, *STEPS)
     }
 
 

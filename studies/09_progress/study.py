@@ -4,7 +4,9 @@ Checkpoints are small policies in the middle of training. All arms see the same 
 held-out prompts, by importance weights and by sampling anew; on the derailment process it is exact.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,11 @@ from .checkpoint import ARMS
 POOL, PART = ("prompts", "rollouts", "blocks", "pilot"), ("part", "sampled", "sampled_prompts")
 """What the pool and the pilot depend on, and what a cell of gains depends on besides."""
 HELD_OUT = "pool.pickle"
-POLICIES = tuple(f"{task}-{band}" for task in checkpoint.LENGTHS for band in checkpoint.BANDS)
+POLICIES, NEW_POLICIES = (
+    tuple(f"{task}-{band}" for task in tasks for band in checkpoint.BANDS)
+    for tasks in (("chain_sum", "graph_path"), ("counting", "running_total"))
+)
+"""The checkpoints in whose tables the analysis was found, and those on which it is tried."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Size:
     """How much is measured."""
 
     policies: tuple[str, ...] = POLICIES
+    new_policies: tuple[str, ...] = NEW_POLICIES
     training: checkpoint.Training = field(default_factory=checkpoint.Training)
     judging: judged.Judging = field(default_factory=judged.Judging)
     processes: tuple[str, ...] = tuple(derailed.MISTAKES)
@@ -39,7 +46,7 @@ class Size:
 
 FULL = Size()
 SMALL = Size(
-    policies=("chain_sum-low",),
+    policies=("chain_sum-low",), new_policies=("counting-low",),
     training=checkpoint.Training(updates=3, lessons=1, lesson_prompts=8),
     judging=judged.Judging(
         prompts=32, rollouts=2, blocks=2, pilot=2, batches=4, part=2, sampled=1, sampled_prompts=16
@@ -49,29 +56,34 @@ SMALL = Size(
 
 
 def cells(size: Size, quick: bool) -> list[Cell]:
-    """Return checkpoints, pilots, inner products, gains, the derailment process, and the comparison of all."""
-    made, judging = list[Cell](), size.judging
-    for policy in size.policies:
-        facts = checkpoint.settings_of(policy, size.training, quick)
-        first = Cell(f"checkpoint-{policy}", facts)
-        pool = {**facts, "judging": settings_of(judging, POOL), "arms": list(ARMS)}
-        pilot = Cell(f"pilot-{policy}", pool, (first,))
-        products = {**facts, "batches": judging.batches, "arms": list(ARMS)}
-        made += [first, pilot, Cell(f"products-{policy}", products, (first,))]
-        for k in range(judging.batches // judging.part):
-            part = {**pool, "judging": settings_of(judging, (*POOL, *PART)), "part": k}
-            made.append(Cell(f"gains-{policy}-{k}", part, (first, pilot)))
+    """Return cells of the checkpoints and of the derailment process, their comparison, and that of new checkpoints."""
+    old = list(chain.from_iterable(cells_of(policy, size, quick) for policy in size.policies))
+    new = list(chain.from_iterable(cells_of(policy, size, quick) for policy in size.new_policies))
     process = {
         "quick": quick, "horizon": size.horizon, "batches": size.process_batches, "clip": size.clip,
         "moment_batches": size.moment_batches, "prompts": size.training.prompts, "group": size.training.group,
         "seed": 0, "pays": list(derailed.PAYS), "multiples": list(derailed.MULTIPLES), "arms": list(ARMS),
     }  # fmt: skip
-    made += [
+    old += [
         Cell(f"derailment-{band}", {**process, "band": band, "mistakes": derailed.MISTAKES[band]})
         for band in size.processes
     ]
     last = {"quick": quick, "grid": list(points.GRID), "replicates": size.replicates, "ess": points.LEAST_ESS}
-    return [*made, Cell("points", last, tuple(made))]
+    return [*old, Cell("points", last, tuple(old)), *new, Cell("new_points", last, tuple(new))]
+
+
+def cells_of(policy: str, size: Size, quick: bool) -> list[Cell]:
+    """Return a checkpoint, its pilot, its inner products and its gains."""
+    judging, facts = size.judging, checkpoint.settings_of(policy, size.training, quick)
+    first = Cell(f"checkpoint-{policy}", facts)
+    pool = {**facts, "judging": settings_of(judging, POOL), "arms": list(ARMS)}
+    pilot = Cell(f"pilot-{policy}", pool, (first,))
+    products = {**facts, "batches": judging.batches, "arms": list(ARMS)}
+    part = {**pool, "judging": settings_of(judging, (*POOL, *PART))}
+    gains = [
+        Cell(f"gains-{policy}-{k}", part | {"part": k}, (first, pilot)) for k in range(judging.batches // judging.part)
+    ]
+    return [first, pilot, Cell(f"products-{policy}", products, (first,)), *gains]
 
 
 def settings_of(judging: judged.Judging, names: tuple[str, ...]) -> dict[str, int]:
@@ -87,7 +99,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if kind == "checkpoint":
         return checkpoint.trained_checkpoint(cell, size.training, quick, work, bar)
     if kind == "points":
-        return compared(cell, size, work)
+        return compared(cell, size.policies, size.replicates, work)
+    if kind == "new_points":
+        found = compared(cell, size.new_policies, size.replicates, work)
+        return {"new_points": found["points"], "new_checks": found["checks"]}
     if kind == "derailment":
         keep_arrays(work, **derailed.measured(cell.settings))
         return {}
@@ -104,7 +119,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     return {}
 
 
-def compared(cell: Cell, size: Size, work: Path) -> Tables:
+def compared(cell: Cell, policies: Sequence[str], replicates: int, work: Path) -> Tables:
     """Return points and correlations, and how sampling anew agrees with importance weights."""
     arrays = {
         one.name: dict(np.load(kept_file(one, work)))
@@ -112,7 +127,7 @@ def compared(cell: Cell, size: Size, work: Path) -> Tables:
         if one.name.split("-")[0] in ("products", "gains", "derailment")
     }
     found, checks = [], []
-    for policy in size.policies:
+    for policy in policies:
         parts = [arrays[name] for name in arrays if name.startswith(f"gains-{policy}-")]
         lengths = [row for row in cell.given["pilot"] if row["policy"] == policy]
         best = np.array([judged.best_lengths(lengths, line) for line in judged.LINES])
@@ -121,7 +136,7 @@ def compared(cell: Cell, size: Size, work: Path) -> Tables:
     processes = [name for name in arrays if name.startswith("derailment-")]
     found += [points.of_process(name, arrays[name]) for name in processes]
     facts = [{"policy": name, "success": rounded(float(arrays[name]["success"]))} for name in processes]
-    return points.tables(found, size.replicates) | {"checks": checks, "processes": facts}
+    return points.tables(found, replicates) | {"checks": checks, "processes": facts}
 
 
 STUDY = Study(
