@@ -13,6 +13,7 @@ from otb_analysis.errors import InputError
 COLUMNS = {
     "model": "{model}", "tokens": "{tokens:,}", "step, s": "{step:.2f}", "monitor, s": "{monitor:.2f}",
     "% of step": "{percent:.1f}", "least": "{least:.1f}", "largest": "{largest:.1f}",
+    "of it the check, s": "{check:.2f}", "% without it": "{without:.1f}",
 }  # fmt: skip
 
 
@@ -34,8 +35,9 @@ def run(config: MonitorBenchConfig) -> Report:
             with peer(config.trl_python, SCRIPT, spec | {"monitor": str(Path(folder) / f"watched-{model}")}) as watched:
                 turns = [watched.answer() for _ in range(repeats)]
             shares = [100 * turn["monitor"] / (turn["seconds"] - turn["monitor"]) for turn in turns]
-            row = {name: median(turn[name] for turn in turns) for name in ("tokens", "seconds", "monitor")}
-            row |= {"percent": median(shares), "least": min(shares), "largest": max(shares)}
+            rest = [100 * (turn["monitor"] - turn["check"]) / (turn["seconds"] - turn["monitor"]) for turn in turns]
+            row = {name: median(turn[name] for turn in turns) for name in ("tokens", "seconds", "monitor", "check")}
+            row |= {"percent": median(shares), "least": min(shares), "largest": max(shares), "without": median(rest)}
             rows.append({"model": model, "step": row["seconds"] - row["monitor"], **row, "tokens": int(row["tokens"])})
     title = "A step of TRL's GRPOTrainer and what OTBMonitor adds to it where it watches"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS))

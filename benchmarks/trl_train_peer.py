@@ -78,7 +78,7 @@ class Turns(TrainerCallback):
         phases = self.clock.seconds
         held = None if self.before is None else max(0, SIDE["kilobytes"]("VmHWM") - self.before) * 1024
         facts = {"seconds": seconds, "sample": phases["sample"], "update": phases["update"]}
-        facts |= {"monitor": phases.get("monitor", 0.0)}
+        facts |= {name: phases.get(name, 0.0) for name in ("monitor", "check")}
         SIDE["say"](facts | {"tokens": self.clock.tokens, "bytes": held})
         self.warm = True
 
@@ -93,7 +93,11 @@ def watching(spec: dict[str, Any], clock: Clock) -> list[TrainerCallback]:
     if "monitor" not in spec:
         return []
     monitor = importlib.import_module("otb_analysis.integrations.monitor").OTBMonitor(spec["monitor"], share=math.inf)
-    monitor._observe = clock.timing("monitor", monitor._observe)
+    states = importlib.import_module("otb_analysis.integrations.trl_states").CaughtStates
+    check = importlib.import_module("otb_analysis.checks.sampling").SamplingCheck
+    for name in ("_is_next_watched", "_observe", "on_pre_optimizer_step"):
+        setattr(monitor, name, clock.timing("monitor", getattr(monitor, name)))
+    states._keep, check.observe = clock.timing("monitor", states._keep), clock.timing("check", check.observe)
     return [monitor]
 
 

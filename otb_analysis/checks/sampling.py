@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from otb_analysis.checks.sampling_report import SUMS
+from otb_analysis.devices import working_set
 from otb_analysis.measurement.forward import PolicyLogits
 from otb_analysis.measurement.table import TokenTable
 from otb_analysis.rollouts.sampling import Rollouts
@@ -35,7 +36,7 @@ MOST_SORTED = 4096
 BINS, PER_NAT = 4096, 128
 """Bins, and bins in a nat."""
 ENTRIES = 1 << 19
-"""Entries of the logits, and of the contexts, that are looked at at once: some buffers of 2 MB."""
+"""Entries of the logits, and of the contexts, that are looked at at once on a CPU: some buffers of 2 MB."""
 FEATURES, LEARNED = 128, 1 << 21
 """Most directions of the hidden state in which a difference of weights is learned, and most entries of what is."""
 FLOAT32, BFLOAT16 = 1e-3, 0.05
@@ -84,7 +85,7 @@ class SamplingCheck:
         distinct, column = distinct_tokens(part.rollouts, device)
         start = torch.as_tensor(part.rollouts.prompt_length, device=device)
         recorded = torch.as_tensor(part.rollouts.by_token(part.rollouts.behavior_logprob), device=device)
-        size = max(1, ENTRIES // max(vocabulary, distinct.shape[1]))
+        size = max(1, working_set(device, ENTRIES) // max(vocabulary, distinct.shape[1]))
         for rows in torch.arange(len(part.targets), device=device).split(size):
             raw, y = part.logits[rows].float(), part.targets[rows, None]
             log_pi = (raw / part.temperature).log_softmax(-1)

@@ -1,13 +1,16 @@
 """OTBMonitor: a callback that watches an unchanged GRPOTrainer or RLOOTrainer, and changes nothing in its training.
 
 A callback of transformers never sees rollouts. This one finds its trainer when training begins, and looks at what two
-of its methods return, `_generate_and_score_completions` and `_calculate_rewards`; both results go on untouched. One
-forward pass without gradients gives what TRL does not compute: Σπ², and the tests of the sampler.
+of its methods return, `_generate_and_score_completions` and `_calculate_rewards`; both results go on untouched. What
+TRL does not compute, Σπ² and the tests of the sampler, comes from the hidden states of TRL's own passes; a forward pass
+without gradients gives it for the first batch, and for all where those states would give other numbers.
 """
 
 import inspect
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -15,9 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from otb_analysis.checks.sampling import SamplingCheck
+from otb_analysis.checks.sampling import BFLOAT16, FLOAT32, SamplingCheck
 from otb_analysis.checks.sampling_report import ALARM, sampling_lines, sampling_report
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
@@ -50,11 +54,13 @@ from otb_analysis.integrations.trl_run import (
     step_tables,
     stored_config,
 )
-from otb_analysis.measurement.forward import forward_statistics
+from otb_analysis.integrations.trl_states import METHOD, CaughtStates
+from otb_analysis.measurement.forward import forward_statistics, statistics_of_states
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import token_table
 from otb_analysis.measurement.worst import worst_tables
 from otb_analysis.rollouts.models import special_id
+from otb_analysis.rollouts.sampling import Draft, Rollouts
 from otb_analysis.trackers import TRACKERS, send
 from otb_analysis.types import Estimate, Float
 
@@ -64,6 +70,8 @@ OF_LENGTH = ("length", "truncated", "reward_length_corr")
 """Numbers that are wrong where rollouts cut at the limit are not seen, beside `OF_SAMPLING`."""
 SHARE, FIRST = 0.07, 10
 """Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
+CHECKED = 0.8
+"""Part of that time behind which batches go without the sampling check, which costs more than all else on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class SeenBatch:
     scored: Sequence[ScoredDraft]
     advantages: Sequence[Float]  # TRL's own, by completion token of each rollout [T_i]
     log_ratios: Mapping[str, Float]  # By what is compared, over this process's policy tokens [K]
-    sampling: Mapping[str, Any]  # Rows of the sampling check
+    sampling: Mapping[str, Any]  # Rows of the sampling check, where this batch has one
 
 
 class OTBMonitor(TrainerCallback):
@@ -85,8 +93,9 @@ class OTBMonitor(TrainerCallback):
 
     Args:
         run: Directory of the run in our store; a bare name is put into `runs/`. Empty stores nothing.
-        share: Most time that watching may take, over the time of the training without it: behind the first ten batches
-            as many are left out as keep this. `math.inf` watches all, as is the default with `measure`.
+        share: Most time that watching may take, over the time of the training without it. Behind the first ten batches
+            as many go without the sampling check as keep this, and where that is not enough some are left out.
+            `math.inf` watches all, as is the default with `measure`.
         measure: What is measured beside the forward pass, on a schedule; by default nothing.
         if_exists: What to do where the run exists: refuse, begin anew, or go on.
 
@@ -118,10 +127,15 @@ class OTBMonitor(TrainerCallback):
         self._spent = self._begun = 0.0
         self._rewards = torch.zeros(0)  # Of all processes [N, functions], as TRL had them last
         self._step, self._n_batches = -1, 0
-        self._check = SamplingCheck()
+        self._check, self._checks = SamplingCheck(), True
         self._norms: list[float] = []  # ‖ḡ‖ as logged since the last batch
         self._n_updates = 0
         self._told: dict[str, int] = {}
+        self._caught: CaughtStates | None = None  # None where a pass of ours reads every batch
+        self._agreed = False  # Whether the caught states of a batch gave the numbers of our pass
+        self._compares = False  # Whether that is yet to be seen
+        self._mine: tuple[Sequence[Draft], Rollouts, Float] | None = None  # What our pass made of a batch: log π [N, T]
+        self._pending: Mapping[str, Any] | None = None  # A batch that the loss has yet to read
         self._worst: dict[str, dict[str, object]] = {}
 
     def on_train_begin(
@@ -145,6 +159,8 @@ class OTBMonitor(TrainerCallback):
                 self._log = self._new_log(stored)
             self._step = first_batch(trainer) - 1
             self._watch(trainer)
+            if _catchable(trainer):
+                self._caught = CaughtStates(trainer, policy_of(trainer))
         except Exception as error:
             self._tell("begin", f"OTBMonitor is off, training goes on: {error}")
 
@@ -162,8 +178,11 @@ class OTBMonitor(TrainerCallback):
         self._before = {name: vars(trainer).get(name) for name in WATCHED}
 
         def generate_and_score_completions(*args: Any, **kwargs: Any) -> Any:
+            watched = trainer.model.training and self._is_next_watched()
+            if watched and self._caught is not None:
+                self._caught.begin()
             batch = generate(*args, **kwargs)
-            if trainer.model.training:
+            if watched:
                 self._observe(batch)
             return batch
 
@@ -180,57 +199,116 @@ class OTBMonitor(TrainerCallback):
         if self._log is not None:
             self._log.release(self._updates())
             self._log.finish(status, reason)
+        self._catch_no_more()
         for name, method in self._before.items():
             vars(self._trainer).pop(name, None) if method is None else setattr(self._trainer, name, method)
         self._trainer, self._before = None, {}
 
-    def _observe(self, batch: Mapping[str, Any]) -> None:
-        """Score this process's rollouts, send them to the others, and write; every process sends, whatever failed."""
+    def _is_next_watched(self) -> bool:
+        """Write the batch before, and return whether the next is looked at: by all processes or by none."""
         from accelerate.utils import gather_object  # of an extra, which TRL brings
 
-        start, trainer, local, fault = perf_counter(), self._trainer, list[SeenBatch](), ""
+        start = perf_counter()
         self._step += 1
         self._n_batches += 1
+        self._pending = None
         if self._log is not None:
             self._log.release(self._updates())  # of what only the main process keeps
         now = perf_counter()
         self._spent += now - start
         if self._n_batches <= FIRST:
             self._spent, self._begun = 0.0, now
-        late = self._spent > self._share * (now - self._begun - self._spent)
-        if any(gather_object([late])):
+        allowed = self._share * max(now - self._begun - self._spent, 1e-9)
+        used = max(gather_object([self._spent / max(allowed, 1e-12)]))  # the slowest process decides
+        self._checks = used <= CHECKED
+        return used <= 1
+
+    def _observe(self, batch: Mapping[str, Any]) -> None:
+        """Look at a batch that was generated: at once, or when its loss has read it."""
+        read = batch.get("old_per_token_logps") is not None
+        if self._caught is not None and not read:  # what was read is the reference policy
+            self._caught.begin()
+        if self._caught is not None and self._agreed and not self._measurer.due(self._step, 1):
+            self._pending = batch
+        else:
+            self._look(batch, caught=False)
+            self._compares = self._caught is not None and not self._agreed
+        if self._caught is not None and self._pending is None and not self._compares:
+            self._caught.open = False  # nobody asks for this batch's states
+        if read:
+            self._look_back()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look at the batch which the loss has read by now, with the weights that wrote it."""
+        self._look_back()
+
+    def _look_back(self) -> None:
+        """Look at the batch whose states are caught by now, or compare them with what our own pass gave."""
+        from accelerate.utils import gather_object  # of an extra, which TRL brings
+
+        if self._pending is not None:
+            batch, self._pending = self._pending, None
+            self._look(batch, caught=True)
+        if not self._compares:
             return
+        start, agrees, self._compares = perf_counter(), False, False
         try:
-            local = [self._seen(batch)]
+            assert self._mine is not None and self._caught is not None
+            drafts, rollouts, mine = self._mine
+            with self._scoring():
+                states = self._caught.of(drafts)
+                theirs = statistics_of_states(self._policy, rollouts, states, self._trainer.temperature, self._size)
+            gap = np.abs(theirs.stats.logprob - mine)
+            agrees = bool(gap.max(initial=0.0) <= (FLOAT32 if states[0].dtype == torch.float32 else BFLOAT16))
+        except Exception as error:  # then a pass of ours reads every batch, as it read this one
+            logging.getLogger(__name__).info("the trainer's own passes are not read: %s", error)
+        self._mine, self._agreed = None, all(gather_object([agrees]))
+        if not self._agreed:
+            self._catch_no_more()
+        self._spent += perf_counter() - start
+
+    def _look(self, batch: Mapping[str, Any], caught: bool) -> None:
+        """Score this process's rollouts, send them to the others, and write; every process sends, whatever failed."""
+        from accelerate.utils import gather_object
+
+        trainer, local, fault, start = self._trainer, list[SeenBatch](), "", perf_counter()
+        try:
+            local = [self._seen(batch, caught)]
         except Exception as error:
             fault, self._check = f"{type(error).__name__}: {error}", SamplingCheck()  # without half a batch
         parts, faults = gather_object(local), [text for text in gather_object([fault]) if text]
+        if faults and caught:
+            self._catch_no_more()
         if trainer.accelerator.is_main_process:
             try:
                 if faults:
                     raise InputError(faults[0])
-                self._write(parts, now)
+                self._write(parts, start)
             except Exception as error:
                 self._tell("batch", f"OTBMonitor has nothing on batch {self._step}, training goes on: {error}")
-        self._spent += perf_counter() - now
+        self._spent += perf_counter() - start
 
-    def _seen(self, batch: Mapping[str, Any]) -> SeenBatch:
-        """Return what this process's rows say, after one forward pass in evaluation mode, which draws nothing.
+    def _seen(self, batch: Mapping[str, Any], caught: bool) -> SeenBatch:
+        """Return what this process's rows say, by the states caught of them or by a forward pass that draws nothing.
 
         Raises:
-            InputError: The batch holds images.
+            InputError: The batch holds images, or a rollout was in none of the trainer's passes.
             NonFiniteError: A logit is not finite.
         """
         if "pixel_values" in batch:
             raise InputError("the batch holds images, which our forward pass does not read.")
-        trainer, tokenizer, policy = self._trainer, self._tokenizer, policy_of(self._trainer)
-        drafts, size = (
-            drafts_of(batch, tokenizer, ends_of(trainer, tokenizer)),
-            trainer.args.per_device_train_batch_size,
-        )
+        trainer, tokenizer = self._trainer, self._tokenizer
+        drafts = drafts_of(batch, tokenizer, ends_of(trainer, tokenizer))
         rollouts = collated(drafts, special_id(tokenizer, "pad"))
-        with trainer.accelerator.autocast(), evaluating(policy):
-            forward = forward_statistics(policy, rollouts, trainer.temperature, size, self._check.observe)
+        settings = trainer.temperature, self._size, self._check.observe if self._checks else None
+        with self._scoring():
+            if caught and self._caught is not None:
+                forward = statistics_of_states(self._policy, rollouts, self._caught.of(drafts), *settings)
+            else:
+                forward = forward_statistics(self._policy, rollouts, *settings)
+                self._mine = None if self._agreed else (drafts, rollouts, forward.stats.logprob)
         table, width = token_table(rollouts, forward, None), rollouts.width
         advantage = batch["advantages"].double().cpu().numpy()
         advantage = np.broadcast_to(advantage.reshape(len(advantage), -1), batch["completion_ids"].shape)
@@ -248,7 +326,30 @@ class OTBMonitor(TrainerCallback):
             "trainer": None if old is None else old - own,
         }
         ratios = {name: pair[table.mask] for name, pair in pairs.items() if pair is not None}
-        return SeenBatch(scored(drafts, rollouts, forward), rows, ratios, self._check.rows(rollouts, table))
+        checked = self._check.rows(rollouts, table) if self._checks else {}
+        return SeenBatch(scored(drafts, rollouts, forward), rows, ratios, checked)
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Score in evaluation mode, in the trainer's precision."""
+        with self._trainer.accelerator.autocast(), evaluating(self._policy):
+            yield
+
+    def _catch_no_more(self) -> None:
+        """Let a pass of ours read every batch from here on."""
+        if self._caught is not None:
+            self._caught.release()
+        self._caught = None
+
+    @property
+    def _policy(self) -> Any:
+        """The language model without wrappers."""
+        return policy_of(self._trainer)
+
+    @property
+    def _size(self) -> int:
+        """Rollouts of one pass."""
+        return self._trainer.args.per_device_train_batch_size
 
     @property
     def _tokenizer(self) -> Any:
@@ -264,7 +365,7 @@ class OTBMonitor(TrainerCallback):
         group = np.arange(len(every)) // trainer.num_generations
         whole = gathered_batch(every, rewards, by_function, group, tokenizer)
         sampling = {name: [x for part in parts for x in part.sampling[name]] for name in parts[0].sampling}
-        if "truncated" in self._omitted:  # rollouts that ended early are no sample of what the policy draws
+        if not self._checks or "truncated" in self._omitted:  # what ended early is no sample of what the policy draws
             sampling = None
         scalars = log_ratio_scalars([part.log_ratios for part in parts])
         if sampling is not None and "probability" in sampling["test"]:
@@ -367,6 +468,16 @@ def _calling_trainer(args: TrainingArguments) -> Any:
             return caller
         frame = frame.f_back
     raise InputError("no trainer calls it; pass it to GRPOTrainer or RLOOTrainer, as callbacks=[OTBMonitor(...)].")
+
+
+def _catchable(trainer: Any) -> bool:
+    """Whether the passes of a trainer can give what ours would: whole weights, and nothing drawn in training mode."""
+    policy = policy_of(trainer)
+    settings = policy.config.get_text_config().to_dict()
+    drawn = any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules())
+    drawn |= any(value for name, value in settings.items() if "drop" in name and isinstance(value, float))
+    shared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.torch_compile
+    return hasattr(trainer, METHOD) and not drawn and not shared
 
 
 def _omitted(trainer: Any) -> tuple[str, ...]:

@@ -115,13 +115,15 @@ def forward_pass(
     temperature: float,
     prompts: PrefixCache | None = None,
     wanted: ForwardOutputs | None = None,
+    states: Sequence[Tensor] | None = None,
 ) -> ForwardPass:
     """Score every completion token once, with every statistic of the level `forward`.
 
     Prompts start at column 0 and padding is on the right, so that the model's own positions are
     cumsum(attention_mask) − 1 at every token, also in architectures that take no position ids.
     The policy is softmax(logits / temperature). `prompts` holds the prompts where the model has read them already;
-    `wanted` says what else to return, hidden states by default.
+    `wanted` says what else to return, hidden states by default. `states` are the final hidden states before every
+    completion token, [T_i, d] a rollout, where a pass has made them: then only the output layer is called.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
@@ -129,7 +131,7 @@ def forward_pass(
     wanted = wanted or ForwardOutputs()
     view = _View.of(rollouts, model.device)
     with soft_inputs(model, rollouts.soft):
-        logits, hidden = view.policy_tokens(model, prompts)
+        logits, hidden = view.policy_tokens(model, prompts, states)
     targets = view.targets[view.mask]
     logprob = drawn_logprobs(_cooled(logits, temperature), targets, rollouts.soft, model)
     soft = None if rollouts.soft is None else rollouts.soft.among(targets)
@@ -208,12 +210,17 @@ class _View:
         before = (columns - 1).clamp(min=0)[..., None]
         return cls(ids, attention, mask.gather(1, columns) & present, present, ids.gather(1, columns), before)
 
-    def policy_tokens(self, model: PreTrainedModel, prompts: PrefixCache | None) -> tuple[Tensor, Tensor]:
+    def policy_tokens(
+        self, model: PreTrainedModel, prompts: PrefixCache | None, states: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits [K, V] and detached final hidden states [K, d] before each of the K policy tokens.
 
         The output layer sees only these: no logits of prompts, tool tokens or padding are ever made.
         """
         row, token = self.mask.nonzero(as_tuple=True)
+        if states is not None:
+            hidden = torch.cat([one[inside[: len(one)]] for one, inside in zip(states, self.mask, strict=True)])
+            return finite(output_layer(model)(hidden), row, token), hidden.detach()
         if prompts is None:
             inputs = {"input_ids": self.ids, "attention_mask": self.attention, "use_cache": False}
             column = self.before[row, token, 0]
@@ -224,16 +231,25 @@ class _View:
             choice = chosen_states(model, lambda hidden: torch.cat([behind, hidden], dim=1)[row, token])
         with choice as seen:
             logits = model(**inputs).logits[0]
-        bad = ~logits.detach().isfinite().all(-1)
-        if bool(bad.any()):
-            first = int(bad.nonzero()[0])
-            raise NonFiniteScore(int(row[first]), int(token[first]))
-        return logits, seen[0].detach()
+        return finite(logits, row, token), seen[0].detach()
 
     def placed(self, values: Tensor) -> Tensor:
         """Numbers of the policy tokens [K, ...] as [N, T, ...], zero elsewhere."""
         out = values.new_zeros(*self.mask.shape, *values.shape[1:])
         return out.index_put(self.mask.nonzero(as_tuple=True), values)
+
+
+def finite(logits: Tensor, row: Tensor, token: Tensor) -> Tensor:
+    """Return the logits [K, V] of these rollouts and tokens [K].
+
+    Raises:
+        NonFiniteScore: One of them is NaN or infinite.
+    """
+    bad = ~logits.detach().isfinite().all(-1)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise NonFiniteScore(int(row[first]), int(token[first]))
+    return logits
 
 
 def _cooled(logits: Tensor, temperature: float) -> Tensor:
@@ -284,6 +300,34 @@ def forward_statistics(
     if fault is not None:
         raise fault
     return ForwardPass.concatenate([output for _, output in passes], rollouts, [rows for rows, _ in passes])
+
+
+@torch.no_grad()
+def statistics_of_states(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    states: Sequence[Tensor],
+    temperature: float,
+    size: int = 0,
+    observe: Callable[[PolicyLogits], None] | None = None,
+) -> ForwardPass:
+    """Do what `forward_statistics` does where other passes have made the final hidden states: call the output layer.
+
+    `states` are those before every completion token, [T_i, d] a rollout. A model that changes its logits behind the
+    output layer (soft caps, scales) gets other numbers than by `forward_statistics`.
+
+    Raises:
+        NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
+    """
+    wanted, passes = ForwardOutputs(hidden=False, observe=observe), []
+    parts = micro_batches(model, rollouts, size)
+    for part in parts:
+        try:
+            own = [states[n] for n in part.tolist()]
+            passes.append(forward_pass(model, rollouts.take(part), temperature, wanted=wanted, states=own))
+        except NonFiniteScore as error:
+            raise NonFiniteScore(int(part[error.row]), error.token) from error
+    return ForwardPass.concatenate(passes, rollouts, parts)
 
 
 def micro_batches(model: PreTrainedModel, rollouts: Rollouts, size: int = 0, rows: Int | None = None) -> list[Int]:

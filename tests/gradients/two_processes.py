@@ -183,7 +183,8 @@ def main():
     results |= grams(Processes(rank, 2, None, host=dist.group.WORLD))
     np.savez(Path(sys.argv[2]) / f"{rank}.npz", **results)
     dist.barrier()
-    dist.destroy_process_group()
+    # A thread of gloo that lets go of a tensor while its group ends waits for ever.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +21,13 @@ import torch
 from transformers import TrainerCallback
 
 from otb_analysis.answers.run import RunAnswers
+from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 from otb_analysis.integrations.monitor import OTBMonitor
 from otb_analysis.integrations.run_log import RunLog
 from otb_analysis.integrations.trl_run import refuse_unreadable
+from otb_analysis.integrations.trl_states import CaughtStates
 from otb_analysis.store import RunStore
 
 ROOT = Path(__file__).parent.parent.parent
@@ -168,6 +171,98 @@ def test_a_batch_that_is_used_twice_is_one_step_and_our_pass_agrees_with_that_of
     assert len(batches) == 2 and store.complete_steps() == [0, 1]
     assert store.steps_df()["n_updates"].tolist() == [4, 4]
     assert "old_per_token_logps" in batches[0] and max(logged(trainer, "trainer_max")) < 1e-5
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Count how batches are scored: by a pass of ours, or from states that passes of the trainer made."""
+    module, count = importlib.import_module("otb_analysis.integrations.monitor"), Counter()
+
+    def counted(name):
+        score = getattr(module, name)
+
+        def scored(*args):
+            count[name] += 1
+            return score(*args)
+
+        monkeypatch.setattr(module, name, scored)
+
+    counted("forward_statistics"), counted("statistics_of_states")
+    return count
+
+
+TWICE = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 8}
+SMALLER = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize("spec", [{}, SMALLER, TWICE, *OTHER[::2], {"tools": True}])
+def test_one_pass_of_ours_is_enough_where_those_of_the_trainer_give_the_same_numbers(watched, passes, spec):
+    """The first batch is scored both ways; energies of all are those of another road."""
+    _, store, batches = watched(**spec)
+    assert passes == {"forward_statistics": 1, "statistics_of_states": len(batches)} and len(batches) > 1
+    for step, batch in enumerate(batches if "tools" not in spec else ()):
+        stored = store.sql(f"select energy_proxy from tokens where step = {step} order by rollout, t")
+        inside = batch["completion_mask"].bool().numpy()
+        np.testing.assert_allclose(stored["energy_proxy"], batch["energy"].numpy()[inside], atol=1e-5)
+
+
+def test_passes_in_training_mode_are_not_read_where_they_draw(runs, tmp_path, passes):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run")
+    trainer.model.model.layers[0].mlp.append_dropout = torch.nn.Dropout(0.1)
+    trainer.train()
+    assert passes == {"forward_statistics": 3}
+
+
+def test_a_model_whose_logits_are_more_than_its_output_layer_is_read_by_passes_of_ours(runs, tmp_path, passes):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run")
+
+    def scale(module, inputs, output):
+        if getattr(output, "logits", None) is not None:
+            output.logits = 1.5 * output.logits
+
+    trainer.model.register_forward_hook(scale)
+    trainer.train()
+    assert passes == {"forward_statistics": 3, "statistics_of_states": 1}
+    assert RunStore(tmp_path / "run").complete_steps() == [0, 1, 2]
+
+
+def test_a_pass_that_cannot_be_looked_at_costs_one_batch_its_numbers(runs, tmp_path, passes, monkeypatch):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", max_steps=4)
+    keep, calls = CaughtStates._keep, []
+
+    def failing(states, *args):
+        calls.append(args)
+        return keep(states, *args) if len(calls) == 1 else 1 / 0
+
+    monkeypatch.setattr(CaughtStates, "_keep", failing)
+    with pytest.warns(RuntimeWarning) as told:
+        trainer.train()
+    assert len(said(told)) == 1 and "nothing on batch 1" in said(told)[0] and "ZeroDivisionError" in said(told)[0]
+    assert RunStore(tmp_path / "run").complete_steps() == [0, 2, 3] and passes["forward_statistics"] == 3
+    assert "_get_per_token_logps_and_entropies" not in vars(trainer)
+
+
+def test_where_time_is_short_the_sampling_check_goes_first(runs, tmp_path, monkeypatch):
+    """With a clock on which a check takes 1 s, all else of watching .05 s, and a batch of the training 10 s."""
+    clock, module = SimpleNamespace(now=0.0), importlib.import_module("otb_analysis.integrations.monitor")
+    monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", max_steps=40, share=0.07)
+    generate, observe, write = trainer._generate_and_score_completions, SamplingCheck.observe, OTBMonitor._write
+
+    def taking(seconds, call):
+        def timed(*args):
+            clock.now += seconds
+            return call(*args)
+
+        return timed
+
+    monkeypatch.setattr(SamplingCheck, "observe", taking(1.0, observe))
+    monkeypatch.setattr(OTBMonitor, "_write", taking(0.05, write))
+    trainer._generate_and_score_completions = taking(10.0, generate)
+    trainer.train()
+    watched, checked = len(logged(trainer, "seconds")), len(logged(trainer, "sampling_z"))
+    assert watched >= 37  # each check of 1 s lets one batch or two go by: 7 % of a batch is 0.7 s
+    assert 20 <= checked <= 30 and (checked - 10) * 1.0 + (watched - 10) * 0.05 <= 0.07 * 300 + 1.05
 
 
 def test_batches_beyond_the_share_of_time_are_left_out(watched):

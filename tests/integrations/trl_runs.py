@@ -156,8 +156,10 @@ def main():
     rank = trainer.accelerator.process_index
     kept = getattr(trainer, "calls", trainer.state.log_history)
     torch.save(kept, Path(spec["out"]) / f"calls-{rank}.pt")
-    # A thread of gloo that still holds a tensor while the interpreter ends would abort the process.
-    trainer.accelerator.end_training()
+    # A thread of gloo that lets go of a tensor while the interpreter ends aborts the process, or waits for ever.
+    trainer.accelerator.wait_for_everyone()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
