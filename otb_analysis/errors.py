@@ -35,6 +35,13 @@ STOPS = (InputError, StoreError, NonFiniteError, ProcessError)
 """A command prints their message and exits with an error; any other exception is a bug and keeps its traceback."""
 
 
+def why_ended(error: BaseException) -> str:
+    """Return why a run ended early, as run.json says it."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; its complete steps can be read."
+    return str(error) if isinstance(error, STOPS) else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error sentence about an unknown name: ``did you mean 'otb'? Known: none, otb.``."""
     names = list(known)

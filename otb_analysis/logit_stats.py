@@ -159,7 +159,23 @@ def logit_stats(
         NonFiniteError: A logit is NaN or infinite; the sentence names row and position.
     """
     shape = tuple(token_ids.shape)
-    values = _checked(logits, hidden, weight, shape, temperature)
+    if not 0 < temperature < float("inf"):
+        raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
+    if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
+        raise InputError("logit_stats takes either logits, or hidden and weight together; pass exactly one of the two.")
+    values, name = (logits, "logits") if hidden is None else (hidden, "hidden")
+    assert values is not None
+    if values.shape[:-1] != shape:
+        raise InputError(
+            f"{name} has shape {tuple(values.shape)} but token_ids has shape {shape}; "
+            f"pass one row per token, shape {[*shape, values.shape[-1]]}."
+        )
+    if weight is not None and (weight.ndim != 2 or weight.shape[1] != values.shape[-1]):
+        raise InputError(
+            f"weight has shape {tuple(weight.shape)} but hidden has {values.shape[-1]} features; "
+            "pass the output matrix, shape [V, d]."
+        )
+    values = values.reshape(-1, values.shape[-1])
     y, vocabulary = token_ids.reshape(-1).long(), values.shape[-1] if weight is None else len(weight)
     if vocabulary < 2:
         raise InputError("logits has a vocabulary of one entry; pass at least two.")
@@ -210,29 +226,6 @@ def _finish(sums: Tensor, drawn: Tensor) -> dict[str, Tensor]:
         "pi_variance": (pi**3 + r**3 * e3 - sum_pi_sq**2).clamp(min=0.0),
         "logprob_variance": (second - entropy**2).clamp(min=0.0),
     }
-
-
-def _checked(
-    logits: Tensor | None, hidden: Tensor | None, weight: Tensor | None, shape: tuple[int, ...], temperature: float
-) -> Tensor:
-    """Return logits [R, V] or hidden states [R, d] of the rows."""
-    if not 0 < temperature < float("inf"):
-        raise InputError(f"temperature is {temperature}; pass a positive number, 1.0 for the model's own distribution.")
-    if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
-        raise InputError("logit_stats takes either logits, or hidden and weight together; pass exactly one of the two.")
-    values, name = (logits, "logits") if hidden is None else (hidden, "hidden")
-    assert values is not None
-    if values.shape[:-1] != shape:
-        raise InputError(
-            f"{name} has shape {tuple(values.shape)} but token_ids has shape {shape}; "
-            f"pass one row per token, shape {[*shape, values.shape[-1]]}."
-        )
-    if weight is not None and (weight.ndim != 2 or weight.shape[1] != values.shape[-1]):
-        raise InputError(
-            f"weight has shape {tuple(weight.shape)} but hidden has {values.shape[-1]} features; "
-            "pass the output matrix, shape [V, d]."
-        )
-    return values.reshape(-1, values.shape[-1])
 
 
 def _place(index: int, shape: tuple[int, ...]) -> str:

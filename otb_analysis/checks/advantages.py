@@ -61,10 +61,6 @@ Convention = Callable[[StepRewards], Float]
 """Makes advantages [N] of a step's rewards; packages register their own as entry points `otb_analysis.conventions`."""
 
 
-def _over_group(ddof: int, epsilon: float) -> Convention:
-    return lambda step: step.centred / (step.std(ddof) + epsilon)
-
-
 def _leave_one_out(step: StepRewards) -> Float:
     mean, std = step.others()
     # NeMo-RL divides where there is something to divide by.
@@ -73,9 +69,9 @@ def _leave_one_out(step: StepRewards) -> Float:
 
 RAW = "rloo with the raw reward in groups of one"
 CONVENTIONS: dict[str, Convention] = {
-    "grpo with ε = 1e-4": _over_group(1, 1e-4),
-    "grpo with ddof 0": _over_group(0, 1e-6),
-    "grpo with ddof 0, ε = 1e-4": _over_group(0, 1e-4),
+    "grpo with ε = 1e-4": lambda step: step.centred / (step.std(1) + 1e-4),
+    "grpo with ddof 0": lambda step: step.centred / (step.std(0) + 1e-6),
+    "grpo with ddof 0, ε = 1e-4": lambda step: step.centred / (step.std(0) + 1e-4),
     "group mean over the step's standard deviation": lambda step: (
         step.centred / (step.total.std(ddof=min(1, len(step.total) - 1)) + 1e-4)
     ),
@@ -212,27 +208,24 @@ def check_advantages(store: RunStore) -> AdvantageCheck | None:
     differs is looked at more closely.
     """
     lengths: Any = store.rollouts_df(columns=["length"])["length"]
-    few = list(_steps(store)) if lengths.sum() <= HELD else None
-
-    def steps() -> Iterable[_Recorded]:
-        """Go through the steps once more."""
-        return _steps(store) if few is None else few
-
-    matches, n, n_groups = _compared(store, steps())
+    few = list(_steps(store)) if lengths.sum() <= HELD else []  # else they are read again each time
+    matches, n, n_groups = _compared(store, few or _steps(store))
     if not matches:
         return None
     check = AdvantageCheck(n, tuple(matches), n_groups)
     if check.exact or check.scaled:
         return check
-    ranges = [(np.nanmin(one.advantage), np.nanmax(one.advantage)) for one in steps()]
+    ranges = [(np.nanmin(one.advantage), np.nanmax(one.advantage)) for one in few or _steps(store)]
     ends = float(min(low for low, _ in ranges)), float(max(high for _, high in ranges))
     if ends[0] == ends[1]:  # to which any convention can be clipped
         return replace(check, trait=f"all of them are {ends[0]:.4g}, whatever the reward")
-    changed = {match.convention.partition(",")[0]: match for match in _compared(store, steps(), ends)[0][::-1]}
+    changed = {
+        match.convention.partition(",")[0]: match for match in _compared(store, few or _steps(store), ends)[0][::-1]
+    }
     if found := [match for match in changed.values() if not match.n_differ]:
         return replace(check, matches=(*found, *matches))
-    rewards = set(np.round(np.concatenate([one.rewards.total for one in steps()]), 4).tolist())
-    odd, trait = _exceptions(store, steps(), matches[0].convention, rewards)
+    rewards = set(np.round(np.concatenate([one.rewards.total for one in few or _steps(store)]), 4).tolist())
+    odd, trait = _exceptions(store, few or _steps(store), matches[0].convention, rewards)
     return replace(check, odd=odd, trait=trait)
 
 

@@ -1,8 +1,7 @@
 """Does the trainer's bookkeeping agree with ours: advantages, sums of loss weights, gradient norms; in sentences."""
 
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +15,6 @@ from otb_analysis.types import Int
 
 UNIFORM = ("sequence_sum", "token_mean", "constant")
 """Aggregations that weigh every token alike: their gradient is that of `sequence_sum` times a number."""
-WHOLE = sys.maxsize
-"""Rollouts of a micro-batch where the whole batch is aggregated at once."""
 TRL = {"grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "dr_grpo": "constant"}
 """TRL's loss types. `dapo` divides by the tokens of the whole batch, the others aggregate each micro-batch alone."""
 
@@ -27,8 +24,10 @@ class TrainerLoss:
     """What is known of a trainer's loss."""
 
     aggregation: str = ""  # A key of AGGREGATIONS, empty where not known
-    micro_batch: int | None = None  # Rollouts that it aggregates at once; None where not known
+    # Rollouts that it aggregates at once; None where not known, and where it makes no micro-batches
+    micro_batch: int | None = None
     constant: int = 1024  # C of `constant`
+    whole: bool = False  # True where it aggregates the whole batch at once
 
 
 def trainer_loss(config: Mapping[str, Any], aggregation: str = "", micro_batch: int = 0) -> TrainerLoss:
@@ -43,12 +42,15 @@ def trainer_loss(config: Mapping[str, Any], aggregation: str = "", micro_batch: 
     recorded = TrainerLoss(str(config.get("aggregation") or ""), int(config.get("accumulate") or 0) or None)
     if objective := config.get("objective"):
         length = int((objective.get("aggregation_options") or {}).get("length", 1024))
-        recorded = TrainerLoss(str(objective.get("aggregation") or ""), WHOLE, length)
+        recorded = TrainerLoss(str(objective.get("aggregation") or ""), None, length, whole=True)
     elif trl := config.get("trl"):
         kind, rows = str(trl.get("loss_type")), trl.get("per_device_train_batch_size")
         limit = int(section(config, "sample").get("max_new_tokens") or 1024)
-        recorded = TrainerLoss(TRL.get(kind, ""), WHOLE if kind == "dapo" else rows, limit)
-    return TrainerLoss(aggregation or recorded.aggregation, micro_batch or recorded.micro_batch, recorded.constant)
+        whole = kind == "dapo"
+        recorded = TrainerLoss(TRL.get(kind, ""), None if whole else rows, limit, whole)
+    if micro_batch:
+        recorded = replace(recorded, micro_batch=micro_batch, whole=False)
+    return replace(recorded, aggregation=aggregation or recorded.aggregation)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class NormCheck:
 
 
 def check_norms(
-    store: RunStore, estimator: str, aggregation: str = "sequence_sum", constant: int = 1024, energy: str = "proxy"
+    store: RunStore, estimator: str, aggregation: str = "sequence_sum", constant: int = 1024
 ) -> list[NormCheck]:
     """Rebuild the logged gradient norm of every step of one update that was measured whole; empty where there is none.
 
@@ -127,7 +129,7 @@ def check_norms(
             f"its norm; pass one of {', '.join(UNIFORM)}."
         )
     gradients, checks = store.gradients_df(), list[NormCheck]()
-    here = gradients[(gradients["estimator"] == estimator) & gradients["energy_source"].isin(["none", energy])]
+    here = gradients[(gradients["estimator"] == estimator) & gradients["energy_source"].isin(["none", "proxy"])]
     power = dict(zip(here["step"].tolist(), zip(here["mean_norm_sq"], here["n_prompts"], strict=True), strict=True))
     for row in store.steps_df().to_dict("records"):
         step, logged = int(row["step"]), row.get("grad_norm")
@@ -184,7 +186,8 @@ def check_bookkeeping(store: RunStore, estimator: str, loss: TrainerLoss) -> Boo
     else:
         length, group = (first[name].to_numpy(np.int64) for name in ("length", "group"))
         try:
-            weights = check_weights(length, group, loss.aggregation, loss.micro_batch or 1)
+            size = len(length) if loss.whole else loss.micro_batch or 1
+            weights = check_weights(length, group, loss.aggregation, size, constant=loss.constant)
         except InputError as error:
             missing.append(f"Loss weights: {error}")
     if not store.steps_df(columns=["grad_norm"])["grad_norm"].notna().to_numpy().any():
@@ -221,8 +224,8 @@ def bookkeeping_lines(checked: Bookkeeping) -> list[str]:
                 f"{weights.highest:.3g} times what they should"
             )
         name, size = checked.loss.aggregation, checked.loss.micro_batch
-        parts = "the whole batch at once" if size == WHOLE else f"micro-batches of {size}"
-        if size is None:  # what they could make of the weights
+        parts = "the whole batch at once" if checked.loss.whole else f"micro-batches of {size}"
+        if size is None and not checked.loss.whole:  # what they could make of the weights
             lines.append(f"Loss weights ({name}) in micro-batches of one rollout would {what} (--accumulate: yours).")
         else:
             lines.append(f"Loss weights ({name}, {parts}) {what}.")

@@ -95,27 +95,24 @@ class SamplingCheck:
             in_context = column[row] < (start[row] + token)[:, None]
             tests = direction_tests(pi, statistics, y) + likelihood_tests(log_pi, y) + truncation_tests(log_pi, y)
             tests += repetition_tests(raw, log_pi, y, distinct[row], in_context, part.temperature)
-            logprob = log_pi.gather(1, y)[:, 0].double()
-            self._add(tests, logprob, recorded[row, token], token.cpu().numpy())
+            # Beside the sums: what a setting gains over the stated sampler, and leaves of recorded log-probabilities.
+            logprob, given, at = log_pi.gather(1, y)[:, 0].double(), recorded[row, token], token.cpu().numpy()
+            known = ~torch.isnan(given)
+            for test in tests:
+                columns = {"score": test.score, "variance": test.variance, "observed": test.observed}
+                if test.logprob is not None:
+                    columns["gain"] = test.logprob - logprob
+                    if bool(known.any()):
+                        columns["residual_sq"] = torch.where(known, given - test.logprob, 0.0).square()
+                values = {name: x.cpu().numpy() for name, x in columns.items() if x is not None}
+                by_position = test.test in BY_POSITION and test.parameter is None
+                self._sum(test.test, test.parameter, values, at if by_position else None, len(at))
             scale += (pi * (1 - pi)).sum(0)
             residual -= features[rows].T @ pi
             residual.index_add_(1, y[:, 0], features[rows].T)
         # Only now: a direction learned from these tokens would agree with them.
         learned.total += residual
         learned.scale += scale
-
-    def _add(self, tests: list[TokenTest], logprob: Tensor, recorded: Tensor, token: Int) -> None:
-        """Add tests of tokens to the sums, with what their settings gain and leave of recorded log-probabilities."""
-        known = ~torch.isnan(recorded)
-        for test in tests:
-            columns = {"score": test.score, "variance": test.variance, "observed": test.observed}
-            if test.logprob is not None:
-                columns["gain"] = test.logprob - logprob
-                if bool(known.any()):
-                    columns["residual_sq"] = torch.where(known, recorded - test.logprob, 0.0).square()
-            values = {name: x.cpu().numpy() for name, x in columns.items() if x is not None}
-            by_position = test.test in BY_POSITION and test.parameter is None
-            self._sum(test.test, test.parameter, values, token if by_position else None, len(token))
 
     def _sum(self, test: str, parameter: float | None, columns: dict[str, Float], token: Int | None, n: int) -> None:
         """Add columns [n], by bins of their positions where `token` has these: 0, 1, 2, 4, 8 and so on."""

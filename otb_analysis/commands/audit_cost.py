@@ -7,8 +7,8 @@ import numpy as np
 
 from otb_analysis.config import AuditConfig, MeasureConfig, SampleConfig, SampledSchedule, Schedule, TrainConfig
 from otb_analysis.errors import InputError
-from otb_analysis.measurement.gram_method import GramMethod, gram_method
 from otb_analysis.measurement.level import drawn_share, first_groups, positions
+from otb_analysis.measurement.measurer import GramMethod, gram_method
 from otb_analysis.phases import phase, plural
 from otb_analysis.recorded.runs import Layout, source_of, steps_of, stored_config
 from otb_analysis.recorded.score import Policy, Scorer, check

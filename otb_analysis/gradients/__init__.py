@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
 from otb_analysis.gradients.attribution import batch_gradient, gradient_attribution, signal_noise
+from otb_analysis.gradients.batch.forward import sampled_nodes, tree_of
 from otb_analysis.gradients.batch.inputs import (
     Batch,
     ScoreBatch,
@@ -42,7 +43,6 @@ from otb_analysis.gradients.batch.inputs import (
     memory_bytes,
     restricted,
 )
-from otb_analysis.gradients.batch.layout import sampled_nodes, tree_of
 from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.gradients.exact import generic, reference
 from otb_analysis.gradients.exact.reference import Asked, Norms

@@ -1,25 +1,112 @@
-"""Forward passes over rollouts, cut to fit into memory: log-probabilities with their graph, and the level `forward`."""
+"""Forward passes over rollouts, cut to fit into memory: log-probabilities with their graph, and the level `forward`.
+
+Where a model allows it each prompt is run once: its rollouts continue from its keys and values, which keep their graph.
+log π(y_t | x, y_{<t}) and its gradient are those of a pass over prompt and completion. A group of G rollouts runs its
+prompt once instead of G times, and the last token of a rollout, which predicts nothing, is not run.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from otb_analysis.devices import widenable
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.soft import drawn_logprobs, soft_inputs
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.phases import advance, count_to
+from otb_analysis.rollouts.decoding import unsupported_reason
 from otb_analysis.rollouts.models import chosen_states, output_layer
-from otb_analysis.rollouts.prefix_cache import PrefixCache, read_prompts, supports_prefix_cache
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int, LogitStats
+
+MASKED = ("sdpa", "eager")
+"""Attention that takes any mask: prompts of unequal length stand, padded, before their completions."""
+
+
+@dataclass(frozen=True)
+class PrefixCache:
+    """The different prompts of a batch as a model read them; made by `read_prompts`, read by scoring passes."""
+
+    keys: tuple[Tensor, ...]  # Of each layer [P, heads, S, d'], S the length of the longest prompt
+    values: tuple[Tensor, ...]  # The same
+    real: Tensor  # 1 at tokens, 0 at padding [P, S]
+    hidden: Tensor  # Final hidden state behind each prompt [P, d], with its graph
+    of: Tensor  # Each rollout's prompt [n]
+
+    def inputs(self, ids: Tensor, present: Tensor) -> dict[str, Any]:
+        """Return a model's inputs for completions [n, T]; `present` is false at padding."""
+        before = self.real[self.of]
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        layers = zip(self.keys, self.values, strict=True)
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.cat([before, present.long()], dim=1),
+            "position_ids": before.sum(1, keepdim=True) + steps,
+            "past_key_values": Cache(layers=[_Continued(k[self.of], v[self.of]) for k, v in layers]),
+            "use_cache": True,
+        }
+
+
+class _Continued(DynamicLayer):
+    """Keys and values of prompts, put in front of those of their completions; nothing is kept."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return all keys and values [n, heads, S + T, d']."""
+        assert self.keys is not None and self.values is not None
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+
+
+def supports_prefix_cache(model: PreTrainedModel) -> bool:
+    """Return whether completions of a model can be scored behind prompts that were read before.
+
+    Its cache must keep every key and value, its inputs be prepared as most models' are, its attention take any mask.
+    """
+    return getattr(model.config, "_attn_implementation", None) in MASKED and unsupported_reason(model) is None
+
+
+def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | None:
+    """Read every different prompt of a batch once.
+
+    None where nothing would be saved: rollouts have no prompt in common, or none has a second token.
+    """
+    texts = [
+        tuple(row[:length].tolist()) for row, length in zip(rollouts.input_ids, rollouts.prompt_length, strict=True)
+    ]
+    number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    if len(number) == len(texts) or rollouts.completion_length.max() < 2:
+        return None
+    real = np.zeros((len(number), max(map(len, number))), dtype=np.int64)
+    ids = np.zeros_like(real)
+    for i, text in enumerate(number):
+        ids[i, : len(text)], real[i, : len(text)] = text, 1
+    layers = [DynamicLayer() for _ in DynamicCache(config=model.config).layers]
+    seen, mask = torch.as_tensor(ids, device=model.device), torch.as_tensor(real, device=model.device)
+    last = mask.sum(1) - 1
+    with chosen_states(
+        model, lambda hidden: hidden[torch.arange(len(last), device=hidden.device), last], logits=False
+    ) as states:
+        model(input_ids=seen, attention_mask=mask, past_key_values=Cache(layers=[*layers]), use_cache=True)
+    return PrefixCache(
+        keys=tuple(layer.keys for layer in layers if layer.keys is not None),
+        values=tuple(layer.values for layer in layers if layer.values is not None),
+        real=mask,
+        hidden=states[0],
+        of=torch.as_tensor([number[text] for text in texts], device=model.device),
+    )
+
 
 T = TypeVar("T")
 
@@ -357,7 +444,9 @@ def in_passes(
         length = part.attention_mask.sum(axis=1) if prompts is None else part.completion_length
         for some in [np.arange(len(rows))] if shares is None else short_passes(length, model.device):
             # A completion of one token needs no position after the prompt.
-            cached = None if prompts is None or part.completion_length[some].max() <= 1 else prompts.take(some)
+            cached = None if prompts is None or part.completion_length[some].max() <= 1 else prompts
+            if cached is not None:
+                cached = replace(cached, of=cached.of[torch.as_tensor(some, device=cached.of.device)])
             try:
                 yield rows[some], score(part.take(some), cached)
             except NonFiniteScore as error:

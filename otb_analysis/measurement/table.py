@@ -116,37 +116,6 @@ class TokenMeasurements:
         chosen = self.drawn.population
         return horvitz_thompson(self.norm_sq[chosen], self.drawn.probability[chosen])
 
-    def columns(self, tokens: tuple[Int, Int], mask: Bool) -> dict[str, object]:
-        """Return the columns of `tokens` that measuring fills; masked entries were not measured.
-
-        `tokens` is the rollout and the position of each row, `mask` [N, T] is true at policy tokens.
-        """
-        numbers = {"grad_norm_sq": self.norm_sq, "inclusion_prob": self.inclusion_prob}
-        if self.n_sketched:
-            numbers["grad_norm_sq_stderr"] = self.stderr
-        if self.drawn is not None:
-            numbers["energy_calibrated"] = self.drawn.calibrated
-        numbers |= self.further
-        columns = {name: np.ma.masked_invalid(np.where(mask, x, np.nan)[tokens]) for name, x in numbers.items()}
-        return {**columns, "measured_by": np.where(mask, self.measured_by, "none")[tokens]}
-
-    def rollout_columns(self) -> dict[str, object]:
-        """Return the columns of `rollouts` that measuring fills; masked entries were not measured.
-
-        `energy_total` is the realized energy W_T of each rollout, with the calibrated proxy's help. It is unknown in
-        groups that were left out, and its standard error is unknown where no token of the rollout was drawn.
-        """
-        columns = {"score_norm_sq": self.rollout_norm_sq}
-        if (drawn := self.drawn) is not None:
-            chosen = drawn.population
-            totals = difference_total(
-                self.norm_sq[chosen], drawn.calibrated[chosen], drawn.probability[chosen], np.nonzero(chosen)[0]
-            )
-            for name, values in (("energy_total", totals.estimate), ("energy_total_stderr", totals.stderr)):
-                columns[name] = np.full(len(self.norm_sq), np.nan)
-                columns[name][totals.labels] = values
-        return {name: np.ma.masked_invalid(x) for name, x in columns.items() if np.isfinite(x).any()}
-
 
 @dataclass(frozen=True)
 class TokenTable:
@@ -297,11 +266,23 @@ def token_rows(
         columns["hidden_norm_sq"] = floats(stats.hidden_norm_sq)
     if table.value is not None:
         columns["value"] = floats(table.value)
-    return columns | measured.columns((n, t), table.mask)
+    numbers = {"grad_norm_sq": measured.norm_sq, "inclusion_prob": measured.inclusion_prob}
+    if measured.n_sketched:
+        numbers["grad_norm_sq_stderr"] = measured.stderr
+    if measured.drawn is not None:
+        numbers["energy_calibrated"] = measured.drawn.calibrated
+    for name, x in {**numbers, **measured.further}.items():
+        columns[name] = np.ma.masked_invalid(np.where(table.mask, x, np.nan)[n, t])
+    return columns | {"measured_by": np.where(table.mask, measured.measured_by, "none")[n, t]}
 
 
 def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements) -> dict[str, object]:
-    """Return the columns of the step's rows of `rollouts`; reward parts become columns `reward_<part>`."""
+    """Return the columns of the step's rows of `rollouts`; reward parts become columns `reward_<part>`.
+
+    `energy_total` is the realized energy W_T of each rollout, with the calibrated proxy's help. It is unknown in groups
+    that were left out, and its standard error is unknown where no token of the rollout was drawn. Masked entries were
+    not measured.
+    """
     prompts = [rollouts.prompts[g] for g in rollouts.group]
     columns: dict[str, object] = {
         "group": rollouts.group,
@@ -316,4 +297,13 @@ def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasureme
         "finish_reason": list(rollouts.finish_reason),
     }
     columns |= {f"reward_{name}": values for name, values in rollouts.reward_parts.items()}
-    return columns | measured.rollout_columns()
+    numbers = {"score_norm_sq": measured.rollout_norm_sq}
+    if (drawn := measured.drawn) is not None:
+        chosen = drawn.population
+        totals = difference_total(
+            measured.norm_sq[chosen], drawn.calibrated[chosen], drawn.probability[chosen], np.nonzero(chosen)[0]
+        )
+        for name, values in (("energy_total", totals.estimate), ("energy_total_stderr", totals.stderr)):
+            numbers[name] = np.full(len(prompts), np.nan)
+            numbers[name][totals.labels] = values
+    return columns | {name: np.ma.masked_invalid(x) for name, x in numbers.items() if np.isfinite(x).any()}

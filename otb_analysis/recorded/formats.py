@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from otb_analysis.recorded.readers import (
     results,
     samples_of,
     trl,
-    trl_weights,
     unfolded,
     verl,
 )
@@ -52,8 +51,6 @@ NOT_AS_WRITTEN = (TypeError, LookupError, AttributeError, ValueError, OverflowEr
 """What reading a row raises that has another form than its format."""
 OPTIONAL = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion", "grad_norm")
 """Fields that all records of a source have, or none, beside their columns."""
-WEIGHED = 4096
-"""About how many rows the weights of reward columns are found of."""
 Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
 """Makes a record of a row, or None of a row that is no rollout; gets the reward columns' weights too."""
 
@@ -174,16 +171,6 @@ class Source:
         """The format itself."""
         return format_of(self.name)
 
-    def weighed(self, weights: Mapping[str, float]) -> "Source":
-        """Return the source with weights of its reward columns: as given, or those of the recorded advantages."""
-        if weights or self.format.read is not trl:
-            return replace(self, weights=weights)
-        rows = list[Row]()
-        for file in self.files:  # whole ones, so that groups are whole
-            rows += [row for _, row in rows_of(file, Tally())] if len(rows) < WEIGHED else []
-        weights, said = trl_weights(rows)
-        return replace(self, weights=weights, reward=said)
-
     def records(self) -> Iterator[RecordedRollout]:
         """Yield every rollout, file after file; none is kept.
 
@@ -257,29 +244,23 @@ def format_of(name: str) -> Format:
     return kind
 
 
-def renamed_fields(pairs: Sequence[str]) -> dict[str, str]:
-    """Return fields of `plain` → a file's names for them, of pairs as `prompt=question`.
+def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] = ()) -> Source:
+    """Return the files at a path, a file or a directory, with their format.
+
+    Args:
+        fields_of_plain: Pairs as `prompt=question`: what a file calls fields of `plain`, which alone has them renamed.
 
     Raises:
-        InputError: A pair is none, or there is no such field.
+        InputError: There is no such path or format, nothing in it can be read as that format, or a pair is none.
     """
-    names = dict[str, str]()
-    for pair in pairs:
+    renamed = dict[str, str]()
+    for pair in fields_of_plain:
         ours, equals, theirs = pair.partition("=")
         if not equals or not theirs:
             raise InputError(f"--fields has {pair!r}; write pairs, as prompt=question reward=correct.")
         if ours not in PLAIN_FIELDS:
             raise InputError(f"--fields has {pair!r}; {nearest(ours, PLAIN_FIELDS)}")
-        names[ours] = theirs
-    return names
-
-
-def find_source(path: Path, name: str = "auto", renamed: Mapping[str, str] | None = None) -> Source:
-    """Return the files at a path, a file or a directory, with their format; fields are `renamed` in `plain` alone.
-
-    Raises:
-        InputError: There is no such path or format, or nothing in it can be read as that format.
-    """
+        renamed[ours] = theirs
     if not path.exists():
         raise InputError(f"{path} does not exist; pass a file of rollouts, or a directory of such files.")
     if renamed:

@@ -18,11 +18,12 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from otb_analysis.config import RecordedConfig, plain_config
-from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError
+from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError, why_ended
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, ahead, count_to, note, phase, plural
-from otb_analysis.recorded.formats import Source, find_source, renamed_fields
-from otb_analysis.recorded.records import RecordedRollout, Tally, suffix_of
+from otb_analysis.recorded.formats import Source, find_source
+from otb_analysis.recorded.readers import trl, trl_weights
+from otb_analysis.recorded.records import RecordedRollout, Row, Tally, rows_of, suffix_of
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.store.layout import check_run_name
 from otb_analysis.types import Int
@@ -39,6 +40,8 @@ ALONE = (
 REPEATED = "step has the rollouts of the step before it (TRL writes a batch again at every pass over it)"
 
 
+WEIGHED = 4096
+"""About how many rows the weights of reward columns are found of."""
 LARGE = 200_000_000
 """Bytes of rollouts from which reading them takes longer than starting a process for it."""
 
@@ -242,11 +245,18 @@ def source_of(path: Path, config: RecordedConfig) -> Source:
     if config.first < 0:
         raise InputError(f"--first is {config.first}; pass a number of steps, or 0 for all of them.")
     with phase(f"recognising {path}"):
-        source = find_source(path, config.format, renamed_fields(config.fields))
+        source = find_source(path, config.format, config.fields)
     if config.reward_weights and source.name != "trl":
         raise InputError(f"--reward-weights are for TRL's tables, but {path} is {source.name}; leave them out.")
     source.tally.strict = config.strict
-    return source.weighed(config.reward_weights)
+    if config.reward_weights or source.format.read is not trl:
+        return replace(source, weights=config.reward_weights)
+    # TRL's tables do not say how its trainer weighed their columns: the recorded advantages do.
+    rows = list[Row]()
+    for file in source.files:  # whole ones, so that groups are whole
+        rows += [row for _, row in rows_of(file, Tally())] if len(rows) < WEIGHED else []
+    weights, said = trl_weights(rows)
+    return replace(source, weights=weights, reward=said)
 
 
 def run_path(path: Path, config: RecordedConfig, ending: str) -> Path:
@@ -468,10 +478,7 @@ class _Run:
         """Record why the run ended early; return what of it is kept, in words, empty where nothing was written."""
         if self._writer is None:
             return ""
-        reason = str(error) if isinstance(error, STOPS) else f"{type(error).__name__}: {error}".rstrip(": ")
-        if isinstance(error, KeyboardInterrupt):
-            reason = "interrupted; its complete steps can be read."
         with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
-            self._writer.finish("failed", reason)
+            self._writer.finish("failed", why_ended(error))
         steps = plural(len(RunStore(self.path).complete_steps()), "step")
         return f"{steps} before it can be read in {self.path}, and --if-exists resume goes on"

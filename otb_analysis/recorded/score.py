@@ -178,9 +178,17 @@ class Scorer:
             weights = trained.advantage / len(step.records)
             measurement = self.measurer.measure(step.step, rollouts, table, None, lambda: weights)
         seconds["seconds_measure"] = perf_counter() - start
+        tokens, (n, t) = token_rows(table, trained, measurement.tokens, self.tokenizer), np.nonzero(table.present)
+        # Beside ours the trainer's own numbers; null where not recorded.
+        for column in dict.fromkeys(x for one in step.records for x in one.columns if x != "behavior_logprob"):
+            whole: Float = np.full(table.mask.shape, np.nan)
+            for i, record in enumerate(step.records):
+                whole[i, : len(record.columns[column])] = record.columns[column]
+            values = whole[n, t]
+            tokens[f"recorded_{column}"] = np.ma.masked_array(values, mask=~table.mask[n, t] | np.isnan(values))
         gradients = [row.as_row() for row in measurement.statistics]
         return StepTables(
-            tokens=token_rows(table, trained, measurement.tokens, self.tokenizer) | _recorded(step, table),
+            tokens=tokens,
             rollouts=rollout_rows(rollouts, table, measurement.tokens) | step.provenance,
             steps=summarize(rollouts, table, trained, measurement) | step.logged_norm | seconds,
             gradients={key: [row[key] for row in gradients] for key in gradients[0]} if gradients else None,
@@ -188,21 +196,6 @@ class Scorer:
             subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,
             sampling=None if step.repeated else self.sampling.rows(rollouts, table),
         )
-
-
-def _recorded(step: RecordedStep, table: TokenTable) -> dict[str, object]:
-    """Return the trainer's own numbers as further columns `recorded_…`, beside ours; null where not recorded."""
-    n, t = np.nonzero(table.present)
-    columns: dict[str, object] = {}
-    names = dict.fromkeys(name for record in step.records for name in record.columns if name != "behavior_logprob")
-    for name in names:
-        whole: Float = np.full(table.mask.shape, np.nan)
-        for i, record in enumerate(step.records):
-            values = record.columns[name]
-            whole[i, : len(values)] = values
-        values = whole[n, t]
-        columns[f"recorded_{name}"] = np.ma.masked_array(values, mask=~table.mask[n, t] | np.isnan(values))
-    return columns
 
 
 def refuse_wrong_logprobs(step: RecordedStep, table: TokenTable) -> None:

@@ -192,20 +192,28 @@ def load_policy(path: str | Path, remote_code: bool = False) -> tuple[PreTrained
     if model.dtype in (torch.float16, torch.bfloat16):
         model = model.float()
     model.eval()
-    _refuse_bidirectional(model, path)
+    # An encoder such as BERT loads as a "causal" model too: there what follows a token changes its logits.
+    with torch.no_grad():
+        pairs = torch.tensor([[0, 0], [0, 1]], device=model.device)
+        first = model(input_ids=pairs, use_cache=False).logits[:, 0]
+    if float((first[0] - first[1]).abs().max()) > 1e-5 * float(first.abs().max()):
+        raise InputError(
+            f"{path} holds a {type(model).__name__}, whose tokens see what comes after them; "
+            "pass a causal language model."
+        )
     return model, tokenizer
 
 
-def load_tokenizer(folder: str | Path, remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local directory, never from a network.
 
     Raises:
-        InputError: There is none, or it needs Python files of its own but must not run them.
+        InputError: There is none, or it needs Python files of its own, which are not run.
     """
     try:
-        return _tokenizer(folder, remote_code)
+        return _tokenizer(folder, remote_code=False)
     except Exception as error:  # someone else's files can make the loading library fail in any way
-        refuse_own_code(Path(folder), remote_code, error)
+        refuse_own_code(Path(folder), False, error)
         raise InputError(
             f"{folder} holds no tokenizer that can be loaded ({_first_sentence(error)}); pass a directory written by "
             "its save_pretrained."
@@ -261,17 +269,6 @@ def place_of(path: str | Path) -> Path:
     if not any((place / name).is_file() for name in TOKENIZER_FILES):
         raise InputError(f"model directory {place} has no tokenizer; save one there with its save_pretrained.")
     return place
-
-
-@torch.no_grad()
-def _refuse_bidirectional(model: PreTrainedModel, path: Path) -> None:
-    """Raise when what follows a token changes its logits: an encoder such as BERT loads as a "causal" model too."""
-    first = model(input_ids=torch.tensor([[0, 0], [0, 1]], device=model.device), use_cache=False).logits[:, 0]
-    if float((first[0] - first[1]).abs().max()) > 1e-5 * float(first.abs().max()):
-        raise InputError(
-            f"{path} holds a {type(model).__name__}, whose tokens see what comes after them; "
-            "pass a causal language model."
-        )
 
 
 def _first_sentence(error: Exception) -> str:

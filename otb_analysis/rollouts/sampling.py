@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from otb_analysis.config import SampleConfig
 from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.soft import SoftTokens
-from otb_analysis.rollouts.generation import Generation, Generator, NonFiniteLogits, TransformersGenerator
+from otb_analysis.rollouts.generation import Generator, NonFiniteLogits, TransformersGenerator
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.tasks import Prompt, Task, Turn
 from otb_analysis.tasks.task_calls import ask_reply
@@ -230,7 +230,16 @@ def sample(
                 "lower the learning rate or go back to an earlier checkpoint."
             ) from error
         for i, output in zip(active, outputs, strict=True):
-            _finish_turn(drafts[i], output, tokenizer, task, prompts[group[i]], config.soft)
+            draft, turn = drafts[i], len(drafts[i].turns)
+            text = str(tokenizer.decode(output.token_ids[config.soft : -1 if output.finished else None]))
+            draft.extend(output.token_ids, turn, output.logprobs)
+            draft.turns.append(Turn(text, output.finished))
+            reply = ask_reply(task, prompts[group[i]], draft.turns) if output.finished else None
+            if reply is None:
+                draft.finish_reason = "stop" if output.finished else "length"
+                continue
+            draft.turns[-1] = Turn(text, output.finished, reply)
+            draft.extend(tokenizer(reply, add_special_tokens=False)["input_ids"], turn)
         active = [i for i in active if drafts[i].finish_reason is None]
     return replace(collate(drafts, tuple(prompts), group, special_id(tokenizer, "pad")), soft=soft)
 
@@ -273,24 +282,6 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     if not ids:
         raise InputError(f"prompt {prompt.id!r} has no tokens; give every prompt at least one.")
     return list(ids)
-
-
-def _finish_turn(
-    draft: Draft, output: Generation, tokenizer: PreTrainedTokenizerBase, task: Task, prompt: Prompt, soft: int
-) -> None:
-    text = str(tokenizer.decode(output.token_ids[soft : -1 if output.finished else None]))
-    turn = len(draft.turns)
-    draft.extend(output.token_ids, turn, output.logprobs)
-    draft.turns.append(Turn(text, output.finished))
-    if not output.finished:
-        draft.finish_reason = "length"
-        return
-    reply = ask_reply(task, prompt, draft.turns)
-    if reply is None:
-        draft.finish_reason = "stop"
-        return
-    draft.turns[-1] = Turn(text, output.finished, reply)
-    draft.extend(tokenizer(reply, add_special_tokens=False)["input_ids"], turn)
 
 
 def collate(drafts: list[Draft], prompts: tuple[Prompt, ...], group: Int, pad: int) -> Rollouts:

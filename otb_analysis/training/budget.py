@@ -27,8 +27,8 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.measurement.forward import completion_logprobs
-from otb_analysis.measurement.gram_method import EXACT, SKETCHED, GramMethod
 from otb_analysis.measurement.level import NORM, drawn_share, first_groups, level_of, positions, read_once, seen
+from otb_analysis.measurement.measurer import EXACT, SKETCHED, GramMethod
 from otb_analysis.phases import EXPECTED, duration, note, plural
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.statistics import MIN_CLUSTERS, smaller_sizes
@@ -103,13 +103,12 @@ def levels(
     def prompts(rows: Bool) -> str:
         return f"{plural(len(np.unique(group[rows])), 'prompt')} ({plural(int(rows.sum()), 'rollout')})"
 
-    def norms(rows: Bool) -> float:
-        return WHOLE + NORM[measure.engine if rollouts.soft is None else "reference"] * seen(rollouts, rows)
-
+    rows = every if exact_always else normed
+    norms = WHOLE + NORM[measure.engine if rollouts.soft is None else "reference"] * seen(rollouts, rows)
     if exact_always:
-        planned.append(PlannedLevel(NORMS, "exact norms of every rollout", lambda step: True, norms(every), every))
+        planned.append(PlannedLevel(NORMS, "exact norms of every rollout", lambda step: True, norms, rows))
     elif normed.any():
-        planned.append(PlannedLevel(NORMS, prompts(normed), exact.due, norms(normed), normed))
+        planned.append(PlannedLevel(NORMS, prompts(normed), exact.due, norms, rows))
     if compared.any():
         usual = SKETCHED if measure.gram == "sketch" else EXACT * read_once(rollouts, compared)
         passes, what = gram.passes if gram else usual, "" if (compared == normed).all() else prompts(compared)

@@ -16,7 +16,7 @@ import torch
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.devices import first_line, products, random_forked
-from otb_analysis.errors import STOPS, InputError, Interrupted, NonFiniteError, StoreError
+from otb_analysis.errors import InputError, Interrupted, NonFiniteError, StoreError, why_ended
 from otb_analysis.estimators import entry_of, estimate
 from otb_analysis.measurement.measurer import summarize
 from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
@@ -313,11 +313,8 @@ def _ending_recorded(writer: RunWriter, config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        reason = str(error) if isinstance(error, STOPS) else f"{type(error).__name__}: {error}".rstrip(": ")
-        if isinstance(error, KeyboardInterrupt):
-            reason = "interrupted; its complete steps can be read."
         with suppress(StoreError):  # a disk that refuses this too must not hide why the run ended
-            writer.finish("failed", reason)
+            writer.finish("failed", why_ended(error))
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(interruption_sentence(config)) from None
         raise

@@ -22,10 +22,10 @@ from otb_analysis.measurement.forward import (
     forward_pass,
     in_passes,
     micro_batches,
+    supports_prefix_cache,
 )
 from otb_analysis.phases import advance, count_to
 from otb_analysis.processes import SINGLE_PROCESS, Processes
-from otb_analysis.rollouts.prefix_cache import supports_prefix_cache
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.runtime import gathered, shard
 from otb_analysis.types import Float, Int

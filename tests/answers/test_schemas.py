@@ -116,6 +116,11 @@ def test_a_key_more_or_less_breaks_the_schema(call, printed):
         assert not validator(door).is_valid(more) and not validator(door).is_valid(less), path
 
 
+def test_a_loss_over_the_whole_batch_has_no_micro_batch(printed):
+    loss = printed("audit", "--run", "plain")["bookkeeping"]["loss"]
+    assert loss == {"aggregation": "sequence_sum", "micro_batch": None, "constant": 1024, "whole": True}
+
+
 def test_an_audit_without_a_model_names_the_commands_that_go_on(root, printed):
     free, priced = printed("audit", "FILE"), printed("audit", "FILE", "--model", "MODEL")
     (command,) = free["next"]

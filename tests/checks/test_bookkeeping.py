@@ -6,7 +6,6 @@ import pytest
 from otb_analysis.checks import advantages
 from otb_analysis.checks.advantages import advantage_lines, check_advantages
 from otb_analysis.checks.bookkeeping import (
-    WHOLE,
     Bookkeeping,
     TrainerLoss,
     bookkeeping_lines,
@@ -98,6 +97,12 @@ def test_advantages_of_a_scored_run_are_those_recorded_and_not_ours(tmp_path, js
     assert any(match.convention == "otb" for match in check.matches)  # it has energies
 
 
+def test_weights_of_a_run_are_over_its_own_constant(tmp_path, jsonl):
+    store = imported(tmp_path, jsonl, rows(CENTRED))
+    ten, forty = (check_bookkeeping(store, "grpo", TrainerLoss("constant", 2, c)).weights for c in (10, 40))
+    assert ten is not None and forty is not None and ten.nominal == pytest.approx(4 * forty.nominal)
+
+
 def test_advantages_without_ids_belong_to_no_tokens(tmp_path, jsonl):
     records = [{name: value for name, value in row.items() if name != "ids"} for row in rows(CENTRED)]
     with pytest.raises(InputError, match=r"record 1 has advantages but no ids"):
@@ -183,10 +188,10 @@ def test_weights_are_checked_without_a_micro_batch_too(otb_run):
 def test_what_is_known_of_a_loss_is_told_or_in_the_run():
     trl = {"trl": {"loss_type": "bnpo", "per_device_train_batch_size": 4}, "sample": {"max_new_tokens": 64}}
     assert trainer_loss(trl) == TrainerLoss("token_mean", 4, 64)
-    assert trainer_loss(trl | {"trl": {"loss_type": "dapo"}}).micro_batch == WHOLE
+    assert trainer_loss(trl | {"trl": {"loss_type": "dapo"}}) == TrainerLoss("token_mean", None, 64, whole=True)
     assert trainer_loss(trl | {"trl": {"loss_type": "luspo"}}).aggregation == ""
     own = {"objective": {"aggregation": "constant", "aggregation_options": {"length": "48"}}}
-    assert trainer_loss(own) == TrainerLoss("constant", WHOLE, 48)
+    assert trainer_loss(own) == TrainerLoss("constant", None, 48, whole=True)
     assert trainer_loss({"aggregation": "token_mean", "accumulate": 8}) == TrainerLoss("token_mean", 8)
     assert trainer_loss(own, "token_mean", 2) == TrainerLoss("token_mean", 2, 48) and trainer_loss({}) == TrainerLoss()
 

@@ -1,13 +1,27 @@
 """The record of what was measured: exact norms stand, estimates fill what nobody measured."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from otb_analysis.energies import calibrate
-from otb_analysis.measurement.table import DrawnTokens, TokenMeasurements
+from otb_analysis.measurement.table import DrawnTokens, TokenMeasurements, TokenTable, rollout_rows, token_rows
+from otb_analysis.tasks import Prompt
+from otb_analysis.types import Estimate, LogitStats
 
 GROUP = np.array([0, 0, 1, 2])
 MASK = np.array([[True, True], [True, False], [True, True], [True, True]])
 NAN = np.nan
+ZERO = np.zeros(MASK.shape)
+TABLE = TokenTable(
+    mask=MASK, present=np.ones(MASK.shape, bool), group=GROUP, turn=ZERO.astype(int), token_id=ZERO.astype(int),
+    behavior_logprob=ZERO, stats=LogitStats(ZERO, ZERO, ZERO, ZERO, None, ZERO, ZERO), reward=ZERO,
+    total_reward=ZERO[:, 0], value=None, ratio=None, keep=np.ones(4, bool),
+)  # fmt: skip
+ROLLOUTS = SimpleNamespace(
+    prompts=[Prompt("a", "a", ""), Prompt("b", "b", ""), Prompt("c", "c", "")], group=GROUP, turns=[[]] * 4,
+    finish_reason=["stop"] * 4, reward_parts={},
+)  # fmt: skip
 
 
 def exact():
@@ -26,7 +40,7 @@ def drawn():
 def test_nothing_measured_is_unknown_everywhere():
     nothing = TokenMeasurements.nothing((4, 2))
     assert not np.isfinite(nothing.norm_sq).any() and set(nothing.measured_by.flat) == {"none"}
-    assert nothing.energy_total is None and nothing.rollout_columns() == {}
+    assert nothing.energy_total is None and "score_norm_sq" not in rollout_rows(ROLLOUTS, TABLE, nothing)
 
 
 def test_groups_measured_whole_have_the_share_of_the_groups_as_their_chance():
@@ -53,8 +67,7 @@ def test_estimates_fill_only_what_nobody_measured():
 
 
 def test_columns_leave_what_is_no_policy_token_unmeasured():
-    n, t = np.nonzero(np.ones(MASK.shape, bool))
-    columns = exact().columns((n, t), MASK)
+    columns = token_rows(TABLE, Estimate(ZERO, ZERO, ZERO > 0), exact(), SimpleNamespace(decode=str))
     assert np.ma.getmaskarray(columns["grad_norm_sq"]).tolist() == [False, False, False, True] + [True] * 4
     assert columns["measured_by"].tolist()[:4] == ["exact", "exact", "exact", "none"]
     assert "grad_norm_sq_stderr" not in columns and "energy_calibrated" not in columns

@@ -10,8 +10,8 @@ from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import audit_run
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, AuditConfig, MeasureConfig, Schedule, SmallModelConfig
-from otb_analysis.measurement import gram_method as methods
-from otb_analysis.measurement.gram_method import DIM, gram_method
+from otb_analysis.measurement import measurer as methods
+from otb_analysis.measurement.measurer import DIM, gram_method
 from otb_analysis.recorded.score import score
 from otb_analysis.report.audit import audit_sections
 from otb_analysis.rollouts.models import small_model

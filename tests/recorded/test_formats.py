@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from otb_analysis.config import ImportConfig
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.formats import FORMATS, find_source
 from otb_analysis.recorded.readers import (
@@ -22,6 +23,7 @@ from otb_analysis.recorded.readers import (
     trl_weights,
 )
 from otb_analysis.recorded.records import UNREAD
+from otb_analysis.recorded.runs import source_of
 from otb_analysis.recorded.slime import UNFINISHED, UNTRAINED
 from otb_analysis.recorded.traces import BRANCHED, MASKED, MISSING, NOT_SHIPPED, ROUNDED, UNCOVERED
 
@@ -34,7 +36,7 @@ def parquet(path, rows):
 
 
 def read(path, name="auto", weights=None):
-    return list(find_source(path, name).weighed(weights or {}).records())
+    return list(source_of(path, ImportConfig(format=name, reward_weights=weights or {})).records())
 
 
 def trl_rows(step, rewards=(1.0, 0.0, 0.5)):
@@ -183,7 +185,7 @@ def test_rewards_of_trl_are_the_weighted_sum_of_its_reward_columns(tmp_path):
     assert source.tally == {UNSCORED: 1}
     assert records[0].reward_parts == {"correct": 1.0, "form": 0.5} and records[0].special == "removed"
     # 2·1 and 2·0.25; TRL leaves a completion without any number out of the baseline.
-    source = find_source(tmp_path).weighed({"correct": 2.0})
+    source = source_of(tmp_path, ImportConfig(reward_weights={"correct": 2.0}))
     assert [record.reward for record in source.records()] == [2.0, 0.5] and +source.tally == {UNSCORABLE: 1}
     parquet(tmp_path / "completions_00001.parquet", trl_rows(1, (1.0, 0.25, 0.5)))
     assert [record.reward for record in read(tmp_path, weights={"correct": 2.0})] == [2.0, 0.5, 1.0]
@@ -452,7 +454,7 @@ def test_tables_that_trackio_holds_are_read_of_its_newest_run(tmp_path, jsonl):
         database.executemany("INSERT INTO metrics (run_name, step, metrics) VALUES (?, ?, ?)", rows)
     records = read(tmp_path / "project.db")
     assert [r.step for r in records] == [row["step"] for step in (1, 2) for row in trl_rows(step)]
-    source = find_source(tmp_path / "project.db").weighed({})
+    source = source_of(tmp_path / "project.db", ImportConfig())
     assert len(list(source.records())) == len(records)
     assert source.tally["run of trackio was left out: old; the newest, new, is read"] == 1
     assert [r.completion for r in read(jsonl(tables[:1], "completions.json"))] == [

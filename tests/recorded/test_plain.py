@@ -11,7 +11,7 @@ import pytest
 from otb_analysis.config import ImportConfig
 from otb_analysis.errors import InputError
 from otb_analysis.recorded.encoding import chat_text
-from otb_analysis.recorded.formats import find_source, renamed_fields
+from otb_analysis.recorded.formats import find_source
 from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.recorded.readers import ERRED, FAILED
 from otb_analysis.store import RunStore
@@ -32,7 +32,7 @@ RESULT = {
 
 
 def read(path, fields=()):
-    source = find_source(path, "auto", renamed_fields(fields))
+    source = find_source(path, "auto", fields)
     return list(source.records()), source.tally
 
 

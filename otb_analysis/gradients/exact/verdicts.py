@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from otb_analysis.devices import forms_products, products
 from otb_analysis.errors import InputError, NonFiniteError
-from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
+from otb_analysis.gradients.batch.forward import model_logits, padded, sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch, measured
 from otb_analysis.gradients.batch.kernels import plain_kernels
-from otb_analysis.gradients.batch.layout import padded
 from otb_analysis.gradients.batch.scope import Scope, end_of
 from otb_analysis.gradients.exact.gram import flat_norm_sq
 from otb_analysis.gradients.exact.layers import UnfitError

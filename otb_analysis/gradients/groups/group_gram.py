@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from otb_analysis.errors import ExchangeError
-from otb_analysis.gradients.batch.forward import layout_of, sampled_logprobs
+from otb_analysis.gradients.batch.forward import (
+    Tree,
+    layout_of,
+    packing_pays,
+    padded,
+    sampled_logprobs,
+    sampled_nodes,
+    tree_of,
+)
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch, free_bytes, gibibytes
 from otb_analysis.gradients.batch.kernels import plain_kernels
-from otb_analysis.gradients.batch.layout import Tree, packing_pays, padded, sampled_nodes, tree_of
 from otb_analysis.gradients.batch.scope import end_of
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.gram import add_products, flat_norm_sq, refuse_many

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from otb_analysis.gradients.batch.forward import model_logits, sampled_logprobs
+from otb_analysis.gradients.batch.forward import Layout, model_logits, sampled_logprobs
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import Routed, routed
-from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.scope import end_of
 from otb_analysis.gradients.exact.attention import many_signals, query_blocks
 from otb_analysis.gradients.exact.gram import stretches
@@ -118,6 +117,7 @@ class Layered:
         # logits will do.
         self.head: nn.Linear | None = head if plain else None
         self.added: list[PromptPasses] = []
+        self.rows = 0  # Of all prompts that were added
 
     def add(self, passes: Sequence[Rollouts], rows_of: Callable[[Tensor], Tensor]) -> None:
         """Run a prompt's rollouts forward and bring the signals of its rows back to the last block's output.
@@ -164,6 +164,7 @@ class Layered:
             for call in (call for one in made for i, call in enumerate(one.calls) if i % kept):
                 call.hidden = None
         self.added.append(PromptPasses(made, ends, outside))
+        self.rows += len(rows)
         advance()
 
     def _forward(self, rollouts: tuple[Rollout, ...], layout: Layout) -> tuple[Seen, Predictions | None]:
@@ -177,11 +178,6 @@ class Layered:
         """Form every parameter's gradients of all rows, from the last block to the first."""
         yield from self.of_blocks(self.rows)
         yield from self.of_ends(self.extent())
-
-    @property
-    def rows(self) -> int:
-        """Rows of all prompts that were added."""
-        return sum(len(prompt.ends.rows) for prompt in self.added)
 
     def of_blocks(self, rows: int, shared: bool = False) -> Gradients:
         """The gradients by all blocks, in slices that hold so many rows; of these this process may have some only.
@@ -221,10 +217,21 @@ class Layered:
 
     def extent(self) -> Extent:
         """Bring the signals to the embedding's output, and say how far the gradients of the model's ends reach."""
+        parameters, embedding = [self.named[name] for name in self.structure.outside], self.structure.embedding
+        for prompt in self.added if embedding is not None or parameters else ():
+            read, signals = list[Tensor](), list[Tensor]()
+            for one in prompt.passes:
+                with self.structure.stopped() as seen:
+                    model_logits(self.batch.model, one.layout)
+                at_embedding = _pulled(seen.first, seen.embedded, parameters, one.signals, prompt.outside)
+                if embedding is not None:  # what the pass read [n ℓ], and the signals there [r, n ℓ, d]
+                    read.append(seen.ids.flatten())
+                    signals.append(at_embedding.flatten(1, -2))
+            if embedding is not None:
+                prompt.ends.ids, prompt.ends.embedded = torch.cat(read), torch.cat(signals, 1)
+                if embedding.padding_idx is not None:  # its entry has no gradient
+                    prompt.ends.embedded[:, prompt.ends.ids == embedding.padding_idx] = 0
         ends = [prompt.ends for prompt in self.added]
-        if self.structure.embedding is not None or self.structure.outside:
-            for prompt in self.added:
-                self._below(prompt)
         ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(end.ids.cpu().numpy() for end in ends)]))
         return Extent(self.rows, max((len(end.targets) for end in ends), default=1), ids)
 
@@ -272,22 +279,6 @@ class Layered:
             else Part(name, [torch.cat(pieces)] if pieces else [], [call.inputs.split(call.counts)])
             for (name, _, _), pieces, call in zip(wanted, found, few, strict=True)
         ]  # fmt: skip
-
-    def _below(self, prompt: PromptPasses) -> None:
-        """Bring a prompt's signals from the first block's input to the embedding's output."""
-        parameters = [self.named[name] for name in self.structure.outside]
-        ids, signals = list[Tensor](), list[Tensor]()
-        for one in prompt.passes:
-            with self.structure.stopped() as seen:
-                model_logits(self.batch.model, one.layout)
-            at_embedding = _pulled(seen.first, seen.embedded, parameters, one.signals, prompt.outside)
-            if self.structure.embedding is not None:  # what the pass read [n ℓ], and the signals there [r, n ℓ, d]
-                ids.append(seen.ids.flatten())
-                signals.append(at_embedding.flatten(1, -2))
-        if self.structure.embedding is not None:
-            prompt.ends.ids, prompt.ends.embedded = torch.cat(ids), torch.cat(signals, 1)
-            if (padding := self.structure.embedding.padding_idx) is not None:  # its entry has no gradient
-                prompt.ends.embedded[:, prompt.ends.ids == padding] = 0
 
 
 def hold(blocks: Sequence[nn.Module], whole: bool) -> None:

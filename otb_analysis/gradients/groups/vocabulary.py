@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otb_analysis.gradients.batch.forward import model_logits, policy_logits
+from otb_analysis.gradients.batch.forward import Layout, model_logits, policy_logits
 from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
-from otb_analysis.gradients.batch.layout import Layout
 from otb_analysis.gradients.batch.scope import layer_input
 from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups.blocks import BlockStructure

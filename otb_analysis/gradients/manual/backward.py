@@ -11,8 +11,18 @@ import torch
 from torch import Tensor
 
 from otb_analysis.gradients.exact.gram import Group, NormAccumulator, Workspace
-from otb_analysis.gradients.manual.forward import Activations, Attention, BlockPass, FeedForward, NormPass, Turns
-from otb_analysis.gradients.manual.layout import Dense, Layer, LlamaLayout, Norm
+from otb_analysis.gradients.manual.forward import (
+    Activations,
+    Attention,
+    BlockPass,
+    Dense,
+    FeedForward,
+    Layer,
+    LlamaLayout,
+    Norm,
+    NormPass,
+    Turns,
+)
 
 Place = tuple[int, str]
 """Which input of which layer a weight is applied to."""

@@ -29,8 +29,7 @@ from otb_analysis.gradients.manual.backward import (
     through,
     unrotate,
 )
-from otb_analysis.gradients.manual.forward import SLICE_BYTES, run
-from otb_analysis.gradients.manual.layout import FAMILIES, LlamaLayout, read
+from otb_analysis.gradients.manual.forward import FAMILIES, SLICE_BYTES, LlamaLayout, read, run
 
 
 class ManualBackward:

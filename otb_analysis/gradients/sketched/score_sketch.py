@@ -96,7 +96,18 @@ def sketch_score_norms(
         InputError: An argument does not fit, or so many directions do not fit in memory.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
-    _check_request(directions, method, engine, features)
+    if method not in METHODS:
+        raise InputError(f"method is {method!r}; {nearest(method, METHODS)}")
+    if engine not in ENGINES:
+        raise InputError(f"engine {engine!r} does not sketch score norms; pass one of: {', '.join(ENGINES)}.")
+    if directions < 2:
+        raise InputError(f"directions is {directions}; pass at least 2, so that a standard error exists.")
+    if method == "hybrid" and features:
+        raise InputError(
+            'features=True needs every parameter projected, which "hybrid" avoids; pass method="rank_one".'
+        )
+    if method == "hybrid" and engine == "reference":
+        raise InputError('engine "reference" projects whole scores, which "hybrid" avoids; pass method="rank_one".')
     with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
         drawn = Directions(batch, directions, seed)
         parameters = batch.scope.parameters
@@ -178,18 +189,3 @@ def _one_by_one(
     for rollout in batch.rollouts:
         where = rollout.row, rollout.columns
         yield Projected(rollout, logprob[where], projections[where].astype(np.float64))
-
-
-def _check_request(directions: int, method: str, engine: str, features: bool) -> None:
-    if method not in METHODS:
-        raise InputError(f"method is {method!r}; {nearest(method, METHODS)}")
-    if engine not in ENGINES:
-        raise InputError(f"engine {engine!r} does not sketch score norms; pass one of: {', '.join(ENGINES)}.")
-    if directions < 2:
-        raise InputError(f"directions is {directions}; pass at least 2, so that a standard error exists.")
-    if method == "hybrid" and features:
-        raise InputError(
-            'features=True needs every parameter projected, which "hybrid" avoids; pass method="rank_one".'
-        )
-    if method == "hybrid" and engine == "reference":
-        raise InputError('engine "reference" projects whole scores, which "hybrid" avoids; pass method="rank_one".')

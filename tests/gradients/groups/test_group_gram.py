@@ -21,9 +21,8 @@ from otb_analysis import gradients
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients import group_gradient_gram
 from otb_analysis.gradients.batch import forward
-from otb_analysis.gradients.batch.forward import sampled_logprobs
+from otb_analysis.gradients.batch.forward import packed, packing_pays, padded, sampled_logprobs, tree_of
 from otb_analysis.gradients.batch.inputs import Batch, Rollout, prepare
-from otb_analysis.gradients.batch.layout import packed, packing_pays, padded, tree_of
 from otb_analysis.gradients.exact import gram
 from otb_analysis.gradients.groups import blocks, group_gram, vocabulary
 from otb_analysis.gradients.groups.group_gram import TOLERANCE, basis_of

@@ -10,8 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from otb_analysis.config import OptimizeConfig, SampleConfig
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.measurement import forward as module
-from otb_analysis.measurement.forward import completion_logprobs, forward_pass
-from otb_analysis.rollouts.prefix_cache import read_prompts, supports_prefix_cache
+from otb_analysis.measurement.forward import completion_logprobs, forward_pass, read_prompts, supports_prefix_cache
 from otb_analysis.rollouts.sampling import sample
 
 V = 17
@@ -70,7 +69,7 @@ def test_log_probabilities_and_gradients_are_those_of_whole_passes(family, tiny_
 
 def test_rows_taken_in_any_order_keep_their_prompts(tiny_model, rollouts):
     prompts, rows = read_prompts(tiny_model, rollouts), np.array([3, 0, 2])
-    found = completion_logprobs(tiny_model, rollouts.take(rows), 1.0, prompts=prompts.take(rows))
+    found = completion_logprobs(tiny_model, rollouts.take(rows), 1.0, prompts=replace(prompts, of=prompts.of[rows]))
     whole = completion_logprobs(tiny_model, rollouts.take(rows), 1.0)
     torch.testing.assert_close(found.logprob, whole.logprob, rtol=1e-5, atol=1e-5)
 
