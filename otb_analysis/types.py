@@ -7,7 +7,7 @@ Column t of an [N, T] array describes completion token y_t: its own log-probabil
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -171,6 +171,16 @@ class LogitStats:
 
 
 @dataclass(frozen=True)
+class Reduced:
+    """The part of a Gram matrix that compares estimators with given references: much less than M² blocks."""
+
+    own: Float  # ⟨g_{m,p}, g_{m,p'}⟩ [M, P, P]
+    products: Float  # Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]
+    # The mean of these estimators with every m [M, P, P], and with itself [P, P]
+    means: Mapping[frozenset[Label], tuple[Float, Float]]
+
+
+@dataclass(frozen=True)
 class Gram:
     """Inner products of the group gradients of one step; made by `measurement`, read by `statistics`."""
 
@@ -182,6 +192,8 @@ class Gram:
     prompt: tuple[object, ...] | None = None
     groups: Int | None = None  # Index of each prompt within the step [P]; None means 0 … P−1
     sketch_dim: int | None = None  # Buckets of the count sketches that it was estimated from; None where it is exact
+    # What was kept of it for some references; `inner` is then empty, [M, M, 0, 0]. None where it is whole
+    kept: Reduced | None = None
     # What `statistics` has derived from it, so that the next question does not derive it again
     derived: dict[object, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -203,112 +215,70 @@ class Gram:
     @property
     def n_prompts(self) -> int:
         """Groups P."""
-        return self.inner.shape[-1]
+        return (self.inner if self.kept is None else self.kept.own).shape[-1]
 
     @property
     def group_index(self) -> Int:
         """Index of each prompt within the step [P]."""
         return np.arange(self.n_prompts) if self.groups is None else np.asarray(self.groups, dtype=np.int64)
 
-    def has(self, reference: "Label | frozenset[Label]") -> bool:
-        """True when the reference, or one of several, is among the labels."""
-        return any(label in self.labels for label in _members(reference))
-
-    def stands(self, reference: "Label | frozenset[Label]") -> bool:
-        """Tell whether the `blocks` of every label can take those of the reference that are among the labels."""
-        return True
-
-    def blocks(self, label: Label, reference: "Label | frozenset[Label]") -> Float:
-        """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ as [3, P, P].
-
-        Args:
-            reference: The estimator that stands for ∇J; of several, the mean of those that are among the labels.
-
-        Returns:
-            float64 [3, P, P]; NaN for a reference that is not among the labels and where an entry is not finite.
-
-        Raises:
-            InputError: `label` is not among the labels.
-        """
-        return self.blocks_of((label,), reference)[0]
-
-    def blocks_of(self, labels: Sequence[Label], reference: "Label | frozenset[Label]") -> Float:
-        """Return the `blocks` of several labels [n, 3, P, P]."""
-        unknown = [label for label in labels if label not in self.labels]
-        if unknown:
-            raise InputError(f"label is {unknown[0]}; {nearest(str(unknown[0]), map(str, self.labels))}")
-        rows, measured = [self.labels.index(label) for label in labels], _members(reference) & set(self.labels)
-        block = np.full((len(rows), 3, self.n_prompts, self.n_prompts), np.nan)
-        self._fill(block, rows, measured)
-        block[~np.isfinite(block)] = np.nan
-        return block
-
     @property
     def products(self) -> Float:
         """Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]."""
-        return np.einsum("mnpp->mn", self.inner)
+        return np.einsum("mnpp->mn", self.inner) if self.kept is None else self.kept.products
 
-    def reduced(self, references: Iterable["Label | frozenset[Label]"]) -> "ReducedGram":
-        """Return what `blocks` with these references, and `products`, need: much less than M² blocks."""
-        every, means = np.arange(len(self.labels)), dict[frozenset[Label], tuple[Float, Float]]()
-        for measured in {_members(reference) & set(self.labels) for reference in references} - {frozenset[Label]()}:
-            rows = np.array([self.labels.index(label) for label in sorted(measured)])
-            # One m at a time: all products with several references at once are tens of MB.
-            with_every = np.stack([self.inner[m, rows].mean(axis=0) for m in every])
-            means[measured] = with_every, with_every[rows].mean(axis=0)
-        return ReducedGram(
-            np.empty((len(every), len(every), 0, 0)), self.labels, self.n_rollouts, self.prompt, self.group_index,
-            self.sketch_dim, self.inner[every, every], self.products, means,
-        )  # fmt: skip
+    def measured(self, reference: "Label | frozenset[Label]") -> frozenset[Label]:
+        """Return the reference, or those of several, that are among the labels."""
+        return (reference if isinstance(reference, frozenset) else frozenset((reference,))) & set(self.labels)
 
-    def _fill(self, block: Float, rows: list[int], measured: frozenset[Label]) -> None:
-        """Write the blocks of some labels [n, 3, P, P], the reference the mean of those that are measured."""
-        block[:, 0] = self.inner[rows, rows]
-        if measured:
+    def stands(self, reference: "Label | frozenset[Label]") -> bool:
+        """Tell whether the `blocks` of every label can take those of the reference that are among the labels."""
+        return self.kept is None or not (measured := self.measured(reference)) or measured in self.kept.means
+
+    def blocks(self, labels: Sequence[Label], reference: "Label | frozenset[Label]") -> Float:
+        """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ of each label m as [n, 3, P, P].
+
+        Args:
+            labels: The estimators m [n].
+            reference: The estimator that stands for ∇J; of several, the mean of those that are among the labels.
+
+        Returns:
+            float64 [n, 3, P, P]; NaN for a reference that is not among the labels and where an entry is not finite.
+
+        Raises:
+            InputError: A label is not among the labels, or the matrix was reduced without the reference.
+        """
+        if unknown := [label for label in labels if label not in self.labels]:
+            raise InputError(f"label is {unknown[0]}; {nearest(str(unknown[0]), map(str, self.labels))}")
+        rows, measured = [self.labels.index(label) for label in labels], self.measured(reference)
+        block = np.full((len(rows), 3, self.n_prompts, self.n_prompts), np.nan)
+        block[:, 0] = self.inner[rows, rows] if self.kept is None else self.kept.own[rows]
+        if self.kept is not None and measured == set(labels) and len(rows) == 1:
+            block[:, 1:] = self.kept.own[rows[0]]
+        elif self.kept is not None and measured:
+            if measured not in self.kept.means:
+                raise InputError(
+                    f"this Gram matrix was reduced without {', '.join(map(str, sorted(measured)))} as reference; "
+                    "read the whole one with RunStore.grams."
+                )
+            with_every, block[:, 2] = self.kept.means[measured]
+            block[:, 1] = with_every[rows]
+        elif measured:
             several = [self.labels.index(one) for one in sorted(measured)]
             key = ("mean product", *several)  # every label asks for the same ones
             if key not in self.derived:
                 self.derived[key] = np.mean([self.inner[r, several].mean(axis=0) for r in several], axis=0)
             block[:, 1], block[:, 2] = self.inner[np.ix_(rows, several)].mean(axis=1), self.derived[key]
+        block[~np.isfinite(block)] = np.nan
+        return block
 
-
-@dataclass(frozen=True)
-class ReducedGram(Gram):
-    """The part of a Gram matrix that compares estimators with given references; `inner` is empty, [M, M, 0, 0]."""
-
-    own: Float = field(default_factory=lambda: np.empty((0, 0, 0)))  # ⟨g_{m,p}, g_{m,p'}⟩ [M, P, P]
-    totals: Float = field(default_factory=lambda: np.empty((0, 0)))  # Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]
-    # The mean of these estimators with every m [M, P, P], and with itself [P, P]
-    means: Mapping[frozenset[Label], tuple[Float, Float]] = field(default_factory=dict)
-
-    @property
-    def n_prompts(self) -> int:
-        """Groups P."""
-        return self.own.shape[-1]
-
-    @property
-    def products(self) -> Float:
-        """Σ_p ⟨g_{m,p}, g_{m',p}⟩ [M, M]."""
-        return self.totals
-
-    def stands(self, reference: "Label | frozenset[Label]") -> bool:
-        """Tell whether it was reduced with those of the reference that are among the labels."""
-        measured = _members(reference) & set(self.labels)
-        return not measured or measured in self.means
-
-    def _fill(self, block: Float, rows: list[int], measured: frozenset[Label]) -> None:
-        block[:, 0] = self.own[rows]
-        if len(rows) == 1 and measured == {self.labels[rows[0]]}:
-            block[:, 1:] = self.own[rows[0]]
-        elif measured and measured not in self.means:
-            raise InputError(
-                f"this Gram matrix was reduced without {', '.join(map(str, sorted(measured)))} as reference; "
-                "read the whole one with RunStore.grams."
-            )
-        elif measured:
-            with_every, block[:, 2] = self.means[measured]
-            block[:, 1] = with_every[rows]
-
-
-def _members(reference: "Label | frozenset[Label]") -> frozenset[Label]:
-    return reference if isinstance(reference, frozenset) else frozenset((reference,))
+    def reduced(self, references: Iterable["Label | frozenset[Label]"]) -> "Gram":
+        """Return what `blocks` with these references, and `products`, need: much less than M² blocks."""
+        every, means = np.arange(len(self.labels)), dict[frozenset[Label], tuple[Float, Float]]()
+        for measured in {self.measured(reference) for reference in references} - {frozenset[Label]()}:
+            rows = np.array([self.labels.index(label) for label in sorted(measured)])
+            # One m at a time: all products with several references at once are tens of MB.
+            with_every = np.stack([self.inner[m, rows].mean(axis=0) for m in every])
+            means[measured] = with_every, with_every[rows].mean(axis=0)
+        kept = Reduced(self.inner[every, every], self.products, means)
+        return replace(self, inner=np.empty((len(every), len(every), 0, 0)), groups=self.group_index, kept=kept)

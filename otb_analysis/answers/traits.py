@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.config import section
-from otb_analysis.diagnostics.filtered import Filtered
+from otb_analysis.diagnostics.planner import Filtered
 from otb_analysis.figures.runs import headline_info
 from otb_analysis.phases import plural
 from otb_analysis.store import RunStore

@@ -322,8 +322,8 @@ ESTIMATORS["blend_otb_regression"] = combined({"otb_turn": 0.5, "energy_regressi
 
 def registered(name: str) -> EstimatorSpec | None:
     """Return the EstimatorSpec of a stored name, of a portfolio too; None where the name is not known here."""
-    if not is_portfolio(name):
-        return ESTIMATORS.get(name)
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
     try:
         return portfolio(name, ESTIMATORS)
     except InputError:

@@ -96,7 +96,9 @@ def _pooled(batch: Batch) -> Tallies:
     """Return the moments of earlier steps with those of this batch's returns and group means."""
     n = batch.groups.sum(batch.present)
     means = batch.groups.sum(batch.total)[n > 0] / n[n > 0]
-    new = np.stack([_moments(batch.total[batch.present > 0]), _moments(means)])
+    # How many they are, their mean and Σ (x − mean)²
+    pairs = [(x, x.mean() if len(x) else 0.0) for x in (batch.total[batch.present > 0], means)]
+    new = np.array([[len(x), mean, ((x - mean) ** 2).sum()] for x, mean in pairs])
     old = _tallies(batch, 3)
     if old is None:
         return Tallies(np.arange(2), new)
@@ -105,12 +107,6 @@ def _pooled(batch: Batch) -> Tallies:
     away, share = new[:, 1] - old.sums[:, 1], new[:, 0] / count
     squares = old.sums[:, 2] + new[:, 2] + away**2 * old.sums[:, 0] * share
     return Tallies(np.arange(2), np.stack([old.sums[:, 0] + new[:, 0], old.sums[:, 1] + away * share, squares], axis=1))
-
-
-def _moments(x: Float) -> Float:
-    """Return how many x are, their mean and Σ (x − mean)² [3]."""
-    mean = x.mean() if len(x) else 0.0
-    return np.array([len(x), mean, ((x - mean) ** 2).sum()])
 
 
 def _tallies(batch: Batch, width: int) -> Tallies | None:

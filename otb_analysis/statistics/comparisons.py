@@ -382,12 +382,12 @@ def decide(
         cause = "another sampler"
     elif any(one.together for one in comparisons):
         cause = ""
-    elif not any(gram.has(truth) for gram in both):
+    elif not any(gram.measured(truth) for gram in both):
         cause = "no reference"
     elif not comparisons:
         cause = "alone"
     # Equal rewards leave no advantage under a group baseline, so the gradient is exactly 0.
-    elif not any(np.trace(gram.blocks(against, against)[0]) > 0 for gram in both):
+    elif not any(np.trace(gram.blocks([against], against)[0, 0]) > 0 for gram in both):
         cause = "equal rewards"
     count, update = 0 if base is None else base.power.size - 1, typical([gram.n_prompts for gram in both])
     decision = Decision(against, count, update, comparisons, same, m, cause, signal, None)

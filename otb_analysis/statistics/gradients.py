@@ -222,11 +222,6 @@ class GradientStatistics:
     # prompts; its ends may be ∞) and efficiency, which is None where it must not be shown by itself
     intervals: Mapping[str, Interval | None]
 
-    @property
-    def n_variance(self) -> float | None:
-        """Batch variance times rollouts: comparable between group sizes and numbers of prompts."""
-        return None if self.variance is None else self.variance * self.n_rollouts
-
     def shown(self, name: str) -> Interval | None:
         """Return one of `intervals` where it may be shown by itself, None where noise hides it.
 
@@ -339,9 +334,9 @@ def _row(
     words = f"rollouts that {reference[0]} needs instead of {rollouts}"
     intervals["rollout_equivalents"] = jackknife_interval(equivalents[0], equivalents[1:], words)
     ends, bias = intervals["variance"], intervals["relative_bias"]
-    norms_sq = [g.blocks(label, label)[0].mean() for g in grams if g.n_prompts]
+    norms_sq = [g.blocks([label], label)[0, 0].mean() for g in grams if g.n_prompts]
     standing = [reference] if all(reference in gram.labels for gram in grams) else []
-    if not standing and isinstance(truth, frozenset) and all(gram.has(truth) for gram in grams):
+    if not standing and isinstance(truth, frozenset) and all(gram.measured(truth) for gram in grams):
         standing = sorted(truth)
     signal = has_signal(moments)
     if moments.power.size <= MIN_CLUSTERS:  # an efficiency is a share: above 1 it is lost in the noise

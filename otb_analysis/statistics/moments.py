@@ -236,7 +236,7 @@ def _shares(gram: Gram, labels: tuple[Label, ...], reference: Truth) -> tuple[Fl
         some = max(1, MOST_NUMBERS // (3 * code.size**2 or 1))
         for first in range(0, len(labels), some):
             # E⟨g_p, g_p⟩ = ‖m‖² + V holds the noise of one prompt; for p ≠ q the noises are independent and leave ‖m‖².
-            block = gram.blocks_of(labels[first : first + some], reference)
+            block = gram.blocks(labels[first : first + some], reference)
             rows = np.empty((len(block), code.size, 8))
             rows[..., 0], rows[..., 4] = 1, 2 * other.sum(axis=1)
             rows[..., 1:4] = np.einsum("mjpp->mpj", block)
@@ -269,7 +269,7 @@ def pair_noise(grams: Sequence[Gram], label: Label, reference: Truth) -> float:
         count, named = gram.n_prompts, ("noise", reference, label if not gram.stands(reference) else None)
         if count > 1:
             if named not in gram.derived:
-                block = gram.blocks(label, reference)[2]
+                block = gram.blocks([label], reference)[0, 2]
                 centred = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
                 gram.derived[named] = (centred**2).sum() - (np.diag(centred) ** 2).sum()
             weight += count
@@ -281,7 +281,7 @@ def against_reference(grams: Sequence[Gram], label: Label, reference: Truth) -> 
     """Return the steps that have the label, and the reference too wherever any of them has it."""
     having = [gram for gram in grams if label in gram.labels]
     # One set of steps for both: on unlike steps a ratio would compare prompts, not estimators.
-    return [gram for gram in having if gram.has(reference)] or having
+    return [gram for gram in having if gram.measured(reference)] or having
 
 
 def typical(counts: list[int]) -> int:

@@ -64,11 +64,11 @@ def fitted_weights(
     truth_sq = n_prompts_seen = n_pairs = 0.0
     kept = [np.ones(gram.n_prompts, bool) for gram in grams] if kept is None else kept
     for gram, code, keep in zip(grams, clusters(grams)[0], kept, strict=True):
-        if not set(labels) <= set(gram.labels) or not (proved.all() or gram.has(truth)):
+        if not set(labels) <= set(gram.labels) or not (proved.all() or gram.measured(truth)):
             continue
         rows = [gram.labels.index(label) for label in labels]
         pairs = (code[:, None] != code) & keep[:, None] & keep
-        members, blocks = gram.inner[np.ix_(rows, rows)], [gram.blocks(label, truth) for label in labels]
+        members, blocks = gram.inner[np.ix_(rows, rows)], [gram.blocks([label], truth)[0] for label in labels]
         power += np.einsum("klpp,p->kl", members, keep)
         mean += np.einsum("klpq,pq->kl", members, pairs)
         along += [block[1][pairs].sum() for block in blocks]

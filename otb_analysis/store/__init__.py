@@ -10,11 +10,11 @@ from otb_analysis.store.asked import (
 )
 from otb_analysis.store.compact import Compacted, compact
 from otb_analysis.store.gram import gram_rows, subgroup_rows
-from otb_analysis.store.measured import attributed_steps, step_attribution, step_series
+from otb_analysis.store.measured import attributed_steps, step_attribution
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
 from otb_analysis.store.studies import CommittedStudy, committed_studies, study_figure, study_table, study_tables
-from otb_analysis.store.token_arrays import EXACT_ROWS, StoredPrompt, TokenArrays
+from otb_analysis.store.token_arrays import EXACT_ROWS, StoredPrompt, TokenArrays, step_series
 from otb_analysis.store.writer import RunWriter, StepTables
 
 __all__ = [

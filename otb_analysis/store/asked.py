@@ -1,15 +1,21 @@
 """What is asked of rollouts: by a filter and in an order, or by a query that somebody typed.
 
-The latter is answered in a process of its own, since DuckDB does not count the memory of values it computes:
+A filter may hold a condition, such as `reward == 0 and tokens > 200`: Python's grammar, read and never run. Only
+comparisons, `and`, `or`, `not`, arithmetic, numbers, texts and names of columns are taken; Arrow compares.
+
+A query is answered in a process of its own, since DuckDB does not count the memory of values it computes:
 `SELECT repeat('x', 1000000) FROM range(2048)` takes 7 GB under a limit of 256 MB, and nothing interrupts it.
 """
 
+import ast
+import operator
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from threading import Timer
 from typing import Any, BinaryIO, cast
@@ -20,7 +26,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from otb_analysis.errors import STOPS, InputError, StoreError, nearest
-from otb_analysis.store.conditions import named_columns, rows_where
 from otb_analysis.store.reader import RunStore
 
 ASKED_SECONDS, ASKED_ROWS, ASKED_MEGABYTES, ASKED_MEMORY = 20, 100_000, 20, "256MB"
@@ -46,6 +51,17 @@ ORDERS = {
 """What rollouts are sorted by, before step and rollout; `spread` is that of the rewards of a rollout's group."""
 SHORT = {"tokens": "length"}
 """Names that a condition may have beside the columns."""
+LONGEST, MOST = 60, 1_000
+"""Characters of a condition that an error repeats, and that it may have: Arrow overflows the stack where it is deep."""
+COMPARED = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+COUNTED = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    # Arrow divides whole numbers without a rest, and its operator refuses a zero.
+    ast.Div: lambda a, b: pc.divide(pc.scalar(1.0) * a, b),  # pyright: ignore[reportAttributeAccessIssue]
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,58 @@ class RolloutFilter:
             found = [pc.call_function("match_substring", [rows[name]], options) for name in ("prompt", "completion")]
             rows = rows.filter(pc.call_function("or", [one.fill_null(False) for one in found]))
         return rows
+
+
+def named_columns(text: str) -> list[str]:
+    """Return the names that a condition holds; none where it cannot be read."""
+    try:
+        return [node.id for node in ast.walk(ast.parse(text.strip(), mode="eval")) if isinstance(node, ast.Name)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def rows_where(rows: pa.Table, text: str, columns: Mapping[str, str]) -> pa.Table:
+    """Return the rows that meet a condition; one about a missing value is not met.
+
+    Args:
+        text: The condition; `0 < reward < 1` and `reward_form / turns > 0.5` are some.
+        columns: The names that it may hold, and the column of the rows that each stands for.
+
+    Raises:
+        InputError: It is no such condition, holds an unknown name, or compares what cannot be compared.
+    """
+    how = f"join comparisons such as reward == 0 by and, or, not; the columns are {', '.join(columns)}."
+    asked = repr(text if len(text) <= LONGEST else f"{text[:LONGEST]} …")
+    if len(text) > MOST:
+        raise InputError(f"the condition {asked} has {len(text):,} characters, of {MOST:,} at most; {how}")
+    try:
+        return rows.filter(_expression(ast.parse(text.strip(), mode="eval").body, columns))
+    except InputError as error:
+        raise InputError(f"the condition {asked} has {error} {how}") from None
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError, pa.ArrowException) as error:
+        raise InputError(f"the condition {asked} cannot be asked of rollouts; {how}") from error
+
+
+def _expression(node: ast.AST, columns: Mapping[str, str]) -> Any:
+    match node:
+        case ast.BoolOp(op=op, values=values):
+            join = operator.and_ if isinstance(op, ast.And) else operator.or_
+            return reduce(join, (_expression(value, columns) for value in values))
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return ~_expression(operand, columns)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return pc.scalar(-1) * _expression(operand, columns)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in COUNTED:
+            return COUNTED[type(op)](_expression(left, columns), _expression(right, columns))
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in COMPARED for op in ops):
+            sides = [_expression(side, columns) for side in (left, *others)]
+            pairs = zip(ops, sides, sides[1:], strict=False)
+            return reduce(operator.and_, (COMPARED[type(op)](a, b) for op, a, b in pairs))
+        case ast.Name(id=name) if name in columns:
+            return pc.field(columns[name])
+        case ast.Constant(value=str() | int() | float() as value):
+            return pc.scalar(value)
+    raise InputError(f"{ast.unparse(node)[:LONGEST]!r} in it, which is no column, number, text or comparison;")
 
 
 def rollout_columns(store: RunStore) -> list[str]:

@@ -42,11 +42,12 @@ from otb_analysis.store.parts import (
 )
 
 
+@dataclass(eq=False)
 class _Summed:
     """A file that is written, with the CRC-32 of all bytes that went into it."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.crc, self._file = 0, file
+    _file: BinaryIO
+    crc: int = 0
 
     def __getattr__(self, name: str) -> Any:
         """Do else what the file does."""

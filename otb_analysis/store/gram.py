@@ -16,7 +16,7 @@ from pandas.api.types import union_categoricals
 
 from otb_analysis.estimators import standing_for_truth
 from otb_analysis.statistics import REFERENCE
-from otb_analysis.types import Float, Gram, ReducedGram
+from otb_analysis.types import Float, Gram, Reduced
 
 GRAM_TEXTS = ("estimator", "energy_source", "other_estimator", "other_energy_source")
 """The columns of text of `grams` and `subgroups`."""
@@ -58,21 +58,18 @@ def derived(config: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Iterat
         config: The run's configuration, which says what is proved to stand for ∇J.
         tables: The step's rows of `grams`, `subgroups` and `rollouts`, where it has them.
     """
-    rollouts, prompts = tables.get("rollouts"), dict[int, object]()
-    if rollouts is not None and "prompt_id" in rollouts.column_names:
-        named = zip(rollouts["group"].to_pylist(), rollouts["prompt_id"].to_pylist(), strict=True)
-        prompts = {group: name for group, name in named if name is not None}
     for table in ("grams", "subgroups"):
-        for size, gram in rebuild_grams([tables[table]] if table in tables else [], prompts):
+        for size, gram in rebuild_grams([tables[table]] if table in tables else [], tables.get("rollouts")):
             heading: dict[str, object] = {
                 "labels": gram.labels, "n_rollouts": gram.n_rollouts, "prompt": gram.prompt,
                 "sketch_dim": gram.sketch_dim, "groups": gram.group_index.tolist(),
             }  # fmt: skip
             arrays = [gram.inner]
             if not size:
-                reduced = gram.reduced((REFERENCE, standing_for_truth(gram.labels, config)))
-                arrays = [reduced.own, reduced.totals, *(array for pair in reduced.means.values() for array in pair)]
-                heading["means"] = [sorted(members) for members in reduced.means]
+                kept = gram.reduced((REFERENCE, standing_for_truth(gram.labels, config))).kept
+                assert kept is not None
+                arrays = [kept.own, kept.products, *(array for pair in kept.means.values() for array in pair)]
+                heading["means"] = [sorted(members) for members in kept.means]
             text = json.dumps(heading | {"shapes": [array.shape for array in arrays]}).encode()
             yield size, text + b"\n" + b"".join(np.ascontiguousarray(a, "<f8").tobytes() for a in arrays)
 
@@ -92,20 +89,24 @@ def unpacked(packed: bytes) -> Gram:
     }  # fmt: skip
     if "means" not in heading:
         return Gram(arrays[0], **fields)
-    own, totals, *pairs = arrays
+    own, products, *pairs = arrays
     members = [frozenset((name, source) for name, source in some) for some in heading["means"]]
     means = dict(zip(members, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-    return ReducedGram(np.empty((len(labels),) * 2 + (0, 0)), **fields, own=own, totals=totals, means=means)
+    return Gram(np.empty((len(labels),) * 2 + (0, 0)), **fields, kept=Reduced(own, products, means))
 
 
-def rebuild_grams(parts: Sequence[pa.Table], prompt_of: Mapping[int, object]) -> Iterator[tuple[int, Gram]]:
+def rebuild_grams(parts: Sequence[pa.Table], rollouts: pa.Table | None) -> Iterator[tuple[int, Gram]]:
     """Yield size (0: whole groups) and matrix of what one step's rows of `grams` or `subgroups` hold.
 
-    Rows and groups come in the order in which `gram_rows` wrote them. Unless `prompt_of` knows all groups, prompts stay
-    unnamed.
+    Rows and groups come in the order in which `gram_rows` wrote them. Unless the step's `rollouts` name the prompts of
+    all groups, prompts stay unnamed.
     """
     if not any(map(len, parts)):
         return
+    prompt_of = dict[int, object]()
+    if rollouts is not None and "prompt_id" in rollouts.column_names:
+        named = zip(rollouts["group"].to_pylist(), rollouts["prompt_id"].to_pylist(), strict=True)
+        prompt_of = {group: name for group, name in named if name is not None}
     rows = pa.concat_tables(parts, promote_options="default")
     for at, field in enumerate(rows.schema):  # as categories: pandas takes a second for each million texts
         if field.name in GRAM_TEXTS and not pa.types.is_dictionary(field.type):

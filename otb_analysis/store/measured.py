@@ -1,20 +1,18 @@
-"""What pages and commands read of a run's measurements: exact norms, the attribution of a step, scalars as series."""
+"""What pages and commands read of a run's measurements: exact norms, and the attribution of a step."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
-from otb_analysis.diagnostics import AttributedTokens, StepAttribution, StepSeries, attribute_step
+from otb_analysis.diagnostics import AttributedTokens, StepAttribution, attribute_step
 from otb_analysis.errors import InputError
-from otb_analysis.schema import TABLES
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.token_arrays import EXACT_ROWS, floats
 
 MAX_TOKENS = 1_000_000
 """Most measured tokens that are loaded at once; beyond it a seeded choice of whole prompts is taken."""
 MEASURED_BY = "the level attribution measures it: --measure.attribution.every 1 of otb train, or of otb score"
-NUMBERS = tuple(c.name for c in TABLES["steps"] if c.dtype in ("DOUBLE", "BIGINT", "BOOLEAN") and not c.key)
 
 
 def exact_groups(store: RunStore, columns: Sequence[str]) -> tuple[pd.DataFrame, int]:
@@ -70,20 +68,6 @@ def exact_steps(store: RunStore) -> list[int]:
 def first_step(steps: Sequence[int], exact: Sequence[int]) -> int:
     """Return the step to begin with: the last one with exact norms where its tokens are stored, else the last one."""
     return exact[-1] if exact and exact[-1] in steps else steps[-1]
-
-
-def step_series(steps: pd.DataFrame) -> StepSeries:
-    """Return the scalars of a run by step, NaN where a step did not record one; flags become 0 and 1.
-
-    A recorded NaN is ∞: frames do not tell it from what was not recorded, so the column `not_finite` names it.
-    """
-    ordered = steps.sort_values("step")
-    columns = {name: floats(ordered, name) for name in NUMBERS if name in ordered}
-    named = ordered["not_finite"].dropna() if "not_finite" in ordered else ordered["step"].iloc[:0]
-    for at, names in zip(ordered.index.get_indexer(named.index), named, strict=True):
-        for name in set(str(names).split(", ")) & set(columns):
-            columns[name][at] = np.inf if np.isnan(columns[name][at]) else columns[name][at]
-    return StepSeries(ordered["step"].to_numpy(np.int64), columns)
 
 
 def attributed_steps(store: RunStore) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import duckdb
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from otb_analysis.errors import InputError, StoreError, nearest
 from otb_analysis.schema import TABLES
@@ -400,13 +401,9 @@ class RunStore:
         with self._reading() as db:
             files, names = listed(db, self.path, table, steps), ["step", "group", "prompt_id"]
             rows = catalogue.read(db, self.path, "rollouts", {part.step for part in files}, names)
-        prompts: dict[int, dict[int, object]] = {}
-        for step, group, name in zip(*(column.to_pylist() for column in rows.columns), strict=True):
-            if name is not None:
-                prompts.setdefault(step, {})[group] = name
         for step, of_step in groupby(files, lambda part: part.step):
             read = [read_step(self.path, part, GRAM_TEXTS) for part in of_step]
-            for size, gram in rebuild_grams(read, prompts.get(step, {})):
+            for size, gram in rebuild_grams(read, rows.filter(pc.field("step") == step)):
                 yield step, size, gram
 
     def token_arrays(self, step: int, group: int | None = None) -> TokenArrays:

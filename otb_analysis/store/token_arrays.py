@@ -1,4 +1,4 @@
-"""One step's tokens as [N, T] arrays again, and one stored prompt under any estimator, computed from disk."""
+"""One step's tokens as [N, T] arrays again, one stored prompt under any estimator, and scalars by step, from frames."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from otb_analysis.diagnostics import StepSeries
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.estimators import ESTIMATORS, available, entry_of, estimate, options_from_dict, registered, with_limit
+from otb_analysis.schema import TABLES
 from otb_analysis.types import Bool, EstimatorInputs, Float, Int, Label
 
 FLOAT_COLUMNS = ("energy_proxy", "energy_calibrated", "grad_norm_sq", "logprob", "behavior_logprob", "entropy", "value")
@@ -18,6 +20,9 @@ TOKEN_COLUMNS = ("group", "rollout", "turn", "t", "token_id", "mask", "measured_
 
 EXACT_ROWS = "grad_norm_sq IS NOT NULL AND coalesce(measured_by, 'exact') = 'exact'"
 """SQL over `tokens`: rows whose norm is exact. A run without `measured_by` had exact norms only."""
+
+STEP_NUMBERS = tuple(c.name for c in TABLES["steps"] if c.dtype in ("DOUBLE", "BIGINT", "BOOLEAN") and not c.key)
+"""The columns of `steps` that `step_series` has."""
 
 PADDING = -1  # `turn` and `token_id` where there is no token, or none was stored
 
@@ -124,6 +129,20 @@ def floats(frame: pd.DataFrame, name: str) -> Float:
     if column.dtype == np.float64:  # a twentieth of the work
         return column.to_numpy(copy=True)
     return column.astype("Float64").to_numpy(np.float64, na_value=np.nan)
+
+
+def step_series(steps: pd.DataFrame) -> StepSeries:
+    """Return the scalars of a run by step, NaN where a step did not record one; flags become 0 and 1.
+
+    A recorded NaN is ∞: frames do not tell it from what was not recorded, so the column `not_finite` names it.
+    """
+    ordered = steps.sort_values("step")
+    columns = {name: floats(ordered, name) for name in STEP_NUMBERS if name in ordered}
+    named = ordered["not_finite"].dropna() if "not_finite" in ordered else ordered["step"].iloc[:0]
+    for at, names in zip(ordered.index.get_indexer(named.index), named, strict=True):
+        for name in set(str(names).split(", ")) & set(columns):
+            columns[name][at] = np.inf if np.isnan(columns[name][at]) else columns[name][at]
+    return StepSeries(ordered["step"].to_numpy(np.int64), columns)
 
 
 def in_words(label: Label) -> str:

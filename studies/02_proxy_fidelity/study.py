@@ -226,7 +226,7 @@ def disagreement_rows(grams: Sequence[Gram], apart: Sequence[Mapping[Label, Floa
         for source in SOURCES:
             label = (name, source)
             square = list[Float]()  # ‖ḡ − ḡ with exact norms‖² of every prompt
-            for blocks in (gram.blocks(label, (name, "exact")) for gram in grams):
+            for blocks in (gram.blocks([label], (name, "exact"))[0] for gram in grams):
                 own, cross = np.einsum("jpp->jp", blocks)[[0, 2]].sum(axis=0), np.einsum("pp->p", blocks[1])
                 square.append(np.maximum(own - 2 * cross, 0.0))
             values = {"disagreement": [one[label] for one in apart], "difference": square}

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.answers.sentences import size_line
-from otb_analysis.diagnostics.filtered import filtered_groups
-from otb_analysis.diagnostics.planner import plan
+from otb_analysis.diagnostics.planner import filtered_groups, plan
 
 
 def drawn(count, size, rates, kept=lambda group: True):

@@ -152,7 +152,7 @@ def test_a_proved_estimator_costs_by_variance_and_an_estimated_length_takes_a_si
     known = Proved({grpo: 1.0}, frozenset((grpo,)))
     found = {c.size: c for c in planned(score, reward, known).cells if c.estimator == "grpo"}
     whole, small = grams(score, reward)
-    inner = {8: whole[0].blocks(grpo, grpo)[0], 4: small[4][0].blocks(grpo, grpo)[0]}
+    inner = {8: whole[0].blocks([grpo], grpo)[0, 0], 4: small[4][0].blocks([grpo], grpo)[0, 0]}
     signal = (inner[8].sum() - np.trace(inner[8])) / (200 * 199)
     noise = {size: np.trace(of) / 200 - signal for size, of in inner.items()}
     # Groups of 4 are twice as many of the same rollouts.

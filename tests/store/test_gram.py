@@ -101,14 +101,14 @@ def test_reduced_gram_has_the_blocks_and_products_of_the_whole_one(writer, refer
     assert list(reduced) == [0, 3]
     for step, gram in reduced.items():
         label = reference if reference == ("otb", "proxy") else LABELS[1]
-        np.testing.assert_array_equal(gram.blocks(label, reference), whole[step].blocks(label, reference))
+        np.testing.assert_array_equal(gram.blocks([label], reference), whole[step].blocks([label], reference))
         np.testing.assert_array_equal(gram.products, whole[step].products)
         assert (gram.n_prompts, gram.group_index.tolist(), gram.n_rollouts) == (2, [7, 2], 8)
 
 
 def test_reduced_gram_refuses_a_reference_that_it_was_reduced_without():
     with pytest.raises(InputError, match=r"reduced without \('otb', 'proxy'\) as reference; read the whole one"):
-        random_gram().reduced(REFERENCES).blocks(LABELS[1], ("otb", "proxy"))
+        random_gram().reduced(REFERENCES).blocks([LABELS[1]], ("otb", "proxy"))
 
 
 def test_what_comparisons_need_is_kept_when_a_step_is_written_and_no_gram_matrix_is_read_for_it(writer, monkeypatch):
@@ -128,7 +128,7 @@ def test_what_comparisons_need_is_kept_when_a_step_is_written_and_no_gram_matrix
     for step in (0, 1):
         assert kept[step].prompt == whole[step].prompt == ("a", "b")
         for reduced, reference in ((kept, ("rloo", "none")), (other, ("otb", "proxy"))):
-            found, expected = (grams[step].blocks(("otb", "exact"), reference) for grams in (reduced, whole))
+            found, expected = (grams[step].blocks([("otb", "exact")], reference) for grams in (reduced, whole))
             np.testing.assert_array_equal(found, expected)
         np.testing.assert_array_equal(halves[2][step].inner, whole[step].inner)
         assert halves[2][step].labels == LABELS

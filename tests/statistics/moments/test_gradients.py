@@ -43,7 +43,7 @@ def test_two_prompts_by_hand(gram_of):
     assert (rloo.projection, rloo.relative_bias, rloo.sf) == pytest.approx((1, 0, 0.5))
     assert rloo.efficiency == pytest.approx(2 / 2.5)
     assert rloo.rollout_equivalents == pytest.approx(16)
-    assert rloo.n_variance == pytest.approx(8)
+    assert rloo.variance * rloo.n_rollouts == pytest.approx(8)
     assert (otb.total_power, otb.mean_norm_sq, otb.variance) == pytest.approx((1, 1, 0))
     assert (otb.projection, otb.relative_bias, otb.sf) == pytest.approx((0.75, 0, 0))
     assert otb.efficiency == pytest.approx(1.125)
