@@ -14,8 +14,8 @@ import pandas as pd
 import streamlit as st
 from streamlit.components.v2 import component
 
-from otb_analysis.figures.numbers import cell
 from otb_analysis.figures.rollouts import shared_head
+from otb_analysis.figures.styles import cell
 from otb_analysis.figures.texts import LONGEST, ONE_LINE, legible, passages, pieces, surroundings
 
 _HERE = Path(__file__)

@@ -10,7 +10,7 @@ from typing import Any
 import data
 import pandas as pd
 import streamlit as st
-from widgets import box, frame, plain, watch_window
+from widgets import WINDOW, box, frame, plain
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.styles import run_styles
@@ -59,8 +59,13 @@ def loaded(modules: int) -> None:
     gc.freeze()
 
 
-def offered(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> list[data.Run]:
-    """Return the runs that can be opened and have a complete step: running ones first, newest first."""
+def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> list[data.Run]:
+    """Let the sidebar choose runs, for all pages and in the URL; all running and a few new ones to begin with.
+
+    What is typed to find runs chooses those that fit, and Triage lists no others. The reference is always chosen and
+    stands first. A run that begins to run while the page is open is chosen, too.
+    """
+    # Those that can be opened and have a complete step: running ones first, newest first.
     columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
     styles = run_styles(columns.sort_values(["created", "run"])["run"])
     usable = columns[can_be_opened(columns)]
@@ -68,15 +73,7 @@ def offered(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> list[d
     usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
     estimators = estimator_names(table)
     rows = [(str(name), str(status)) for name, status in zip(usable["run"], usable["status"], strict=True)]
-    return [data.Run(str(folder / n), stamps.get(n, ""), n, estimators.get(n, ""), s, styles[n]) for n, s in rows]
-
-
-def choose_runs(table: pd.DataFrame, runs: list[data.Run]) -> list[data.Run]:
-    """Let the sidebar choose runs, for all pages and in the URL; all running and a few new ones to begin with.
-
-    What is typed to find runs chooses those that fit, and Triage lists no others. The reference is always chosen and
-    stands first. A run that begins to run while the page is open is chosen, too.
-    """
+    runs = [data.Run(str(folder / n), stamps.get(n, ""), n, estimators.get(n, ""), s, styles[n]) for n, s in rows]
     names, pinned = [run.name for run in runs], ""
     running = [run.name for run in runs if run.status == "running"]
     wanted = st.sidebar.text_input("Find runs", key="find", bind="query-params", placeholder="otb seed=1", help=FIND)
@@ -142,7 +139,7 @@ for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js")
     load = f"<script>import('./static/js/{script.name}')</script>"
     st.container(key="ahead").html(load, unsafe_allow_javascript=True)
 with st.sidebar.container(key="window-watch"):
-    watch_window()
+    st.session_state["_narrow"] = bool(WINDOW(key="window", on_narrow_change=lambda: None).get("narrow"))
 folder, stamps, table = data.root(), data.stamps(), pd.DataFrame()
 try:
     table = data.runs(str(folder), stamps)
@@ -151,7 +148,7 @@ except STOPS as error:
         st.warning(plain(str(error)), icon=":material/warning:")
         st.stop()
 if not table.empty:
-    chosen = choose_runs(table, offered(table, folder, stamps))
+    chosen = choose_runs(table, folder, stamps)
     arrived = st.session_state.setdefault("_arrived", page.title == "Triage" and not st.query_params)
     if arrived and any(run.status == "running" for run in chosen):
         st.session_state["_arrived"] = False  # Back leads to Triage

@@ -21,8 +21,8 @@ from widgets import asked, box, chosen_runs, plain
 
 from otb_analysis.answers.holders import Attributed
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.numbers import number
 from otb_analysis.figures.rollouts import distinct
+from otb_analysis.figures.styles import number
 from otb_analysis.figures.token_columns import color_levels, palette
 from otb_analysis.figures.token_formula import token_details
 from otb_analysis.figures.tokens import TokensInfo, grid_info

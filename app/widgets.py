@@ -191,12 +191,9 @@ SHRUNK = 13 / 16
 """How much smaller than on the page a figure is printed: text of 13 pixels then has 8 points, notes of 11 have 6.7."""
 
 
-_window = component("otb_analysis.window", js=Path(__file__).with_name("window.js").read_text(encoding="utf-8"))
+WINDOW = component("otb_analysis.window", js=Path(__file__).with_name("window.js").read_text(encoding="utf-8"))
 
-
-def watch_window() -> None:
-    """Let the browser say whether the window is narrow, and describe figures to screen readers."""
-    st.session_state["_narrow"] = bool(_window(key="window", on_narrow_change=lambda: None).get("narrow"))
+"""Lets the browser say whether the window is narrow, and describes figures to screen readers."""
 
 
 @st.fragment  # what is chosen below a figure draws it again, and not its page

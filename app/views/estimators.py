@@ -12,9 +12,11 @@ import streamlit as st
 from data import Run
 from widgets import box, chart, chosen_runs, clicked_data, frame, go_to, one_run, plain
 
-from otb_analysis.answers.sentences import NOT_MEASURED
+from otb_analysis.answers.measured import NOT_MEASURED
 from otb_analysis.figures import pairs
 from otb_analysis.figures.comparison import (
+    MEASURES,
+    NOISE_SCALE,
     RATIOS,
     comparison_table,
     display_table,
@@ -32,8 +34,7 @@ from otb_analysis.figures.fidelity import (
     plot_fidelity_steps,
 )
 from otb_analysis.figures.fidelity import SOURCES as COLUMNS
-from otb_analysis.figures.numbers import number
-from otb_analysis.figures.variance import MEASURES, NOISE_SCALE
+from otb_analysis.figures.styles import number
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.store.measured import cheap_energies
 from otb_analysis.types import Label

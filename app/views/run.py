@@ -17,7 +17,7 @@ from otb_analysis.diagnostics import LEVELS, Finding
 from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.curves import degenerate_table
-from otb_analysis.figures.numbers import number
+from otb_analysis.figures.styles import number
 from otb_analysis.figures.texts import legible
 from otb_analysis.figures.timeline import TimelineInfo, plot_timeline, timeline_info
 

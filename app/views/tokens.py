@@ -21,8 +21,8 @@ from token_view import (
 )
 from widgets import asked, box, chart, clicked_data, download, frame, one_run, plain, write
 
-from otb_analysis.figures.numbers import number
 from otb_analysis.figures.rollouts import shared_head
+from otb_analysis.figures.styles import number
 from otb_analysis.figures.texts import ONE_LINE, legible
 from otb_analysis.figures.token_columns import ADVANTAGES, COLOURS, KINDS, described, measured, with_differences
 from otb_analysis.figures.tokens import column_values, grid_info, plot_tokens, prompt_head, scale_of, tokens_info
@@ -37,7 +37,6 @@ NOTHING = (
     "and `otb score --model DIR --rollouts FILE` stores those of recorded rollouts."
 )
 EMPTY = "All answers {} are empty, so there is no token to show; choose another step or prompt."
-NOT_HERE = "Not measured for this prompt at this step"
 ORDERS = {"rollout": "as sampled", "reward": "by reward", "length": "by length"}
 LONGEST = 20_000  # Characters of a prompt that are shown
 

@@ -10,9 +10,8 @@ from widgets import box, chart, chosen_runs, download, frame, go_to, plain
 
 from otb_analysis.answers.triage import IN_TROUBLE, triage_table, verdict, worst_first
 from otb_analysis.figures.curves import LABELLED, curves_table, grouped_info, learning_info, plot_learning
-from otb_analysis.figures.numbers import number
 from otb_analysis.figures.runs import config_differences, grouped
-from otb_analysis.figures.styles import estimator_style
+from otb_analysis.figures.styles import estimator_style, number
 
 SIGNS = {
     "collapsed": "■",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from otb_analysis.answers.holders import Tokens
+from otb_analysis.answers.measured import OF_TRL
 from otb_analysis.answers.proxy import Proxy
 from otb_analysis.answers.run import RunAnswers
-from otb_analysis.answers.sentences import OF_TRL
 from otb_analysis.answers.traits import Traits
 from otb_analysis.checks.bookkeeping import Bookkeeping, check_bookkeeping, trainer_loss
 from otb_analysis.checks.sampling_report import SamplingReport
@@ -126,7 +126,15 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
         missing.append(f"Proxy: no token has an exact norm; {proxy} measures them.")
     if run.sampling is None:
         missing.append(f"Sampling check: no token was scored again; {check}.")
-    decided = measured and measured.over_rloo.cause != "no reference"
+    decided, sketches = measured and measured.over_rloo.cause != "no reference", None
+    if sketched := [step for step, gram in run.grams.items() if gram.sketch_dim is not None]:
+        errors, dims = [np.zeros(0)], list[int]()  # how far sketching moves ratios of variances
+        for gram in run.store.grams(sketched).values():
+            dims.append(gram.sketch_dim or 0)
+            if REFERENCE in gram.labels:
+                errors.append(sketch_noise(gram.inner, dims[-1]).log_ratio[:, gram.labels.index(REFERENCE)])
+        every = np.concatenate(errors)
+        sketches = Sketches(len(dims), min(dims), float(np.nanmax(every)) if np.isfinite(every).any() else None)
     return AuditReport(
         run=run.name, rollouts=str(section(config, "source").get("path") or "this run's own"),
         model=str(config.get("model") or ""), trained=trained, n_steps=len(steps),
@@ -134,24 +142,10 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
         n_rollouts=len(run.rewards), alarms=run.alarms, verdict=(*run.lines, *filter(None, [run.proxy_line])),
         traits=run.traits, decision=measured and measured.decision,
         estimators=measured.comparison() if measured and decided else None, between=_between(run),
-        planner=run.planner, tokens=run.tokens, proxy=run.proxy, missing=tuple(missing), sketches=_sketches(run),
+        planner=run.planner, tokens=run.tokens, proxy=run.proxy, missing=tuple(missing), sketches=sketches,
         sampling=run.sampling,
         bookkeeping=check_bookkeeping(run.store, trained, trainer_loss(config, aggregation, accumulate)),
     )  # fmt: skip
-
-
-def _sketches(run: RunAnswers) -> Sketches | None:
-    """Return how far sketching moves ratios of variances, None where no step was sketched."""
-    steps = [step for step, gram in run.grams.items() if gram.sketch_dim is not None]
-    if not steps:
-        return None
-    errors, dims = [np.zeros(0)], list[int]()
-    for gram in run.store.grams(steps).values():
-        dims.append(gram.sketch_dim or 0)
-        if REFERENCE in gram.labels:
-            errors.append(sketch_noise(gram.inner, dims[-1]).log_ratio[:, gram.labels.index(REFERENCE)])
-    every = np.concatenate(errors)
-    return Sketches(len(dims), min(dims), float(np.nanmax(every)) if np.isfinite(every).any() else None)
 
 
 def _between(run: RunAnswers) -> float | None:

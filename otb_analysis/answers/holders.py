@@ -14,7 +14,7 @@ import pandas as pd
 
 from otb_analysis.diagnostics import LEVELS, StepAttribution
 from otb_analysis.figures.attribution import attribution_table
-from otb_analysis.figures.numbers import number
+from otb_analysis.figures.styles import number
 from otb_analysis.store import RunStore
 from otb_analysis.store.token_arrays import floats
 from otb_analysis.types import Float

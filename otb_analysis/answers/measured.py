@@ -1,18 +1,304 @@
-"""Measured steps that can be pooled, of one run or several, and the decision that follows from them."""
+"""Measured steps that can be pooled, of one run or several, the decision that follows, and its sentences.
 
+A sentence has at most 40 words and is true whatever the data are: what to train with, why, what next.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pandas as pd
 
-from otb_analysis.answers.sentences import ANOTHER_SAMPLER, decision_lines
+from otb_analysis.config import section
+from otb_analysis.diagnostics.planner import Planner
+from otb_analysis.estimators import registered
 from otb_analysis.figures.comparison import ComparisonInfo, comparison_info, comparison_table
-from otb_analysis.figures.numbers import noise_scale_cell, shown_name
-from otb_analysis.statistics import REFERENCE, Decision, Interval, decide, pooled_statistics
+from otb_analysis.figures.styles import noise_scale_cell, shown_name
+from otb_analysis.phases import plural
+from otb_analysis.statistics import (
+    DIFFERENCE,
+    MIN_CLUSTERS,
+    REFERENCE,
+    Comparison,
+    Decision,
+    Interval,
+    decide,
+    is_informative,
+    pooled_statistics,
+)
 from otb_analysis.types import Gram, Label, Proved
+
+FAR = 20
+"""Above this multiple of the measured prompts the prompts needed are not given as a number."""
+SELDOM = 20
+"""Most steps between two measurements that are advised."""
+UNSAID = 0.5
+"""A share of groups without signal with a longer interval is not said."""
+PER_CENT = f"{100 * DIFFERENCE:.0f} %"
+NOT_MEASURED = (
+    "Nothing is known of its baselines: no step measured every estimator's gradient. "
+    "--measure.gradients.every 10 --measure.gradients.prompts 16 of otb train does, and --measure.budget .25 keeps all "
+    "measuring within a quarter of the run's time; for recorded rollouts otb audit --model DIR --rollouts FILE "
+    "says what it costs."
+)
+EVERY, WATCHED_PROMPTS = 10, 16
+WATCHED = f"measure=MeasureConfig(exact=Schedule(), gradients=Schedule(every={EVERY}, prompts={WATCHED_PROMPTS}))"
+"""What the monitor of a TRL trainer takes to measure every estimator's gradient."""
+OF_TRL = ("OTBMonitor", "OTBGRPOTrainer")
+"""What made a run of TRL's training: its weights are gone when it ends, so more is measured while it trains."""
+ANOTHER_SAMPLER = (
+    "So nothing is proved of any baseline on these rollouts, and none is recommended: the true gradient takes tokens "
+    "of the stated sampler. Next: state it right, or sample again."
+)
+FASTER = "a quieter gradient need not learn faster, so compare held-out reward over several seeds"
+
+
+def not_measured(config: Mapping[str, Any]) -> str:
+    """Return what a run says that measured no estimator's gradient: what measures it, and the price."""
+    if section(config, "source").get("made_by") not in OF_TRL:
+        return NOT_MEASURED
+    return (
+        f"{NOT_MEASURED.partition('.')[0]}. {WATCHED} does (docs/trl.md), for about ten forward and backward passes of "
+        "16 prompts' rollouts at every tenth batch."
+    )
+
+
+def decision_lines(
+    decision: Decision, beside: Decision | None, trained: Sequence[Label], config: Mapping[str, Any], path: str
+) -> tuple[str, ...]:
+    """Return what to train with next and why, what holds against `rloo`, and what to do.
+
+    Args:
+        decision: All estimators against the one that trained; `beside`, where it is not None, against `rloo`.
+        trained: The estimators that trained.
+        config: Configuration of one of the runs, whose directory is `path`, for the command that measures more.
+    """
+    if decision.cause in ("no reference", "alone", "equal rewards", "few prompts"):
+        return _untested(decision, config, path)
+    best, names = decision.best, shown_name(decision.against)
+    m, n, count, worse = decision.looked_at, decision.n_prompts, len(decision.better), len(decision.worse)
+    against_rloo = _against_rloo(decision, beside, trained)
+    hidden = [one for one in decision.comparisons if one.one_look is None or one.one_look.low is None]
+    along = not decision.signal and all(one.by == "efficiency" for one in hidden)
+    what = "the true gradient" if along else "them"
+    unjudged = f"; {len(hidden)} more cannot be judged, since noise hides {what}" if hidden else ""
+    if best is None:
+        behind = f"; {worse} shown to be worse" * bool(worse) + unjudged
+        first, near, more = _none_better(decision, names, behind, _measure_line(decision, config, path))
+        # Where it is not known what trained, nothing is kept.
+        worse_ones = [one.label for one in decision.worse]
+        kept = dict.fromkeys(shown_name(label) for label in trained if label not in worse_ones)
+        first = f"Keep {' and '.join(kept)}: {first}" if kept else f"{first[0].upper()}{first[1:]}"
+        return tuple(filter(None, [first, near, *against_rloo, more]))
+    entry = registered(best.label[0])
+    exact = entry is not None and entry.reads_energy and best.label[1] == "exact"
+    options = f"--estimator.name {quote(best.label[0])}{' --estimator.energy exact' * exact}"
+    how = f"subtract it in your trainer (in otb train: {options})"
+    if config and path and "source" not in config:
+        how = _again(best.label[0], options, path)
+    verb = "Keep" if best.label in trained else "Train with"
+    shown = f"{count} of {m} are shown to be better than {names}, {worse} to be worse"
+    return (
+        f"{verb} {shown_name(best.label)}: {_by(best, names)}, all {m} baselines looked at together, {n} prompts.",
+        f"{shown}, {m - count - worse} neither{unjudged}.",
+        *against_rloo,
+        f"Next: {how}; {FASTER}.",
+    )
+
+
+def _none_better(decision: Decision, names: str, behind: str, more: str) -> tuple[str, str, str]:
+    """Return that none is shown to be better, which is nearest, and `more` where more prompts could tell."""
+    m, n, lead = decision.looked_at, decision.n_prompts, decision.nearest
+    ends = [
+        (one.together.low, one.together.high) if one.together else (None, None)
+        for one in decision.tested
+        if not one.worse
+    ]
+    whole = len(decision.tested) == m  # one with an interval by itself may have none that holds with all others
+    if decision.cause:
+        why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
+        hidden = f"Noise hides the true gradient, along which {why} must be estimated."
+        wide = "The ends of every interval differ by a factor of 100 or more."
+        return f"no baseline can be told from {names} on {n} prompts. {wide if decision.signal else hidden}", "", more
+    if whole and lead is None:
+        return f"all {m} baselines are shown to be worse than {names} on {n} prompts.", "", ""
+    if whole and all((low or 0) > 1 - DIFFERENCE and (high or 2) < 1 / (1 - DIFFERENCE) for low, high in ends):
+        what = f"no difference from {names} is larger than {PER_CENT}"
+        what = f"none of {m} baselines is better than {names} by more than {PER_CENT}" if behind else what
+        return f"{what} on {n} prompts, all {m} together{behind}.", "", ""
+    near = (
+        f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together." if lead else ""
+    )
+    return f"none of {m} baselines is shown to be better than {names} on {n} prompts{behind}.", near, more
+
+
+def _against_rloo(decision: Decision, beside: Decision | None, trained: Sequence[Label]) -> list[str]:
+    """Return what holds against `rloo`, and how what trained stands where several did and all are compared with it.
+
+    It is no advice, and says so: the best against `rloo` need not be better than the one that trained.
+    """
+    lines, best = list[str](), beside and beside.best
+    which = "Compared with rloo, which did not train:"
+    if beside is not None and (beside.cause or best is None):
+        none = f"none of {beside.looked_at} is shown to be better"
+        lines.append(f"{which} {'no baseline can be told from it either' if beside.cause else none}.")
+    elif beside is not None and best is not None:
+        assert best.together is not None
+        count = len(beside.better)
+        worse = f", {len(beside.worse)} worse" * bool(beside.worse)
+        lead = f"{count} of {beside.looked_at} {'are' if count > 1 else 'is'} shown to be better{worse}; the best is"
+        what = "variance at equal progress" if best.by == "variance" else "efficiency"
+        who = shown_name(best.label) + ", which trained" * (best.label in trained)
+        one = decision.comparison_of(best.label)
+        if one is None or best.label in trained:
+            stands_to_it = ""
+        elif one.better or one.worse:
+            stands_to_it = f", and {'better' if one.better else 'worse'} than what trained"
+        else:
+            stands_to_it = ", yet not shown to beat what trained"
+        lines.append(f"{which} {lead} {who}, {interval_words(best.together)} times rloo's {what}{stands_to_it}.")
+    stands: dict[str, list[str]] = {}
+    for label in trained:
+        one = decision.comparison_of(label)
+        if one is not None and decision.best not in (None, one):
+            state = "better than rloo, too" if one.better else "worse than rloo" if one.worse else "open against rloo"
+            stands.setdefault(state, []).append(shown_name(label))
+    parts = [f"{' and '.join(names)} {'are' if names[1:] else 'is'} {state}" for state, names in stands.items()]
+    return [*lines, f"Of what trained, {'; '.join(parts)}."] if parts else lines
+
+
+def interval_words(one: Interval) -> str:
+    """Return a ratio with its interval: `0.73 (0.64–0.83)`, with a third digit where an end would read 1.00."""
+    if one.low is None or one.high is None:
+        return f"{one.estimate:.2f}"
+    ends = ".3f" if "1.00" in (f"{one.low:.2f}", f"{one.high:.2f}") else ".2f"
+    middle = ends if f"{one.estimate:.2f}" == "1.00" else ".2f"
+    return f"{one.estimate:{middle}} ({one.low:{ends}}–{one.high:{ends}})"
+
+
+def _by(one: Comparison, names: str) -> str:
+    assert one.together is not None
+    if one.by == "variance":
+        return f"its variance at equal progress (SF) is {interval_words(one.together)} times {names}'s"
+    share = "the share of its update along the true gradient (efficiency)"
+    return f"{share} is {interval_words(one.together)} times {names}'s"
+
+
+def _untested(decision: Decision, config: Mapping[str, Any], path: str) -> tuple[str, ...]:
+    base, n = shown_name(decision.against), decision.n_prompts
+    if decision.cause == "no reference":
+        return (
+            "Nothing can be compared: rloo, which the true gradient is measured by, takes at least two rollouts of a "
+            "prompt.",
+            "Next: sample several answers to each prompt: --sample.group_size 8.",
+        )
+    if decision.cause == "alone":
+        return (
+            f"Nothing can be compared: only {base} and multiples of it were measured.",
+            "Next: --measure.gradients.every 10 of otb train measures every baseline.",
+        )
+    if decision.cause == "equal rewards":
+        return (
+            f"Nothing can be compared: in every measured group all rewards were equal, so the gradient of {base} is 0.",
+            "Such groups teach nothing, whatever the baseline. Next: start from a policy that sometimes succeeds, or "
+            "choose an easier task.",
+        )
+    return (
+        f"Nothing can be told apart yet: {n} prompt{'s were' if n != 1 else ' was'} measured, and a recommendation "
+        f"takes {MIN_CLUSTERS}.",
+        _measure_line(decision, config, path),
+    )
+
+
+def _again(suffix: str, options: str, path: str) -> str:
+    """Return the command that makes a run again with other options."""
+    return f"otb train --config {quote(f'{path}/run.json')} --run {quote(f'{Path(path).name}-{suffix}')} {options}"
+
+
+def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> str:
+    """Return for how many prompts a difference of 10 % would be shown, and the command that measures them."""
+    needed, n = decision.n_needed, decision.n_prompts
+    if needed is None or needed > FAR * max(n, 1):
+        return f"To show a difference of {PER_CENT} takes many times more prompts than {n}."
+    if needed <= n and not decision.cause:
+        return f"{n} prompts suffice to show a difference of {PER_CENT}; a smaller one takes more."
+    count = max(needed, MIN_CLUSTERS)
+    unit = 10 ** max(len(str(count)) - 2, 0)
+    count = math.ceil(count / unit) * unit  # up to two significant digits
+    shows = "tell the true gradient from noise" if decision.cause == "noise" else f"show a difference of {PER_CENT}"
+    if decision.cause == "few prompts":
+        shows = "give the first intervals"
+    options = measure_options(count, config)
+    if section(config, "source").get("made_by") in OF_TRL:
+        of_batch = min(WATCHED_PROMPTS, section(config, "sample").get("prompts") or WATCHED_PROMPTS)
+        batches = EVERY * math.ceil(max(count - n, 1) / of_batch)
+        command = f"train {batches:,} more batches with {WATCHED} (docs/trl.md)."
+    elif isinstance(config.get("source"), Mapping):
+        model, files = (
+            quote(str(config.get(name) or other)) for name, other in (("model", "DIR"), ("rollouts", "FILE"))
+        )
+        command = f"record more, then otb audit --model {model} --rollouts {files} --go"
+    else:  # of a run without a configuration nothing can be repeated
+        command = _again("more", options, path) if config else f"otb train {options}"
+    return f"About {count:,} prompts would {shows}: {command}"
+
+
+def measure_options(needed: int, config: Mapping[str, Any]) -> str:
+    """Return what to add to a run's own command so that it measures this many prompts, at its own steps if it can."""
+    prompts, steps = section(config, "sample").get("prompts"), section(config, "optimize").get("steps")
+    options = "--measure.gradients.prompts 0"
+    if not (isinstance(prompts, int) and isinstance(steps, int) and prompts > 0 and steps > 0):
+        return f"{options} --measure.gradients.every 5"
+    measured = math.ceil(needed / prompts)
+    if measured <= steps:
+        return f"{options} --measure.gradients.every {min(steps // measured, SELDOM)}"
+    return f"{options} --measure.gradients.every 1 --sample.prompts {math.ceil(needed / steps)}"
+
+
+def size_line(planner: Planner, trained: Sequence[Label]) -> str:
+    """Return the sentence on group sizes, from measured gradients, else from success rates; empty without either.
+
+    The estimator that trained is judged; where noise leaves it open, `rloo` beside it. What counts is the cost of the
+    same rollouts in groups of another size; every claim takes an interval that holds with all others.
+    """
+    size, own = planner.recorded_size, trained[0] if trained else REFERENCE
+    measured: dict[Label, set[int]] = {}
+    for label in dict.fromkeys((own, REFERENCE)):
+        cells = [one for one in planner.cells if (one.estimator, one.energy_source) == label and one.cut]
+        measured[label] = {one.size for one in cells} - {size}
+        costs = {one.size: one.cost for one in cells if one.size != size and one.cost and is_informative(one.cost)}
+        less = {n: cost for n, cost in costs.items() if (cost.high or 1) < 1}
+        more = {n: cost for n, cost in costs.items() if (cost.low or 0) > 1}
+        if not less and (not more or len(more) < len(cells) - 1):
+            continue
+        n, cost = min((less or more).items(), key=lambda of: of[1].estimate)
+        noise = f"with {shown_name(label)} the same rollouts give {interval_words(cost)} times the noise"
+        if label != own:
+            return f"Keep groups of {size}: no difference shown for {shown_name(own)}; {noise} in groups of {n}."
+        keep = f"Keep groups of {size}: in groups of {n} {noise}."
+        return f"Try groups of {n}, not {size}: {noise}." if less else keep
+    if measured[own]:
+        listed = ", ".join(map(str, sorted(measured[own])))
+        return f"Keep groups of {size}: no difference shown for {shown_name(own)} in groups of {listed}."
+    if not planner.dead:
+        return ""
+    dead, share = planner.dead[-1], planner.dead[-1].share
+    if share.estimate == 1:
+        return planner.note
+    if planner.filtered is not None:
+        return planner.filtered.line
+    if share.low is not None and share.high is not None and share.high - share.low > UNSAID:
+        return ""
+    ends = "" if share.low is None else f", {share.low:.0%}–{share.high:.0%}"
+    # Groups of the largest size have no larger ones that they are cut from, so the share is a count.
+    count = f"{round(share.estimate * dead.n_groups):,} of {plural(dead.n_groups, 'group')}"
+    return f"In groups of {dead.size}, {count} ({share.estimate:.0%}{ends}) teach nothing: their rewards are equal."
+
 
 MATTER = 8
 """Rows that are shown unless another number is asked for."""
@@ -46,15 +332,10 @@ class MeasuredSteps:
     sized: Callable[[], str] = str  # What is said of the group size, found when it is first needed; `str` says nothing
     _decided: dict[Label, Decision] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def against(self) -> Label:
-        """What all estimators are compared with: the one that trained; `rloo` where several did, or none measured."""
-        return self.trained[0] if len(self.trained) == 1 else REFERENCE
-
-    @property
+    @cached_property
     def decision(self) -> Decision:
-        """Which baseline for the next run, against the one that trained."""
-        return self.decided(self.against)
+        """Which baseline for the next run, against the one that trained; `rloo` where several did, or none measured."""
+        return self.decided(self.trained[0] if len(self.trained) == 1 else REFERENCE)
 
     def decided(self, against: Label) -> Decision:
         """Return the comparisons of all estimators with one of them."""
@@ -62,11 +343,11 @@ class MeasuredSteps:
             self._decided[against] = decide(self.grams, against, self.known, self.trained, sampled=not self.alarm)
         return self._decided[against]
 
-    @property
+    @cached_property
     def beside(self) -> Decision | None:
         """The same against `rloo`; None where that trained, up to the length of its steps."""
         rloo = self.decision.alike.get(REFERENCE)
-        same = self.against == REFERENCE or rloo is None or rloo.of == self.against
+        same = rloo is None or self.decision.against in (REFERENCE, rloo.of)
         return None if same else self.decided(REFERENCE)
 
     @property

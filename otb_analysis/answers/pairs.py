@@ -16,7 +16,6 @@ from otb_analysis.answers.run import RunAnswers
 from otb_analysis.answers.runs import in_common
 from otb_analysis.config import section
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.numbers import MISSING, bracketed, formatted, labels, number, span
 from otb_analysis.figures.pairs import (
     NoiseInfo,
     PairPanel,
@@ -36,6 +35,7 @@ from otb_analysis.figures.runs import (
     pair_groups,
     pair_runs,
 )
+from otb_analysis.figures.styles import MISSING, interval_cell, labels, number
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.types import Label
 
@@ -193,7 +193,8 @@ def _noise(noise: NoiseInfo) -> list[str]:
     what = "variance at equal progress" if row.decides == "sf" else "efficiency"
     told = "" if differs(ratio, 1.0) else ", not told from 1"
     told = f", all {row.looked_at} baselines looked at together" * (row.looked_at > 1) + told
-    return [f"Gradient noise: B has {number(ratio.estimate)} ({span(ratio.low, ratio.high)}) times A's {what}{told}."]
+    ends = f"{number(ratio.low)} to {number(ratio.high)}"
+    return [f"Gradient noise: B has {number(ratio.estimate)} ({ends}) times A's {what}{told}."]
 
 
 def _signed(value: float) -> str:
@@ -212,11 +213,10 @@ def learning_notes(run: RunAnswers) -> list[str]:
         if pd.notna(last["heldout_samples"]) and last["heldout_samples"] > 1:  # older runs answered each prompt once
             shown[f"avg@{last['heldout_samples']:.0f}"] = "heldout_success"
             shown[f"pass@{last['heldout_pass_k']:.0f}"] = "heldout_pass_at_k"
-        parts = [
-            f"{name} {bracketed(last[column], last[f'{column}_low'], last[f'{column}_high'], '.3f')}"
-            for name, column in shown.items()
-            if pd.notna(last[f"{column}_low"])
-        ]
+        parts = []
+        for name, of in shown.items():
+            if pd.notna(low := last[f"{of}_low"]):
+                parts.append(f"{name} {interval_cell(Interval(last[of], low, last[f'{of}_high'], 0, ''), '.3f')}")
         notes += [f"held-out prompts at step {last['step']:.0f}: {' · '.join(parts)}"] if parts else []
     if bool((steps["n_zero_variance_groups"] >= steps["n_prompts"]).fillna(False).all()):
         cut = bool((steps["n_truncated"] >= steps["n_rollouts"]).fillna(False).all())
@@ -245,7 +245,7 @@ def learning_table(runs: Mapping[str, RunAnswers]) -> pd.DataFrame:
             "steps": str(len(steps)),
             "held-out reward": f"{heldout.iloc[0]:.3f} → {heldout.iloc[-1]:.3f}" if len(heldout) else MISSING,
             "reward": f"{steps['reward_mean'].head(edge).mean():.3f} → {steps['reward_mean'].tail(edge).mean():.3f}",
-            **{column: MISSING if pd.isna(x) else formatted(float(x), form) for column, (x, form) in numbers.items()},
+            **{column: MISSING if pd.isna(x) else number(float(x), form) for column, (x, form) in numbers.items()},
         })  # fmt: skip
     return pd.DataFrame(rows)
 

@@ -5,9 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from otb_analysis.answers.sentences import interval_words
-from otb_analysis.figures.fidelity import KINDS, agreement, comparable, energies, fidelity_columns
-from otb_analysis.statistics import DIFFERENCE, MIN_CLUSTERS, Fidelity, Interval, decide, gain_lost, is_informative
+from otb_analysis.answers.measured import interval_words
+from otb_analysis.figures.fidelity import KINDS, comparable, energies, fidelity_columns
+from otb_analysis.statistics import (
+    DIFFERENCE,
+    MIN_CLUSTERS,
+    Fidelity,
+    Interval,
+    decide,
+    fidelity,
+    gain_lost,
+    is_informative,
+)
 from otb_analysis.statistics.energies import log_correlation
 from otb_analysis.store import EXACT_ROWS, RunStore
 from otb_analysis.types import Gram, Label, Proved
@@ -71,7 +80,11 @@ def fidelity_of(store: RunStore) -> list[tuple[str, Fidelity]]:
         return []
     tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS))
     tables = {title: energies(tokens, kind) for kind, title in KINDS.items()}
-    return [(title, agreement(table)) for title, table in tables.items() if len(table)]
+    return [
+        (title, fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy()))
+        for title, table in tables.items()
+        if len(table)
+    ]
 
 
 def proxy_line(proxy: Proxy) -> str:

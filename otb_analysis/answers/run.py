@@ -8,9 +8,8 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.answers.holders import Attributed, NotAttributed, Tokens, attributed_tokens, attribution_command
-from otb_analysis.answers.measured import MeasuredSteps
+from otb_analysis.answers.measured import MeasuredSteps, not_measured, size_line
 from otb_analysis.answers.proxy import Proxy, fidelity_of, proxy_line, proxy_of
-from otb_analysis.answers.sentences import not_measured, size_line
 from otb_analysis.answers.traits import Traits, traits_of
 from otb_analysis.answers.triage import Triage, triage
 from otb_analysis.checks.sampling_report import SamplingReport, recorded_line, sampling_lines, sampling_report
@@ -31,7 +30,7 @@ from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved, standing_for_truth, unproved_because
 from otb_analysis.estimators.proved import trained_labels
 from otb_analysis.figures.curves import NAMES
-from otb_analysis.figures.numbers import number
+from otb_analysis.figures.styles import number
 from otb_analysis.statistics import REFERENCE, Fidelity
 from otb_analysis.store import RunStore, attributed_steps, step_attribution, step_series
 from otb_analysis.store.token_arrays import floats

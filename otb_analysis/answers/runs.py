@@ -8,9 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from otb_analysis.answers.measured import MeasuredSteps
+from otb_analysis.answers.measured import NOT_MEASURED, MeasuredSteps
 from otb_analysis.answers.run import RunAnswers
-from otb_analysis.answers.sentences import NOT_MEASURED
 from otb_analysis.answers.triage import Triage, triage_row, worst_first
 from otb_analysis.diagnostics import Finding
 from otb_analysis.errors import InputError

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from otb_analysis.figures.numbers import number
+from otb_analysis.figures.styles import number
 from otb_analysis.store import RunStore
 from otb_analysis.store.token_arrays import floats
 

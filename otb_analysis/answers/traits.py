@@ -138,7 +138,15 @@ def traits_of(
     scalars: Any = steps.reindex(columns=["n_rollouts", "n_truncated", "n_empty_completions"])
     ended = scalars["n_truncated"].notna().to_numpy()
     headline = headline_info(store.path.name, "", steps)
-    n_short, first_short = _short_steps(rewards)
+    # Steps with fewer rollouts than most; the last one may end with the file.
+    counts: Any = rewards.groupby("step", sort=True).size()
+    common, times = Counter(counts.tolist()).most_common(1)[0]
+    short = counts.iloc[:-1][counts.iloc[:-1] < common]
+    short = short if 2 * times >= len(counts) else short.iloc[:0]
+    first_short = ""
+    if n_short := len(short):
+        fewer = plural(int(short.iloc[0]), "rollout")
+        first_short = f"step {short.index[0]} with {fewer} of the usual {common:,}"
     first_lacking = ""
     if len(lacking):
         step, group = map(int, lacking.index[0])
@@ -162,16 +170,6 @@ def traits_of(
         reward_first=None if headline.reward is None else headline.reward - (headline.reward_gain or 0.0),
         reward_last=headline.reward, mismatch=tokens and tokens[2],
     )  # fmt: skip
-
-
-def _short_steps(rewards: pd.DataFrame) -> tuple[int, str]:
-    """Return how many steps have fewer rollouts than most, and the first; the last one may end with the file."""
-    counts: Any = rewards.groupby("step", sort=True).size()
-    usual, times = Counter(counts.tolist()).most_common(1)[0]
-    short = counts.iloc[:-1][counts.iloc[:-1] < usual]
-    if not len(short) or 2 * times < len(counts):
-        return 0, ""
-    return len(short), f"step {short.index[0]} with {plural(int(short.iloc[0]), 'rollout')} of the usual {usual:,}"
 
 
 def _token_counts(store: RunStore, config: Mapping[str, Any]) -> tuple[int, int, Mismatch | None] | None:

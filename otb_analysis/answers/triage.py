@@ -1,7 +1,7 @@
 """The run list as one looks at it when something went wrong: the worst run first, each with one sentence."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from otb_analysis.diagnostics import Finding, fall, single_step_outliers
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.alarms import TITLES, fired_first
 from otb_analysis.figures.curves import NAMES
-from otb_analysis.figures.numbers import number
+from otb_analysis.figures.styles import number
 from otb_analysis.store import step_series
 from otb_analysis.types import Float32
 
@@ -178,8 +178,8 @@ def thinned(values: np.ndarray, most: int) -> Float32:
     return np.array([part.mean() for part in parts if part.size], np.float32)
 
 
-def triage_table(rows: Sequence[Triage], changed: Mapping[str, str] | None = None) -> pd.DataFrame:
-    """Return the rows as a table, the worst first; `changed` names each run's configuration differences."""
+def triage_table(rows: Sequence[Triage]) -> pd.DataFrame:
+    """Return the rows as a table, the worst first."""
     return pd.DataFrame(
         [
             {
@@ -188,7 +188,6 @@ def triage_table(rows: Sequence[Triage], changed: Mapping[str, str] | None = Non
                 "detector spoke": row.first_warning, "steps": row.steps,
                 "reward": row.reward.tolist(), "first": row.reward_first, "last": row.reward_last,
                 "held-out": row.heldout, "age": duration_words(row.age),
-                **({} if changed is None else {"differs in": changed.get(row.run, "")}),
             }
             for row in worst_first(rows)
         ]

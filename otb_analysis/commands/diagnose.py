@@ -56,7 +56,7 @@ def diagnose_command(words: Sequence[str]) -> None:
     with shown(), phase("diagnosing"):
         from otb_analysis.answers import opened, triaged
         from otb_analysis.report.diagnosis import diagnosis_parts, triage_parts
-        from otb_analysis.report.document import printed_parts
+        from otb_analysis.report.document import printed
         from otb_analysis.report.records import diagnosis_record, following, triage_record
         from otb_analysis.store.layout import is_run
 
@@ -66,7 +66,7 @@ def diagnose_command(words: Sequence[str]) -> None:
         folder = Path(config.runs[0]) if len(config.runs) == 1 else None
         if folder and not is_run(run_path(config.root, config.runs[0])) and folder.is_dir() and not is_run(folder):
             rows = triaged(folder)
-            diagnoses, record = [printed_parts(triage_parts(rows))], following("diagnose", triage_record(rows))
+            diagnoses, record = [printed(triage_parts(rows))], following("diagnose", triage_record(rows))
         else:
             paths = [run_path(config.root, name) for name in config.runs or complete_runs(config.root)]
             runs = counted(list(opened(paths).values()), "run")
@@ -74,7 +74,7 @@ def diagnose_command(words: Sequence[str]) -> None:
                 of_runs = [diagnosis_record(run, config.step, config.top, config.curves) for run in runs]
                 record = following("diagnose", of_runs)
             else:
-                diagnoses = [printed_parts(diagnosis_parts(run)) for run in runs]
+                diagnoses = [printed(diagnosis_parts(run)) for run in runs]
     if config.json:
         print_json(record)
         return
@@ -92,9 +92,9 @@ def attribution_command(words: Sequence[str]) -> None:
     with shown(), phase("reading the attribution"):
         from otb_analysis.answers import RunAnswers
         from otb_analysis.report.diagnosis import attribution_parts
-        from otb_analysis.report.document import printed_parts
+        from otb_analysis.report.document import printed
         from otb_analysis.store import RunStore
 
         run = RunAnswers(RunStore(run_path(config.root, config.run)))
-        parts = printed_parts(attribution_parts(run, config.step, config.top))
+        parts = printed(attribution_parts(run, config.step, config.top))
     print_all(parts)

@@ -45,7 +45,7 @@ def query_command(words: Sequence[str]) -> int:
     try:
         with shown(), phase("asking the run"):
             from otb_analysis.report.asked import answer_parts, answer_record, columns_parts, rollouts_record
-            from otb_analysis.report.document import printed_parts
+            from otb_analysis.report.document import printed
             from otb_analysis.store import ASKED_MEMORY, RunStore
             from otb_analysis.store.asked import asked_sql
 
@@ -56,7 +56,7 @@ def query_command(words: Sequence[str]) -> int:
             if config.json:
                 record = rollouts_record(store) if table is None else answer_record(store.path.name, table)
             else:
-                parts = printed_parts(columns_parts() if table is None else answer_parts(table))
+                parts = printed(columns_parts() if table is None else answer_parts(table))
     except STOPS as error:
         sys.stderr.write(f"otb: {error}\n")
         return FAILED
@@ -96,14 +96,14 @@ def tokens_command(words: Sequence[str]) -> None:
     with shown(), phase("reading the tokens"):
         from otb_analysis.answers.prompt import prompt_view, token_record, tokens_record
         from otb_analysis.report.asked import answer_parts
-        from otb_analysis.report.document import printed_parts
+        from otb_analysis.report.document import printed
         from otb_analysis.report.records import following
         from otb_analysis.store import RunStore
 
         store = RunStore(run_path(config.root, config.run))
         view = prompt_view(store, config.step, config.prompt, config.estimator, config.against)
         record = following("tokens", tokens_record(view, config.rollout, config.t)) if config.json else None
-        parts = [] if config.json else printed_parts(answer_parts(view.of(config.rollout)))
+        parts = [] if config.json else printed(answer_parts(view.of(config.rollout)))
         if config.t is not None and not config.json:
             said = token_record(view, config.rollout, config.t)
             lines = said["numbers"] | ((said["formula"] or {}).get("lines") or {"formula": said["not_known"]})

@@ -82,11 +82,11 @@ def import_command(words: Sequence[str]) -> None:
     tell(path)
     from otb_analysis.answers import RunAnswers
     from otb_analysis.report.audit import dead_parts
-    from otb_analysis.report.document import printed_parts
+    from otb_analysis.report.document import printed
     from otb_analysis.store import RunStore
 
     planner = RunAnswers(RunStore(path)).planner
-    print_all(printed_parts([*dead_parts(planner), planner.note]) if planner.dead else [])
+    print_all(printed([*dead_parts(planner), planner.note]) if planner.dead else [])
 
 
 def tell(path: Path) -> None:

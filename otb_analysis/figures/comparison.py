@@ -1,4 +1,8 @@
-"""Side by side, on the same rollouts: every estimator over another one, and each in groups of other sizes."""
+"""Side by side, on the same rollouts: every estimator over another one, and each in groups of other sizes.
+
+An estimator that takes smaller steps has a smaller variance whether or not it is better. So the four measures always
+stand together: batch variance, projection c = ⟨m, ∇J⟩/‖∇J‖², SF = variance/c², and efficiency.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,27 +14,23 @@ import plotly.graph_objects as go
 
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.numbers import (
-    MISSING,
-    columns_of,
-    error_bars,
-    formatted,
-    interval_cell,
-    labels,
-    noise_scale_cell,
-    number,
-    shown_name,
-    span,
-)
 from otb_analysis.figures.styles import (
     GREY,
+    MISSING,
     RULE,
     TEMPLATE,
     TOP,
     Style,
+    columns_of,
+    error_bars,
     estimator_style,
+    interval_cell,
+    labels,
     log_axis,
+    noise_scale_cell,
+    number,
     panels,
+    shown_name,
 )
 from otb_analysis.phases import plural
 from otb_analysis.statistics import (
@@ -45,6 +45,46 @@ from otb_analysis.statistics import (
 )
 from otb_analysis.types import Gram, Label, Proved
 
+
+@dataclass(frozen=True)
+class Measure:
+    """One way to compare gradient estimators: a column, how its panel is titled, what it is in one line."""
+
+    column: str
+    title: str
+    line: str
+    formula: str
+    log: bool = False
+
+
+MEASURES = (
+    Measure(
+        "efficiency", "Efficiency", "share of the update along the true gradient",
+        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J, the true gradient.",
+    ),
+    Measure(
+        "sf", "Variance at equal progress", "variance ÷ c², norm²; lower is better",
+        "SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
+    ),
+    Measure(
+        "variance", "Batch variance", "norm², smaller for shorter steps, too",
+        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.", log=True,
+    ),
+    Measure(
+        "projection", "Step length c", "along the true gradient; 1 is as long as it",
+        "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
+    ),
+)  # fmt: skip
+
+
+NOISE_SCALE = (
+    "Noise scale",
+    "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an update "
+    "is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale). It is not "
+    "shown by itself where fewer prompts were measured than a third of the noise scale.",
+)
+"""Name of the noise scale, and what it is in one line."""
+
 RATIOS = (
     ("sf", "Variance at equal progress", "left is less noisy"),
     ("efficiency", "Efficiency", "along the true gradient; right is better"),
@@ -58,6 +98,7 @@ TWO = ".2f"
 """Digits of ratios and shares."""
 OWN = ("efficiency", "relative_bias", "rollout_equivalents")
 """Values of an estimator itself that are shown with their intervals."""
+SILENT: dict[str, Any] = {"hoverinfo": "skip"}
 _ONE = Interval(1.0, 1.0, 1.0, 0, "the same update, up to the length of its step")
 
 
@@ -153,18 +194,18 @@ def comparison_info(
     shown = [one for one in measured if one == base or (one[0] in names and one[1] in sources)]
     decision = decide(grams, base, known, sampled=sampled)
     rows = compared(grams, decision, shown, known)
-
-    def rank(row: Row) -> tuple[int, float]:
-        """What all are compared with, then proved ones by SF, then the others by efficiency, undefined ones last."""
-        sf, efficiency, _ = row.ratios
-        if sf is _ONE:
-            return 0, float(row.key != base)
-        if row.decides == "sf":
-            return 1, sf.estimate if sf else np.inf
-        return 2, -efficiency.estimate if efficiency else np.inf
-
     if any(row.told for row in rows):
-        rows.sort(key=rank)
+        # What all are compared with, then proved ones by SF, then the others by efficiency, undefined ones last.
+        rank = dict[Label, tuple[int, float]]()
+        for row in rows:
+            sf, efficiency, _ = row.ratios
+            if sf is _ONE:
+                rank[row.key] = 0, float(row.key != base)
+            elif row.decides == "sf":
+                rank[row.key] = 1, sf.estimate if sf else np.inf
+            else:
+                rank[row.key] = 2, -efficiency.estimate if efficiency else np.inf
+        rows.sort(key=lambda row: rank[row.key])
     return ComparisonInfo(
         tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, decision.looked_at, sampled,
         f"all {decision.looked_at} together",
@@ -283,12 +324,26 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         axis = log_axis([1.0, *(ratio.estimate for _, ratio in drawn)], ends, most=4)
         for row, ratio in drawn:
             together = wide.get(row.label)
-            said = "no interval" if ratio.low is None else f"one look {span(ratio.low, ratio.high)}"
-            said += "" if together is None else f"<br>{info.together} {span(together.low, together.high)}"
+            said = "no interval" if ratio.low is None else f"one look {number(ratio.low)} to {number(ratio.high)}"
+            if together is not None:
+                said += f"<br>{info.together} {number(together.low)} to {number(together.high)}"
             value = f"{title} ÷ {info.against} <b>{number(ratio.estimate)}</b>"
-            hover = f"{row.label}<br>{value}<br>{said}<extra></extra>"
-            for trace in _bars_and_point(row.style, ratio, together, axis["range"], hover):
-                figure.add_trace(trace.update(y=[heights[row.label]]), **where)
+            hover = {"hovertemplate": f"{row.label}<br>{value}<br>{said}<extra></extra>"}
+            color, place = row.style.color, {"mode": "markers", "showlegend": False, "y": [heights[row.label]], **where}
+            symbol = row.style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
+            marker = {"color": color, "line": {"color": color, "width": 1.6}, "symbol": symbol, "size": 9}
+            bars = [] if together is None else [(together, 1, {"color": color, "size": 1}, SILENT)]
+            for one, thickness, look, hovering in (*bars, (ratio, 4, marker, hover)):
+                x, error_x = error_bars([one], thickness=thickness)
+                figure.add_scatter(x=x.astype(np.float32), error_x=error_x, marker=look, **hovering, **place)
+            longest = together or ratio
+            if longest.low is None or longest.high is None:
+                continue
+            left, right = (10**limit for limit in axis["range"])
+            beyond = (longest.low < left, left, "triangle-left"), (longest.high > right, right, "triangle-right")
+            for x, arrow in ((x, arrow) for goes_on, x, arrow in beyond if goes_on):
+                look = marker | {"symbol": arrow, "size": 8}
+                figure.add_scatter(x=[x], marker=look, cliponaxis=False, **SILENT, **place)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         figure.update_xaxes(**axis, title_text=f"÷ {info.against}", title_standoff=6, **where)
         # Numbers, not categories: a browser leaves out the name of a row without a point.
@@ -298,29 +353,6 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         line = {"color": GREY, "width": thickness}
         figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=words, showlegend=True, row=1, col=1)
     return figure.update_layout(margin={"l": 150, "t": TOP}, height=height)
-
-
-def _bars_and_point(
-    style: Style, ratio: Interval, together: Interval | None, limits: Sequence[float], hover: str
-) -> list[go.Scatter]:
-    """Return an estimator's marks in a panel: thin bar, thick bar with its point, arrows beyond the log₁₀ limits."""
-    symbol = style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
-    marker = {"color": style.color, "line": {"color": style.color, "width": 1.6}, "symbol": symbol, "size": 9}
-    silent: dict[str, Any] = {"hoverinfo": "skip"}
-    bars = [] if together is None else [(together, 1, {"color": style.color, "size": 1}, silent)]
-    traces = []
-    for one, thickness, look, hovering in (*bars, (ratio, 4, marker, {"hovertemplate": hover})):
-        ends = np.array([[*columns_of("", one).values()]], float).T
-        error_x = error_bars(*ends, thickness=thickness)
-        traces.append(go.Scatter(x=ends[0].astype(np.float32), error_x=error_x, marker=look, **hovering))
-    longest = together or ratio
-    if longest.low is not None and longest.high is not None:
-        left, right = (10**limit for limit in limits)
-        beyond = (longest.low < left, left, "triangle-left"), (longest.high > right, right, "triangle-right")
-        for x, arrow in ((x, arrow) for goes_on, x, arrow in beyond if goes_on):
-            look = marker | {"symbol": arrow, "size": 8}
-            traces.append(go.Scatter(x=[x], marker=look, cliponaxis=False, **silent))
-    return [trace.update(mode="markers", showlegend=False) for trace in traces]
 
 
 def plot_planner(planner: Planner) -> go.Figure:
@@ -337,10 +369,10 @@ def plot_planner(planner: Planner) -> go.Figure:
         style = estimator_style(*label)
         symbol = style.symbol.removesuffix("-open")
         bars = [one if cell.size == planner.recorded_size else cell.cost for cell in curve]
-        ends = np.array([[*columns_of("", bar).values()] for bar in bars], float).T
+        cost, error_y = error_bars(bars, width=2, visible=costs)
         figure.add_scatter(
-            x=[cell.size for cell in curve], y=ends[0] if costs else [cell.efficiency for cell in curve],
-            error_y=error_bars(*ends, width=2, visible=costs), name=name, mode="lines+markers", showlegend=True,
+            x=[cell.size for cell in curve], y=cost if costs else [cell.efficiency for cell in curve],
+            error_y=error_y, name=name, mode="lines+markers", showlegend=True,
             line={"color": style.color, "dash": style.dash, "width": 1.6},
             marker={
                 "symbol": [("star" if cell.best else symbol) + ("" if cell.cut else "-open") for cell in curve],
@@ -375,7 +407,7 @@ def planner_display(planner: Planner) -> tuple[str, pd.DataFrame]:
         {
             "estimator": c.estimator + ("" if c.energy_source == "none" else f"/{c.energy_source}"),
             "group size": f"{c.size}{'*' * c.best}{'†' * (not c.cut)}",
-            "efficiency": formatted(c.efficiency, ".2f"),
+            "efficiency": number(c.efficiency, ".2f"),
             "cost": "1" if c.size == planner.recorded_size else interval_cell(c.cost, ".2f"),
         }
         for c in planner.cells

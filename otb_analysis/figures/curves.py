@@ -11,8 +11,17 @@ import pandas as pd
 import plotly.graph_objects as go
 from scipy.optimize import isotonic_regression
 
-from otb_analysis.figures.numbers import bracketed
-from otb_analysis.figures.styles import RULE, Style, linear_range, log_axis, note_in_panel, panels, run_styles
+from otb_analysis.figures.styles import (
+    RULE,
+    Style,
+    interval_cell,
+    linear_range,
+    log_axis,
+    note_in_panel,
+    panels,
+    run_styles,
+)
+from otb_analysis.statistics import Interval
 from otb_analysis.types import Bool, Float32
 
 LABELLED = 6
@@ -121,38 +130,29 @@ def plot_learning(info: CurvesInfo, columns: int | None = None, height: int = 29
             named.add(curve.run)
         if not curves:
             note_in_panel(figure, "no finite number was recorded", where)
-        elif len(names) <= LABELLED:
-            _label_ends(figure, curves, info, shared, quantity.ratio, where)
+            continue
+        value, *ends = (np.concatenate([getattr(curve, part) for curve in curves]) for part in ("value", "low", "high"))
+        if len(names) <= LABELLED:
+            # The nearest heights to the last points of which each is that much above the one below.
+            scale, ordered = (
+                np.log10 if quantity.ratio else np.asarray,
+                sorted(curves, key=lambda c: float(c.smooth[-1])),
+            )
+            low, high = linear_range(scale(value), scale(np.concatenate(ends)), around=float(scale(value[0])))
+            apart = 0.075 * (high - low) * np.arange(len(curves))
+            heights = isotonic_regression(scale([curve.smooth[-1] for curve in ordered]) - apart).x + apart
+            for curve, y in zip(ordered, heights.tolist(), strict=True):
+                style, name = info.styles[curve.run], curve.run[shared:]
+                look = f"<span style='color:{style.color}'>{LOOKS.get(style.dash, '┅')}</span>"
+                text = f"{look} {plain_name(name if len(name) < 20 else f'{name[:18]}…')}"
+                end = float(curve.step[-1])
+                figure.add_annotation(text=text, x=end, y=y, xanchor="left", showarrow=False, **where)
         if quantity.ratio:
-            values, ends = values_and_ends(curves)
-            figure.update_yaxes(**log_axis(np.append(values, 1), ends, most=5), **where)
+            figure.update_yaxes(**log_axis(np.append(value, 1), np.concatenate(ends), most=5), **where)
             figure.add_hline(y=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
     for where in places[-columns:]:  # the lowest of their columns
         figure.update_xaxes(title_text="step", title_standoff=6, **where)
     return figure.update_layout(legend={"y": -60 / (height * places[-1]["row"]), "yanchor": "top"})
-
-
-def _label_ends(
-    figure: go.Figure, curves: Sequence[Curve], info: CurvesInfo, shared: int, ratio: bool, where: dict[str, Any]
-) -> None:
-    """Write beside each last point the line's look and its name without the `shared` first letters."""
-    scale, (values, ends) = np.log10 if ratio else np.asarray, values_and_ends(curves)
-    low, high = linear_range(scale(values), scale(ends), around=float(scale(values[0])))
-    ordered = sorted(curves, key=lambda curve: float(curve.smooth[-1]))
-    apart = 0.075 * (high - low) * np.arange(len(curves))
-    # The nearest heights of which each is that much above the one below.
-    heights = isotonic_regression(scale([curve.smooth[-1] for curve in ordered]) - apart).x + apart
-    for curve, y in zip(ordered, heights.tolist(), strict=True):
-        style, name = info.styles[curve.run], curve.run[shared:]
-        look = f"<span style='color:{style.color}'>{LOOKS.get(style.dash, '┅')}</span>"
-        text = f"{look} {plain_name(name if len(name) < 20 else f'{name[:18]}…')}"
-        figure.add_annotation(text=text, x=float(curve.step[-1]), y=y, xanchor="left", showarrow=False, **where)
-
-
-def values_and_ends(curves: Sequence[Curve]) -> tuple[Float32, Float32]:
-    """Return all values of some curves, and all ends of their intervals."""
-    parts = [np.concatenate([getattr(curve, part) for curve in curves]) for part in ("value", "low", "high")]
-    return parts[0], np.concatenate(parts[1:])
 
 
 def traces_of(curve: Curve, quantity: Quantity, style: Style) -> list[go.Scatter]:
@@ -172,7 +172,7 @@ def traces_of(curve: Curve, quantity: Quantity, style: Style) -> list[go.Scatter
         x=curve.step, y=curve.smooth, name=curve.run, legendgroup=curve.run,
         mode="lines+markers" if quantity.rare else "lines",
         line={"color": style.color, "width": 2, "dash": style.dash}, marker={"symbol": style.symbol, "size": 7},
-        text=[bracketed(float(value), float(low), float(high)) for value, low, high in rows],
+        text=[interval_cell(Interval(float(value), float(low), float(high), 0, "")) for value, low, high in rows],
         hovertemplate="step %{x}: <b>%{text}</b><extra>" + plain_name(curve.run) + "</extra>",
     )  # fmt: skip
     return [*behind, line]

@@ -10,9 +10,8 @@ import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.curves import Quantity, curves_info, plot_learning
-from otb_analysis.figures.numbers import formatted, number, span
-from otb_analysis.figures.styles import BLUE, GREEN, ORANGE, RAMP, TEMPLATE, TOP, Style, log_axis
-from otb_analysis.statistics import MIN_CLUSTERS, Fidelity, Interval, fidelity, fidelity_by_part
+from otb_analysis.figures.styles import BLUE, GREEN, ORANGE, RAMP, TEMPLATE, TOP, Style, log_axis, number
+from otb_analysis.statistics import MIN_CLUSTERS, Fidelity, Interval, fidelity_by_part
 from otb_analysis.types import Float, Float32
 
 BINS, FAR = 60, 200
@@ -138,11 +137,6 @@ def energies(tokens: pd.DataFrame, kind: str, source: str = "proxy") -> pd.DataF
     return known[np.isfinite(known[["proxy", "exact"]].astype(float)).all(axis=1)]
 
 
-def agreement(table: pd.DataFrame) -> Fidelity:
-    """Return the correlations of proxy and exact energies, pooled and within (step, prompt, position)."""
-    return fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy())
-
-
 def fidelity_table(info: FidelityInfo) -> pd.DataFrame:
     """Return the correlations as a table: one row per step and one for all, pooled and within (prompt, t)."""
     records = []
@@ -219,7 +213,7 @@ def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
     if lost is None:
         return number(None), "no gain shown"
     if lost.low is not None:
-        return number(lost.estimate), f"95 %: {span(lost.low, lost.high)}, {lost.n_clusters} prompts"
+        return number(lost.estimate), f"95 %: {number(lost.low)} to {number(lost.high)}, {lost.n_clusters} prompts"
     few = lost.n_clusters < MIN_CLUSTERS
     needs = f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
     return number(None), needs if few else f"no interval on these {lost.n_clusters} prompts"
@@ -232,9 +226,9 @@ def agreement_display(measured: Iterable[tuple[str, str, Fidelity]]) -> pd.DataF
             "run": run,
             "of": name,
             "tokens": f"{fidelity.pooled.n:,}",
-            **{title: formatted(getattr(fidelity.pooled, key), ".2f") for key, title in COEFFICIENTS},
-            "Pearson within": formatted(getattr(fidelity.within, "pearson", None), ".2f"),
-            "Spearman within": formatted(getattr(fidelity.within, "spearman", None), ".2f"),
+            **{title: number(getattr(fidelity.pooled, key), ".2f") for key, title in COEFFICIENTS},
+            "Pearson within": number(getattr(fidelity.within, "pearson", None), ".2f"),
+            "Spearman within": number(getattr(fidelity.within, "spearman", None), ".2f"),
         }
         for run, name, fidelity in measured
     )

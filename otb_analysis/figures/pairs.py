@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.estimators.proved import trained_labels
-from otb_analysis.figures.comparison import RATIOS, Row, compared
+from otb_analysis.figures.comparison import MEASURES, RATIOS, Row, compared
 from otb_analysis.figures.curves import (
     QUANTITIES,
     Curve,
@@ -22,10 +22,24 @@ from otb_analysis.figures.curves import (
     plain_name,
     traces_of,
 )
-from otb_analysis.figures.numbers import columns_of, error_bars, interval_cell, labels, number, shown_name
 from otb_analysis.figures.runs import By, Pairing
-from otb_analysis.figures.styles import BLUE, GREY, ORANGE, RULE, Style, estimator_style, linear_range, log_axis, panels
-from otb_analysis.figures.variance import MEASURES
+from otb_analysis.figures.styles import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RULE,
+    Style,
+    columns_of,
+    error_bars,
+    estimator_style,
+    interval_cell,
+    labels,
+    linear_range,
+    log_axis,
+    number,
+    panels,
+    shown_name,
+)
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
@@ -242,11 +256,12 @@ def plot_pair(info: Sequence[PairPanel], a: str, b: str, styles: tuple[Style, St
 
 
 def _difference(figure: go.Figure, panel: PairPanel, where: Any) -> None:
-    table = np.array([[*columns_of("", one).values()] for one in (*panel.blocks, panel.whole)], float)
-    (values, low, high), ends = table[:-1].T, table[:, 1:].ravel()
+    values, error_y = error_bars(panel.blocks)
+    every = [columns_of("", one).values() for one in (*panel.blocks, panel.whole)]
+    ends = np.array([end for _, *two in every for end in two], float)
     figure.add_scatter(
         x=panel.at, y=values, mode="markers", marker={"color": GREY, "size": 5}, showlegend=False,
-        text=[interval_cell(one) for one in panel.blocks], error_y=error_bars(values, low, high),
+        text=[interval_cell(one) for one in panel.blocks], error_y=error_y,
         hovertemplate="step %{x:.0f}: %{text}<extra></extra>", **where,
     )  # fmt: skip
     if panel.whole is not None and panel.whole.low is not None:

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.figures.numbers import number
-from otb_analysis.figures.styles import ORANGE, TEMPLATE
+from otb_analysis.figures.styles import ORANGE, TEMPLATE, number
 from otb_analysis.figures.texts import legible
 from otb_analysis.types import Float
 

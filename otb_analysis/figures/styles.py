@@ -1,4 +1,4 @@
-"""The look of all figures: of estimators and runs, a light grid, titles with their unit below, ticks as people read.
+"""How numbers, intervals and names are written, and the look of all figures: light grids, ticks as people read.
 
 An estimator has the colour of its family, and a dash and a marker of its own. Colours are Okabe and Ito's, which stay
 apart under the common colour-vision deficiencies, of a lightness that is seen on white and on the dark page; inside a
@@ -12,11 +12,105 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 from plotly.subplots import make_subplots
 
-from otb_analysis.figures.numbers import number, superscript
+from otb_analysis.statistics import Interval, is_informative
+from otb_analysis.types import Float, Label
+
+MISSING = "–"
+"""Stands where there is no value."""
+
+
+def number(value: float | int | None, form: str = "") -> str:
+    """Return a number with three significant digits, thousands separated; a missing one (None, NaN) is an en dash.
+
+    0.012345 → 0.0123, 12345.6 → 12,300, 1.2e-7 → 1.20×10⁻⁷; integers keep all their digits. With a Python format such
+    as `.2f` it is written in that one, ∞ but for its sign.
+    """
+    if form and value is not None:
+        return "∞" if math.isinf(value) else format(value, form)
+    if value is None or value != value:
+        return MISSING
+    if value < 0:
+        return f"−{number(-value)}"
+    if isinstance(value, int) or math.isinf(value):
+        return f"{value:,}".replace("inf", "∞")
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    if not -4 <= exponent < 6:
+        return f"{value / 10.0**exponent:.2f}×10{superscript(exponent)}"
+    return f"{round(value, 2 - exponent):,.{max(0, 2 - exponent)}f}"
+
+
+def superscript(exponent: int) -> str:
+    """Return an exponent in raised digits: −7 → ⁻⁷."""
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def interval_cell(interval: Interval | None, form: str = "") -> str:
+    """Return an estimate with the ends of its interval, where it has them: 0.79 [0.73, 0.87]; a dash without one."""
+    if interval is None:
+        return MISSING
+    point, low, high = number(interval.estimate, form), interval.low, interval.high
+    # What is known needs no ends.
+    if low is None or high is None or math.isnan(low) or math.isclose(low, high, rel_tol=1e-9):
+        return point
+    return f"{point} [{number(low, form)}, {number(high, form)}]"
+
+
+def noise_scale_cell(scale: Interval | None) -> str:
+    """Return a noise scale as it is read: `116 [50, 254]`, or what it is above where its upper end is not known."""
+    if scale is None:
+        return "not known, since noise hides the signal"
+    if scale.low is not None and not is_informative(scale):
+        return f"above {number(scale.low)}"
+    return interval_cell(scale)
+
+
+def shown_name(label: Label) -> str:
+    """Return how an estimator is called in a sentence."""
+    name, source = label
+    name = "no baseline (none)" if name == "none" else name
+    return {"exact": f"{name} with exact norms", "calibrated": f"{name} with calibrated energies"}.get(source, name)
+
+
+def labels(pairs: Iterable[Label]) -> dict[Label, str]:
+    """Return how estimators are called side by side: `otb · proxy` where several energy sources meet, else `otb`."""
+    pairs = list(pairs)
+    several = len({source for _, source in pairs if source != "none"}) > 1
+    return {(e, s): f"{e} · {s}" if several and s != "none" else e for e, s in pairs}
+
+
+def cell(value: Any) -> str:
+    """Return a table's cell as text: three digits for numbers, yes or no for truth values, a dash for the missing."""
+    if value is None or value is pd.NA or value is pd.NaT:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return number(value)
+    item = getattr(value, "item", None)  # a scalar of NumPy's
+    return cell(item()) if callable(item) else str(value)
+
+
+def columns_of(name: str, interval: Interval | None) -> dict[str, float | None]:
+    """Return an interval as three columns: its estimate, and its ends as `name_low` and `name_high`."""
+    ends = (None, None, None) if interval is None else (interval.estimate, interval.low, interval.high)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+
+
+def error_bars(intervals: Sequence[Interval | None], **look: object) -> tuple[Float, dict[str, Any]]:
+    """Return estimates [K], NaN without one, and Plotly's bars from them to the ends of their intervals."""
+    value, low, high = np.array([[*columns_of("", one).values()] for one in intervals], np.float64).T
+    known = np.isfinite(low) & np.isfinite(high)
+    up, down = (np.where(known, np.maximum(one, 0), 0).astype(np.float32) for one in (high - value, value - low))
+    bars = {"array": up, "arrayminus": down, "visible": bool(known.any())}
+    return value, {"type": "data", "symmetric": False, "width": 0, "thickness": 1.2, **bars, **look}
+
 
 GREY, PALE = "#6F7782", "#9AA4AF"
 """Of marks without a name and of small text; of small text on the dark page."""
@@ -32,11 +126,6 @@ class Style:
     color: str
     dash: str = "solid"
     symbol: str = "circle"
-
-    @property
-    def left_out(self) -> "Style":
-        """The look of the leave-one-out form."""
-        return Style(self.color, "dash", f"{self.symbol}-open")
 
 
 ESTIMATOR_STYLES: dict[str, Style] = {
@@ -64,8 +153,6 @@ ESTIMATOR_STYLES: dict[str, Style] = {
     "tempo": Style("#7A5CA8", symbol="hourglass"),
     "trloo": Style("#2C7FB8", "dash", "cross-open"),
 }
-WITH_TWIN = "batch_mean opo classic_optimal sequence_optimal otb otb_carry otb_turn token_optimal energy_ema tempo"
-ESTIMATOR_STYLES |= {f"{name}_loo": ESTIMATOR_STYLES[name].left_out for name in WITH_TWIN.split()}
 RUN_COLORS = (BLUE, ORANGE, GREEN, PINK, AMBER, "#8250C4", SKY, GREY)
 RUN_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 """Each for four runs: of those of one dash no two colours are near for colour-blind eyes."""
@@ -77,15 +164,17 @@ FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("
 
 def estimator_style(name: str, energy_source: str = "none") -> Style:
     """Return an estimator's look, dotted with any but exact energies; other names get a muted one, always the same."""
-    if name in ESTIMATOR_STYLES:
-        style = ESTIMATOR_STYLES[name]
-    elif (twin := name.removesuffix("_loo")) != name:
-        style = estimator_style(twin).left_out
-    else:
-        style = FALLBACK_STYLES[sum(name.encode()) % len(FALLBACK_STYLES)]
+    own = name if name in ESTIMATOR_STYLES else name.removesuffix("_loo")
+    style = ESTIMATOR_STYLES.get(own) or FALLBACK_STYLES[sum(own.encode()) % len(FALLBACK_STYLES)]
+    if own != name:  # the leave-one-out form
+        style = Style(style.color, "dash", f"{style.symbol}-open")
     if energy_source in ("none", "exact"):
         return style
     return Style(style.color, "dot" if style.dash == "solid" else "dashdot", style.symbol)
+
+
+WITH_TWIN = "batch_mean opo classic_optimal sequence_optimal otb otb_carry otb_turn token_optimal energy_ema tempo"
+ESTIMATOR_STYLES |= {f"{name}_loo": estimator_style(f"{name}_loo") for name in WITH_TWIN.split()}
 
 
 def run_styles(runs: Iterable[str]) -> dict[str, Style]:

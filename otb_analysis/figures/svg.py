@@ -13,8 +13,7 @@ import pandas as pd
 
 from otb_analysis.extras import require
 from otb_analysis.figures.curves import CurvesInfo
-from otb_analysis.figures.numbers import span
-from otb_analysis.figures.styles import BLUE, GREY, GRID, INK, PALE, PAPER
+from otb_analysis.figures.styles import BLUE, GREY, GRID, INK, PALE, PAPER, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -174,7 +173,7 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
         if name.endswith("low") and (high := name[: -len("low")] + "high") in names:
             of = name.removesuffix("_low") if name != "low" else names[max(place - 1, 0)]
             ends = table[[name, high]].apply(pd.to_numeric, errors="coerce").astype(float).to_numpy()
-            spans = [None if np.isnan(two).any() else span(*two) for two in ends]
+            spans = [None if np.isnan(two).any() else " to ".join(map(number, two)) for two in ends]
             columns[f"{of}, interval"] = pd.Series(spans, index=table.index, dtype="string")
         elif not (name.endswith("high") and name[: -len("high")] + "low" in names):
             columns[name] = table[name]

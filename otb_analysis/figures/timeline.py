@@ -11,8 +11,7 @@ import plotly.graph_objects as go
 from otb_analysis.diagnostics import ChangePoint, Finding, Outlier
 from otb_analysis.figures.alarms import MARKS, PANELS, TITLES
 from otb_analysis.figures.curves import NAMES, QUANTITIES, Quantity, derived, finite
-from otb_analysis.figures.numbers import number
-from otb_analysis.figures.styles import BLUE, GREY, RULE, TEMPLATE, log_axis
+from otb_analysis.figures.styles import BLUE, GREY, RULE, TEMPLATE, log_axis, number
 from otb_analysis.types import Float, Int
 
 FIRST = (

@@ -15,7 +15,7 @@ from otb_analysis.arrays import returns_to_go, squeeze, squeezed_mask
 from otb_analysis.estimators import EstimatorInputs, estimate
 from otb_analysis.estimators.registry import registered
 from otb_analysis.figures.fidelity import exact_norms
-from otb_analysis.figures.numbers import number
+from otb_analysis.figures.styles import number
 from otb_analysis.figures.texts import visible
 from otb_analysis.types import Float, Int
 

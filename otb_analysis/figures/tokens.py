@@ -10,9 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.numbers import number
 from otb_analysis.figures.rollouts import ends_elsewhere
-from otb_analysis.figures.styles import RULE, TEMPLATE
+from otb_analysis.figures.styles import RULE, TEMPLATE, number
 from otb_analysis.figures.texts import SPECIAL, visible
 from otb_analysis.figures.token_columns import LOW, RATIOS, SIGNED, TITLES, ColorScale, color_levels, color_scale
 from otb_analysis.types import Float, Float32, Int

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from otb_analysis.figures.numbers import cell
+from otb_analysis.figures.styles import cell
 from otb_analysis.report.document import Grid, Part
 from otb_analysis.report.records import written
 from otb_analysis.schema import TABLES

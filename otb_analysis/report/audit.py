@@ -10,15 +10,14 @@ import pandas as pd
 
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import AuditReport
-from otb_analysis.answers.holders import Share
 from otb_analysis.atomic import atomic_file
 from otb_analysis.checks.bookkeeping import bookkeeping_lines
-from otb_analysis.checks.sampling_report import ZScores, sampling_lines
+from otb_analysis.checks.sampling_report import sampling_lines
 from otb_analysis.config import section
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import StoreError
 from otb_analysis.figures.comparison import comparison_table, planner_display, plot_planner
-from otb_analysis.figures.numbers import MISSING, formatted, interval_cell
+from otb_analysis.figures.styles import MISSING, interval_cell, number
 from otb_analysis.report.compare import estimator_parts
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section, to_html
 from otb_analysis.report.records import following, written
@@ -76,7 +75,17 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
         )
         kinds = {"kind": tokens.by_class, "position": tokens.by_position, "prompt": tokens.by_prompt}
         title = "Tokens: who holds the gradient, by"
-        grids = [Grid(caption, _shares(kind, of), f"{title} {kind}") for kind, of in kinds.items()]
+        grids = list[Grid]()
+        for kind, of in kinds.items():
+            rows = pd.DataFrame(
+                {
+                    kind: " ".join(row.name.split())[-32:] or MISSING, "tokens": f"{row.n_tokens:,}",
+                    "share": f"{row.share:.1%}", "of Σ|share|": f"{row.size:.1%}",
+                    "signal": number(row.signal, ".1%"), "noise": number(row.noise, ".1%"),
+                }
+                for row in of
+            )  # fmt: skip
+            grids.append(Grid(caption, rows, f"{title} {kind}"))
         sections.append(Section("Tokens", tuple(grids)))
     if (proxy := report.proxy) is not None:
         values = {
@@ -90,18 +99,20 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
         rows = pd.DataFrame({"measure": name, "value": interval_cell(one, ".2f")} for name, one in values.items())
         sections.append(Section("Proxy", (Grid(caption, rows, "Proxy: can it stand for exact norms?"),)))
     if (sampling := report.sampling) is not None:
-        by, title = {"step": sampling.by_step, "position": sampling.by_position}, "Sampling check: both z-scores by"
-        grids = [Grid(Z_SCORES, _z_scores(name, rows), f"{title} {name}") for name, rows in by.items()]
+        grids = list[Grid]()
+        for name, of in (("step", sampling.by_step), ("position", sampling.by_position)):
+            rows = pd.DataFrame(
+                {
+                    name: str(row.at), "tokens": f"{row.n_tokens:,}", "temperature": number(row.temperature, "+.1f"),
+                    "probability": number(row.probability, "+.1f"),
+                }
+                for row in of
+            )  # fmt: skip
+            grids.append(Grid(Z_SCORES, rows, f"Sampling check: both z-scores by {name}"))
         stated = section(run.config, "sample").get("temperature")
         sections.append(Section("Sampling check", (*sampling_lines(sampling, stated), *grids)))
     sections.append(Section("Bookkeeping", tuple(bookkeeping_lines(report.bookkeeping))))
     return [*sections, Section("What is missing", report.missing)] if report.missing else sections
-
-
-def audit_document(run: RunAnswers, report: AuditReport, command: str) -> Document:
-    """Return the document that `audit.html` is made of."""
-    sections = (*audit_sections(run, report, 0), Section("Formulas", (Formulas(AUDIT_FORMULAS),)))
-    return Document(f"Audit of {report.run}", command, report.headline, sections)
 
 
 def write_audit(run: RunAnswers, report: AuditReport, folder: Path, command: str) -> list[Path]:
@@ -110,9 +121,10 @@ def write_audit(run: RunAnswers, report: AuditReport, folder: Path, command: str
     Raises:
         StoreError: They cannot be written.
     """
+    sections = (*audit_sections(run, report, 0), Section("Formulas", (Formulas(AUDIT_FORMULAS),)))
     texts = {
         "audit.json": json.dumps(written(audit_record(report)), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-        "audit.html": to_html(audit_document(run, report, command)),
+        "audit.html": to_html(Document(f"Audit of {report.run}", command, report.headline, sections)),
     }
     for name, text in texts.items():
         try:
@@ -169,24 +181,3 @@ def dead_parts(planner: Planner) -> list[Part]:
         for row in planner.dead
     )  # fmt: skip
     return [Grid(DEAD, rows, "Budget planner: dead groups")] if planner.dead else []
-
-
-def _shares(name: str, rows: tuple[Share, ...]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            name: " ".join(row.name.split())[-32:] or MISSING, "tokens": f"{row.n_tokens:,}",
-            "share": f"{row.share:.1%}", "of Σ|share|": f"{row.size:.1%}",
-            "signal": formatted(row.signal, ".1%"), "noise": formatted(row.noise, ".1%"),
-        }
-        for row in rows
-    )  # fmt: skip
-
-
-def _z_scores(name: str, rows: Sequence[ZScores]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            name: str(row.at), "tokens": f"{row.n_tokens:,}", "temperature": formatted(row.temperature, "+.1f"),
-            "probability": formatted(row.probability, "+.1f"),
-        }
-        for row in rows
-    )  # fmt: skip

@@ -9,7 +9,7 @@ from otb_analysis.answers.holders import Attributed, NotAttributed
 from otb_analysis.answers.triage import Triage, triage_table, verdict
 from otb_analysis.diagnostics import LEVELS
 from otb_analysis.errors import InputError
-from otb_analysis.figures.numbers import MISSING
+from otb_analysis.figures.styles import MISSING
 from otb_analysis.report.document import Grid, Part
 
 

@@ -5,7 +5,7 @@ figure. HTML is one file that loads nothing: plotly.js is inside it once if it i
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from otb_analysis.figures.curves import CurvesInfo
-from otb_analysis.figures.numbers import cell
-from otb_analysis.figures.styles import CONFIG, FONT, for_background
+from otb_analysis.figures.styles import CONFIG, FONT, cell, for_background
 from otb_analysis.figures.svg import curves_svg
 
 SHORT = 32
@@ -78,32 +77,18 @@ class Document:
     sections: tuple[Section, ...]
 
 
-def terminal_table(title: str, caption: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Return an empty table: a title above, a caption below, columns of text on the left, of numbers on the right."""
-    table = Table(
-        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption=caption, caption_justify="left",
-        title=Text(title, "table.title"),  # a run's name in it is no markup
-    )  # fmt: skip
-    for name in texts:
-        table.add_column(name, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def printed(sections: Iterable[Section]) -> list[Table | str]:
-    """Return the sentences and tables of some sections; pictures and formulas are for files."""
-    return printed_parts([part for section in sections for part in section.parts])
-
-
-def printed_parts(parts: Iterable[Part]) -> list[Table | str]:
-    """Return some parts as the terminal prints them."""
+def printed(sections: Iterable[Section | Part]) -> list[Table | str]:
+    """Return the sentences and tables of some sections, or of parts alone; pictures and formulas are for files."""
+    parts = [part for one in sections for part in (one.parts if isinstance(one, Section) else (one,))]
     return [grid_table(part) if isinstance(part, Grid) else part for part in parts if isinstance(part, Grid | str)]
 
 
 def grid_table(grid: Grid) -> Table:
-    """Return a grid as a table; whatever a cell holds is shown as text."""
-    table = terminal_table(grid.title, grid.caption, (), ())
+    """Return a grid as a table; whatever a cell holds is shown as text, and a run's name in the title is no markup."""
+    table = Table(
+        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text(grid.title, "table.title"), title_justify="left",
+        caption=grid.caption, caption_justify="left",
+    )  # fmt: skip
     for place, name in enumerate(map(str, grid.frame)):
         left = not place or name in (*grid.texts, *grid.folds)
         folds = name in grid.folds

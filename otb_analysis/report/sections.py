@@ -12,7 +12,7 @@ from otb_analysis.diagnostics import changes, detectors
 from otb_analysis.errors import InputError
 from otb_analysis.figures.alarms import alarms_line, alarms_table
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
-from otb_analysis.figures.comparison import display_table, plot_comparison
+from otb_analysis.figures.comparison import MEASURES, NOISE_SCALE, display_table, plot_comparison
 from otb_analysis.figures.curves import QUANTITIES, curves_info, degenerate_table, derived, learning_info, plot_learning
 from otb_analysis.figures.fidelity import (
     fidelity_columns,
@@ -23,7 +23,6 @@ from otb_analysis.figures.fidelity import (
 )
 from otb_analysis.figures.runs import config_differences
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
-from otb_analysis.figures.variance import MEASURES, NOISE_SCALE
 from otb_analysis.report.audit import planner_parts
 from otb_analysis.report.compare import learning_grid
 from otb_analysis.report.diagnosis import holder_grids

@@ -1,6 +1,7 @@
 """An audit: its numbers on cases worked by hand, and the whole command on a tiny model's rollouts."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from otb_analysis.config import AuditConfig, ImportConfig
 from otb_analysis.recorded import score as scoring
 from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.recorded.score import score
-from otb_analysis.report.audit import audit_document, audit_sections, write_audit
+from otb_analysis.report.audit import audit_sections, write_audit
 from otb_analysis.report.records import written
 from otb_analysis.statistics import mean_over_subgroups
 from otb_analysis.store import RunStore, RunWriter, StepTables
@@ -107,7 +108,7 @@ def test_the_files_hold_the_report_and_load_nothing(audited):
     text = html.read_text()
     assert all(sentence.split(" ")[0] in text for sentence in report.verdict)
     assert '<script src="' not in text and "<link " not in text
-    titles = [section.title for section in audit_document(run, report, "x").sections]
+    titles = re.findall(r"<h2 id=.s\d+.>(.*?)</h2>", text)
     assert titles[:5] == ["Alarms", "Verdict", "Rollouts", "Estimators", "Budget planner"]
     assert {"Tokens", "Proxy", "Sampling check", "Bookkeeping", "Formulas"} == set(titles[5:])
 

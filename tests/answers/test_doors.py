@@ -254,7 +254,10 @@ def test_an_alarm_stands_in_the_first_lines_of_every_door_and_nothing_is_proved(
 
 def test_a_demo_keeps_what_trained_and_names_the_best_against_rloo(answers):
     measured = answers["demo"].measured
-    assert measured.against == ("otb", "proxy") and measured.beside.best.label == ("energy_regression", "proxy")
+    assert measured.decision.against == ("otb", "proxy") and measured.beside.best.label == (
+        "energy_regression",
+        "proxy",
+    )
     assert measured.beside.best.by == "variance" and {one.by for one in measured.decision.comparisons} == {"efficiency"}
     assert measured.lines[0].startswith("Keep otb") and measured.decision.best is None
 

@@ -15,7 +15,7 @@ ALARM = "Tokens were not drawn by the stated sampler: z = 41."
 )
 def test_all_are_compared_with_the_one_that_trained_else_with_rloo(gram, run_of, trained, against):
     run = run_of([gram([1, 0.7, 0.9, 1.2, 1])], estimator={"name": trained, "energy": "exact"})
-    assert run.measured.against == run.measured.decision.against == against
+    assert run.measured.decision.against == against
     beside = run.measured.beside
     assert (beside is None) == (against == REFERENCE)
     assert run.measured.over_rloo.against == REFERENCE
@@ -27,7 +27,7 @@ def test_rloo_stands_beside_only_where_it_is_another_update(gram, run_of):
     inner = one.inner[:1, :1] * [[[[a * b]] for b in scale] for a in scale]
     multiple = Gram(inner, (REFERENCE, ("group_mean", "none")), 256, one.prompt)
     measured = run_of([multiple], estimator={"name": "group_mean"}).measured
-    assert measured.against == ("group_mean", "none") and measured.beside is None
+    assert measured.decision.against == ("group_mean", "none") and measured.beside is None
 
 
 def test_an_alarm_takes_proofs_away_and_stands_first(gram, run_of):
@@ -52,7 +52,7 @@ def test_runs_of_one_task_and_group_size_are_pooled_with_what_is_proved_in_both(
     first, second = run_of([gram([1, 0.7, 1])], "a"), run_of([gram([1, 0.7, 1], seed=1)], "b")
     (pooled,) = designs({"a": first, "b": second}).values()
     assert len(pooled.grams) == 2 and pooled.decision.n_prompts == 128
-    assert pooled.known.projection == first.known.projection and pooled.against == REFERENCE
+    assert pooled.known.projection == first.known.projection and pooled.decision.against == REFERENCE
     half = run_of([gram([1, 0.7, 1], seed=1)], "b", optimize={"precision": "bfloat16"})
     (less,) = designs({"a": first, "b": half}).values()
     assert less.known.projection == {} and any(line.startswith("b: Step lengths") for line in less.lines)
@@ -67,7 +67,7 @@ def test_runs_of_another_task_or_group_size_are_not_pooled_and_two_that_trained_
     assert [name.split(",")[0] for name in designs(runs)] == ["sums", "products", "sums"]
     other = run_of(steps, estimator={"name": "sequence_optimal_loo"})
     (both,) = designs({"a": other, "b": run_of(steps)}).values()
-    assert set(both.trained) == {REFERENCE, ("sequence_optimal_loo", "proxy")} and both.against == REFERENCE
+    assert set(both.trained) == {REFERENCE, ("sequence_optimal_loo", "proxy")} and both.decision.against == REFERENCE
 
 
 def test_a_table_over_rloo_says_who_is_told_who_is_the_same_and_the_noise_scale(gram, run_of):

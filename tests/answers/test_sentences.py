@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from otb_analysis.answers.sentences import decision_lines, interval_words, measure_options
+from otb_analysis.answers.measured import decision_lines, interval_words, measure_options
 from otb_analysis.statistics import REFERENCE, Gram, Interval, Proved, decide
 
 CONFIG = {"sample": {"prompts": 16}, "optimize": {"steps": 61}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from otb_analysis.answers.sentences import size_line
+from otb_analysis.answers.measured import size_line
 from otb_analysis.diagnostics.planner import Cell, Planner, dead_groups, plan
 from otb_analysis.statistics import Interval
 

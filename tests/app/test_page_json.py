@@ -5,8 +5,9 @@ import json
 import pytest
 
 from otb_analysis.commands.cli import main
-from otb_analysis.figures.numbers import bracketed
+from otb_analysis.figures.styles import interval_cell
 from otb_analysis.report.records import written
+from otb_analysis.statistics import Interval
 from tests.app.test_pages import PAGES, open_page, studies_root, texts
 from tests.app.test_tokens_page import box, payload
 from tests.app.token_runs import write_token_run
@@ -71,14 +72,15 @@ def test_compare_has_the_sentences_the_forest_the_noise_scale_and_the_planner_of
     )
     assert run["planner"]["note"] in said and design["words"] in said
     scale = design["noise_scale"]
-    assert f"signal: rloo {bracketed(scale['estimate'], scale['low'], scale['high'])}" in said
+    assert f"signal: rloo {interval_cell(Interval(**scale))}" in said
     shown = next(frame.value for frame in app.dataframe if "noise scale" in frame.value)
     assert column(design["rows"], "estimator") == shown["estimator"].tolist() and len(shown) == 11
     together = f"all {design['looked_at']} together"
     for title, name in {"SF ÷ rloo": "sf_ratio", "efficiency ÷ rloo": "efficiency_ratio", together: "together"}.items():
-        ratios = [bracketed(row[name], row[f"{name}_low"], row[f"{name}_high"], ".2f") for row in design["rows"]]
+        ends = [(row[name], row[f"{name}_low"], row[f"{name}_high"]) for row in design["rows"]]
+        ratios = [interval_cell(Interval(*one, 0, ""), ".2f") for one in ends]
         if title == together:  # where an end reads 1.00 and yet leaves out 1, a third digit says so
-            precise = [bracketed(row[name], row[f"{name}_low"], row[f"{name}_high"], ".3f") for row in design["rows"]]
+            precise = [interval_cell(Interval(*one, 0, ""), ".3f") for one in ends]
             both = zip(design["rows"], ratios, precise, strict=True)
             ratios = [long if row["told"] and "1.00" in short else short for row, short, long in both]
         assert [cell.removeprefix("eff. ").removesuffix("*") for cell in shown[title]] == ratios
@@ -139,7 +141,7 @@ def test_compare_of_two_estimators_of_a_run_is_that_of_the_page(sides, store_roo
     assert (found["a"], found["b"]) == (box(app, "A").value, box(app, "B").value)
     assert found["verdict"] in texts(app)
     (noise,) = found["gradient_noise"]
-    ratio = bracketed(noise["variance"], noise["variance_low"], noise["variance_high"])
+    ratio = interval_cell(Interval(noise["variance"], noise["variance_low"], noise["variance_high"], 0, ""))
     assert ratio in [str(cell).replace("\\", "") for cell in app.table[0].value.iloc[0]]
 
 

@@ -2,12 +2,18 @@
 
 import io
 
+import pandas as pd
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 from otb_analysis.commands.screen import NARROWEST, PIPE, fitted, line_width
-from otb_analysis.report.document import terminal_table
+from otb_analysis.report.document import Grid, grid_table
+
+
+def empty(title, caption, texts, numbers):
+    """A table without rows."""
+    return grid_table(Grid(caption, pd.DataFrame(columns=[*texts, *numbers]), title, texts=tuple(texts)))
 
 
 def lines(table, width):
@@ -20,7 +26,7 @@ def lines(table, width):
 def estimators(sources=("none", "proxy", "exact")):
     """A table of seven columns: 16 + 8 + 5·20 characters and its frame, 125."""
     numbers = [f"number {k}" for k in range(5)]
-    table = terminal_table("A title", "what it says " * 12, ("estimator", "energy"), numbers)
+    table = empty("A title", "what it says " * 12, ("estimator", "energy"), numbers)
     for source in sources:
         table.add_row("sequence_mean", source, *(f"0.7{k} [0.73, 0.8{k}]" for k in range(5)))
     return table
@@ -47,14 +53,14 @@ def test_parts_repeat_as_many_columns_as_tell_the_rows_apart():
 
 
 def test_rows_that_only_many_columns_tell_apart_repeat_the_first_one_alone():
-    table = terminal_table("", "", [f"text {k}" for k in range(5)], ())
+    table = empty("", "", [f"text {k}" for k in range(5)], ())
     table.add_row(*["x" * 24] * 4, "y")
     table.add_row(*["x" * 24] * 4, "z")
     assert "\n".join(lines(table, 60)).count("text 0") == 3
 
 
 def test_texts_fold_between_words_beside_numbers_that_do_not():
-    table = terminal_table("", "", ("level",), ("first alarm",))
+    table = empty("", "", ("level",), ("first alarm",))
     table.add_column("why")
     table.add_row("alarm", "1,234,567", Text("the reward fell and did not come back [again]; " * 5))
     shown = lines(table, 60)
@@ -63,22 +69,22 @@ def test_texts_fold_between_words_beside_numbers_that_do_not():
 
 
 def test_a_word_longer_than_a_third_of_the_line_stays_whole():
-    table = terminal_table("", "", ("estimator",), ("SF", "efficiency"))
+    table = empty("", "", ("estimator",), ("SF", "efficiency"))
     table.add_row("blend_otb_regression/exact", "0.64 [0.00, 1456867691294463098880]", "0.70 [0.60, 0.80]")
     shown = "\n".join(lines(table, 60))
     assert shown.count("blend_otb_regression/exact") == 2 and "1456867691294463098880]" in shown
 
 
 def test_headers_wider_than_their_cells_stand_on_several_lines_where_room_is_short():
-    table = terminal_table("", "", ("run",), [f"of column {k}" for k in range(8)])
+    table = empty("", "", ("run",), [f"of column {k}" for k in range(8)])
     table.add_row("mine", *map(str, range(8)))
     assert len(lines(table, 120)) == 5  # blank, header, rule, row, blank
     assert len(lines(table, 80)) == 7 and max(map(len, lines(table, 80))) < 80
 
 
 def test_table_without_columns_or_rows_is_printed():
-    assert lines(terminal_table("a", "b", (), ()), 80)[0] == "a"
-    assert "two" * 10 in "".join(lines(terminal_table("", "", ("one",), ("two" * 40,)), 60))
+    assert lines(empty("a", "b", (), ()), 80)[0] == "a"
+    assert "two" * 10 in "".join(lines(empty("", "", ("one",), ("two" * 40,)), 60))
 
 
 def test_columns_says_how_wide_a_line_is_and_a_pipe_has_a_width_of_its_own(monkeypatch):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otb_analysis.answers.sentences import size_line
+from otb_analysis.answers.measured import size_line
 from otb_analysis.diagnostics.planner import filtered_groups, plan
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.figures.alarms import MARKS
-from otb_analysis.figures.numbers import number
 from otb_analysis.figures.styles import (
     CONFIG,
     ESTIMATOR_STYLES,
@@ -20,6 +19,7 @@ from otb_analysis.figures.styles import (
     for_background,
     linear_range,
     log_axis,
+    number,
     panels,
     run_styles,
     stacked,

@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 
 from otb_analysis.errors import InputError
-from otb_analysis.figures.comparison import comparison_info, comparison_table, display_table, plot_comparison
+from otb_analysis.figures.comparison import MEASURES, comparison_info, comparison_table, display_table, plot_comparison
 from otb_analysis.figures.curves import plot_learning
-from otb_analysis.figures.numbers import labels
 from otb_analysis.figures.pairs import over_training
-from otb_analysis.figures.variance import MEASURES
+from otb_analysis.figures.styles import labels
 from otb_analysis.statistics import NOTHING, gradient_noise_scale, pooled_statistics
 from otb_analysis.types import Gram, Proved
 

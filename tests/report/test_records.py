@@ -9,8 +9,9 @@ import pytest
 
 from otb_analysis.answers import by_name, opened
 from otb_analysis.commands.cli import main
-from otb_analysis.figures.numbers import bracketed, number
+from otb_analysis.figures.styles import interval_cell, number
 from otb_analysis.report.records import comparison_record, written
+from otb_analysis.statistics import Interval
 from otb_analysis.store import RunStore, RunWriter, StepTables
 
 REAL = Path(__file__).parents[2] / "docs" / "examples" / "smollm2" / "runs" / "letter-counting"
@@ -63,7 +64,8 @@ def test_terminal_says_what_the_json_says_of_b_against_a(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert f"A is rloo-0, B is value-0. {pair['verdict']}" in text
     (reward,) = written(pair["quantities"])
-    row = [number(reward["A"]), number(reward["B"]), bracketed(reward["B to A"], reward["low"], reward["high"]), "30"]
+    ratio = interval_cell(Interval(reward["B to A"], reward["low"], reward["high"], 0, ""))
+    row = [number(reward["A"]), number(reward["B"]), ratio, "30"]
     assert f"Reward {' '.join(row)}" in text
     assert "Gradient noise, B ÷ A" not in text and all(note in text for note in pair["notes"])
 

@@ -16,7 +16,7 @@ from otb_analysis.answers import opened
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, MeasureConfig, Schedule
 from otb_analysis.figures.curves import curves_info
-from otb_analysis.figures.numbers import cell
+from otb_analysis.figures.styles import cell
 from otb_analysis.report.document import Document, Formulas, Grid, Picture, Section, to_html, to_markdown
 
 HOSTILE = "<script>alert(1)</script> a|b *c* [d](http://e)"
