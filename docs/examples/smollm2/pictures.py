@@ -1,7 +1,7 @@
-"""Take the pictures of the README and of docs/ on the run beside this file: `python docs/examples/smollm2/pictures.py`.
+"""Take the pictures of the README and of docs/ on the runs of docs/examples/: `python docs/examples/smollm2/pictures.py`.
 
-A browser walks from the list of runs to a step, a rollout and a token by mouse, then to the estimators. Light theme,
-1,440 pixels wide. It needs the system's Chromium and Playwright's Python package, and writes docs/images/.
+A browser walks from the list of runs to a run by mouse, then to its estimators, and opens the tokens of long answers.
+Light theme, 1,440 pixels wide. It needs the system's Chromium and Playwright's Python package, and writes docs/images/.
 """
 
 import shutil
@@ -19,9 +19,8 @@ PORT = 8790
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 PLOT = ".js-plotly-plot .main-svg"
 MINUTE = 60_000
-WRONG = 18
-"""Token 3 of rollout 3, the wrong answer: every rollout of this prompt has 5 tokens."""
-
+LONG = "tokens?step=1&prompt=6"
+"""Four answers of 127 tokens, one of which slips at a single digit."""
 SETTLED = 2_500
 """Milliseconds after the last chart is there: nothing announces that a table on a canvas is drawn."""
 
@@ -51,48 +50,44 @@ def go_to(page: Any, title: str, ready: str) -> None:
 
 
 def walk(page: Any, address: str) -> None:
-    """Go from the list of runs to a token, then to the estimators, and take a picture of each page."""
+    """Go from the list of runs to a run, then to its estimators, and take a picture of each page."""
     page.goto(address)
     page.wait_for_selector(PLOT, timeout=MINUTE)
     click_row(page, 0)
     page.wait_for_selector("h1:has-text('Run')", timeout=MINUTE)
     page.wait_for_selector(PLOT, timeout=MINUTE)
     take(page, "run", 1000)
-    begun, timeline = page.url, page.locator(PLOT).last
-    timeline.scroll_into_view_if_needed()
-    page.wait_for_timeout(SETTLED)
-    box = timeline.bounding_box()
-    page.mouse.click(box["x"] + 0.88 * box["width"], box["y"] + 150)
-    page.wait_for_function("url => location.href !== url", arg=begun, timeout=MINUTE)
-    go_to(page, "Rollouts", "text=Keys: j and k")
-    page.locator("button:has-text('Its tokens')").click()
-    page.wait_for_selector(".tok.chosen", timeout=MINUTE)
-    page.locator(".tok").nth(WRONG).click()
-    page.wait_for_selector(f"text=token {WRONG % 5} of rollout {WRONG // 5}", timeout=MINUTE)
-    take(page, "tokens", 1000)
     go_to(page, "Estimators", PLOT)
     take(page, "estimators", 900)
 
 
+def long_answers(page: Any, address: str) -> None:
+    """Take a picture of the tokens of long answers."""
+    page.goto(f"{address}/{LONG}")
+    page.wait_for_selector(".tok", timeout=MINUTE)
+    take(page, "tokens", 880)
+
+
 def main() -> None:
-    """Serve the run, walk, and stop the server."""
-    command = ["-m", "otb_analysis", "dashboard", "--root", str(HERE / "runs"), "--port", str(PORT)]
-    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().split("http")[1].split()[0]
-            with sync_playwright() as playwright:
-                browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-                page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light")
-                for _ in range(60):
-                    with suppress(Exception):
-                        page.goto(f"http{address}")
-                        break
-                    page.wait_for_timeout(500)
-                walk(page, f"http{address}")
-                browser.close()
-        finally:
-            server.terminate()
+    """Serve each run, walk, and stop the server."""
+    for root, visit in ((HERE / "runs", walk), (HERE.parent / "long" / "runs", long_answers)):
+        command = ["-m", "otb_analysis", "dashboard", "--root", str(root), "--port", str(PORT)]
+        with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                address = "http" + server.stdout.readline().split("http")[1].split()[0].rstrip("/")
+                with sync_playwright() as playwright:
+                    browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+                    page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light")
+                    for _ in range(60):
+                        with suppress(Exception):
+                            page.goto(address)
+                            break
+                        page.wait_for_timeout(500)
+                    visit(page, address)
+                    browser.close()
+            finally:
+                server.terminate()
 
 
 if __name__ == "__main__":
