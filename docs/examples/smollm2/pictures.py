@@ -1,4 +1,4 @@
-"""Take the pictures of the README and of docs/ on the runs of docs/examples/: `python docs/examples/smollm2/pictures.py`.
+"""Take the pictures of the README and docs/ on runs of docs/examples/: `python docs/examples/smollm2/pictures.py`.
 
 A browser walks from the list of runs to a run by mouse, then to its estimators, and opens the tokens of long answers.
 Light theme, 1,440 pixels wide. It needs the system's Chromium and Playwright's Python package, and writes docs/images/.
