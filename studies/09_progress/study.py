@@ -55,8 +55,8 @@ SMALL = Size(
 )  # fmt: skip
 
 
-def cells(size: Size, quick: bool) -> list[Cell]:
-    """Return cells of the checkpoints and of the derailment process, their comparison, and that of new checkpoints."""
+def cells(size: Size, quick: bool) -> tuple[list[Cell], list[Cell]]:
+    """Return cells of checkpoints, the derailment process and their comparison, and those of new checkpoints."""
     old = list(chain.from_iterable(cells_of(policy, size, quick) for policy in size.policies))
     new = list(chain.from_iterable(cells_of(policy, size, quick) for policy in size.new_policies))
     process = {
@@ -69,7 +69,7 @@ def cells(size: Size, quick: bool) -> list[Cell]:
         for band in size.processes
     ]
     last = {"quick": quick, "grid": list(points.GRID), "replicates": size.replicates, "ess": points.LEAST_ESS}
-    return [*old, Cell("points", last, tuple(old)), *new, Cell("new_points", last, tuple(new))]
+    return [*old, Cell("points", last, tuple(old))], [*new, Cell("new_points", last, tuple(new))]
 
 
 def cells_of(policy: str, size: Size, quick: bool) -> list[Cell]:
@@ -139,10 +139,12 @@ def compared(cell: Cell, policies: Sequence[str], replicates: int, work: Path) -
     return points.tables(found, replicates) | {"checks": checks, "processes": facts}
 
 
+OLD, NEW = cells(FULL, quick=False)
 STUDY = Study(
     title="Progress",
     question="Does the efficiency of one update predict what the update gains, in SGD at its best length and in AdamW?",
-    cells=cells(FULL, quick=False),
-    quick=cells(SMALL, quick=True),
+    cells=OLD,
+    later=NEW,
+    quick=[cell for some in cells(SMALL, quick=True) for cell in some],
     measure=measure,
 )

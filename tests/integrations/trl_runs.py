@@ -151,6 +151,7 @@ def main():
     spec = json.loads(sys.argv[1])
     if os.environ.get("ACCELERATE_USE_FSDP"):
         shard_on_cpu()
+    torch.manual_seed(0)  # trl before 1.16 draws the adapters before it sets its seed
     trainer = made(**spec)
     trainer.train()
     rank = trainer.accelerator.process_index
