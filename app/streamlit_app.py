@@ -10,7 +10,7 @@ from typing import Any
 import data
 import pandas as pd
 import streamlit as st
-from widgets import WINDOW, box, frame, plain
+from widgets import box, frame, plain, watch_window
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.styles import run_styles
@@ -139,7 +139,7 @@ for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js")
     load = f"<script>import('./static/js/{script.name}')</script>"
     st.container(key="ahead").html(load, unsafe_allow_javascript=True)
 with st.sidebar.container(key="window-watch"):
-    st.session_state["_narrow"] = bool(WINDOW(key="window", on_narrow_change=lambda: None).get("narrow"))
+    watch_window()
 folder, stamps, table = data.root(), data.stamps(), pd.DataFrame()
 try:
     table = data.runs(str(folder), stamps)

@@ -191,7 +191,16 @@ SHRUNK = 13 / 16
 """How much smaller than on the page a figure is printed: text of 13 pixels then has 8 points, notes of 11 have 6.7."""
 
 
-WINDOW = component("otb_analysis.window", js=Path(__file__).with_name("window.js").read_text(encoding="utf-8"))
+_window = component("otb_analysis.window", js=Path(__file__).with_name("window.js").read_text(encoding="utf-8"))
+
+
+def watch_window() -> None:
+    """Let the browser say whether the window is narrow, and describe figures to screen readers.
+
+    Streamlit keeps the callback, and with it all names of its module: those of a script are made anew at each run.
+    """
+    st.session_state["_narrow"] = bool(_window(key="window", on_narrow_change=lambda: None).get("narrow"))
+
 
 """Lets the browser say whether the window is narrow, and describes figures to screen readers."""
 
