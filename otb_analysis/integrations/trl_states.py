@@ -4,7 +4,6 @@ TRL reads every rollout before its first update: at once where it keeps old log-
 the states needs no pass of his own for Σπ², only the output layer.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ from otb_analysis.rollouts.sampling import Draft
 
 METHOD = "_get_per_token_logps_and_entropies"
 """Of TRL's trainers: every pass over rollouts, with a graph or without."""
+READ = ("input_ids", "attention_mask", "logits_to_keep")
+"""Its arguments behind the model, in this order."""
 
 
 class CaughtStates:
@@ -62,7 +63,7 @@ class CaughtStates:
         """Do a pass of the trainer, and keep the states of rollouts that were in none before."""
         if not self.open:
             return self._pass(*args, **kwargs)
-        call, row = inspect.signature(self._pass).bind(*args, **kwargs).arguments, 0
+        call, row = dict(zip(("model", *READ), args, strict=False)) | kwargs, 0  # by place, or by name
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             nonlocal row
