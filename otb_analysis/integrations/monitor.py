@@ -208,14 +208,14 @@ class OTBMonitor(TrainerCallback):
         """Write the batch before, and return whether the next is looked at: by all processes or by none."""
         from accelerate.utils import gather_object  # of an extra, which TRL brings
 
+        self._look_back()  # where an update goes over several batches
         start = perf_counter()
         self._step += 1
         self._n_batches += 1
-        self._pending = None
         if self._log is not None:
             self._log.release(self._updates())  # of what only the main process keeps
         now = perf_counter()
-        self._spent += now - start
+        self._spent += now - start + (0.0 if self._caught is None else self._caught.spent())
         if self._n_batches <= FIRST:
             self._spent, self._begun = 0.0, now
         allowed = self._share * max(now - self._begun - self._spent, 1e-9)
@@ -476,7 +476,8 @@ def _catchable(trainer: Any) -> bool:
     settings = policy.config.get_text_config().to_dict()
     drawn = any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules())
     drawn |= any(value for name, value in settings.items() if "drop" in name and isinstance(value, float))
-    shared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.torch_compile
+    args = trainer.args  # several GPUs in one process are replicas in threads
+    shared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or args.torch_compile or args.n_gpu > 1
     return hasattr(trainer, METHOD) and not drawn and not shared
 
 

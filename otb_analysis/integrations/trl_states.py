@@ -5,6 +5,7 @@ the states needs no pass of his own for Σπ², only the output layer.
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class CaughtStates:
     def __init__(self, trainer: Any, policy: Any) -> None:
         self.open = False  # True while passes are looked at
         self.fault = ""
+        self._seconds = 0.0  # Of keeping states
         self._trainer, self._backbone = trainer, policy.base_model
         self._before, self._pass = vars(trainer).get(METHOD), getattr(trainer, METHOD)
         self._states: dict[tuple[int, bytes], Tensor] = {}
@@ -39,6 +41,11 @@ class CaughtStates:
     def begin(self) -> None:
         """Forget what was caught, and look at every pass from here on."""
         self._states, self.fault, self.open = {}, "", True
+
+    def spent(self) -> float:
+        """Return the seconds that keeping states took since this was asked last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def release(self) -> None:
         """Leave the trainer as it was."""
@@ -67,11 +74,13 @@ class CaughtStates:
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             nonlocal row
+            start = perf_counter()
             try:
                 first, row = row, row + len(output[0])
                 self._keep(output[0].detach(), call, first)
             except Exception as error:  # observing never breaks training
                 self.fault, self.open = f"{type(error).__name__}: {error}", False
+            self._seconds += perf_counter() - start
 
         hook = self._backbone.register_forward_hook(keep)
         try:

@@ -193,13 +193,16 @@ def passes(monkeypatch):
 
 TWICE = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 8}
 SMALLER = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+SEVERAL = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
+"""Two batches an update."""
 
 
-@pytest.mark.parametrize("spec", [{}, SMALLER, TWICE, *OTHER[::2], {"tools": True}])
+@pytest.mark.parametrize("spec", [{}, SMALLER, TWICE, SEVERAL, *OTHER[::2], {"tools": True}])
 def test_one_pass_of_ours_is_enough_where_those_of_the_trainer_give_the_same_numbers(watched, passes, spec):
     """The first batch is scored both ways; energies of all are those of another road."""
     _, store, batches = watched(**spec)
     assert passes == {"forward_statistics": 1, "statistics_of_states": len(batches)} and len(batches) > 1
+    assert store.complete_steps() == list(range(len(batches)))
     for step, batch in enumerate(batches if "tools" not in spec else ()):
         stored = store.sql(f"select energy_proxy from tokens where step = {step} order by rollout, t")
         inside = batch["completion_mask"].bool().numpy()
