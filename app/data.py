@@ -22,6 +22,7 @@ import streamlit as st
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.holders import Attributed, NotAttributed
 from otb_analysis.answers.pairs import Pair, estimator_pair, pair_of
+from otb_analysis.answers.token_formula import TokenFormula, token_formula
 from otb_analysis.answers.triage import Triage, triage_row
 from otb_analysis.errors import STOPS
 from otb_analysis.figures import pairs
@@ -30,7 +31,6 @@ from otb_analysis.figures.curves import CurvesInfo
 from otb_analysis.figures.fidelity import FidelityInfo, exact_norms, fidelity_columns, fidelity_info
 from otb_analysis.figures.runs import Pairing
 from otb_analysis.figures.styles import Style
-from otb_analysis.figures.token_formula import TokenFormula, token_formula
 from otb_analysis.statistics import Interval, gain_lost
 from otb_analysis.store import (
     ASKED_MEMORY,

@@ -36,6 +36,7 @@ STYLE = """<style>
 
 PAPER = ("#FFFFFF", "#12171C")  # of .streamlit/config.toml, light and dark
 SMALL = ("#59636D", "#A3ADB7")  # of small text, which Streamlit makes too pale to read
+INVERTED = "filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen;"  # pictures made for paper
 STUDIES = "Studies"  # the page that needs no runs
 PAGES = {  # in the order of the menu, with their icons
     "Triage": "monitoring", "Run": "timeline", "Rollouts": "list_alt", "Tokens": "abc", "Estimators": "target",
@@ -124,6 +125,7 @@ dark = st.context.theme.type == "dark"
 st.html(
     f"<style>.st-key-token-panel {{ background: {PAPER[dark]}; }}"
     f"[data-testid=stCaptionContainer] {{ color: {SMALL[dark]}; opacity: 1; }}"
+    f"[class*=st-key-on-paper] img {{ {INVERTED * dark} }}"
     f"[data-testid=stMultiSelect] span[title] {{ color: {PAPER[dark]}; }}</style>"  # of chips, bright on a dark page
 )
 pages = [st.Page(f"views/{title.lower()}.py", title=title, icon=f":material/{icon}:") for title, icon in PAGES.items()]

@@ -20,11 +20,11 @@ from streamlit.components.v2 import component
 from widgets import asked, box, chosen_runs, plain
 
 from otb_analysis.answers.holders import Attributed
+from otb_analysis.answers.token_formula import token_details
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.rollouts import distinct
 from otb_analysis.figures.styles import number
 from otb_analysis.figures.token_columns import color_levels, palette
-from otb_analysis.figures.token_formula import token_details
 from otb_analysis.figures.tokens import TokensInfo, grid_info
 from otb_analysis.store.measured import token_steps
 from otb_analysis.store.token_arrays import in_words, trained_label

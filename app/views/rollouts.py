@@ -27,7 +27,6 @@ KEYS = "Keys: j and k, or ↓ and ↑, for the next and the one before; t for it
 RENDERED = "The answer as Markdown, beside the raw one."
 CONDITION = "reward == 0 and tokens > 200"
 EVERYTHING = {"text": "", "finish": [], "groups": "all", "sort": AS_SAMPLED}
-OLD = {"lengths": "tokens >= {} and tokens <= {}", "turns": "turns >= {}"}  # boxes of before, as conditions
 GROUPS = {"all": None, "equal rewards": True, "different rewards": False}
 EXAMPLES = {
     "mean reward by finish reason": "SELECT finish_reason, count(*) AS n, avg(reward) AS reward\nFROM rollouts "
@@ -62,14 +61,6 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
     if facts["first"] is None:
         st.info("This run has no rollouts in its store; a run of `otb train` stores them.", icon=":material/inbox:")
         st.stop()
-    if old := [name for name in OLD if name in st.query_params]:
-        parts = [f"({where})"] if (where := st.query_params.get("where")) else []
-        for name in old:
-            parts.append(OLD[name].format(*st.query_params.get_all(name) * 2))  # one value is both ends
-            del st.query_params[name]
-        st.session_state.pop("where", None)
-        st.query_params["where"] = " and ".join(parts)
-        st.rerun()
     whole = {"steps": (facts["first"], facts["last"]), "reward_range": (facts["low"], facts["high"])}
     row = st.container(horizontal=True, vertical_alignment="bottom")
     text = row.text_input("Text", key="text", bind="query-params", placeholder="in prompt or answer", width=170)

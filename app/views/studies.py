@@ -9,14 +9,13 @@ import pandas as pd
 import streamlit as st
 from widgets import asked, box, download, frame, plain, prose, write
 
-from otb_analysis.figures.svg import for_dark, results_table
+from otb_analysis.figures.svg import results_table
 from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
 from otb_analysis.store.studies import BROKEN, MEASURED, NOT_RUN
 
-SHORT = 320  # letters of a verdict in the list; a string below a constant would be shown on the page
 NONE = """There is no study in {folder}. The installed package comes without them: clone the repository and start
 `otb dashboard` there, or name the folder: `otb dashboard --studies <folder>` or the variable `OTB_STUDIES`."""
-LONG = 2500  # letters of a section that is closed to begin with
+LONG = 2500  # letters of a section that is closed to begin with; a string below would be shown on the page
 SORTED = (
     "As committed: a click on a heading sorts, three significant digits are shown, the file has all of them. "
     "Interval: the two ends, of 95 % unless the text above says otherwise."
@@ -26,14 +25,6 @@ SORTED = (
 def label(study: CommittedStudy) -> str:
     """Return what a study is called in a list."""
     return f"{study.folder.name[:2]} · {study.title}"
-
-
-def short(text: str) -> str:
-    """Return the beginning of a text, cut between words."""
-    if len(text) <= SHORT:
-        return text
-    cut = text[:SHORT].rsplit(" ", 1)[0]
-    return (cut.rsplit("`", 1)[0] if cut.count("`") % 2 else cut).rstrip() + " …"
 
 
 def results(study: CommittedStudy) -> None:
@@ -98,9 +89,8 @@ with frame("Studies", "Which claims about baselines were tested, what came out, 
             st.markdown(f"**Verdict.** {prose(study.verdict)}")
     st.caption(f"Question: {prose(study.question) or 'it stands in the file below.'}")
     for path in study.figures:
-        with frame():
-            picture = study_figure(path)
-            st.image(for_dark(picture) if st.context.theme.type == "dark" else picture, alt=f"Figure. {study.question}")
+        with frame(), st.container(key=f"on-paper-{path.stem}"):
+            st.image(study_figure(path), alt=f"Figure. {study.question}")
     with frame():
         results(study)
     reading(study)
@@ -115,7 +105,7 @@ with frame("Studies", "Which claims about baselines were tested, what came out, 
         {
             "study": f"**{plain(label(study))}**",
             "question": prose(study.question) or "–",
-            "verdict": prose(short(study.verdict)) or "–",
+            "verdict": prose(study.verdict) or "–",
             "state and cost": ", ".join(filter(None, [study.state, study.minutes])),
         }
         for study in studies

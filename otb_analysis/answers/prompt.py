@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from otb_analysis.answers.run import RunAnswers
+from otb_analysis.answers.token_formula import token_details, token_formula
 from otb_analysis.errors import STOPS, InputError, nearest
 from otb_analysis.figures.rollouts import ends_elsewhere
 from otb_analysis.figures.token_columns import described, measured, with_differences
-from otb_analysis.figures.token_formula import token_details, token_formula
 from otb_analysis.figures.tokens import prompt_head
 from otb_analysis.store import RunStore, StoredPrompt
 from otb_analysis.store.measured import exact_steps, first_step, token_steps

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from otb_analysis.answers.triage import headline
 from otb_analysis.config import section
 from otb_analysis.diagnostics.planner import Filtered
-from otb_analysis.figures.runs import headline_info
 from otb_analysis.phases import plural
 from otb_analysis.store import RunStore
 
@@ -137,7 +137,7 @@ def traits_of(
     centred = rank - rank.groupby([lengths["step"], lengths["group"]]).transform("mean")
     scalars: Any = steps.reindex(columns=["n_rollouts", "n_truncated", "n_empty_completions"])
     ended = scalars["n_truncated"].notna().to_numpy()
-    headline = headline_info(store.path.name, "", steps)
+    told = headline(steps)
     # Steps with fewer rollouts than most; the last one may end with the file.
     counts: Any = rewards.groupby("step", sort=True).size()
     common, times = Counter(counts.tolist()).most_common(1)[0]
@@ -167,8 +167,7 @@ def traits_of(
         n_truncated=int(scalars["n_truncated"].sum()),
         n_empty=None if scalars["n_empty_completions"].isna().all() else int(scalars["n_empty_completions"].sum()),
         n_steps=len(steps), n_short=n_short, first_short=first_short,
-        reward_first=None if headline.reward is None else headline.reward - (headline.reward_gain or 0.0),
-        reward_last=headline.reward, mismatch=tokens and tokens[2],
+        reward_first=told.reward_first, reward_last=told.reward, mismatch=tokens and tokens[2],
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The run list as one looks at it when something went wrong: the worst run first, each with one sentence."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ IN_TROUBLE = STATES[:4]
 
 UNFIRED = {"too short": "too few steps to judge", "not judged": "no detector could judge this run"}
 """What is said of a run in which nothing fired, by its state; of a calm one that nothing did."""
+
+WINDOW = 20
+"""Last recorded steps that a run's gradient norm and clipping are taken from."""
 
 POINTS = 40
 """Most points of a sparkline."""
@@ -59,10 +63,9 @@ def triage(
     run: str, estimator: str, status: str, steps: pd.DataFrame, findings: Sequence[Finding], reason: str = ""
 ) -> Triage:
     """Sum up one run from its steps table and from what the detectors say about it."""
-    table: Any = steps.reindex(columns=["step", "reward_mean", "heldout_reward"]).sort_values("step")
-    reward = table["reward_mean"].dropna().to_numpy(np.float64)
-    heldout = table["heldout_reward"].dropna()
-    tenth = max(1, len(reward) // 10)
+    told = headline(steps)
+    table: Any = steps.reindex(columns=["step", "reward_mean"]).sort_values("step")
+    reward = thinned(table["reward_mean"].dropna().to_numpy(np.float64), POINTS)
     state = "broken" if status == "broken" else state_of(findings, status)
     happened = reason if state == "broken" else sentence(findings, state, reason if status == "failed" else "")
     if len(steps) and (single := single_step_outliers(step_series(steps))):
@@ -71,10 +74,39 @@ def triage(
     first = min((f.watch_step for f in findings if f.watch_step is not None), default=None)
     fell = next((fall(f)[0] for f in findings if f.detector == "reward_fall" and f.fired), None)
     return Triage(
-        run, estimator, status, state, happened, first, fell, len(table), thinned(reward, POINTS),
-        float(reward[:tenth].mean()) if reward.size else None, float(reward[-tenth:].mean()) if reward.size else None,
-        float(heldout.iloc[-1]) if len(heldout) else None,
+        run, estimator, status, state, happened, first, fell, len(table), reward, told.reward_first, told.reward,
+        told.heldout,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One run in a few numbers; None where nothing was recorded."""
+
+    reward_first: float | None  # Mean reward over the first tenth of the steps (rounded down, at least one)
+    reward: float | None  # Mean reward over the last tenth of the steps
+    reward_gain: float | None
+    heldout: float | None  # The last evaluation
+    heldout_gain: float | None
+    grad_norm: float | None  # Median ‖ḡ‖ over the last `WINDOW` steps
+    clipped: float | None
+
+
+def headline(steps: pd.DataFrame) -> Headline:
+    """Sum up a run's steps table."""
+    names = ["reward_mean", "heldout_reward", "clipped", "grad_norm"]
+    table: Any = steps.reindex(columns=["step", *names]).sort_values("step")
+    reward, heldout, clipped, norm = (table[name].dropna().astype(float) for name in names)
+    tenth = max(1, len(reward) // 10)
+    # As Python's numbers: ∞ − ∞ is then a silent NaN.
+    first, last = float(reward.head(tenth).mean()), float(reward.tail(tenth).mean())
+    start, end = float(heldout.head(1).mean()), float(heldout.tail(1).mean())
+    numbers = {
+        "reward_first": first, "reward": last, "reward_gain": last - first if len(reward) > 1 else math.nan,
+        "heldout": end, "heldout_gain": end - start if len(heldout) > 1 else math.nan,
+        "grad_norm": float(norm.tail(WINDOW).median()), "clipped": float(clipped.tail(WINDOW).mean()),
+    }  # fmt: skip
+    return Headline(**{name: None if math.isnan(x) else x for name, x in numbers.items()})
 
 
 def triage_row(row: Any, estimator: str, judge: Callable[[], tuple[pd.DataFrame, Sequence[Finding]]] | None) -> Triage:

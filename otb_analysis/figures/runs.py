@@ -1,19 +1,15 @@
-"""Runs side by side: each run's headline, what their configurations do not share, and which is compared with which."""
+"""Runs side by side: what their configurations do not share, and which is compared with which."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 
 from otb_analysis.config import TrainConfig
 from otb_analysis.phases import plural
-
-WINDOW = 20
-"""Last recorded steps that a headline takes gradient norm and clipping from."""
 
 NOT_RECORDED = "–"
 """Shown where a run's configuration does not have a setting."""
@@ -32,38 +28,6 @@ LAST = (
 
 KEPT = ("trackers", "if_exists", "root", "run")
 """Of them those that say only where a run is kept."""
-
-
-@dataclass(frozen=True)
-class Headline:
-    """One run in a few numbers; None where nothing was recorded."""
-
-    run: str
-    estimator: str
-    steps: int
-    reward: float | None  # Mean reward over the last tenth of the steps (rounded down, at least one)
-    reward_gain: float | None
-    heldout: float | None
-    heldout_gain: float | None
-    grad_norm: float | None  # Median ‖ḡ‖ over the last `WINDOW` steps
-    clipped: float | None
-
-
-def headline_info(run: str, estimator: str, steps: pd.DataFrame) -> Headline:
-    """Sum up one run."""
-    names = ["reward_mean", "heldout_reward", "clipped", "grad_norm"]
-    table: Any = steps.sort_values("step").reindex(columns=names)
-    reward, heldout, clipped, norm = (table[name].dropna().astype(float) for name in names)
-    tenth = max(1, len(reward) // 10)
-    # As Python's numbers: ∞ − ∞ is then a silent NaN.
-    first, last = float(reward.head(tenth).mean()), float(reward.tail(tenth).mean())
-    start, end = float(heldout.head(1).mean()), float(heldout.tail(1).mean())
-    numbers = {
-        "reward": last, "reward_gain": last - first if len(reward) > 1 else math.nan,
-        "heldout": end, "heldout_gain": end - start if len(heldout) > 1 else math.nan,
-        "grad_norm": float(norm.tail(WINDOW).median()), "clipped": float(clipped.tail(WINDOW).mean()),
-    }  # fmt: skip
-    return Headline(run, estimator, len(table), **{n: None if math.isnan(x) else x for n, x in numbers.items()})
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:

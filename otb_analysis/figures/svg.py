@@ -1,6 +1,5 @@
 """Pictures and tables of committed pages: curves as SVG files, made without a browser, the same to the byte."""
 
-import colorsys
 import io
 import math
 import re
@@ -13,7 +12,7 @@ import pandas as pd
 
 from otb_analysis.extras import require
 from otb_analysis.figures.curves import CurvesInfo
-from otb_analysis.figures.styles import BLUE, GREY, GRID, INK, PALE, PAPER, number
+from otb_analysis.figures.styles import BLUE, GREY, GRID, INK, PAPER, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,12 +153,6 @@ def curves_svg(info: CurvesInfo) -> str:
     return svg(drawn, columns=3)
 
 
-DARK = {INK: "#E6EAEE", PAPER: "#12171C", GRID: "#2A323A", GREY: PALE}
-"""Ink and paper of `figures.svg` on a dark ground."""
-LIGHTNESS = 0.52
-"""Least lightness of any other colour there."""
-
-
 def results_table(table: pd.DataFrame) -> pd.DataFrame:
     """Return a result table with the two ends of every interval as one column of text behind its estimate.
 
@@ -179,14 +172,3 @@ def results_table(table: pd.DataFrame) -> pd.DataFrame:
             columns[name] = table[name]
     shown = pd.DataFrame(columns).rename(columns=lambda name: name.replace("`", ""))
     return shown.replace("`", "", regex=True)
-
-
-def for_dark(picture: str) -> str:
-    """Return a picture of `svg` for a dark page: paper and ink change places, lines get lighter."""
-
-    def darkened(color: re.Match[str]) -> str:
-        hue, light, saturation = colorsys.rgb_to_hls(*(int(color[0][i : i + 2], 16) / 255 for i in (1, 3, 5)))
-        lifted = colorsys.hls_to_rgb(hue, max(light, LIGHTNESS), saturation)
-        return DARK.get(color[0].upper(), "#" + "".join(f"{round(255 * part):02X}" for part in lifted))
-
-    return re.sub(r"#[0-9A-Fa-f]{6}\b", darkened, picture)

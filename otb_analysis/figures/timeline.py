@@ -53,7 +53,7 @@ class Series:
     quantity: Quantity
     step: Int  # Steps that recorded it [K]
     value: Float  # [K]
-    mean: Float  # Centred mean over `CENTRED` of them [K]
+    mean: Float  # Centred mean over `CENTRED` of them, of those there are at both ends [K]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def timeline_info(
         if (known := finite(table, quantity.column)).any():
             value = table.loc[known, quantity.column].to_numpy(np.float64)
             step = table.loc[known, "step"].to_numpy(np.int64)
-            panels.append(Series(quantity, step, value, centred_mean(value, CENTRED)))
+            mean: Any = pd.Series(value).rolling(CENTRED, 1, center=True).mean()
+            panels.append(Series(quantity, step, value, mean.to_numpy()))
     events = []
     for finding in findings:
         for kind, step in (("watch", finding.watch_step), ("alarm", finding.alarm_step)):
@@ -95,17 +96,6 @@ def timeline_info(
         text = f"{NAMES[one.column]} {number(one.value)}, {number(one.multiple)} × the usual"
         events.append(Event(one.step, "outlier", one.column, text))
     return TimelineInfo(tuple(panels), tuple(sorted(events, key=lambda event: event.step)))
-
-
-def centred_mean(value: Float, window: int) -> Float:
-    """Return the mean of the values around each, `window` in all; fewer at the ends, as many on each side.
-
-    m_k = mean(v_{k−r}, …, v_{k+r}), r = min(⌊window/2⌋, k, K−1−k).
-    """
-    total = np.concatenate([[0.0], np.cumsum(value)])
-    k = np.arange(len(value))
-    reach = np.minimum(window // 2, np.minimum(k, len(value) - 1 - k))
-    return (total[k + reach + 1] - total[k - reach]) / (2 * reach + 1)
 
 
 def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = False, color: str = BLUE) -> go.Figure:

@@ -11,13 +11,13 @@ import pandas as pd
 from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
 from otb_analysis.answers.holders import NotAttributed
 from otb_analysis.answers.pairs import Sides, estimator_pair, pair_of, pairing_of
-from otb_analysis.answers.triage import Triage, finding_record, verdict
+from otb_analysis.answers.triage import Triage, finding_record, headline, verdict
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.alarms import RATES, fired_first, foresight
 from otb_analysis.figures.comparison import comparison_table, planner_table
 from otb_analysis.figures.curves import curves_table, degenerate_table, grouped_info, learning_info
 from otb_analysis.figures.pairs import block_rows, curves_rows, noise_table, pair_table
-from otb_analysis.figures.runs import config_differences, grouped, headline_info
+from otb_analysis.figures.runs import config_differences, grouped
 from otb_analysis.figures.timeline import timeline_info
 
 SCHEMA = "urn:otb-analysis:{}:1"
@@ -78,7 +78,8 @@ def comparison_record(
     rows = [
         {
             **dict(zip(("status", "reason"), run.store.standing, strict=True)),
-            **asdict(headline_info(name, run.estimator, run.steps)), "alarm": run.alarm, "conclusion": run.lines,
+            "run": name, "estimator": run.estimator, "steps": len(run.steps), **asdict(headline(run.steps)),
+            "alarm": run.alarm, "conclusion": run.lines,
             "proxy": run.proxy, "proxy_words": run.proxy_line,
             "planner": asdict(run.planner) | {"cells": planner_table(run.planner)},
             "fidelity": [{"of": title} | asdict(fidelity) for title, fidelity in run.fidelity],

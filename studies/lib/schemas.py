@@ -20,16 +20,15 @@ from otb_analysis.answers.audit import AuditReport
 from otb_analysis.answers.holders import NotAttributed
 from otb_analysis.answers.prompt import FACTS, KEYS
 from otb_analysis.answers.proxy import Proxy
-from otb_analysis.answers.triage import Triage
+from otb_analysis.answers.token_formula import TokenFormula
+from otb_analysis.answers.triage import Headline, Triage
 from otb_analysis.diagnostics import LEVELS, ChangePoint, Outlier
 from otb_analysis.diagnostics.findings import Level
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.figures.comparison import OWN, RATIOS, VALUES
 from otb_analysis.figures.curves import DEGENERATE
-from otb_analysis.figures.runs import Headline
 from otb_analysis.figures.timeline import Event
 from otb_analysis.figures.token_columns import Described
-from otb_analysis.figures.token_formula import TokenFormula
 from otb_analysis.figures.tokens import PromptHead
 from otb_analysis.report.records import SCHEMA
 from otb_analysis.schema import ROLLOUTS, TOKENS
@@ -269,7 +268,8 @@ def comparison(estimator: Any) -> Fields:
     """Return what `otb compare` prints; `estimator` is a row of its table."""
     sizes = made("Sizes", fields_of(Planner) | {"cells": list[PlannerCell]})
     fidelity = made("FidelityOf", {"of": str} | fields_of(Fidelity))
-    run = made("ComparedRun", fields_of(Run) | fields_of(Headline) | {"planner": sizes, "fidelity": list[fidelity]})
+    named: Fields = {"run": str, "estimator": str, "steps": int, "planner": sizes, "fidelity": list[fidelity]}
+    run = made("ComparedRun", fields_of(Run) | fields_of(Headline) | named)
     ends: Fields = {"B to A": float, "low": float, "high": float}
     noise: Fields = {"what": str, "steps": int, "prompts": int, **intervals(*(name for name, *_ in RATIOS))}
     pair: Fields = {

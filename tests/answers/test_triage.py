@@ -1,10 +1,10 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from otb_analysis.answers.triage import duration_words, thinned, triage, triage_table, verdict, worst_first
+from otb_analysis.answers.triage import duration_words, headline, thinned, triage, triage_table, verdict, worst_first
 from otb_analysis.diagnostics import diagnose
 from otb_analysis.store import step_series
 
@@ -23,6 +23,24 @@ def row(name, table, status="complete", age=None):
 DEAD = row("dead", steps([0.75] * 20 + [0.0] * 10, [1.0] * 22 + [0.0] * 8))
 CALM = row("calm", steps(np.linspace(0.3, 0.6, 30)))
 SHORT = row("short", steps([0.5] * 3), "running", 4.0)
+
+
+def test_headline_of_a_hand_worked_run():
+    # 49 steps: a tenth is four of them. Gradient norm and clipping: the last 20.
+    reward = [0.25] * 4 + [0.5] * 41 + [0.75] * 4
+    steps = pd.DataFrame({"step": range(49), "reward_mean": reward, "grad_norm": [9.0] * 29 + [3.0] * 20})
+    steps = steps.assign(clipped=[True] * 29 + [False] * 10 + [True] * 10, heldout_reward=[0.2] + [None] * 47 + [0.6])
+    gain = pytest.approx(0.4)
+    assert asdict(headline(steps)) == {"reward_first": 0.25, "reward": 0.75, "reward_gain": 0.5, "heldout": 0.6,
+                               "heldout_gain": gain, "grad_norm": 3.0, "clipped": 0.5}  # fmt: skip
+
+
+def test_headline_of_a_run_that_just_started_has_no_change():
+    found = asdict(headline(pd.DataFrame({"step": [0], "reward_mean": [0.5]})))
+    assert found == {"reward_first": 0.5, "reward": 0.5} | dict.fromkeys(
+        ["reward_gain", "heldout", "heldout_gain", "grad_norm", "clipped"]
+    )
+    assert set(asdict(headline(pd.DataFrame())).values()) == {None}
 
 
 def test_a_dead_run_is_one_sentence_in_the_order_of_events():

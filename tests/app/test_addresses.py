@@ -58,28 +58,6 @@ def test_an_address_opens_its_view_and_keeps_it_in_the_session(page, store_root,
     assert {key: again[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("old", "where"),
-    [
-        ({"lengths": ["3", "9"]}, "tokens >= 3 and tokens <= 9"),
-        ({"lengths": ["3", "9"], "turns": "2"}, "tokens >= 3 and tokens <= 9 and turns >= 2"),
-        (
-            {"lengths": ["3", "9"], "where": "reward == 0 or turns > 1"},
-            "(reward == 0 or turns > 1) and tokens >= 3 and tokens <= 9",
-        ),
-        ({"turns": "2", "where": ""}, "turns >= 2"),
-    ],
-)
-def test_what_had_a_box_in_an_old_address_is_a_condition_now(old, where, store_root, monkeypatch):
-    app = open_page(store_root, "rollouts", monkeypatch, run="chain-otb-s0", **old)
-    for _ in range(2):
-        assert app.text_input(key="where").value == where
-        assert {name: one for name, one in app.query_params.items() if name != "rollout"} == {
-            "run": "chain-otb-s0", "where": where,
-        }  # fmt: skip
-        app.run()
-
-
 def test_defaults_leave_the_address(store_root, monkeypatch):
     app = open_page(store_root, "rollouts", monkeypatch, run="chain-otb-s0", text="", steps=["0", "40"], groups="all")
     assert set(app.query_params) == {"run"}

@@ -1,27 +1,8 @@
 import json
 from dataclasses import asdict, replace
 
-import pandas as pd
-import pytest
-
 from otb_analysis.config import EstimatorConfig, ObjectiveConfig, TrainConfig
-from otb_analysis.figures.runs import config_differences, flatten, headline_info
-
-
-def test_headline_of_a_hand_worked_run():
-    # 49 steps: a tenth is four of them. Gradient norm and clipping: the last 20.
-    reward = [0.25] * 4 + [0.5] * 41 + [0.75] * 4
-    steps = pd.DataFrame({"step": range(49), "reward_mean": reward, "grad_norm": [9.0] * 29 + [3.0] * 20})
-    steps = steps.assign(clipped=[True] * 29 + [False] * 10 + [True] * 10, heldout_reward=[0.2] + [None] * 47 + [0.6])
-    found = headline_info("a", "otb", steps)
-    assert (found.reward, found.reward_gain) == (0.75, 0.5)
-    assert (found.heldout, found.heldout_gain) == (0.6, pytest.approx(0.4))
-    assert (found.grad_norm, found.clipped) == (3.0, 0.5)
-
-
-def test_headline_of_a_run_that_just_started_has_no_change():
-    found = headline_info("a", "otb", pd.DataFrame({"step": [0], "reward_mean": [0.5]}))
-    assert (found.reward, found.reward_gain, found.heldout, found.clipped) == (0.5, None, None, None)
+from otb_analysis.figures.runs import config_differences, flatten
 
 
 def test_configuration_is_flattened_with_dots():

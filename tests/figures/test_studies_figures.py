@@ -1,8 +1,6 @@
-import re
-
 import pandas as pd
 
-from otb_analysis.figures.svg import Curve, Panel, for_dark, results_table, svg
+from otb_analysis.figures.svg import results_table
 
 
 def test_ends_of_an_interval_become_one_column_behind_its_estimate():
@@ -24,14 +22,6 @@ def test_bare_ends_belong_to_the_column_before_them():
 def test_table_without_intervals_stays_as_it_is():
     table = pd.DataFrame({"cell": ["a"], "minutes": [1.5], "lowest": [1], "highest": [2]})
     pd.testing.assert_frame_equal(results_table(table), table)
-
-
-def test_picture_on_a_dark_page_swaps_ink_and_paper_and_lightens_lines():
-    picture = svg([Panel("a", "b", "c", [Curve([0, 1], [0, 1], "d", color="#00436B")])])
-    dark = for_dark(picture)
-    assert not {"#ffffff", "#1b2229", "#00436b"} & set(re.findall(r"#\w{6}", dark.lower()))
-    # Hue of #00436B is kept, lightness 0.21 becomes 0.52: (0.04, ·, 1.0) scaled to full saturation.
-    assert "fill: #12171C" in dark and "fill: #E6EAEE" in dark and "stroke: #0AA3FF" in dark
 
 
 def test_names_are_shown_without_the_marks_of_code():

@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.diagnostics import change_points, diagnose, single_step_outliers
-from otb_analysis.figures.timeline import centred_mean, plot_timeline, timeline_info
+from otb_analysis.figures.timeline import plot_timeline, timeline_info
 from otb_analysis.store import step_series
 
 N = 30
@@ -27,7 +27,8 @@ def notes(figure):
 
 
 def test_a_centred_mean_is_of_fewer_values_at_the_ends():
-    assert centred_mean(np.array([0.0, 3.0, 6.0, 9.0, 0.0]), 3).tolist() == [0, 3, 6, 5, 0]
+    reward = info(pd.DataFrame({"step": range(10), "reward_mean": np.arange(10.0) ** 2})).series[0].mean
+    assert reward[[0, 4, 9]].tolist() == [(0 + 1 + 4 + 9 + 16) / 5, 204 / 9, (25 + 36 + 49 + 64 + 81) / 5]
 
 
 def test_only_panels_with_values_are_drawn_in_their_order():

@@ -2,6 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from otb_analysis.answers.token_formula import token_details
 from otb_analysis.errors import InputError
 from otb_analysis.figures.token_columns import (
     ADVANTAGES,
@@ -20,7 +21,6 @@ from otb_analysis.figures.token_columns import (
     palette,
     with_differences,
 )
-from otb_analysis.figures.token_formula import token_details
 from otb_analysis.figures.tokens import (
     column_values,
     grid_info,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from otb_analysis.answers.token_formula import token_formula
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, estimate
-from otb_analysis.figures.token_formula import token_formula
 
 ENERGY = np.array([[0.02, 0.02, 9, 9], [0.5, 0.5, 0.5, 0.5], [0.02, 0.02, 1.28, 1.28], [0.02, 0.02, 9, 9]])
 MASK = np.array([[True, True, False, False], [True] * 4, [True] * 4, [True, True, False, False]])
