@@ -14,6 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST)
 # Tests of what a clone alone has, of which file imports which, of what is locked: none meets other versions at a user.
 CLONE := studies benchmarks test_imports.py test_lock.py
 OLDER := 1.13.0 1.14.2
+DEEPSPEED := 0.19.8
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
 .PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl test-ray check format docs lock bench dashboard clean
@@ -51,7 +52,7 @@ test-long: $(STAMP)
 
 test-all: test-long test-trl  ## all tests, the long ones, the browser's and those with TRL too
 
-test-trl: .venv-trl/.installed $(OLDER:%=.cache/trl-%/.installed)  ## our estimators, log and monitor inside TRL's trainers, of three versions
+test-trl: .venv-trl/.installed .cache/deepspeed/.installed $(OLDER:%=.cache/trl-%/.installed)  ## our estimators, log and monitor inside TRL's trainers, of three versions
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations $(TIMEOUT)
 	for one in $(OLDER); do OMP_NUM_THREADS=1 PYTHONPATH=.cache/trl-$$one .venv-trl/bin/python -m pytest $(TIMEOUT) \
 	  tests/integrations/test_trl.py tests/integrations/test_monitor.py || exit 1; done
@@ -109,6 +110,13 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 .cache/trl-%/.installed: .venv-trl/.installed
 	.venv-trl/bin/python -m pip install --quiet -c constraints.txt requests
 	.venv-trl/bin/python -m pip install --quiet --no-deps --upgrade --target .cache/trl-$* trl==$*
+	@touch $@
+
+# Built from its source, which asks for torch; nothing of it is compiled.
+.cache/deepspeed/.installed: .venv-trl/.installed
+	.venv-trl/bin/python -m pip install --quiet -c constraints.txt setuptools wheel
+	.venv-trl/bin/python -m pip install --quiet -c constraints.txt --no-deps --no-build-isolation --upgrade \
+	  --target .cache/deepspeed deepspeed==$(DEEPSPEED) hjson py-cpuinfo ninja msgpack einops
 	@touch $@
 
 .cache/lowest/.installed: pyproject.toml constraints.txt .ci/lowest.py

@@ -39,7 +39,7 @@ def refuse_unreadable(trainer: Any, measure: MeasureConfig) -> None:
     """Raise where a pass of ours would be wrong, or our estimators would not have TRL's reward.
 
     Raises:
-        InputError: The weights are sharded by FSDP1 or DeepSpeed, or by FSDP2 where more than the forward pass is
+        InputError: The weights are sharded by FSDP1, or by FSDP2 or DeepSpeed where more than the forward pass is
             measured; an adapter learns prompts; or each function's rewards are normalized.
     """
     aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
@@ -48,15 +48,15 @@ def refuse_unreadable(trainer: Any, measure: MeasureConfig) -> None:
             f"multi_objective_aggregation is {aggregation!r}, but our estimators take one reward per rollout; set it "
             "to 'sum_then_normalize'."
         )
-    whole = trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False)
-    if whole or trainer.is_deepspeed_enabled:
+    if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
         raise InputError(
-            f"the model is trained under {'FSDP of version 1' if whole else 'DeepSpeed'}, where a forward pass of ours "
-            "was never tested; start the processes with FSDP2 (--fsdp_version 2) or with whole weights (DDP)."
+            "the model is trained under FSDP of version 1, where a forward pass of ours was never tested; start the "
+            "processes with FSDP2 (--fsdp_version 2), DeepSpeed or whole weights (DDP)."
         )
-    if trainer.is_fsdp_enabled and any(plan.every for plan in measure.schedules.values()):
+    shared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if shared and any(plan.every for plan in measure.schedules.values()):
         raise InputError(
-            "norms and gradients are to be measured, but under FSDP2 each process holds only a part of the weights; "
+            "norms and gradients are to be measured, but under FSDP2 and DeepSpeed processes share out what they take; "
             "leave measure out, or start the processes with whole weights (DDP)."
         )
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -23,7 +22,7 @@ from otb_analysis.gradients.batch.soft import drawn_logprobs, soft_inputs
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.phases import advance, count_to
 from otb_analysis.rollouts.decoding import unsupported_reason
-from otb_analysis.rollouts.models import chosen_states, output_layer
+from otb_analysis.rollouts.models import chosen_states, is_shared_out, output_layer
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int, LogitStats
 
@@ -360,8 +359,8 @@ def forward_statistics(
 ) -> ForwardPass:
     """Score a batch with every statistic of the level `forward`, in passes of at most `size` rollouts, without a graph.
 
-    `size` 0 takes what fits into memory. `observe` is called with the logits of every pass. Under FSDP2 every process
-    must call it, with as many rollouts and the same size.
+    `size` 0 takes what fits into memory. `observe` is called with the logits of every pass. Where processes share out
+    the weights (FSDP2, ZeRO-3) each must call it, with as many rollouts and the same size.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
@@ -371,8 +370,8 @@ def forward_statistics(
     def score(part: Rollouts, prompts: PrefixCache | None) -> ForwardPass:
         return forward_pass(model, part, temperature, prompts, wanted)
 
-    # Processes that share out the weights (FSDP2) make each pass together: one a micro-batch, the failed ones too.
-    together = any(isinstance(weight, DTensor) for weight in model.parameters())
+    # Processes that share out the weights make each pass together: one a micro-batch, the failed ones too.
+    together = is_shared_out(model)
     shares, fault, passes = None if together else supports_prefix_cache(model), None, []
     count_to(len(rollouts.group), "rollout")
     for part in micro_batches(model, rollouts, size):
@@ -420,9 +419,10 @@ def statistics_of_states(
 def micro_batches(model: PreTrainedModel, rollouts: Rollouts, size: int = 0, rows: Int | None = None) -> list[Int]:
     """Cut a batch, or some rows of it, into parts of `size` rollouts; 0 takes what fits into memory."""
     index = np.arange(len(rollouts.group)) if rows is None else rows
-    vocabulary = next(output_layer(model).parameters()).shape[0]
-    fits = min(POSITIONS, LOGIT_BYTES // (4 * vocabulary)) // max(rollouts.input_ids.shape[1], 1)
-    size = size or max(1, fits)
+    if not size:
+        vocabulary = next(output_layer(model).parameters()).shape[0]
+        fits = min(POSITIONS, LOGIT_BYTES // (4 * vocabulary)) // max(rollouts.input_ids.shape[1], 1)
+        size = max(1, fits)
     return [index[start : start + size] for start in range(0, len(index), size)]
 
 

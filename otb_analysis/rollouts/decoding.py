@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.soft import SoftTokens, embeddings_of, log_density, mixtures, soft_inputs
 from otb_analysis.phases import advance, count_to
+from otb_analysis.rollouts.models import is_shared_out
 
 ROOM, SHARE = 32, 4  # A full cache grows by ROOM columns or by one SHARE-th of its length, whichever is more
 SPARSE = 0.8  # Rows that have ended leave the batch once no more than this share of it goes on
@@ -75,9 +75,8 @@ def decode(
     Raises:
         NonFiniteLogits: Logits of a row that goes on are NaN or infinite.
     """
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     # inference mode spares every small operation its bookkeeping; buffers of gathered shards are written in both modes
-    with torch.no_grad() if sharded else torch.inference_mode():
+    with torch.no_grad() if is_shared_out(model) else torch.inference_mode():
         thinking = _Thinking(model, len(contexts), draw) if draw.soft else None
         with soft_inputs(model, thinking and thinking.soft):
             tokens, logprobs = _draw(model, contexts, draw, thinking)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -124,6 +125,14 @@ def output_layer(model: PreTrainedModel) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise InputError(f"{type(model).__name__} has no output layer over a vocabulary; pass a causal language model.")
     return layer
+
+
+def is_shared_out(model: nn.Module) -> bool:
+    """Return whether each process holds only a part of the weights, under FSDP2 or DeepSpeed's ZeRO-3.
+
+    Processes then make every pass together.
+    """
+    return any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
 
 
 @contextmanager

@@ -546,14 +546,28 @@ def test_numbers_and_tables_reach_tensorboard_by_the_trainers_own_writer(runs, t
 
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+DEEPSPEED = ROOT / ".cache" / "deepspeed"
+"""Where `make test-trl` puts DeepSpeed, apart, so that no other test imports it."""
+ON_CPU = {"DS_ACCELERATOR": "cpu"}
+
+
+def zero(stage):
+    """Settings of DeepSpeed, with every weight shared out where the stage shares weights out."""
+    shared = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    left = dict.fromkeys(["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"], "auto")
+    return {"deepspeed": left | {"zero_optimization": shared, "zero_allow_untested_optimizer": True}}
+
+
+SHARDED = {"fsdp2": (FSDP2, {}), "zero2": (ON_CPU, zero(2)), "zero3": (ON_CPU, zero(3))}
 
 
 def by_two_processes(out, environment=None, **spec):
     """Train in two processes, and return what they printed as errors."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    paths = [str(ROOT), "deepspeed" in spec and str(DEEPSPEED), os.environ.get("PYTHONPATH")]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "default::RuntimeWarning",
         **(environment or {}),
@@ -565,14 +579,19 @@ def by_two_processes(out, environment=None, **spec):
     return done.stderr
 
 
-@pytest.mark.parametrize("peft", [False, True])
-def test_sharded_weights_give_the_run_of_whole_ones_and_watching_them_changes_nothing(tmp_path, peft):
+@pytest.mark.parametrize(
+    ("how", "peft"), [("fsdp2", False), ("fsdp2", True), ("zero3", False), ("zero3", True), ("zero2", False)]
+)
+def test_sharded_weights_give_the_run_of_whole_ones_and_watching_them_changes_nothing(tmp_path, how, peft):
+    environment, settings = SHARDED[how]
+    if settings and not DEEPSPEED.is_dir():
+        pytest.skip("no DeepSpeed here; `make test-trl` installs it")
     spec = {"per_device_train_batch_size": 6, "peft": peft}
     monitored = {**spec, "unchanged": True, "monitor": "run"}
     assert "OTBMonitor" not in by_two_processes(tmp_path / "whole", **monitored)
-    assert "OTBMonitor" not in by_two_processes(tmp_path / "sharded", FSDP2, **monitored)
-    by_two_processes(tmp_path / "unseen", FSDP2, unchanged=True, **spec)
-    by_two_processes(tmp_path / "ours", FSDP2, estimator="rloo", **spec)
+    assert "OTBMonitor" not in by_two_processes(tmp_path / "sharded", environment, **monitored, **settings)
+    by_two_processes(tmp_path / "unseen", environment, unchanged=True, **spec, **settings)
+    by_two_processes(tmp_path / "ours", environment, estimator="rloo", **spec, **settings)
     query = "select step, rollout, t, token, logprob, energy_proxy, advantage from tokens order by 1, 2, 3"
     whole, sharded, ours = (RunStore(tmp_path / name / "run").sql(query) for name in ("whole", "sharded", "ours"))
     assert whole["step"].max() == 2
@@ -586,19 +605,20 @@ def test_sharded_weights_give_the_run_of_whole_ones_and_watching_them_changes_no
         assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
 
 
-def test_norms_of_sharded_weights_are_refused_in_a_sentence_and_training_goes_on(tmp_path):
-    told = by_two_processes(tmp_path / "out", FSDP2, unchanged=True, monitor="run", gradients=1)
+@pytest.mark.parametrize("how", ["fsdp2", "zero3"])
+def test_norms_of_sharded_weights_are_refused_in_a_sentence_and_training_goes_on(tmp_path, how):
+    environment, settings = SHARDED[how]
+    if settings and not DEEPSPEED.is_dir():
+        pytest.skip("no DeepSpeed here; `make test-trl` installs it")
+    told = by_two_processes(tmp_path / "out", environment, unchanged=True, monitor="run", gradients=1, **settings)
     assert "OTBMonitor is off, training goes on: norms and gradients are to be measured" in told
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "deepspeed", "named"), [(True, False, "FSDP of version 1"), (False, True, "DeepSpeed")]
-)
-def test_other_ways_to_share_out_weights_are_refused_by_name(fsdp, deepspeed, named):
+def test_another_way_to_share_out_weights_is_refused_by_name():
     trainer = SimpleNamespace(
-        is_fsdp_enabled=fsdp, is_deepspeed_enabled=deepspeed, accelerator=SimpleNamespace(is_fsdp2=False)
+        is_fsdp_enabled=True, is_deepspeed_enabled=False, accelerator=SimpleNamespace(is_fsdp2=False)
     )
-    with pytest.raises(InputError, match=named):
+    with pytest.raises(InputError, match="FSDP of version 1"):
         refuse_unreadable(trainer, MeasureConfig())
 
 

@@ -79,6 +79,13 @@ def shard_on_cpu():
     accelerate.state.DistributedType = SimpleNamespace(**named)
 
 
+def without_compiler():
+    """Keep DeepSpeed from building its way to share memory between processes, which takes a minute."""
+    from deepspeed.comm import torch as backend
+
+    backend.build_shm_op = lambda: None
+
+
 class Kept(OTBGRPOTrainer):
     """Keeps every generated batch, with the rewards of all processes and energies of the policy at that moment."""
 
@@ -89,7 +96,7 @@ class Kept(OTBGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         call = {name: x.clone() for name, x in batch.items() if isinstance(x, torch.Tensor)}
-        if not self.is_fsdp_enabled:
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             policy = deepcopy(self.accelerator.unwrap_model(self.model))
             call["energy"] = energies(policy, batch, self.temperature)
         call["rewards"] = self._rewards_by_function.clone()
@@ -151,6 +158,8 @@ def main():
     spec = json.loads(sys.argv[1])
     if os.environ.get("ACCELERATE_USE_FSDP"):
         shard_on_cpu()
+    if "deepspeed" in spec:
+        without_compiler()
     torch.manual_seed(0)  # trl before 1.16 draws the adapters before it sets its seed
     trainer = made(**spec)
     trainer.train()
