@@ -3,18 +3,18 @@
 A callback of transformers never sees rollouts. This one finds its trainer when training begins, and looks at what two
 of its methods return, `_generate_and_score_completions` and `_calculate_rewards`; both results go on untouched. What
 TRL does not compute, Σπ² and the tests of the sampler, comes from the hidden states of TRL's own passes; a forward pass
-without gradients gives it for the first batch, and for all where those states would give other numbers.
+without gradients gives it for two batches, to compare, and for all where those states would give other numbers.
 """
 
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ from otb_analysis.integrations.trl_run import (
     stored_config,
 )
 from otb_analysis.integrations.trl_states import METHOD, CaughtStates
-from otb_analysis.measurement.forward import forward_statistics, statistics_of_states
+from otb_analysis.measurement.forward import ForwardPass, PolicyLogits, forward_statistics, statistics_of_states
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import token_table
 from otb_analysis.measurement.worst import worst_tables
@@ -68,10 +68,20 @@ OF_REWARDS = ("dead_groups", "n_zero_variance_groups", "rho", *(f"power_{name}" 
 """Numbers that describe the training only where TRL's advantages come from the rewards that we see."""
 OF_LENGTH = ("length", "truncated", "reward_length_corr")
 """Numbers that are wrong where rollouts cut at the limit are not seen, beside `OF_SAMPLING`."""
+OLD = "old_per_token_logps", "old_logps"
+"""What a batch has where TRL read it at once, in GRPOTrainer and RLOOTrainer."""
+AGAIN = 10
+"""Which batch is read both ways like the first: by then adapters that began at zero say something."""
+ROUNDED = 2 * BFLOAT16
+"""Root mean square of what log-probabilities of the same weights differ by in lower precision than float32, at most."""
 SHARE, FIRST = 0.07, 10
 """Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
 CHECKED = 0.8
 """Part of that time behind which batches go without the sampling check, which costs more than all else on a CPU."""
+
+
+T = TypeVar("T")
+Observer = Callable[[PolicyLogits], None] | None
 
 
 @dataclass(frozen=True)
@@ -158,9 +168,9 @@ class OTBMonitor(TrainerCallback):
             if self._record.run:
                 self._log = self._new_log(stored)
             self._step = first_batch(trainer) - 1
-            self._watch(trainer)
             if _catchable(trainer):
                 self._caught = CaughtStates(trainer, policy_of(trainer))
+            self._watch(trainer)
         except Exception as error:
             self._tell("begin", f"OTBMonitor is off, training goes on: {error}")
 
@@ -225,16 +235,15 @@ class OTBMonitor(TrainerCallback):
 
     def _observe(self, batch: Mapping[str, Any]) -> None:
         """Look at a batch that was generated: at once, or when its loss has read it."""
-        read = batch.get("old_per_token_logps") is not None
-        if self._caught is not None and not read:  # what was read is the reference policy
-            self._caught.begin()
-        if self._caught is not None and self._agreed and not self._measurer.due(self._step, 1):
+        read = any(batch.get(name) is not None for name in OLD)
+        measured = self._measurer.due(self._step, 1)  # no states wait beside gradients
+        if self._caught is not None and (measured or not read):  # what was read is the reference policy
+            self._caught.close() if measured else self._caught.begin()
+        if self._caught is not None and self._agreed and not measured and self._n_batches != AGAIN:
             self._pending = batch
         else:
             self._look(batch, caught=False)
-            self._compares = self._caught is not None and not self._agreed
-        if self._caught is not None and self._pending is None and not self._compares:
-            self._caught.open = False  # nobody asks for this batch's states
+            self._compares = self._mine is not None and not measured
         if read:
             self._look_back()
 
@@ -253,32 +262,65 @@ class OTBMonitor(TrainerCallback):
             self._look(batch, caught=True)
         if not self._compares:
             return
-        start, agrees, self._compares = perf_counter(), False, False
+        start, self._compares = perf_counter(), False
+        n, agrees = 0, False
         try:
-            assert self._mine is not None and self._caught is not None
-            drafts, rollouts, mine = self._mine
-            with self._scoring():
-                states = self._caught.of(drafts)
-                theirs = statistics_of_states(self._policy, rollouts, states, self._trainer.temperature, self._size)
-            gap = np.abs(theirs.stats.logprob - mine)
-            agrees = bool(gap.max(initial=0.0) <= (FLOAT32 if states[0].dtype == torch.float32 else BFLOAT16))
-        except Exception as error:  # then a pass of ours reads every batch, as it read this one
-            logging.getLogger(__name__).info("the trainer's own passes are not read: %s", error)
-        self._mine, self._agreed = None, all(gather_object([agrees]))
-        if not self._agreed:
+            assert self._mine is not None
+            (drafts, rollouts, own), self._mine = self._mine, None
+            theirs = self._of_caught(drafts, rollouts)
+            gap = (theirs.stats.logprob - own)[theirs.mask.cpu().numpy()]
+            n, agrees = gap.size, self._are_alike(gap)
+            why = "" if agrees else f"by {np.abs(gap).max():.3g} nats they are not those of a pass of ours"
+        except Exception as error:
+            why = str(error)
+        every = gather_object([(n, agrees)])
+        agreed = all(agrees for _, agrees in every)
+        self._agreed = agreed and (self._agreed or any(n for n, _ in every))  # a batch without a token shows nothing
+        if not agreed:  # then a pass of ours reads every batch, as it read this one
+            logging.getLogger(__name__).info("the trainer's own passes are not read: %s", why)
             self._catch_no_more()
         self._spent += perf_counter() - start
+
+    def _of_caught(self, drafts: Sequence[Draft], rollouts: Rollouts, observe: Observer = None) -> ForwardPass:
+        """Score rollouts by the states that the trainer's passes left.
+
+        Raises:
+            InputError: A rollout was in none of them, or the trainer changes logits behind its output layer.
+            NonFiniteError: A logit is not finite.
+        """
+        assert self._caught is not None
+        caught = self._caught.of(drafts)
+        with self._scoring():
+            states = [one.states for one in caught]
+            forward = statistics_of_states(self._policy, rollouts, states, self._trainer.temperature, observe)
+        inside = forward.mask.cpu().numpy()
+        theirs = np.concatenate([one.logprob[row[: len(one.logprob)]] for one, row in zip(caught, inside, strict=True)])
+        if not self._are_alike(gap := forward.stats.logprob[inside] - theirs):
+            raise InputError(
+                f"log-probabilities of the trainer differ by {np.abs(gap).max():.3g} nats from those of its output "
+                "layer; a pass of ours reads the next."
+            )
+        return forward
+
+    def _are_alike(self, gap: Float) -> bool:
+        """Whether log-probabilities of the same weights differ by rounding alone [K]."""
+        precise = self._trainer.accelerator.mixed_precision == "no" and self._policy.dtype == torch.float32
+        if not gap.size:
+            return True
+        return bool(np.abs(gap).max() <= FLOAT32 if precise else np.sqrt(np.mean(gap**2)) <= ROUNDED)
 
     def _look(self, batch: Mapping[str, Any], caught: bool) -> None:
         """Score this process's rollouts, send them to the others, and write; every process sends, whatever failed."""
         from accelerate.utils import gather_object
 
-        trainer, local, fault, start = self._trainer, list[SeenBatch](), "", perf_counter()
-        try:
-            local = [self._seen(batch, caught)]
-        except Exception as error:
-            fault, self._check = f"{type(error).__name__}: {error}", SamplingCheck()  # without half a batch
-        parts, faults = gather_object(local), [text for text in gather_object([fault]) if text]
+        trainer, start = self._trainer, perf_counter()
+        read, faults = _on_all(lambda: self._rollouts_of(batch))  # before a pass that all must make together
+        seen = None
+        if read is not None and not faults:
+            seen, faults = _on_all(lambda: self._seen(batch, *read, caught))
+        parts: list[SeenBatch] = gather_object([] if faults else [seen])
+        if faults:
+            self._check = SamplingCheck()  # without half a batch
         if faults and caught:
             self._catch_no_more()
         if trainer.accelerator.is_main_process:
@@ -290,25 +332,32 @@ class OTBMonitor(TrainerCallback):
                 self._tell("batch", f"OTBMonitor has nothing on batch {self._step}, training goes on: {error}")
         self._spent += perf_counter() - start
 
-    def _seen(self, batch: Mapping[str, Any], caught: bool) -> SeenBatch:
-        """Return what this process's rows say, by the states caught of them or by a forward pass that draws nothing.
+    def _rollouts_of(self, batch: Mapping[str, Any]) -> tuple[Sequence[Draft], Rollouts]:
+        """Return this process's rollouts.
 
         Raises:
-            InputError: The batch holds images, or a rollout was in none of the trainer's passes.
-            NonFiniteError: A logit is not finite.
+            InputError: The batch holds images.
         """
         if "pixel_values" in batch:
             raise InputError("the batch holds images, which our forward pass does not read.")
-        trainer, tokenizer = self._trainer, self._tokenizer
-        drafts = drafts_of(batch, tokenizer, ends_of(trainer, tokenizer))
-        rollouts = collated(drafts, special_id(tokenizer, "pad"))
-        settings = trainer.temperature, self._size, self._check.observe if self._checks else None
-        with self._scoring():
-            if caught and self._caught is not None:
-                forward = statistics_of_states(self._policy, rollouts, self._caught.of(drafts), *settings)
-            else:
-                forward = forward_statistics(self._policy, rollouts, *settings)
-                self._mine = None if self._agreed else (drafts, rollouts, forward.stats.logprob)
+        drafts = drafts_of(batch, self._tokenizer, ends_of(self._trainer, self._tokenizer))
+        return drafts, collated(drafts, special_id(self._tokenizer, "pad"))
+
+    def _seen(self, batch: Mapping[str, Any], drafts: Sequence[Draft], rollouts: Rollouts, caught: bool) -> SeenBatch:
+        """Return what this process's rows say, by the states caught of them or by a forward pass that draws nothing.
+
+        Raises:
+            InputError: A rollout was in none of the trainer's passes, or these are not to be relied on.
+            NonFiniteError: A logit is not finite.
+        """
+        observe = self._check.observe if self._checks else None
+        if caught:
+            forward = self._of_caught(drafts, rollouts, observe)
+        else:
+            size = self._trainer.args.per_device_train_batch_size
+            with self._scoring():
+                forward = forward_statistics(self._policy, rollouts, self._trainer.temperature, size, observe)
+            self._mine = None if self._caught is None else (drafts, rollouts, forward.stats.logprob)
         table, width = token_table(rollouts, forward, None), rollouts.width
         advantage = batch["advantages"].double().cpu().numpy()
         advantage = np.broadcast_to(advantage.reshape(len(advantage), -1), batch["completion_ids"].shape)
@@ -323,7 +372,7 @@ class OTBMonitor(TrainerCallback):
         pairs = {
             "sampler": None if behavior is None else (own if old is None else old) - behavior,
             "reference": None if reference is None else reference - own,
-            "trainer": None if old is None else old - own,
+            "trainer": None if old is None or caught else old - own,  # of caught states they are the same
         }
         ratios = {name: pair[table.mask] for name, pair in pairs.items() if pair is not None}
         checked = self._check.rows(rollouts, table) if self._checks else {}
@@ -339,17 +388,12 @@ class OTBMonitor(TrainerCallback):
         """Let a pass of ours read every batch from here on."""
         if self._caught is not None:
             self._caught.release()
-        self._caught = None
+        self._caught = self._mine = None
 
     @property
     def _policy(self) -> Any:
         """The language model without wrappers."""
         return policy_of(self._trainer)
-
-    @property
-    def _size(self) -> int:
-        """Rollouts of one pass."""
-        return self._trainer.args.per_device_train_batch_size
 
     @property
     def _tokenizer(self) -> Any:
@@ -455,6 +499,18 @@ class OTBMonitor(TrainerCallback):
             tell(message)
 
 
+def _on_all(make: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """Return what this process makes, and what failed on any of them."""
+    from accelerate.utils import gather_object
+
+    made, fault = None, ""
+    try:
+        made = make()
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    return made, [text for text in gather_object([fault]) if text]
+
+
 def _calling_trainer(args: TrainingArguments) -> Any:
     """Return the trainer with these arguments among the callers: transformers hands a callback everything else.
 
@@ -475,7 +531,8 @@ def _catchable(trainer: Any) -> bool:
     policy = policy_of(trainer)
     settings = policy.config.get_text_config().to_dict()
     drawn = any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules())
-    drawn |= any(value for name, value in settings.items() if "drop" in name and isinstance(value, float))
+    every = (settings, *map(vars, getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {}).values()))
+    drawn |= any(value for one in every for name, value in one.items() if "drop" in name and isinstance(value, float))
     args = trainer.args  # several GPUs in one process are replicas in threads
     shared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or args.torch_compile or args.n_gpu > 1
     return hasattr(trainer, METHOD) and not drawn and not shared

@@ -305,7 +305,8 @@ class _View:
         """
         row, token = self.mask.nonzero(as_tuple=True)
         if states is not None:
-            hidden = torch.cat([one[inside[: len(one)]] for one, inside in zip(states, self.mask, strict=True)])
+            rows = zip(states, self.mask.to(states[0].device), strict=True)
+            hidden = torch.cat([one[inside[: len(one)]] for one, inside in rows]).to(self.mask.device)
             return finite(output_layer(model)(hidden), row, token), hidden.detach()
         if prompts is None:
             inputs = {"input_ids": self.ids, "attention_mask": self.attention, "use_cache": False}
@@ -394,19 +395,19 @@ def statistics_of_states(
     rollouts: Rollouts,
     states: Sequence[Tensor],
     temperature: float,
-    size: int = 0,
     observe: Callable[[PolicyLogits], None] | None = None,
 ) -> ForwardPass:
     """Do what `forward_statistics` does where other passes have made the final hidden states: call the output layer.
 
-    `states` are those before every completion token, [T_i, d] a rollout. A model that changes its logits behind the
-    output layer (soft caps, scales) gets other numbers than by `forward_statistics`.
+    `states` are those before every completion token, [T_i, d] a rollout, on any device; at once as many as fit into
+    memory. A model that changes its logits behind the output layer (soft caps, scales) gets other numbers than by
+    `forward_statistics`.
 
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
     wanted, passes = ForwardOutputs(hidden=False, observe=observe), []
-    parts = micro_batches(model, rollouts, size)
+    parts = micro_batches(model, rollouts)
     for part in parts:
         try:
             own = [states[n] for n in part.tolist()]

@@ -28,6 +28,7 @@ from otb_analysis.integrations.monitor import OTBMonitor
 from otb_analysis.integrations.run_log import RunLog
 from otb_analysis.integrations.trl_run import refuse_unreadable
 from otb_analysis.integrations.trl_states import CaughtStates
+from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.store import RunStore
 
 ROOT = Path(__file__).parent.parent.parent
@@ -191,6 +192,26 @@ def passes(monkeypatch):
     return count
 
 
+def scale(model):
+    """Let a model change its logits behind its output layer."""
+
+    def scaled(module, inputs, output):
+        if getattr(output, "logits", None) is not None:
+            output.logits = 1.5 * output.logits
+
+    model.register_forward_hook(scaled)
+
+
+class SimpleCallback(TrainerCallback):
+    """Remembers each update."""
+
+    def __init__(self, updates):
+        self.updates = updates
+
+    def on_step_end(self, *args, **kwargs):
+        self.updates.append(1)
+
+
 TWICE = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 8}
 SMALLER = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 SEVERAL = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
@@ -216,14 +237,91 @@ def test_passes_in_training_mode_are_not_read_where_they_draw(runs, tmp_path, pa
     assert passes == {"forward_statistics": 3}
 
 
+def test_an_adapter_that_draws_without_a_layer_for_it_is_not_read_either(runs, tmp_path, passes):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", peft=True)
+    trainer.model.peft_config["default"].module_dropout = 0.1
+    trainer.train()
+    assert passes == {"forward_statistics": 3}
+
+
+@pytest.mark.parametrize("spec", [{"bf16": True}, {"model_dtype": "bfloat16"}])
+def test_rounded_passes_of_the_trainer_are_read_too(runs, tmp_path, passes, spec):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", **spec)
+    trainer.train()
+    assert passes == {"forward_statistics": 1, "statistics_of_states": 3}
+    assert RunStore(tmp_path / "run").complete_steps() == [0, 1, 2]
+
+
+def test_a_first_batch_without_a_token_shows_nothing(runs, tmp_path, passes):
+    """The model scales its logits; a batch whose tokens are all a tool's would agree with anything."""
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", tools=True)
+    rollout, calls = trainer.rollout_func, []
+
+    def tool_alone(prompts, of):
+        calls.append(found := rollout(prompts, of))
+        return found | ({"env_mask": [[0] * 5] * len(prompts)} if len(calls) == 1 else {})
+
+    trainer.rollout_func = tool_alone
+    scale(trainer.model)
+    trainer.train()
+    assert passes["forward_statistics"] == 3 and RunStore(tmp_path / "run").complete_steps() == [1, 2]
+
+
+def test_the_comparison_is_made_again_once_adapters_are_no_longer_zero(runs, tmp_path, passes, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("otb_analysis.integrations.monitor"), "AGAIN", 3)
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", max_steps=5)
+    layer, update = trainer.model.model.layers[0], []
+    layer.register_forward_hook(lambda module, _, out: out + 0.1 * len(update) if module.training else out)
+    trainer.add_callback(SimpleCallback(update))
+    trainer.train()
+    assert passes == {"forward_statistics": 4, "statistics_of_states": 3}
+
+
+def test_a_rloo_batch_that_spans_updates_is_read_as_it_is_generated(watched, passes):
+    _, store, batches = watched(rloo=True, beta=0.0, **TWICE)
+    assert passes == {"forward_statistics": 1, "statistics_of_states": len(batches)} and len(batches) > 1
+    for step, batch in enumerate(batches):
+        stored = store.sql(f"select energy_proxy from tokens where step = {step} order by rollout, t")
+        np.testing.assert_allclose(
+            stored["energy_proxy"], batch["energy"].numpy()[batch["completion_mask"].bool().numpy()], atol=1e-5
+        )
+
+
+def test_an_error_of_the_training_leaves_no_states_behind(runs, tmp_path):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", **SMALLER)
+    monitor = next(one for one in trainer.callback_handler.callbacks if isinstance(one, OTBMonitor))
+
+    def interrupted(module, inputs):  # in the second half of a batch
+        if module.training and monitor._caught._caught:
+            raise KeyboardInterrupt
+
+    hook = trainer.model.model.layers[0].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not monitor._caught._caught and not monitor._caught._open
+    hook.remove()
+    trainer.evaluate()
+    assert not monitor._caught._caught
+
+
+@pytest.mark.parametrize("spec", [{"gradients": 2}, {"gradients": 1, **TWICE}])
+def test_no_states_wait_while_gradients_are_measured(runs, tmp_path, monkeypatch, spec):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", **spec)
+    monitor = next(one for one in trainer.callback_handler.callbacks if isinstance(one, OTBMonitor))
+    measure, kept = GradientMeasurer.measure, []
+
+    def measured(*args, **kwargs):
+        kept.append(monitor._caught and len(monitor._caught._caught))
+        return measure(*args, **kwargs)
+
+    monkeypatch.setattr(GradientMeasurer, "measure", measured)
+    trainer.train()
+    assert kept and not any(kept[:: spec["gradients"]])  # of the steps that were measured
+
+
 def test_a_model_whose_logits_are_more_than_its_output_layer_is_read_by_passes_of_ours(runs, tmp_path, passes):
     trainer = runs.made(tmp_path, unchanged=True, monitor="run")
-
-    def scale(module, inputs, output):
-        if getattr(output, "logits", None) is not None:
-            output.logits = 1.5 * output.logits
-
-    trainer.model.register_forward_hook(scale)
+    scale(trainer.model)
     trainer.train()
     assert passes == {"forward_statistics": 3, "statistics_of_states": 1}
     assert RunStore(tmp_path / "run").complete_steps() == [0, 1, 2]
@@ -231,13 +329,13 @@ def test_a_model_whose_logits_are_more_than_its_output_layer_is_read_by_passes_o
 
 def test_a_pass_that_cannot_be_looked_at_costs_one_batch_its_numbers(runs, tmp_path, passes, monkeypatch):
     trainer = runs.made(tmp_path, unchanged=True, monitor="run", max_steps=4)
-    keep, calls = CaughtStates._keep, []
+    keep, calls = CaughtStates._found, []
 
     def failing(states, *args):
         calls.append(args)
         return keep(states, *args) if len(calls) == 1 else 1 / 0
 
-    monkeypatch.setattr(CaughtStates, "_keep", failing)
+    monkeypatch.setattr(CaughtStates, "_found", failing)
     with pytest.warns(RuntimeWarning) as told:
         trainer.train()
     assert len(said(told)) == 1 and "nothing on batch 1" in said(told)[0] and "ZeroDivisionError" in said(told)[0]

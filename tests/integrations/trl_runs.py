@@ -121,6 +121,7 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
     """
     monitor, rloo, rollouts = spec.pop("monitor", ""), spec.pop("rloo", False), spec.pop("rollouts", None)
     share, every = spec.pop("share", math.inf), spec.pop("gradients", 0)
+    dtype = getattr(torch, spec.pop("model_dtype", "float32"))
     watched = MeasureConfig(exact=Schedule(), gradients=Schedule(every))
     ours = {name: spec.pop(name) for name in ("estimator", "options", "if_exists") if name in spec}
     functions = [REWARDS[name] for name in rewards]
@@ -129,11 +130,13 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
     settings = {
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 3,
         "learning_rate": 1e-2, "logging_steps": 1, "temperature": 0.8, "save_strategy": "no", "report_to": "none",
+        "bf16": False,
     }  # fmt: skip
     arguments = (RLOOConfig if rloo else GRPOConfig)(
-        output_dir=str(out), use_cpu=True, bf16=False, disable_tqdm=True, shuffle_dataset=False, **(settings | spec)
+        output_dir=str(out), use_cpu=True, disable_tqdm=True, shuffle_dataset=False, **(settings | spec)
     )
     model, tokenizer = tiny()
+    model = model.to(dtype)
     data = Dataset.from_dict({"prompt": PROMPTS, "answer": [str(i) for i in range(len(PROMPTS))]})
     if not unchanged:
         plan = MeasureConfig(exact=Schedule(every=measure, prompts=0))
