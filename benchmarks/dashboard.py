@@ -215,19 +215,24 @@ def run(config: DashboardBenchConfig) -> Report:
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = config.root or Path(temporary)
-        large = Shape(config.steps, config.measured, config.tokens)
         small = Shape(config.many_steps, config.many_measured, config.many_tokens)
         with phase("writing the runs"):
-            one = write_runs(folder / "one", 1, large, config.compacted)
-            many = write_runs(folder / "many", config.runs, small, config.compacted)
-        names = {one: f"1 of {config.steps:,} steps", many: f"{config.runs} of {config.many_steps:,} steps"}
+            names = dict[Path, str]()
+            for measured in config.measured:
+                shape = Shape(config.steps, measured, config.tokens)
+                root = write_runs(folder / f"one-{measured}", 1, shape, config.compacted)
+                names[root] = f"1 of {config.steps:,} steps, {measured} measured"
+            one, *_ = names
+            names[write_runs(folder / "many", config.runs, small, config.compacted)] = (
+                f"{config.runs} of {config.many_steps:,} steps"
+            )
         with browser() as chromium:
             pages = menu(chromium, one, config.port)
             timed = [name for name in pages if not config.pages or name.lower() in config.pages]
             with phase("opening each page alone"):
                 rows = [
                     {"runs": names[root], "page": name} | timed_page(chromium, root, pages[name], config)
-                    for root, name in counted(list(product((one, many), timed)), "page")
+                    for root, name in counted(list(product(names, timed)), "page")
                 ]
             with phase("opening a page of one point"):
                 point = one_point_page(chromium, config.port)
@@ -311,7 +316,8 @@ def seconds_per_step(
 
     The steps are as large as those of the large run; the new ones are not measured.
     """
-    shape = Shape(steps, max(1, config.measured * steps // config.steps), config.tokens * steps // config.steps)
+    measured = max(1, config.measured[0] * steps // config.steps)
+    shape = Shape(steps, measured, config.tokens * steps // config.steps)
     shutil.rmtree(root, ignore_errors=True)
     writer = write_synthetic_run(root, "followed", shape, finish=False)
     rng, seconds = np.random.default_rng(1), dict[str, dict[str, float]]()

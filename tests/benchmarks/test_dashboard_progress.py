@@ -41,12 +41,12 @@ def test_every_part_of_the_work_is_a_phase_and_counts_its_pages(tmp_path, monkey
     for name, by in replaced.items():
         monkeypatch.setattr(dashboard, name, by)
     with phase("otb bench dashboard") as whole:
-        dashboard.run(DashboardBenchConfig(root=tmp_path, pages=("run", "tokens"), followed=(12,)))
+        dashboard.run(DashboardBenchConfig(root=tmp_path, measured=(3, 5), pages=("run", "tokens"), followed=(12,)))
         assert whole.total is None  # no count of one part is left behind for the next
     alone, after, grown = "opening each page alone", "opening one page after the other", "following a run of 12 steps"
     assert list(dict.fromkeys(said)) == [
         ("writing the runs", 1, None),
-        *((alone, page, 4) for page in (1, 2, 3, 4)),
+        *((alone, page, 6) for page in range(1, 7)),
         ("opening a page of one point", 1, None),
         *((after, page, 3) for page in (1, 2, 3)),
         *((grown, page, 3) for page in (1, 2, 3)),
