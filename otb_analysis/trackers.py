@@ -1,9 +1,9 @@
-"""Numbers and tables for trackio, wandb, mlflow and tensorboard, each through its own package."""
+"""Numbers, tables and traces for trackio, wandb, mlflow and tensorboard, each through its own package."""
 
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
@@ -41,6 +41,10 @@ def check_trackers(names: Sequence[str]) -> None:
             raise InputError(f"trackers holds {name!r}; {nearest(name, TRACKERS)}")
 
 
+TRACED = ("prompt", "completion")
+"""A table with these columns holds rollouts: each is a trace as well, where a tracker has them."""
+
+
 def send(name: str, numbers: Mapping[str, float], tables: Tables, step: int | None, writer: Any = None) -> None:
     """Send to the run of a tracker that this process has begun, whoever began it.
 
@@ -68,9 +72,25 @@ def send(name: str, numbers: Mapping[str, float], tables: Tables, step: int | No
         mlflow.log_metrics(dict(numbers), step=step)
         for key, table in frames.items():  # a file for each step: mlflow reads and writes all of one to add rows
             mlflow.log_table(table, f"{key}/{step or 0:06d}.json")
+        for key, prompt, completion, about in _traces(frames):
+            with mlflow.start_span(key, attributes=about | {"step": step}) as span:
+                span.set_inputs(prompt)
+                span.set_outputs(completion)
     else:
         tracker = import_module(name)
-        tracker.log({**numbers, **{key: tracker.Table(dataframe=table) for key, table in frames.items()}}, step=step)
+        found: dict[str, Any] = {key: tracker.Table(dataframe=table) for key, table in frames.items()}
+        for key, prompt, completion, about in _traces(frames) if name == "trackio" else ():  # wandb has another package
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            found[key] = tracker.Trace(messages=messages, metadata=about)
+        tracker.log({**numbers, **found}, step=step)
+
+
+def _traces(tables: Mapping[str, pd.DataFrame]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Yield each rollout that a table holds: its name, prompt, completion, and what else stands there."""
+    for key, table in tables.items():
+        for k, row in enumerate(table.to_dict("records") if set(TRACED) <= set(table) else ()):
+            about = {str(name): value for name, value in row.items() if name not in TRACED}
+            yield f"{key}/{k}", row["prompt"], row["completion"], about
 
 
 class Trackers:

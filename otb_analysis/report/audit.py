@@ -10,6 +10,7 @@ import pandas as pd
 
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import AuditReport
+from otb_analysis.answers.telling import telling_rollouts
 from otb_analysis.atomic import atomic_file
 from otb_analysis.checks.bookkeeping import bookkeeping_lines
 from otb_analysis.checks.sampling_report import sampling_lines
@@ -142,7 +143,7 @@ def audit_record(report: AuditReport) -> dict[str, object]:
 
 
 def send_audit(run: RunAnswers, report: AuditReport, names: Sequence[str]) -> None:
-    """Send to trackers the scalars of a run's steps and, at its last step, what `audit.html` says as tables.
+    """Send to trackers the scalars of a run's steps and, at its last step, what `audit.html` says and what to read.
 
     Where a tracker fails, that is one warning.
     """
@@ -154,6 +155,8 @@ def send_audit(run: RunAnswers, report: AuditReport, names: Sequence[str]) -> No
         grids = [part.frame for part in part_of.parts if isinstance(part, Grid)]
         tables |= {f"{name}_{k + 1}": frame for k, frame in enumerate(grids)}
     rows = run.store.steps_df().to_dict("records")
+    last = int(rows[-1]["step"])
+    tables["audit/worth_reading"] = pd.DataFrame(telling_rollouts(run.store, last, last))
     shutil.rmtree(run.store.path / "tensorboard-audit", ignore_errors=True)  # it would hold every point twice
     with closing(Trackers(names, run.store.path, kind="-audit")) as trackers:
         for row in rows:

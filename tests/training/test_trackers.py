@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 import warnings
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -72,6 +72,9 @@ class Tracker:
     def Table(self, dataframe):
         return dataframe
 
+    def Trace(self, messages, metadata):
+        return SimpleNamespace(columns=(), messages=messages, metadata=metadata)
+
     def log(self, values, step=None):
         if step in self.fails:
             raise TimeoutError
@@ -102,7 +105,12 @@ def test_tracker_gets_scalars_of_every_step_and_tables_of_the_worst_tokens(confi
     assert [(step, row["reward_mean"]) for step, row in tracker.rows] == list(
         steps[["step", "reward_mean"]].itertuples(index=False, name=None)
     )
-    assert set(tracker.tables) == {(0, "tokens"), (0, "rollouts")}  # three steps, a table every ten
+    traces = {(0, f"rollouts/{k}") for k in range(3)} if name == "trackio" else set()
+    assert set(tracker.tables) == {(0, "tokens"), (0, "rollouts")} | traces  # three steps, a table every ten
+    for k, (_, key) in enumerate(sorted(traces)):
+        row, trace = tracker.tables[0, "rollouts"].iloc[k], tracker.tables[0, key]
+        assert [said["content"] for said in trace.messages] == [row["prompt"], row["completion"]]
+        assert trace.metadata["reward"] == row["reward"] and trace.metadata["share"] == row["share"]
     tokens, rollouts = tracker.tables[0, "tokens"], tracker.tables[0, "rollouts"]
     assert len(tokens) == 10 and len(rollouts) == 3 and tokens["share"].is_monotonic_decreasing
     # The largest A²w of the stored columns, as a share of their sum.
@@ -112,13 +120,22 @@ def test_tracker_gets_scalars_of_every_step_and_tables_of_the_worst_tokens(confi
 
 
 def test_mlflow_gets_numbers_and_a_file_per_table(config, monkeypatch):
-    calls = []
+    calls, spans = [], []
+
+    @contextmanager
+    def start_span(name, attributes):
+        spans.append(one := {"name": name, **attributes})
+        said, did = (lambda x, key=key: one.update({key: x}) for key in ("said", "did"))
+        yield SimpleNamespace(set_inputs=said, set_outputs=did)
+
     names = ("set_experiment", "start_run", "log_metrics", "log_table", "end_run")
     module = {
         name: (lambda *words, name=name, **named: calls.append((name, *words, *named.values()))) for name in names
     }
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(**module))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(**module, start_span=start_span))
     train(replace(config, trackers=("mlflow",)))
+    assert [span["name"] for span in spans] == [f"rollouts/{k}" for k in range(3)] and {s["step"] for s in spans} == {0}
+    assert all(span["said"] and isinstance(span["did"], str) and "reward" in span for span in spans)
     assert calls[:2] == [("set_experiment", "otb-analysis"), ("start_run", "tracked")] and calls[-1] == ("end_run",)
     assert [call[2] for call in calls if call[0] == "log_metrics"] == [0, 1, 2]
     assert [call[2] for call in calls if call[0] == "log_table"] == ["tokens/000000.json", "rollouts/000000.json"]
@@ -190,7 +207,7 @@ def test_an_audit_of_a_run_reaches_a_tracker_with_its_scalars_and_what_it_says(o
     verdict = tracker.tables[steps["step"].iloc[-1], "audit/verdict"]["sentence"].tolist()
     assert verdict and all(sentence in " ".join(capsys.readouterr().out.split()) for sentence in verdict[:1])
     names = {name for _, name in tracker.tables}
-    assert names >= {"audit/verdict", "audit/rollouts", "audit/estimators_1", "audit/proxy_1"}
+    assert names >= {"audit/verdict", "audit/rollouts", "audit/estimators_1", "audit/proxy_1", "audit/worth_reading/0"}
 
 
 def test_what_a_tracker_prints_is_no_part_of_the_json_of_an_audit(otb_run, stand_in, tmp_path, capsys, monkeypatch):
