@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import new_group
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from otb_analysis.checks.sampling import BFLOAT16, FLOAT32, SamplingCheck
@@ -36,6 +37,7 @@ from otb_analysis.integrations.run_log import RecordConfig, RunLog, tell
 from otb_analysis.integrations.trl_batch import (
     READ,
     WATCHED,
+    GatheredBatch,
     ScoredDraft,
     collated,
     drafts_of,
@@ -48,6 +50,7 @@ from otb_analysis.integrations.trl_batch import (
 from otb_analysis.integrations.trl_run import (
     OF_SAMPLING,
     first_batch,
+    measured_batch,
     paid,
     policy_of,
     refuse_unreadable,
@@ -56,11 +59,13 @@ from otb_analysis.integrations.trl_run import (
 )
 from otb_analysis.integrations.trl_states import METHOD, CaughtStates
 from otb_analysis.measurement.forward import ForwardPass, PolicyLogits, forward_statistics, statistics_of_states
-from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.measurement.measurer import GradientMeasurer, Measurement
 from otb_analysis.measurement.table import token_table
 from otb_analysis.measurement.worst import worst_tables
+from otb_analysis.processes import PATIENCE, SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, Rollouts
+from otb_analysis.store import StepTables
 from otb_analysis.trackers import TRACKERS, send
 from otb_analysis.types import Estimate, Float
 
@@ -142,6 +147,7 @@ class OTBMonitor(TrainerCallback):
         self._n_updates = 0
         self._told: dict[str, int] = {}
         self._caught: CaughtStates | None = None  # None where a pass of ours reads every batch
+        self._shares = False  # Whether processes measure a batch together
         self._agreed = False  # Whether the caught states of a batch gave the numbers of our pass
         self._compares = False  # Whether that is yet to be seen
         self._mine: tuple[Sequence[Draft], Rollouts, Float] | None = None  # What our pass made of a batch: log π [N, T]
@@ -164,15 +170,30 @@ class OTBMonitor(TrainerCallback):
             self._trains = {"group": "grpo", "rloo": "rloo"}.get(scale, "group_mean")
             trains = {"name": self._trains, "energy": "proxy", "options": {}}
             stored = stored_config(trainer, self._record, trains, "OTBMonitor")
-            self._measurer = GradientMeasurer(policy_of(trainer), self._record.measure, trainer.temperature, run=stored)
             if self._record.run:
                 self._log = self._new_log(stored)
+            self._measurer = self._measures(trainer, stored)
             self._step = first_batch(trainer) - 1
             if _catchable(trainer):
                 self._caught = CaughtStates(trainer, policy_of(trainer))
             self._watch(trainer)
         except Exception as error:
             self._tell("begin", f"OTBMonitor is off, training goes on: {error}")
+
+    def _measures(self, trainer: Any, stored: Mapping[str, Any]) -> GradientMeasurer:
+        """Return what measures gradients; several processes that store a run share its prompts out."""
+        from accelerate.utils import gather_object
+
+        plan, processes = self._record.measure, SINGLE_PROCESS
+        stores = all(gather_object([self._log is not None]))
+        self._shares = (
+            trainer.accelerator.num_processes > 1 and stores and any(one.every for one in plan.schedules.values())
+        )
+        if self._shares:
+            state = trainer.accelerator.state
+            host: Any = new_group(backend="gloo", timeout=PATIENCE)  # beside what the training exchanges
+            processes = Processes(state.process_index, state.num_processes, state.device, host=host)
+        return GradientMeasurer(policy_of(trainer), plan, trainer.temperature, run=stored, processes=processes)
 
     def _new_log(self, stored: Mapping[str, Any]) -> RunLog | None:
         """Return the log of this training; None where an earlier one made the run that must not be replaced."""
@@ -319,6 +340,11 @@ class OTBMonitor(TrainerCallback):
         if read is not None and not faults:
             seen, faults = _on_all(lambda: self._seen(batch, *read, caught))
         parts: list[SeenBatch] = gather_object([] if faults else [seen])
+        gathered = found = None
+        if not faults and self._shares and self._measurer.due(self._step, 1):
+            gathered, faults = _on_all(lambda: self._gathered(parts))
+            if gathered is not None and not faults:
+                found, faults = _on_all(lambda: measured_batch(self._measurer, self._step, *gathered))
         if faults:
             self._check = SamplingCheck()  # without half a batch
         if faults and caught:
@@ -327,7 +353,7 @@ class OTBMonitor(TrainerCallback):
             try:
                 if faults:
                     raise InputError(faults[0])
-                self._write(parts, start)
+                self._write(parts, gathered or self._gathered(parts), found, start)
             except Exception as error:
                 self._tell("batch", f"OTBMonitor has nothing on batch {self._step}, training goes on: {error}")
         self._spent += perf_counter() - start
@@ -401,40 +427,54 @@ class OTBMonitor(TrainerCallback):
         processing = self._trainer.processing_class
         return getattr(processing, "tokenizer", processing)
 
-    def _write(self, parts: Sequence[SeenBatch], start: float) -> None:
-        """Log and store the batch of all processes; on the main process."""
-        trainer, log, tokenizer = self._trainer, self._log, self._tokenizer
-        rewards, by_function = paid(trainer, self._rewards)
+    def _gathered(self, parts: Sequence[SeenBatch]) -> tuple[GatheredBatch, Estimate] | None:
+        """Return the batch of all processes with the advantages that train; None where no rollout is left."""
+        rewards, by_function = paid(self._trainer, self._rewards)
         every = [one for part in parts for one in part.scored]
-        group = np.arange(len(every)) // trainer.num_generations
-        whole = gathered_batch(every, rewards, by_function, group, tokenizer)
+        group = np.arange(len(every)) // self._trainer.num_generations
+        whole = gathered_batch(every, rewards, by_function, group, self._tokenizer)
+        if whole is None:
+            return None
+        advantage = advantages_of(whole, [row for part in parts for row in part.advantages])
+        baseline = np.full(advantage.shape, np.nan)
+        if not self._omitted:
+            baseline = estimate(self._trains, whole.table.inputs(whole.table.stats.energy)).baseline
+        return whole, Estimate(baseline, advantage, np.zeros(advantage.shape, bool))
+
+    def _write(
+        self,
+        parts: Sequence[SeenBatch],
+        gathered: tuple[GatheredBatch, Estimate] | None,
+        found: tuple[Measurement, float] | None,
+        start: float,
+    ) -> None:
+        """Log and store the batch of all processes; on the main process, which measures where nothing was `found`."""
+        trainer, tokenizer = self._trainer, self._tokenizer
         sampling = {name: [x for part in parts for x in part.sampling[name]] for name in parts[0].sampling}
         if not self._checks or "truncated" in self._omitted:  # what ended early is no sample of what the policy draws
             sampling = None
         scalars = log_ratio_scalars([part.log_ratios for part in parts])
         if sampling is not None and "probability" in sampling["test"]:
             scalars |= self._checked(sampling)
-        scalars["left_out"] = len(every) if whole is None else int((~whole.kept).sum())
-        advantage: Float = np.zeros(0)
-        if whole is not None:
-            advantage = advantages_of(whole, [row for part in parts for row in part.advantages])
-            scalars |= batch_scalars(whole, advantage) | dict.fromkeys(self._omitted)
-            self._worst = worst_tables(whole.rollouts, whole.table, advantage, tokenizer)
+        scalars["left_out"] = sum(len(part.scored) for part in parts)
+        if gathered is not None:
+            whole, trained = gathered
+            scalars["left_out"] = int((~whole.kept).sum())
+            scalars |= batch_scalars(whole, trained.advantage) | dict.fromkeys(self._omitted)
+            self._worst = worst_tables(whole.rollouts, whole.table, trained.advantage, tokenizer)
         scalars["seconds"] = perf_counter() - start
         for name, value in scalars.items():
             if value is not None and math.isfinite(value):  # TRL averages what it gets, and JSON has no infinity
                 trainer._metrics["train"][f"otb/{name}"].append(float(value))
-        if log is None or whole is None:
+        if self._log is None or gathered is None:
             return
-        baseline = np.full(advantage.shape, np.nan)
-        if not self._omitted:
-            baseline = estimate(self._trains, whole.table.inputs(whole.table.stats.energy)).baseline
-        trained = Estimate(baseline, advantage, np.zeros(advantage.shape, bool))
         scalars["trl_global_step"] = trainer.state.global_step
-        log.keep(
-            self._step,
-            lambda: step_tables(self._measurer, self._step, whole, trained, tokenizer, scalars, sampling),
-        )
+
+        def tables() -> StepTables:
+            measured = found or measured_batch(self._measurer, self._step, *gathered)
+            return step_tables(self._step, *gathered, measured, tokenizer, scalars, sampling)
+
+        self._log.keep(self._step, tables)
 
     def _checked(self, rows: Mapping[str, Any]) -> dict[str, float]:
         """Return the sampling check of a batch, and tell the first alarm that is not one of many looks."""

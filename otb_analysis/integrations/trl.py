@@ -37,6 +37,7 @@ from otb_analysis.integrations.trl_batch import (
 from otb_analysis.integrations.trl_run import (
     OF_SAMPLING,
     first_batch,
+    measured_batch,
     paid,
     policy_of,
     refuse_unreadable,
@@ -199,7 +200,8 @@ class OTBGRPOTrainer(Trainer):
         scalars: dict[str, object] = {"trl_global_step": self.state.global_step, **seconds}
         if self.args.mask_truncated_completions:
             scalars |= dict.fromkeys(OF_SAMPLING)
-        return step_tables(self._measurer, step, whole, trained, self._tokenizer, scalars)
+        found = measured_batch(self._measurer, step, whole, trained)
+        return step_tables(step, whole, trained, found, self._tokenizer, scalars)
 
     def _next_step(self) -> int:
         """Return the number of a generated batch; a training that goes on from a checkpoint goes on counting."""

@@ -14,7 +14,7 @@ from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 from otb_analysis.integrations.run_log import RecordConfig
 from otb_analysis.integrations.trl_batch import GatheredBatch, evaluating
-from otb_analysis.measurement.measurer import GradientMeasurer, summarize
+from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, summarize
 from otb_analysis.measurement.table import rollout_rows, token_rows
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Estimate, Float
@@ -81,21 +81,28 @@ def paid(trainer: Any, by_function: Tensor) -> tuple[Float, dict[str, Float]]:
     return np.where(np.isnan(rewards).all(axis=1), np.nan, weighted), parts
 
 
+def measured_batch(
+    measurer: GradientMeasurer, step: int, whole: GatheredBatch, trained: Estimate
+) -> tuple[Measurement, float]:
+    """Return what is due of a batch, and the seconds it took; processes that share it out call this together."""
+    start, weights = perf_counter(), trained.advantage / len(whole.table.mask)
+    with evaluating(measurer.model):
+        measured = measurer.measure(step, whole.rollouts, whole.table, None, lambda: weights)
+    return measured, perf_counter() - start
+
+
 def step_tables(
-    measurer: GradientMeasurer,
     step: int,
     whole: GatheredBatch,
     trained: Estimate,
+    found: tuple[Measurement, float],
     tokenizer: PreTrainedTokenizerBase,
     scalars: Mapping[str, object],
     sampling: Mapping[str, object] | None = None,
 ) -> StepTables:
-    """Measure what is due at a step, and return everything to store of it; `scalars` join those of the step."""
-    rollouts, table, start = whole.rollouts, whole.table, perf_counter()
-    weights = trained.advantage / len(table.mask)
-    with evaluating(measurer.model):
-        measured = measurer.measure(step, rollouts, table, None, lambda: weights)
-    seconds = {"seconds_measure": perf_counter() - start, "n_left_out": int((~whole.kept).sum())}
+    """Return everything to store of a step; `found` is of `measured_batch`, `scalars` join those of the step."""
+    rollouts, table, (measured, took) = whole.rollouts, whole.table, found
+    seconds = {"seconds_measure": took, "n_left_out": int((~whole.kept).sum())}
     gradients = [row.as_row() for row in measured.statistics]
     return StepTables(
         tokens=token_rows(table, trained, measured.tokens, tokenizer),

@@ -720,6 +720,20 @@ def test_another_way_to_share_out_weights_is_refused_by_name():
         refuse_unreadable(trainer, MeasureConfig())
 
 
+def test_two_processes_share_out_what_is_measured_and_training_is_as_without(tmp_path):
+    spec = {"per_device_train_batch_size": 6, "unchanged": True}
+    for name, more in (("shared", {}), ("alone", {"alone": True})):
+        assert "OTBMonitor" not in by_two_processes(tmp_path / name, monitor="run", gradients=1, **spec, **more)
+    by_two_processes(tmp_path / "unseen", **spec)
+    shared, alone = (RunStore(tmp_path / name / "run") for name in ("shared", "alone"))
+    query = "select step, estimator, energy_source, mean_norm_sq, variance from gradients order by 1, 2, 3"
+    assert shared.steps_df()["measurement_gaps"].tolist() == [0, 0, 0]
+    pd.testing.assert_frame_equal(shared.sql(query), alone.sql(query), rtol=1e-5)
+    seen, unseen = (torch.load(tmp_path / name / "calls-0.pt") for name in ("shared", "unseen"))
+    for one, other in zip(seen[:3], unseen[:3], strict=True):
+        assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
+
+
 def test_two_processes_make_one_run_with_groups_that_span_both(runs, tmp_path):
     by_two_processes(tmp_path, unchanged=True, monitor="run", per_device_train_batch_size=6)
     logs = [line for line in torch.load(tmp_path / "calls-0.pt") if "otb/length" in line]

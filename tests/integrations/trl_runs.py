@@ -18,8 +18,10 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from otb_analysis.config import MeasureConfig, Schedule, SmallModelConfig
+from otb_analysis.integrations import monitor as watching
 from otb_analysis.integrations.monitor import OTBMonitor
 from otb_analysis.integrations.trl import OTBGRPOTrainer, RecordConfig, RolloutRecorder
+from otb_analysis.processes import SINGLE_PROCESS
 from otb_analysis.rollouts.models import character_tokenizer, small_model
 
 ODD = tuple("13579")
@@ -163,6 +165,8 @@ def main():
         shard_on_cpu()
     if "deepspeed" in spec:
         without_compiler()
+    if spec.pop("alone", False):
+        watching.Processes = lambda *_, **__: SINGLE_PROCESS  # each process measures all by itself
     torch.manual_seed(0)  # trl before 1.16 draws the adapters before it sets its seed
     trainer = made(**spec)
     trainer.train()
