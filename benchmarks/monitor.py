@@ -1,7 +1,7 @@
 """What OTBMonitor adds to a step of TRL's GRPOTrainer: its own time inside a step, over the rest of that step."""
 
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 
 from benchmarks.config import MonitorBenchConfig
@@ -9,6 +9,9 @@ from benchmarks.publish import Report, notes_of, report_of
 from benchmarks.timing import peer
 from benchmarks.train import BUDGETS, REPEATS, SCRIPT, bench_config, peer_spec
 from otb_analysis.errors import InputError
+
+FIRST = 10
+"""Batches that the monitor always watches, with the check; those of `otb_analysis.integrations.monitor.FIRST`."""
 
 COLUMNS = {
     "model": "{model}", "tokens": "{tokens:,}", "step, s": "{step:.2f}", "monitor, s": "{monitor:.2f}",
@@ -30,14 +33,17 @@ def run(config: MonitorBenchConfig) -> Report:
     rows = []
     with TemporaryDirectory() as folder:
         for model in ("small",) if config.quick else config.models:
-            repeats = min(config.repeats, REPEATS.get(model, config.repeats))
-            spec = peer_spec(bench_config(model, Path(folder), config.quick), repeats, config)
-            with peer(config.trl_python, SCRIPT, spec | {"monitor": str(Path(folder) / f"watched-{model}")}) as watched:
-                turns = [watched.answer() for _ in range(repeats)]
+            most = config.repeats if config.by_default else min(config.repeats, REPEATS.get(model, config.repeats))
+            first, typical = (FIRST - 1, mean) if config.by_default else (0, median)  # one more warms up
+            spec = peer_spec(bench_config(model, Path(folder), config.quick), first + most, config)
+            spec |= {"monitor": str(Path(folder) / f"watched-{model}"), "by_default": config.by_default}
+            with peer(config.trl_python, SCRIPT, spec) as watched:
+                turns = [watched.answer() for _ in range(first + most)][first:]
             shares = [100 * turn["monitor"] / (turn["seconds"] - turn["monitor"]) for turn in turns]
-            rest = [100 * (turn["monitor"] - turn["check"]) / (turn["seconds"] - turn["monitor"]) for turn in turns]
-            row = {name: median(turn[name] for turn in turns) for name in ("tokens", "seconds", "monitor", "check")}
-            row |= {"percent": median(shares), "least": min(shares), "largest": max(shares), "without": median(rest)}
-            rows.append({"model": model, "step": row["seconds"] - row["monitor"], **row, "tokens": int(row["tokens"])})
+            row = {name: typical(turn[name] for turn in turns) for name in ("tokens", "seconds", "monitor", "check")}
+            step = row["seconds"] - row["monitor"]
+            row |= {"percent": 100 * row["monitor"] / step, "least": min(shares), "largest": max(shares)}
+            row |= {"without": 100 * (row["monitor"] - row["check"]) / step}
+            rows.append({"model": model, "step": step, **row, "tokens": int(row["tokens"])})
     title = "A step of TRL's GRPOTrainer and what OTBMonitor adds to it where it watches"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS))

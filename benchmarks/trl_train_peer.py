@@ -89,15 +89,17 @@ def reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def watching(spec: dict[str, Any], clock: Clock) -> list[TrainerCallback]:
-    """Return our monitor where its run is named, of every batch, timed; it alone needs our package."""
+    """Return our monitor where its run is named, timed; it alone needs our package."""
     if "monitor" not in spec:
         return []
-    monitor = importlib.import_module("otb_analysis.integrations.monitor").OTBMonitor(spec["monitor"], share=math.inf)
+    monitor = importlib.import_module("otb_analysis.integrations.monitor").OTBMonitor(
+        spec["monitor"], share=None if spec["by_default"] else math.inf
+    )
     states = importlib.import_module("otb_analysis.integrations.trl_states").CaughtStates
     check = importlib.import_module("otb_analysis.checks.sampling").SamplingCheck
     for name in ("_is_next_watched", "_observe", "on_pre_optimizer_step"):
         setattr(monitor, name, clock.timing("monitor", getattr(monitor, name)))
-    states._keep, check.observe = clock.timing("monitor", states._keep), clock.timing("check", check.observe)
+    states._found, check.observe = clock.timing("monitor", states._found), clock.timing("check", check.observe)
     return [monitor]
 
 

@@ -122,8 +122,9 @@ class CaughtStates:
             self._fault = f"{type(error).__name__}: {error}"
         self._seconds += perf_counter() - start
 
-    def _found(self, hidden: Tensor, call: dict[str, Any], first: int) -> Iterator[tuple[Key, tuple[int, Tensor]]]:
-        """Yield the new rollouts of the call's rows from `first` on; prompts are padded left, completions right."""
+    def _found(self, hidden: Tensor, call: dict[str, Any], first: int) -> dict[Key, tuple[int, Tensor]]:
+        """Return rows and states of the call's new rollouts from row `first` on; prompts are padded left."""
+        found = dict[Key, tuple[int, Tensor]]()
         rows = slice(first, first + len(hidden))
         ids, present = (call[name][rows].cpu() for name in ("input_ids", "attention_mask"))
         begin, present = ids.shape[1] - call["logits_to_keep"], present.bool()
@@ -135,4 +136,5 @@ class CaughtStates:
             self._size += n * states.shape[1] * states.element_size()
             if self._size > LOGIT_BYTES:
                 raise MemoryError("the hidden states of a batch take more than 1 GiB")
-            yield key, (row, states[begin - 1 : begin - 1 + n].to("cpu", copy=True))  # not the whole padded row
+            found[key] = row, states[begin - 1 : begin - 1 + n].to("cpu", copy=True)  # not the whole padded row
+        return found
