@@ -79,7 +79,8 @@ def send(name: str, numbers: Mapping[str, float], tables: Tables, step: int | No
     else:
         tracker = import_module(name)
         found: dict[str, Any] = {key: tracker.Table(dataframe=table) for key, table in frames.items()}
-        for key, prompt, completion, about in _traces(frames) if name == "trackio" else ():  # wandb has another package
+        traces = _traces(frames) if name == "trackio" and hasattr(tracker, "Trace") else ()  # older ones have none
+        for key, prompt, completion, about in traces:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
             found[key] = tracker.Trace(messages=messages, metadata=about)
         tracker.log({**numbers, **found}, step=step)

@@ -62,6 +62,9 @@ def choices(here: Place, row: Any) -> tuple[str, Label | None, Label | None, str
         st.stop()
     first = next((c for c in FIRST if c in names), names[0])
     words = {c: described(tokens, c).title for c in names}
+    if words.get(old := st.query_params.get("color", ""), old) != old:  # an address may name the column itself
+        st.query_params["color"] = words[old]
+        st.rerun()
     name = box(row.container(width=210), "Colour by", "color", words, first)
     label = against = None
     if labels:

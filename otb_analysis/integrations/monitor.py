@@ -265,6 +265,8 @@ class OTBMonitor(TrainerCallback):
         else:
             self._look(batch, caught=False)
             self._compares = self._mine is not None and not measured
+            if self._caught is not None and not self._compares:
+                self._caught.close()
         if read:
             self._look_back()
 
@@ -341,12 +343,12 @@ class OTBMonitor(TrainerCallback):
             seen, faults = _on_all(lambda: self._seen(batch, *read, caught))
         parts: list[SeenBatch] = gather_object([] if faults else [seen])
         gathered = found = None
-        if not faults and self._shares and self._measurer.due(self._step, 1):
+        if not faults and self._shares:  # a batch that is not due, too: measuring speaks to all processes
             gathered, faults = _on_all(lambda: self._gathered(parts))
             if gathered is not None and not faults:
                 found, faults = _on_all(lambda: measured_batch(self._measurer, self._step, *gathered))
         if faults:
-            self._check = SamplingCheck()  # without half a batch
+            self._check, self._mine = SamplingCheck(), None  # without half a batch; the same on all
         if faults and caught:
             self._catch_no_more()
         if trainer.accelerator.is_main_process:
@@ -462,7 +464,7 @@ class OTBMonitor(TrainerCallback):
             scalars["left_out"] = int((~whole.kept).sum())
             scalars |= batch_scalars(whole, trained.advantage) | dict.fromkeys(self._omitted)
             self._worst = worst_tables(whole.rollouts, whole.table, trained.advantage, tokenizer)
-        scalars["seconds"] = perf_counter() - start
+        scalars["seconds"] = perf_counter() - start - (found[1] if found else 0.0)
         for name, value in scalars.items():
             if value is not None and math.isfinite(value):  # TRL averages what it gets, and JSON has no infinity
                 trainer._metrics["train"][f"otb/{name}"].append(float(value))

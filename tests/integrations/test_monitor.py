@@ -311,7 +311,8 @@ def test_no_states_wait_while_gradients_are_measured(runs, tmp_path, monkeypatch
     measure, kept = GradientMeasurer.measure, []
 
     def measured(*args, **kwargs):
-        kept.append(monitor._caught and len(monitor._caught._caught))
+        assert monitor._caught is not None
+        kept.append(len(monitor._caught._caught))
         return measure(*args, **kwargs)
 
     monkeypatch.setattr(GradientMeasurer, "measure", measured)
@@ -722,8 +723,9 @@ def test_another_way_to_share_out_weights_is_refused_by_name():
 
 def test_two_processes_share_out_what_is_measured_and_training_is_as_without(tmp_path):
     spec = {"per_device_train_batch_size": 6, "unchanged": True}
-    for name, more in (("shared", {}), ("alone", {"alone": True})):
-        assert "OTBMonitor" not in by_two_processes(tmp_path / name, monitor="run", gradients=1, **spec, **more)
+    for name, more, size in (("shared", {}, 2), ("alone", {"alone": True}, 1)):
+        told = by_two_processes(tmp_path / name, monitor="run", gradients=2, **spec, **more)  # not every batch
+        assert "OTBMonitor" not in told and told.count(f"processes that measure: {size}") == 2
     by_two_processes(tmp_path / "unseen", **spec)
     shared, alone = (RunStore(tmp_path / name / "run") for name in ("shared", "alone"))
     query = "select step, estimator, energy_source, mean_norm_sq, variance from gradients order by 1, 2, 3"
@@ -732,6 +734,12 @@ def test_two_processes_share_out_what_is_measured_and_training_is_as_without(tmp
     seen, unseen = (torch.load(tmp_path / name / "calls-0.pt") for name in ("shared", "unseen"))
     for one, other in zip(seen[:3], unseen[:3], strict=True):
         assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
+
+
+def test_a_pass_that_fails_in_one_process_costs_both_one_batch(tmp_path):
+    told = by_two_processes(tmp_path, unchanged=True, monitor="run", per_device_train_batch_size=6, fails=1)
+    assert "nothing on batch 0" in told and "no room" in told
+    assert RunStore(tmp_path / "run").complete_steps() == [1, 2]
 
 
 def test_two_processes_make_one_run_with_groups_that_span_both(runs, tmp_path):

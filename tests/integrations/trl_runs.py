@@ -88,6 +88,19 @@ def without_compiler():
     backend.build_shm_op = lambda: None
 
 
+def failing_once(call):
+    """Return what fails the first time, as where memory runs out on one device."""
+    calls = []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise MemoryError("no room")
+        return call(*args)
+
+    return failing
+
+
 class Kept(OTBGRPOTrainer):
     """Keeps every generated batch, with the rewards of all processes and energies of the policy at that moment."""
 
@@ -167,9 +180,13 @@ def main():
         without_compiler()
     if spec.pop("alone", False):
         watching.Processes = lambda *_, **__: SINGLE_PROCESS  # each process measures all by itself
+    if spec.pop("fails", None) == int(os.environ.get("RANK", 0)):
+        watching.forward_statistics = failing_once(watching.forward_statistics)
     torch.manual_seed(0)  # trl before 1.16 draws the adapters before it sets its seed
     trainer = made(**spec)
     trainer.train()
+    watchers = [one for one in trainer.callback_handler.callbacks if isinstance(one, OTBMonitor)]
+    print("processes that measure:", *(one._measurer.processes.size for one in watchers), file=sys.stderr)
     rank = trainer.accelerator.process_index
     kept = getattr(trainer, "calls", trainer.state.log_history)
     torch.save(kept, Path(spec["out"]) / f"calls-{rank}.pt")
