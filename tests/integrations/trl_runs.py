@@ -185,7 +185,7 @@ def main():
     torch.manual_seed(0)  # trl before 1.16 draws the adapters before it sets its seed
     trainer = made(**spec)
     trainer.train()
-    watchers = [one for one in trainer.callback_handler.callbacks if isinstance(one, OTBMonitor)]
+    watchers = [one for one in trainer.callback_handler.callbacks if hasattr(one, "_measurer")]
     print("processes that measure:", *(one._measurer.processes.size for one in watchers), file=sys.stderr)
     rank = trainer.accelerator.process_index
     kept = getattr(trainer, "calls", trainer.state.log_history)
