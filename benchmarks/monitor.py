@@ -9,9 +9,7 @@ from benchmarks.publish import Report, notes_of, report_of
 from benchmarks.timing import peer
 from benchmarks.train import BUDGETS, REPEATS, SCRIPT, bench_config, peer_spec
 from otb_analysis.errors import InputError
-
-FIRST = 10
-"""Batches that the monitor always watches, with the check; those of `otb_analysis.integrations.monitor.FIRST`."""
+from otb_analysis.integrations.monitor import FIRST
 
 COLUMNS = {
     "model": "{model}", "tokens": "{tokens:,}", "step, s": "{step:.2f}", "monitor, s": "{monitor:.2f}",

@@ -148,8 +148,8 @@ class OTBMonitor(TrainerCallback):
         self._told: dict[str, int] = {}
         self._caught: CaughtStates | None = None  # None where a pass of ours reads every batch
         self._shares = False  # Whether processes measure a batch together
-        self._agreed = False  # Whether the caught states of a batch gave the numbers of our pass
-        self._compares = False  # Whether that is yet to be seen
+        self._compare_at: float = 1  # From which batch on the next one that can be is read both ways
+        self._compares = False  # Whether the last batch was, and is yet to be compared
         self._mine: tuple[Sequence[Draft], Rollouts, Float] | None = None  # What our pass made of a batch: log π [N, T]
         self._pending: Mapping[str, Any] | None = None  # A batch that the loss has yet to read
         self._worst: dict[str, dict[str, object]] = {}
@@ -162,23 +162,35 @@ class OTBMonitor(TrainerCallback):
             if self._trainer is not None:  # nobody tells a callback of an error
                 self._end("failed", "an error or an interruption ended the training")
             self._begin()
-            trainer = _calling_trainer(args)
-            refuse_lacking(trainer, (*WATCHED, *READ), type(trainer).__name__)
-            refuse_unreadable(trainer, self._record.measure)
-            self._omitted = _omitted(trainer)
-            scale = getattr(trainer, "scale_rewards", "rloo")
-            self._trains = {"group": "grpo", "rloo": "rloo"}.get(scale, "group_mean")
-            trains = {"name": self._trains, "energy": "proxy", "options": {}}
-            stored = stored_config(trainer, self._record, trains, "OTBMonitor")
-            if self._record.run:
-                self._log = self._new_log(stored)
+            started, faults = _on_all(lambda: self._started(args))
+            if started is None or faults:
+                raise InputError(faults[0])  # on all processes, or some would wait for the others
+            trainer, stored = started
             self._measurer = self._measures(trainer, stored)
-            self._step = first_batch(trainer) - 1
             if _catchable(trainer):
                 self._caught = CaughtStates(trainer, policy_of(trainer))
             self._watch(trainer)
         except Exception as error:
             self._tell("begin", f"OTBMonitor is off, training goes on: {error}")
+
+    def _started(self, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
+        """Return the trainer that calls, and what run.json keeps of it.
+
+        Raises:
+            InputError: It lacks a method, or a pass of ours would be wrong.
+        """
+        trainer = _calling_trainer(args)
+        refuse_lacking(trainer, (*WATCHED, *READ), type(trainer).__name__)
+        refuse_unreadable(trainer, self._record.measure)
+        self._omitted = _omitted(trainer)
+        scale = getattr(trainer, "scale_rewards", "rloo")
+        self._trains = {"group": "grpo", "rloo": "rloo"}.get(scale, "group_mean")
+        trains = {"name": self._trains, "energy": "proxy", "options": {}}
+        stored = stored_config(trainer, self._record, trains, "OTBMonitor")
+        if self._record.run:
+            self._log = self._new_log(stored)
+        self._step = first_batch(trainer) - 1
+        return trainer, stored
 
     def _measures(self, trainer: Any, stored: Mapping[str, Any]) -> GradientMeasurer:
         """Return what measures gradients; several processes that store a run share its prompts out."""
@@ -260,7 +272,7 @@ class OTBMonitor(TrainerCallback):
         measured = self._measurer.due(self._step, 1)  # no states wait beside gradients
         if self._caught is not None and (measured or not read):  # what was read is the reference policy
             self._caught.close() if measured else self._caught.begin()
-        if self._caught is not None and self._agreed and not measured and self._n_batches != AGAIN:
+        if self._caught is not None and not measured and self._n_batches < self._compare_at:
             self._pending = batch
         else:
             self._look(batch, caught=False)
@@ -297,9 +309,9 @@ class OTBMonitor(TrainerCallback):
         except Exception as error:
             why = str(error)
         every = gather_object([(n, agrees)])
-        agreed = all(agrees for _, agrees in every)
-        self._agreed = agreed and (self._agreed or any(n for n, _ in every))  # a batch without a token shows nothing
-        if not agreed:  # then a pass of ours reads every batch, as it read this one
+        if any(n for n, _ in every):  # a batch without a token shows nothing
+            self._compare_at = AGAIN if self._n_batches < AGAIN else math.inf
+        if not all(agrees for _, agrees in every):  # then a pass of ours reads every batch, as it read this one
             logging.getLogger(__name__).info("the trainer's own passes are not read: %s", why)
             self._catch_no_more()
         self._spent += perf_counter() - start
@@ -549,7 +561,7 @@ def _on_all(make: Callable[[], T]) -> tuple[T | None, list[str]]:
     try:
         made = make()
     except Exception as error:
-        fault = f"{type(error).__name__}: {error}"
+        fault = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
     return made, [text for text in gather_object([fault]) if text]
 
 

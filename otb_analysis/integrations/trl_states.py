@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from otb_analysis.errors import InputError
@@ -107,13 +108,15 @@ class CaughtStates:
         finally:
             hook.remove()
         with self._watching():
-            for key, (of, states) in found.items():
+            for key, (of, states) in found.items() if self._open else ():  # else it failed on the way
                 self._caught[key] = Caught(states, result[0][of, : len(states)].detach().double().cpu().numpy())
         return result
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Count the time, and look at nothing more where something fails: observing never breaks training."""
+        if torch.accelerator.is_available():  # what the trainer's own pass still has to do there is not our time
+            torch.accelerator.synchronize()
         start = perf_counter()
         try:
             yield
