@@ -25,8 +25,10 @@ ASKED: Mapping[str, Sequence[str]] = {
 CUT = (-1.0, 5.0)
 """Ratios at which the figure cuts points and intervals."""
 PANELS = {
-    "Trained policies, best length": ("model", BEST),
-    "Trained policies, AdamW's own step": ("model", STEPS),
+    "New checkpoints, AdamW's own step": ("new", STEPS),
+    "New checkpoints, best length": ("new", BEST),
+    "First checkpoints, AdamW's own step": ("model", STEPS),
+    "First checkpoints, best length": ("model", BEST),
     "Derailment process, best length": ("derailment", BEST),
 }
 
@@ -86,9 +88,9 @@ def within(points: Rows, optimisers: Sequence[str]) -> tuple[Interval | None, li
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw realised against predicted gain over that of `rloo`, with the diagonal on which they are equal."""
-    panels = []
+    panels, later = [], [{**row, "kind": "new"} for row in tables.get("new_points", ())]
     for title, (kind, optimisers) in PANELS.items():
-        rows = [row for row in tables["points"] if row["kind"] == kind and row["arm"] != "rloo"]
+        rows = [row for row in (*tables["points"], *later) if row["kind"] == kind and row["arm"] != "rloo"]
         curves = []
         for name in optimisers:
             own = select(rows, optimiser=name)
@@ -102,4 +104,4 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             line = Curve(ends, ends, "", color=GREY, width=1.0, dashed=True)
             note = "realised gain over rloo's, 95 % over batches; dashed: equal"
             panels.append(Panel(title, note, "predicted: efficiency over rloo's", [line, *curves], y_range=CUT))
-    return {"scatter.svg": svg(panels, columns=3)}
+    return {"scatter.svg": svg(panels, columns=2)}
