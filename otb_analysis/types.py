@@ -229,11 +229,19 @@ class Gram:
 
     def measured(self, reference: "Label | frozenset[Label]") -> frozenset[Label]:
         """Return the reference, or those of several, that are among the labels."""
-        return (reference if isinstance(reference, frozenset) else frozenset((reference,))) & set(self.labels)
+        if (key := ("measured", reference)) not in self.derived:
+            several = reference if isinstance(reference, frozenset) else frozenset((reference,))
+            self.derived[key] = several & set(self.labels)
+        return self.derived[key]
 
     def stands(self, reference: "Label | frozenset[Label]") -> bool:
         """Tell whether the `blocks` of every label can take those of the reference that are among the labels."""
         return self.kept is None or not (measured := self.measured(reference)) or measured in self.kept.means
+
+    def own(self, label: Label) -> Float:
+        """Return ⟨g_{m,p}, g_{m,p'}⟩ of one of the labels, m [P, P]."""
+        m = self.labels.index(label)
+        return self.inner[m, m] if self.kept is None else self.kept.own[m]
 
     def blocks(self, labels: Sequence[Label], reference: "Label | frozenset[Label]") -> Float:
         """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ of each label m as [n, 3, P, P].

@@ -146,7 +146,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
 
     run = data.measured(run)
     of_grams = [label for gram in data.answers(run).grams.values() for label in gram.labels]
-    measured = list(dict.fromkeys([*of_grams, *data.store(run).stored_labels()]))
+    measured = list(dict.fromkeys(of_grams)) or data.store(run).stored_labels()
     if not measured:
         st.info(plain(NOT_MEASURED), icon=":material/inbox:")
         st.stop()

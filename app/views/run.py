@@ -16,7 +16,7 @@ from otb_analysis.answers.triage import UNFIRED, state_of, thinned
 from otb_analysis.diagnostics import LEVELS, Finding
 from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
-from otb_analysis.figures.curves import degenerate_table
+from otb_analysis.figures.curves import degenerate_table, sparkline
 from otb_analysis.figures.styles import number
 from otb_analysis.figures.texts import legible
 from otb_analysis.figures.timeline import TimelineInfo, plot_timeline, timeline_info
@@ -69,12 +69,19 @@ def alarms(findings: list[Finding]) -> None:
         st.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
     if not fired and (state := state_of(findings)) in UNFIRED:
         st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
-    with st.expander(f"All {len(findings)} detectors, and how far to trust them"):
-        st.caption(RATES)
-        st.table(cells([*fired, *rest]), hide_index=True)
+    all_detectors([*fired, *rest])
 
 
-def curves(info: TimelineInfo) -> None:
+@st.fragment  # opening it draws it and no more of the page
+def all_detectors(findings: list[Finding]) -> None:
+    """Show what every detector says once it is asked for: a browser takes half a second to draw that."""
+    place = st.expander(f"All {len(findings)} detectors, and how far to trust them", key="trust", on_change="rerun")
+    if place.open:
+        place.caption(RATES)
+        place.table(cells(findings), hide_index=True)
+
+
+def curves(info: TimelineInfo, color: str) -> None:
     """Show the first curves small, each with its last value, its first one, and the alarms that are about it."""
     for place, series in zip(st.columns(CURVES), info.series[:CURVES], strict=False):
         named = [e for e in info.events if e.kind in SIGNS and e.column == series.quantity.column]
@@ -82,8 +89,9 @@ def curves(info: TimelineInfo) -> None:
         with place.container(border=True, height="stretch"):
             st.metric(
                 series.quantity.title, number(last), f"from {number(first)}", "off", help=series.quantity.line,
-                delta_arrow="off", chart_data=thinned(series.value, POINTS).tolist(),
+                delta_arrow="off",
             )  # fmt: skip
+            st.html(sparkline(thinned(series.value, POINTS), color))
             st.caption("  \n".join(f"{SIGNS[e.kind]} {plain(e.text)}, step {e.step}" for e in named) or "no alarm")
 
 
@@ -120,7 +128,7 @@ def worth_reading(run: Run, last: int) -> None:
         with place.container(border=True, height="stretch"):
             st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
             asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
-            st.code(legible(f"{asked}\n{one.completion[:READ]}"), language=None, wrap_lines=True, height=120)
+            st.container(height=120, border=False).text(legible(f"{asked}\n{one.completion[:READ]}"))
             st.button(
                 "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=read, args=(one,),
             )  # fmt: skip
@@ -179,7 +187,7 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     if told.alarm:
         st.warning(plain(told.alarm), icon=":material/warning:")
     alarms(findings)
-    curves(timeline_info(steps, findings, told.changes))
+    curves(timeline_info(steps, findings, told.changes), run.style.color)
     with frame():
         worth_reading(run, known[-1])
 

@@ -132,10 +132,10 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     head = prompt_head(here.rollouts, here.tokens, run.estimator)
     shared = shared_head(data.rollouts(run, step)["prompt"].dropna())
     with st.container(key="prompt-text"):
-        st.code(legible(head.text[shared:], most=LONGEST), language=None, wrap_lines=True)
+        st.text(legible(head.text[shared:], most=LONGEST))
     if shared:
         with st.expander(f"The {shared:,} characters before it, with which all prompts of this step begin"):
-            st.code(legible(head.text[:shared], most=LONGEST), language=None, wrap_lines=True)
+            st.text(legible(head.text[:shared], most=LONGEST))
     paid = {"Reference answer": legible(head.answer, ONE_LINE, LONGEST), "Rewards": head.rewards}
     st.markdown(" · ".join(f"**{name}** {plain(value)}" for name, value in paid.items() if value))
     if head.equal:

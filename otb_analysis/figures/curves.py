@@ -1,6 +1,7 @@
 """Training curves: any per-step quantities of runs as small multiples; what learning and a collapse are seen by."""
 
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
@@ -288,6 +289,23 @@ def derived(steps: pd.DataFrame) -> pd.DataFrame:
         clipped = table["clipped"].astype("Float64").astype(float)
         shares["clipped_share"] = clipped.rolling(CLIP_WINDOW, min_periods=5).mean()
     return table.assign(**shares)
+
+
+def sparkline(values: np.ndarray, color: str) -> str:
+    """Return values [n] as the HTML of a small curve, as wide as its place; one that is not finite is a gap.
+
+    It is a picture, since a library of charts takes a browser half a second to load.
+    """
+    y = np.asarray(values, float)
+    known = np.isfinite(y)
+    low, high = (y[known].min(), y[known].max()) if known.any() else (0.0, 0.0)
+    x, y = np.linspace(0, 100, len(y))[known], 28 - 26 * (y[known] - low) / (high - low or 1.0)
+    begins = ~np.concatenate([[False], known])[:-1][known]
+    path = "".join(f"{'M' if new else 'L'}{a:.1f} {b:.1f}" for a, b, new in zip(x, y, begins, strict=True))
+    line = f'fill="none" stroke="{color}" stroke-width="1.5" vector-effect="non-scaling-stroke"'
+    box = 'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30" preserveAspectRatio="none"'
+    coded = b64encode(f'<svg {box}><path d="{path}" {line}/></svg>'.encode()).decode()
+    return f'<img src="data:image/svg+xml;base64,{coded}" alt="" style="width: 100%; height: 36px">'
 
 
 def degenerate_table(steps: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

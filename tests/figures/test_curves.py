@@ -1,3 +1,6 @@
+import re
+from base64 import b64decode
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,6 +14,7 @@ from otb_analysis.figures.curves import (
     grouped_info,
     learning_info,
     plot_learning,
+    sparkline,
 )
 from otb_analysis.figures.runs import config_differences, grouped
 from otb_analysis.figures.styles import Style
@@ -194,3 +198,18 @@ def test_an_infinite_number_is_left_out_and_does_not_spoil_the_steps_after_it():
         n.text for n in plot_learning(curves_info(never, [Quantity("r", "", "grad_norm")], {})).layout.annotations
     ][1:]
     assert note == "no finite number was recorded"
+
+
+def drawn(values):
+    """Return the lines of a sparkline, each a list of points, out of its picture."""
+    svg = b64decode(re.findall(r"base64,([^\"]+)", sparkline(np.array(values), "#123456"))[0]).decode()
+    assert 'stroke="#123456"' in svg
+    (path,) = re.findall(r' d="([^"]*)"', svg)
+    return [[tuple(map(float, point.split())) for point in line.split("L")] for line in path.split("M")[1:]]
+
+
+def test_a_sparkline_goes_from_left_to_right_between_its_extremes_and_has_gaps():
+    assert drawn([1.0, 3.0, 2.0]) == [[(0, 28), (50, 2), (100, 15)]]
+    assert drawn([1.0, np.nan, 3.0, 3.0, np.inf]) == [[(0, 28)], [(50, 2), (75, 2)]]
+    assert drawn([5.0, 5.0]) == [[(0, 28), (100, 28)]]
+    assert drawn([np.nan]) == drawn([]) == []
