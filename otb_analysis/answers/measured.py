@@ -63,8 +63,8 @@ def not_measured(config: Mapping[str, Any]) -> str:
     if section(config, "source").get("made_by") not in OF_TRL:
         return NOT_MEASURED
     return (
-        f"{NOT_MEASURED.partition('.')[0]}. {WATCHED} does (docs/trl.md), for about ten forward and backward passes of "
-        "16 prompts' rollouts at every tenth batch."
+        f"{NOT_MEASURED.partition('.')[0]}. {WATCHED} of OTBMonitor or RecordConfig does (docs/trl.md), for 10 to 20 "
+        "forward and backward passes of 16 prompts' rollouts at every tenth batch."
     )
 
 
@@ -235,9 +235,12 @@ def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> s
         shows = "give the first intervals"
     options = measure_options(count, config)
     if section(config, "source").get("made_by") in OF_TRL:
-        of_batch = min(WATCHED_PROMPTS, section(config, "sample").get("prompts") or WATCHED_PROMPTS)
-        batches = EVERY * math.ceil(max(count - n, 1) / of_batch)
-        command = f"train {batches:,} more batches with {WATCHED} (docs/trl.md)."
+        plan = section(section(config, "measure"), "gradients")
+        every, prompts = (plan.get("every"), plan.get("prompts")) if plan.get("every") else (EVERY, WATCHED_PROMPTS)
+        of_batch = min(one for one in (prompts, section(config, "sample").get("prompts"), count) if one)
+        batches = every * math.ceil(max(count - n, 1) / of_batch)
+        same = "measured as so far" if plan.get("every") else f"with {WATCHED}"
+        command = f"train {batches:,} more batches, {same} (docs/trl.md)."
     elif isinstance(config.get("source"), Mapping):
         model, files = (
             quote(str(config.get(name) or other)) for name, other in (("model", "DIR"), ("rollouts", "FILE"))

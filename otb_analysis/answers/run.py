@@ -218,7 +218,12 @@ class RunAnswers:
     @property
     def believed(self) -> Mapping[str, Any]:
         """The configuration, as far as it may be believed: nothing of it where another sampler drew the tokens."""
-        return {} if self.alarm else self.config
+        if self.alarm:
+            return {}
+        left_out = self.steps["n_left_out"].sum() if "n_left_out" in self.steps else 0
+        if not left_out or "source" not in self.config:
+            return self.config
+        return {**self.config, "plain_sampling": False, "not_plain": "rollouts without a reward were left out"}
 
     @cached_property
     def grams(self) -> dict[int, Gram]:
@@ -246,9 +251,10 @@ class RunAnswers:
             who = f"Its own estimator, {self.estimator}," if self.estimator else "What trained is not stored, or"
             name_it = "; name it as --estimator.name" if "source" in self.config else ""
             reserved.append(f"{who} was not measured, so all are compared with {REFERENCE[0]}{name_it}.")
-        if not self.alarm and (reason := unproved_because(self.config)):
+        if not self.alarm and (reason := unproved_because(self.believed)):
             reserved.append(f"Step lengths are estimated for every baseline of this run, since {reason}.")
-            reserved += [PLAIN] if "source" in self.config and self.sampling is not None else []
+            asks = "source" in self.config and "not_plain" not in self.config  # else it is known, and that was why
+            reserved += [PLAIN] if asks and self.sampling is not None else []
         about = (self.trained, self.config, str(self.store.path), self.alarm, tuple(reserved), tuple(self.grams))
         return MeasuredSteps(self.design, tuple(self.grams.values()), self.known, *about, self._size_line)
 

@@ -169,15 +169,17 @@ def direction_tests(pi: Tensor, statistics: Mapping[str, Tensor], y: Tensor) -> 
     """Return the score test of every statistic a [K, V], and the covariance of every two.
 
     `temperature` is a = log π, since ∂ log p_β(y)/∂β = log π_y + H at β = 1/temperature = 1. `probability` is a = π.
-    A covariance is a test named `one*other` with a variance only.
+    A covariance is a test named `one*other` with a variance only, a third central moment one named `one^3` with a score
+    only.
     """
     weight = pi.sqrt()
     centred = {name: a - (pi * a).sum(-1, keepdim=True) for name, a in statistics.items()}
     scaled = {name: weight * a for name, a in centred.items()}
     tests = []
     for name, a in centred.items():
-        variance = scaled[name].square().sum(-1).double()
-        tests.append(TokenTest(name, None, a.gather(1, y)[:, 0].double(), variance))
+        square = scaled[name].square()
+        tests.append(TokenTest(name, None, a.gather(1, y)[:, 0].double(), square.sum(-1).double()))
+        tests.append(TokenTest(f"{name}^3", None, (square * a).sum(-1).double()))
     for one, other in combinations(statistics, 2):
         tests.append(TokenTest(f"{one}*{other}", None, variance=(scaled[one] * scaled[other]).sum(-1).double()))
     return tests
@@ -251,10 +253,11 @@ def repetition_tests(
     normaliser = own / temperature - log_pi.gather(1, y)[:, 0].double()
     pi = torch.where(in_context, torch.exp(z / temperature - normaliser[:, None]), 0.0)
     d = -z.abs() / temperature
-    mean = (pi * d).sum(-1)
+    mean, square = (pi * d).sum(-1), (pi * d**2).sum(-1)
     repeated = (in_context & (distinct == y)).any(-1)
     score = torch.where(repeated, -own.abs() / temperature, 0.0) - mean
-    tests = [TokenTest("repetition", None, score, ((pi * d**2).sum(-1) - mean**2).clamp(min=0.0))]
+    tests = [TokenTest("repetition", None, score, (square - mean**2).clamp(min=0.0))]
+    tests.append(TokenTest("repetition^3", None, (pi * d**3).sum(-1) - 3 * mean * square + 2 * mean**3))
     rest = (1 - pi.sum(-1)).clamp(min=0.0)
     for penalty in PENALTIES:
         moved = torch.where(z > 0, z / penalty, z * penalty) / temperature - normaliser[:, None]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy
 from numpy.typing import NDArray
-from scipy.special import gammaln, log_ndtr, ndtri_exp, xlogy
+from scipy.special import gammainc, gammaln, log_ndtr, ndtri_exp, xlogy
 
 from otb_analysis.errors import InputError
 from otb_analysis.types import Bool, Float
@@ -216,12 +216,12 @@ def _smooth(sums: SamplingSums, test: str) -> FamilyResult:
     The stated sampler has setting 1; of `probability`, the test of π_y, it has logit noise σ = 0. Information about
     the logarithm of a setting is −d²/dx² of the log-likelihood at its peak, of which the standard error is made.
     """
-    z = sums.z(test) or 0.0
-    log_p = float(min(0.0, log_ndtr(-abs(z)) + np.log(2)))
+    one_sided = _beyond(sums, test)
+    z, log_p = _tail(one_sided)[0], min(0.0, one_sided + float(np.log(2)))
     if test == "probability":
         noise = sums.grid("noise", "gain")
         sigma_sq, gain = _cubic_peak([sigma**2 for sigma in noise], noise.values())
-        return FamilyResult(test, abs(z), log_p, gain, sigma_sq**0.5)
+        return FamilyResult(test, z, log_p, gain, sigma_sq**0.5)
     grid = sums.grid(test, "gain")
     at, gain = _cubic_peak(np.log(list(grid)), grid.values())
     setting, error = float(np.exp(at)), None
@@ -229,7 +229,32 @@ def _smooth(sums: SamplingSums, test: str) -> FamilyResult:
     if x[0] + 1e-9 < np.log(setting) < x[-1] - 1e-9:  # the peak at the last setting tried may lie anywhere beyond
         information = -float(scipy.interpolate.CubicSpline(x, y)(np.log(setting), 2))
         error = setting / information**0.5 if information > 0 else None
-    return FamilyResult(test, abs(z), log_p, gain, setting, error)
+    return FamilyResult(test, z, log_p, gain, setting, error)
+
+
+NEARLY_NORMAL = 1e6
+"""Events from which on a Poisson number is taken for a normal one."""
+
+
+def _beyond(sums: SamplingSums, test: str) -> float:
+    """Return the logarithm of the chance that a score test's sum is as far from 0 as it is, on the side where it is.
+
+    The sum is nearly normal where it has many terms of a kind. Where few tokens carry its variance, as repeats in a
+    large vocabulary, b(X − λ) with a Poisson number X has its first three cumulants 0, λb² and λb³, and the same tail
+    for events of one size. On the other side, where events are missing, the normal tail is the longer one.
+    """
+    score, variance, third = (
+        sums.total(f"{test}{of}", c) for of, c in (("", "score"), ("", "variance"), ("^3", "score"))
+    )
+    if variance <= 0:
+        return float(np.log(0.5))
+    size = third / variance * np.sign(score)
+    if size <= 0 or (expected := variance / size**2) > NEARLY_NORMAL:
+        return float(log_ndtr(-abs(score) / variance**0.5))
+    over = abs(score) / (size * expected)
+    if (chance := float(gammainc(expected * (1 + over), expected))) > 0:  # P(X ≥ k) = γ(k, λ)/Γ(k)
+        return float(np.log(chance))
+    return float(-expected * ((1 + over) * np.log1p(over) - over))  # Bennett's inequality, where that is too small
 
 
 def _cubic_peak(settings: Iterable[float], values: Iterable[float]) -> tuple[float, float]:
@@ -270,6 +295,7 @@ def _other_weights(sums: SamplingSums) -> FamilyResult:
     that is uncorrelated with theirs.
     """
     z = sums.z("other_weights") or 0.0
+    log_p = _beyond(sums, "other_weights") if z > 0 else float(log_ndtr(-z))
     names = ("other_weights", "temperature", "probability")
     covariance = np.diag([sums.total(name, "variance") for name in names])
     for i, one in enumerate(names):
@@ -280,7 +306,7 @@ def _other_weights(sums: SamplingSums) -> FamilyResult:
     score = sums.total(names[0], "score") - slope @ [sums.total(name, "score") for name in names[1:]]
     variance = covariance[0, 0] - slope @ covariance[0, 1:]
     beyond = score / variance**0.5 if variance > 0 else 0.0
-    return FamilyResult("other_weights", z, float(log_ndtr(-z)), max(float(beyond), 0.0) ** 2 / 2)
+    return FamilyResult("other_weights", float(-ndtri_exp(log_p)), log_p, max(float(beyond), 0.0) ** 2 / 2)
 
 
 def _recorded(sums: SamplingSums) -> RecordedMismatch:

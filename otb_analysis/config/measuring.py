@@ -73,7 +73,7 @@ class MeasureConfig:
     """Exact norm of every token's score, whose cost grows with the square of an answer's length, and what `gradients`
     gives on the same groups."""
     gradients: Schedule = Schedule()
-    """The gradient of every estimator, as a Gram matrix of inner products: some 10 forward and backward passes at any
+    """The gradient of every estimator, as a Gram matrix of inner products: 10 to 20 forward and backward passes at any
     length. Estimators that read exact norms are left out where not all groups have them. Intervals take 16 different
     prompts over all measured steps; a run that will have fewer is told so at its start."""
     sampled: SampledSchedule = SampledSchedule()

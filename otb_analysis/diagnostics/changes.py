@@ -59,8 +59,8 @@ NO_ENTROPY = 1e-4
 LITTLE_ENTROPY = 0.01
 """Entropy in nats below which a rise is none: a nearly certain policy that is a little less certain explores."""
 
-ALWAYS = "otb train records it at every step"
-FORWARD = "otb train records it at every step, otb score adds it to recorded rollouts"
+ALWAYS = "otb train and OTBGRPOTrainer record it at every step, OTBMonitor where TRL logs it (logging_steps=1)"
+FORWARD = "otb train and what watches TRL record it at every step, otb score adds it to recorded rollouts"
 
 
 def gradient_surge(series: StepSeries) -> Finding:

@@ -47,8 +47,10 @@ CONDITIONS: dict[tuple[str, str], tuple[tuple[object, ...], str]] = {
 def unproved_because(config: Mapping[str, Any]) -> str:
     """Return why nothing is proved of a run's estimators; empty where the registered conditions are met."""
     if "source" in config:
-        stated = config.get("plain_sampling") is True
-        return "" if stated else "its rollouts were recorded elsewhere (--plain-sampling states that they meet them)"
+        if config.get("plain_sampling") is True:
+            return ""
+        nobody = "its rollouts were recorded elsewhere (--plain-sampling states that they meet them)"
+        return str(config.get("not_plain") or nobody)
     for (part, name), (allowed, wrong) in CONDITIONS.items():
         settings = section(config, part)
         if name not in settings:

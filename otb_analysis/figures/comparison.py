@@ -322,28 +322,37 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         every = [one for one in (*(ratio for _, ratio in drawn), *wide.values()) if one is not None]
         ends = [end for ratio in every for end in (ratio.low, ratio.high) if end is not None]
         axis = log_axis([1.0, *(ratio.estimate for _, ratio in drawn)], ends, most=4)
-        for row, ratio in drawn:
-            together = wide.get(row.label)
-            said = "no interval" if ratio.low is None else f"one look {number(ratio.low)} to {number(ratio.high)}"
-            if together is not None:
-                said += f"<br>{info.together} {number(together.low)} to {number(together.high)}"
-            value = f"{title} ÷ {info.against} <b>{number(ratio.estimate)}</b>"
-            hover = {"hovertemplate": f"{row.label}<br>{value}<br>{said}<extra></extra>"}
-            color, place = row.style.color, {"mode": "markers", "showlegend": False, "y": [heights[row.label]], **where}
-            symbol = row.style.symbol.removesuffix("-open") + ("-open" if ratio.low is None else "")
-            marker = {"color": color, "line": {"color": color, "width": 1.6}, "symbol": symbol, "size": 9}
-            bars = [] if together is None else [(together, 1, {"color": color, "size": 1}, SILENT)]
-            for one, thickness, look, hovering in (*bars, (ratio, 4, marker, hover)):
-                x, error_x = error_bars([one], thickness=thickness)
-                figure.add_scatter(x=x.astype(np.float32), error_x=error_x, marker=look, **hovering, **place)
-            longest = together or ratio
-            if longest.low is None or longest.high is None:
+        rows = [row for row, _ in drawn]
+        y, colors = np.array([heights[row.label] for row in rows]), [row.style.color for row in rows]
+        marker = {"color": colors, "size": 9, "line": {"color": colors, "width": 1.6}}
+        place = {"mode": "markers", "showlegend": False, **where}
+        # A trace takes a browser as long as a hundred points, so each kind of mark is one.
+        for thickness, ratios in (1, [wide.get(row.label) for row in rows]), (4, [ratio for _, ratio in drawn]):
+            x, error_x = error_bars(ratios, thickness=thickness, color=GREY)
+            if not (known := ~np.isnan(x)).any():
                 continue
-            left, right = (10**limit for limit in axis["range"])
-            beyond = (longest.low < left, left, "triangle-left"), (longest.high > right, right, "triangle-right")
-            for x, arrow in ((x, arrow) for goes_on, x, arrow in beyond if goes_on):
-                look = marker | {"symbol": arrow, "size": 8}
-                figure.add_scatter(x=[x], marker=look, cliponaxis=False, **SILENT, **place)
+            bars = {name: values[known] for name, values in error_x.items() if name.startswith("array")}
+            look = {"error_x": error_x | bars, "marker": {"size": 1, "color": GREY}} | SILENT
+            figure.add_scatter(x=x[known].astype(np.float32), y=y[known], **look, **place)
+        said = [_said(info, title, row, ratio, wide.get(row.label)) for row, ratio in drawn]
+        symbols = [row.style.symbol.removesuffix("-open") + "-open" * (ratio.low is None) for row, ratio in drawn]
+        figure.add_scatter(
+            x=np.array([ratio.estimate for _, ratio in drawn], np.float32), y=y, marker=marker | {"symbol": symbols},
+            text=said, hovertemplate="%{text}<extra></extra>", **place,
+        )  # fmt: skip
+        left, right = (10**limit for limit in axis["range"])
+        longest = [(row, wide.get(row.label) or ratio) for row, ratio in drawn]
+        known = [(row, one.low, one.high) for row, one in longest if one.low is not None and one.high is not None]
+        beyond = [(row, left, "triangle-left") for row, low, _ in known if low < left]
+        beyond += [(row, right, "triangle-right") for row, _, high in known if high > right]
+        if beyond:
+            arrows = {
+                "symbol": [arrow for *_, arrow in beyond],
+                "color": [row.style.color for row, *_ in beyond],
+                "size": 8,
+            }
+            at = {"x": [x for _, x, _ in beyond], "y": [heights[row.label] for row, *_ in beyond]}
+            figure.add_scatter(**at, marker=arrows, cliponaxis=False, **SILENT, **place)
         figure.add_vline(x=1, line={"width": 1, "dash": "dot", "color": RULE}, **where)
         figure.update_xaxes(**axis, title_text=f"÷ {info.against}", title_standoff=6, **where)
         # Numbers, not categories: a browser leaves out the name of a row without a point.
@@ -353,6 +362,14 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         line = {"color": GREY, "width": thickness}
         figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=words, showlegend=True, row=1, col=1)
     return figure.update_layout(margin={"l": 150, "t": TOP}, height=height)
+
+
+def _said(info: ComparisonInfo, title: str, row: Row, ratio: Interval, together: Interval | None) -> str:
+    """Return what is said of one ratio where the mouse rests."""
+    said = "no interval" if ratio.low is None else f"one look {number(ratio.low)} to {number(ratio.high)}"
+    if together is not None:
+        said += f"<br>{info.together} {number(together.low)} to {number(together.high)}"
+    return f"{row.label}<br>{title} ÷ {info.against} <b>{number(ratio.estimate)}</b><br>{said}"
 
 
 def plot_planner(planner: Planner) -> go.Figure:

@@ -36,6 +36,8 @@ from otb_analysis.integrations.trl_batch import (
 )
 from otb_analysis.integrations.trl_run import (
     OF_SAMPLING,
+    PLAIN,
+    filters_of,
     first_batch,
     measured_batch,
     paid,
@@ -54,10 +56,9 @@ __all__ = ["OTBGRPOTrainer", "RecordConfig", "RolloutRecorder"]
 
 GIVEN = {"energy", "turn", "token_id", "entropy"}
 """What an estimator may need here; TRL has no critic, and no exact norm of every rollout at every step."""
-PLAIN: dict[str, tuple[object, ...]] = {
-    "top_p": (1.0, None), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, None),
+WORDS = {
+    "value": "a critic", "ratio": "importance ratios", "rollout_norm_sq": "exact norms of all rollouts at every step",
 }  # fmt: skip
-"""What settings of TRL's sampling are where tokens come from the policy's own probabilities."""
 Trainer: Any = load_trl().GRPOTrainer
 
 
@@ -86,7 +87,8 @@ class OTBGRPOTrainer(Trainer):
         self._options = options_from_dict(estimator, options or {})
         entry = entry_of(estimator)
         if lacking := sorted(set(entry.needs) - GIVEN):
-            raise InputError(f"estimator {estimator!r} needs {lacking[0]}, which TRL does not have; choose another.")
+            what = WORDS.get(lacking[0], lacking[0])
+            raise InputError(f"estimator {estimator!r} needs {what}, which TRL does not have; choose another.")
         if not entry.takes_gaps and (kwargs.get("tools") or kwargs.get("environment_factory")):
             raise InputError(
                 f"estimator {estimator!r} takes positions from columns, but tools write tokens in between; use "
@@ -95,9 +97,8 @@ class OTBGRPOTrainer(Trainer):
         super().__init__(*args, **kwargs)
         refuse_lacking(self, (*READ, "num_generations_eval", "_tokenizer"), "GRPOTrainer")
         refuse_unreadable(self, (record or RecordConfig()).measure)
-        sampled = {**vars(self.args), **(self.args.generation_kwargs or {})}
-        for name in (name for name, plain in PLAIN.items() if sampled.get(name, plain[0]) not in plain):
-            message = f"{name} is {sampled[name]}: tokens do not come from the probabilities that the loss "
+        for name, value in filters_of(self.args).items():
+            message = f"{name} is {value}: tokens do not come from the probabilities that the loss "
             message += f"and {estimator!r} take, so no baseline is unbiased; set it to {PLAIN[name][0]}."
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._options = with_limit(estimator, self._options, self.args.max_completion_length)

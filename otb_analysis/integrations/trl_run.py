@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +25,11 @@ COPIED = (
     "per_device_train_batch_size", "gradient_accumulation_steps",
 )  # fmt: skip
 """Settings of TRL that say what was trained; RLOOTrainer lacks some of them."""
+
+PLAIN: dict[str, tuple[object, ...]] = {
+    "top_p": (1.0, None), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, None),
+}  # fmt: skip
+"""What settings of TRL's sampling are where tokens come from the policy's own probabilities."""
 
 OF_SAMPLING = ("n_truncated", "certificate_prob_z", "certificate_logprob_z")
 """Scalars of a step that are wrong where TRL hides rollouts cut at the limit: what ended early is no sample."""
@@ -62,6 +68,35 @@ def refuse_unreadable(trainer: Any, measure: MeasureConfig) -> None:
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     if any(one.is_prompt_learning for one in adapters.values()):
         raise InputError("the adapter learns prompts, which our forward pass does not see; use LoRA instead.")
+
+
+def filters_of(args: Any) -> dict[str, object]:
+    """Return the settings of TRL's sampling that are not those of PLAIN."""
+    sampled = {**vars(args), **(args.generation_kwargs or {})}
+    return {name: sampled[name] for name, plain in PLAIN.items() if sampled.get(name, plain[0]) not in plain}
+
+
+def not_plain(trainer: Any) -> str:
+    """Return why a batch's tokens are not known to be draws of the policy that we score; empty where they are.
+
+    These are the conditions of `proved.CONDITIONS`, as settings of TRL.
+    """
+    args, policy = trainer.args, policy_of(trainer)
+    odd = sorted({*filters_of(args), *(set(args.generation_kwargs or {}) - set(PLAIN))})
+    half = args.bf16 or args.fp16 or any(weight.dtype != torch.float32 for weight in policy.parameters())
+    dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in policy.modules())
+    engine = ("use_vllm", "use_transformers_paged", "use_transformers_continuous_batching")
+    several = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
+    reasons = {
+        "another engine sampled than was scored": any(getattr(args, name, False) for name in engine),
+        "a function of its own drew its rollouts": getattr(trainer, "rollout_func", None) is not None,
+        f"its sampling has the setting {', '.join(odd)}": odd,
+        "answers cut at the limit are left out": getattr(args, "mask_truncated_completions", False),
+        "it updates more than once on a batch": several,
+        "it sampled in half precision": half,
+        "it sampled with dropout": dropout,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def first_batch(trainer: Any) -> int:
@@ -120,6 +155,7 @@ def stored_config(trainer: Any, record: RecordConfig, trained: Mapping[str, Any]
 
     `trained` is the estimator whose advantages train, as `name`, `energy` and `options`.
     """
+    reason = not_plain(trainer)
     args, kind = trainer.args, "RLOOTrainer" if "RLOO" in type(trainer).__name__ else "GRPOTrainer"
     return {
         "run": record.run or Path(args.output_dir).name,
@@ -127,6 +163,8 @@ def stored_config(trainer: Any, record: RecordConfig, trained: Mapping[str, Any]
         "model": getattr(policy_of(trainer).config, "_name_or_path", ""),
         "task": ", ".join(trainer.reward_func_names),
         "source": {"made_by": made_by, "format": "trl", "about": f"trained by TRL's {kind}"},
+        "plain_sampling": not reason,
+        "not_plain": reason,
         "estimator": dict(trained),
         "measure": asdict(record.measure),
         "sample": {

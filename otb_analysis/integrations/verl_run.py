@@ -48,6 +48,7 @@ def run_log(config: Any) -> RunLog | None:
     stored = {
         "run": record.run, "model": config.actor_rollout_ref.model.path, "task": str(config.data.train_files),
         "source": {"made_by": "OTBTrainerSync", "format": "verl", "about": "trained by verl's synchronous trainer"},
+        "not_plain": "another engine sampled than was scored",
         "estimator": trained,
         "measure": asdict(record.measure),
         "sample": {"prompts": config.data.train_batch_size, **{ours: rollout[key] for ours, key in SAMPLED.items()}},

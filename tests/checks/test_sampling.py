@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.special import ndtr, ndtri
 
 from benchmarks.sampling_check import noise, planted_rollouts, repetition, temperature, top_k, top_p
 from otb_analysis.checks import sampling
@@ -63,7 +64,7 @@ def penalised(z, context, penalty):
 
 def slow_sums(model, rollouts):
     """Σ log p(y) − log π(y) and Σ(recorded − log p(y))² by test and setting, and the score tests, written out."""
-    gain, residual, score, variance, outside, expected = ({} for _ in range(6))
+    gain, residual, score, variance, third, outside, expected = ({} for _ in range(7))
 
     def add(where, key, value):
         where[key] = where.get(key, 0.0) + value
@@ -81,6 +82,7 @@ def slow_sums(model, rollouts):
             mean = (pi * a).sum()
             add(score, name, a[y] - mean)
             add(variance, name, (pi * (a - mean) ** 2).sum())
+            add(third, name, (pi * (a - mean) ** 3).sum())
         for t in TEMPERATURES:
             add_setting = log_softmax(z / t)[y]
             add(gain, ("temperature", t), add_setting - log_pi[y])
@@ -100,14 +102,14 @@ def slow_sums(model, rollouts):
             kept = order[:k]
             add(outside, ("top_k", k), float(y not in kept))
             add(expected, ("top_k", k), 1 - pi[kept].sum())
-    return gain, residual, score, variance, outside, expected
+    return gain, residual, score, variance, third, outside, expected
 
 
 def test_sums_are_those_of_every_sampler_written_out(policy):
     rollouts = draw(policy, temperature(0.7))
     model = policy[0]
     found = SamplingSums.from_rows(sums_of(model, rollouts, tau=TAU, size=3))
-    gain, residual, score, variance, outside, expected = slow_sums(model, rollouts)
+    gain, residual, score, variance, third, outside, expected = slow_sums(model, rollouts)
     for (test, setting), value in gain.items():
         assert found.grid(test, "gain")[setting] == pytest.approx(value, rel=1e-5, abs=1e-4), (test, setting)
     for (test, setting), value in residual.items():
@@ -115,6 +117,7 @@ def test_sums_are_those_of_every_sampler_written_out(policy):
     for test, value in score.items():
         assert found.total(test, "score") == pytest.approx(value, rel=1e-4, abs=1e-4), test
         assert found.total(test, "variance") == pytest.approx(variance[test], rel=1e-5), test
+        assert found.total(f"{test}^3", "score") == pytest.approx(third[test], rel=1e-3, abs=1e-4), test
     for (test, setting), value in outside.items():
         assert found.grid(test, "observed")[setting] == value
         mean = found.grid(test, "observed")[setting] - found.grid(test, "score")[setting]
@@ -343,3 +346,43 @@ def test_a_z_of_three_is_no_alarm_among_six_families():
     )  # fmt: skip
     report = sampling_report(rows)
     assert not report.alarm and np.exp(report.log_p) == pytest.approx(6 * 0.0027, rel=1e-3)
+
+
+@pytest.mark.parametrize("jump", [-1.0, -8.0, 0.3])
+@pytest.mark.parametrize("chance", [4e-4, 2e-3, 0.02, 0.3])
+def test_a_family_whose_variance_few_tokens_carry_is_judged_as_rare_events_are(jump, chance):
+    # 400 tokens, each of which has the statistic `jump` with a small chance that differs from token to token.
+    rng, trials = np.random.default_rng(1), 40_000
+    p = np.clip(chance * rng.uniform(0.5, 1.5, 400), 0, 0.5)
+    events = rng.poisson(p.sum(), trials) if chance < 0.01 else (rng.random((trials, 400), np.float32) < p).sum(axis=1)
+    variance, third = (p * (1 - p)).sum() * jump**2, (p * (1 - p) * (1 - 2 * p)).sum() * jump**3
+    values, counts = np.unique(events, return_counts=True)
+    found = np.array([tail_of((k - p.sum()) * jump, variance, third) for k in values])
+    for alpha in (0.05, 0.01, 0.001):
+        assert counts[found < alpha].sum() / trials <= 1.2 * alpha + 1e-4, alpha
+    plain = np.array([2 * ndtr(-abs(k - p.sum()) * abs(jump) / variance**0.5) for k in values])
+    if chance < 0.01:  # what was said before: many times too often
+        assert counts[plain < 0.001].sum() / trials > 0.005
+    if chance == 0.3:  # and where events are many, the same as before
+        np.testing.assert_allclose(ndtri(found / 2)[plain > 1e-4], ndtri(plain / 2)[plain > 1e-4], atol=0.2)
+
+
+def tail_of(score, variance, third):
+    rows = by_hand(
+        ("temperature", None, 0.0, 4.0, None), ("temperature", 0.9, None, None, 0.0),
+        ("probability", None, 0.0, 4.0, None), ("noise", 0.5, None, None, 0.0),
+        ("repetition", None, score, variance, None), ("repetition^3", None, third, None, None),
+        ("repetition", 1.05, None, None, 0.0), ("other_weights", None, 0.0, 4.0, None),
+    )  # fmt: skip
+    return float(np.exp(sampling_report(rows).families["repetition"].log_p))
+
+
+def test_a_z_that_no_number_can_hold_still_has_a_finite_logarithm():
+    rows = by_hand(
+        ("temperature", None, -900.0, 100.0, None), ("temperature^3", None, -300.0, None, None),
+        ("temperature", 0.9, None, None, 0.0), ("probability", None, 0.0, 4.0, None), ("noise", 0.5, None, None, 0.0),
+        ("repetition", None, 0.0, 4.0, None), ("repetition", 1.05, None, None, 0.0),
+        ("other_weights", None, 0.0, 4.0, None),
+    )  # fmt: skip
+    report = sampling_report(rows)
+    assert report.alarm and np.isfinite(report.log_p) and 10 < report.z < 90

@@ -113,7 +113,7 @@ def test_too_few_steps_are_counted(series):
 def test_a_long_run_that_recorded_too_little_is_not_measured_enough(series):
     found = surge(series(grad_norm=[1.0] * 12 + [np.nan] * 20))
     assert found.level == "not measured"
-    assert "recorded at 12 steps, 25 are needed; otb train records it at every step" in found.reason
+    assert "recorded at 12 steps, 25 are needed; otb train and OTBGRPOTrainer record it at every step" in found.reason
 
 
 def test_an_empty_run_is_not_measured():

@@ -94,9 +94,11 @@ def test_noise_scale_stands_beside_each_estimator_with_its_interval(grams):
 def test_forest_draws_a_point_per_estimator_and_ratio_a_thin_bar_where_it_is_judged_and_a_legend(grams):
     data = plot_comparison(comparison_info(list(grams.values()))).data
     points = [trace for trace in data if trace.hovertemplate]
-    thin = [trace for trace in data if trace.error_x.thickness == 1]
-    assert len(points) == 3 * 4 and len(thin) == 2  # both of otb, by efficiency
-    assert {trace.xaxis for trace in thin} == {"x2"}
+    assert [len(trace.x) for trace in points] == [len(trace.marker.color) for trace in points] == [4, 4, 4]
+    (thin,) = [trace for trace in data if trace.error_x.thickness == 1]
+    assert (len(thin.x), thin.xaxis) == (2, "x2")  # both of otb, by efficiency
+    thick = [trace for trace in data if trace.error_x.thickness == 4]
+    assert all(len(trace.x) == len(trace.error_x.array) == 4 for trace in thick) and len(thick) == 3
     assert [trace.name for trace in data if trace.showlegend] == ["one look", "all 2 together"]
 
 
@@ -112,8 +114,10 @@ def test_a_ratio_that_noise_hides_has_no_panel_and_the_words_say_why():
 
 
 def test_a_hover_has_the_usual_words(grams):
-    hovers = [trace.hovertemplate for trace in plot_comparison(comparison_info(list(grams.values()))).data]
-    said = " ".join(filter(None, hovers))
+    hovers = [
+        trace.text for trace in plot_comparison(comparison_info(list(grams.values()))).data if trace.hovertemplate
+    ]
+    said = " ".join(text for texts in hovers for text in texts)
     assert "Variance at equal progress ÷ rloo" in said and "Efficiency ÷ rloo" in said and "sf ratio" not in said
 
 

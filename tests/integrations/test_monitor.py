@@ -24,9 +24,10 @@ from otb_analysis.answers.run import RunAnswers
 from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
+from otb_analysis.estimators import unproved_because
 from otb_analysis.integrations.monitor import OTBMonitor
-from otb_analysis.integrations.run_log import RunLog
-from otb_analysis.integrations.trl_run import refuse_unreadable
+from otb_analysis.integrations.run_log import RecordConfig, RunLog
+from otb_analysis.integrations.trl_run import not_plain, refuse_unreadable, stored_config
 from otb_analysis.integrations.trl_states import CaughtStates
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.store import RunStore
@@ -105,7 +106,43 @@ def test_a_run_says_what_measures_its_baselines_and_one_that_measured_says_which
     _, store, _ = watched(gradients=2)
     assert store.sql("select distinct step from gradients order by step")["step"].tolist() == [0, 2]
     assert set(store.sql("select distinct estimator from gradients")["estimator"]) >= {"otb_loo", "rloo", "grpo"}
-    assert "measure=MeasureConfig" not in RunAnswers(store).lines[0]
+    answers = RunAnswers(store)
+    assert "measure=MeasureConfig" not in answers.lines[0]
+    # The trainer's own generate drew the tokens, at a temperature alone: what is proved of baselines holds here.
+    assert answers.known.projection["rloo", "none"] == answers.known.projection["otb_loo", "proxy"] == 1.0
+    assert not any("plain" in line or "estimated" in line for line in answers.lines)
+
+
+CONDITIONS = [
+    ({}, ""),
+    ({"top_p": 0.9}, "its sampling has the setting top_p"),
+    ({"generation_kwargs": {"typical_p": 0.5}}, "its sampling has the setting typical_p"),
+    ({"generation_kwargs": {"top_p": 1.0}}, ""),
+    ({"num_iterations": 2}, "it updates more than once on a batch"),
+    ({"steps_per_generation": 2}, "it updates more than once on a batch"),
+    ({"mask_truncated_completions": True}, "answers cut at the limit are left out"),
+    ({"model_dtype": "bfloat16"}, "it sampled in half precision"),
+    ({"tools": True}, "a function of its own drew its rollouts"),
+    ({"rloo": True, "beta": 0.0}, ""),
+]
+
+
+@pytest.mark.parametrize(("spec", "reason"), CONDITIONS, ids=lambda one: str(one)[:40])
+def test_a_run_says_whether_its_tokens_are_plain_draws_of_the_policy(runs, tmp_path, spec, reason):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run", **spec)
+    assert not_plain(trainer) == reason
+    stored = stored_config(trainer, RecordConfig(run="run", root=tmp_path), {"name": "grpo"}, "OTBMonitor")
+    assert unproved_because(stored) == reason
+    trainer.model.add_module("noise", torch.nn.Dropout(0.1))
+    assert not_plain(trainer) == (reason or "it sampled with dropout")
+
+
+def test_nothing_is_proved_where_rollouts_without_a_reward_were_left_out(watched):
+    _, store, _ = watched(gradients=1, rewards=("first_digit",))
+    answers = RunAnswers(store)
+    assert store.steps_df()["n_left_out"].sum() > 0 and answers.config["plain_sampling"]
+    assert not answers.known.projection
+    assert any("since rollouts without a reward were left out" in line for line in answers.measured.reservations)
 
 
 def test_a_run_without_gradients_says_what_measures_them(watched):

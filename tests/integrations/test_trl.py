@@ -319,8 +319,8 @@ def test_store_that_fails_is_a_warning_and_training_goes_on(runs, tmp_path, monk
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ({"estimator": "tvm"}, "estimator 'tvm' needs value, which TRL does not have"),
-        ({"estimator": "classic_optimal"}, "needs rollout_norm_sq"),
+        ({"estimator": "tvm"}, "estimator 'tvm' needs a critic, which TRL does not have"),
+        ({"estimator": "classic_optimal"}, "needs exact norms of all rollouts"),
         ({"estimator": "otb_lo"}, "estimator 'otb_lo' does not exist; did you mean 'otb_loo'"),
         ({"options": {"tale": "zero"}}, "tale"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "set it to 'sum_then_normalize'"),
