@@ -220,8 +220,8 @@ class RunAnswers:
         """The configuration, as far as it may be believed: nothing of it where another sampler drew the tokens."""
         if self.alarm:
             return {}
-        left_out = self.steps["n_left_out"].sum() if "n_left_out" in self.steps else 0
-        if not left_out or "source" not in self.config:
+        left_out: Any = self.steps.get("n_left_out", pd.Series(dtype=float))
+        if not (left_out > 0).any() or "source" not in self.config:
             return self.config
         return {**self.config, "plain_sampling": False, "not_plain": "rollouts without a reward were left out"}
 
