@@ -224,7 +224,12 @@ SAMPLING = (
     Column("parameter", "DOUBLE", "", "Its setting, such as a temperature; null where the test has none."),
     Column("position", "BIGINT", "", "First token position of the row's bin: 0, 1, 2, 4, 8, …; null for all."),
     Column("n_tokens", "BIGINT", "tokens", "Policy tokens in the row."),
-    Column("score", "DOUBLE", "", "Σ of the statistic minus its mean under the model."),
+    Column(
+        "score",
+        "DOUBLE",
+        "",
+        "Σ of the statistic minus its mean under the model; of tests ^3 and ^4, Σ of its central moment.",
+    ),
     Column("variance", "DOUBLE", "", "Σ of its variance under the model: z = score/√variance."),
     Column("observed", "DOUBLE", "", "Σ of the statistic itself where it counts tokens."),
     Column("gain", "DOUBLE", "nats", "Σ log p(y)/π(y) of the sampler with this setting."),

@@ -203,7 +203,8 @@ class RunAnswers:
         if self.sampling is not None:
             return sampling_lines(self.sampling)[0] if self.sampling.alarm else ""
         # A policy that trains on older rollouts is known to be another sampler, and nothing is proved of it anyway.
-        certificate = None if unproved_because(self.config) else sampling_certificate(self.series)
+        own = "source" not in self.config and not unproved_because(self.config)
+        certificate = sampling_certificate(self.series) if own else None
         if certificate is None or certificate.alarm_step is None:
             return ""
         return f"Tokens were not drawn by the policy that is scored: {certificate.reason}"

@@ -169,8 +169,8 @@ def direction_tests(pi: Tensor, statistics: Mapping[str, Tensor], y: Tensor) -> 
     """Return the score test of every statistic a [K, V], and the covariance of every two.
 
     `temperature` is a = log π, since ∂ log p_β(y)/∂β = log π_y + H at β = 1/temperature = 1. `probability` is a = π.
-    A covariance is a test named `one*other` with a variance only, a third central moment one named `one^3` with a score
-    only.
+    A covariance is a test named `one*other` with a variance only; third and fourth central moments are tests named
+    `one^3` and `one^4` with a score only.
     """
     weight = pi.sqrt()
     centred = {name: a - (pi * a).sum(-1, keepdim=True) for name, a in statistics.items()}
@@ -179,7 +179,9 @@ def direction_tests(pi: Tensor, statistics: Mapping[str, Tensor], y: Tensor) -> 
     for name, a in centred.items():
         square = scaled[name].square()
         tests.append(TokenTest(name, None, a.gather(1, y)[:, 0].double(), square.sum(-1).double()))
-        tests.append(TokenTest(f"{name}^3", None, (square * a).sum(-1).double()))
+        cube = square * a
+        tests.append(TokenTest(f"{name}^3", None, cube.sum(-1).double()))
+        tests.append(TokenTest(f"{name}^4", None, (cube * a).sum(-1).double()))
     for one, other in combinations(statistics, 2):
         tests.append(TokenTest(f"{one}*{other}", None, variance=(scaled[one] * scaled[other]).sum(-1).double()))
     return tests
@@ -257,7 +259,10 @@ def repetition_tests(
     repeated = (in_context & (distinct == y)).any(-1)
     score = torch.where(repeated, -own.abs() / temperature, 0.0) - mean
     tests = [TokenTest("repetition", None, score, (square - mean**2).clamp(min=0.0))]
-    tests.append(TokenTest("repetition^3", None, (pi * d**3).sum(-1) - 3 * mean * square + 2 * mean**3))
+    cube, fourth = (pi * d**3).sum(-1), (pi * d**4).sum(-1)
+    tests.append(TokenTest("repetition^3", None, cube - 3 * mean * square + 2 * mean**3))
+    fourth += 6 * mean**2 * square - 4 * mean * cube - 3 * mean**4
+    tests.append(TokenTest("repetition^4", None, fourth))
     rest = (1 - pi.sum(-1)).clamp(min=0.0)
     for penalty in PENALTIES:
         moved = torch.where(z > 0, z / penalty, z * penalty) / temperature - normaliser[:, None]

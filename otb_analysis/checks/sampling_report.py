@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy
 from numpy.typing import NDArray
-from scipy.special import gammainc, gammaln, log_ndtr, ndtri_exp, xlogy
+from scipy.special import gammaln, log_ndtr, ndtri_exp, xlogy
 
 from otb_analysis.errors import InputError
 from otb_analysis.types import Bool, Float
@@ -232,29 +232,41 @@ def _smooth(sums: SamplingSums, test: str) -> FamilyResult:
     return FamilyResult(test, z, log_p, gain, setting, error)
 
 
-NEARLY_NORMAL = 1e6
+NEARLY_NORMAL = 1e5
 """Events from which on a Poisson number is taken for a normal one."""
 
 
 def _beyond(sums: SamplingSums, test: str) -> float:
     """Return the logarithm of the chance that a score test's sum is as far from 0 as it is, on the side where it is.
 
-    The sum is nearly normal where it has many terms of a kind. Where few tokens carry its variance, as repeats in a
-    large vocabulary, b(X − λ) with a Poisson number X has its first three cumulants 0, λb² and λb³, and the same tail
-    for events of one size. On the other side, where events are missing, the normal tail is the longer one.
+    The sum is nearly normal where it has many terms of a kind. A few tokens can carry its tail, as repeats in a large
+    vocabulary or slips of a policy that is sure of itself. So it is taken for a normal number and b(X − λ), X a Poisson
+    number of rare events: b = κ₄/κ₃ and λ = κ₃/b³ of the sums κ of third and fourth central moments, and the normal
+    number has what is left of the variance. On the other side, where events are missing, the normal tail is longer.
     """
-    score, variance, third = (
-        sums.total(f"{test}{of}", c) for of, c in (("", "score"), ("", "variance"), ("^3", "score"))
-    )
+    columns = ("", "score"), ("", "variance"), ("^3", "score"), ("^4", "score")
+    score, variance, third, fourth = (sums.total(f"{test}{of}", column) for of, column in columns)
     if variance <= 0:
         return float(np.log(0.5))
-    size = third / variance * np.sign(score)
-    if size <= 0 or (expected := variance / size**2) > NEARLY_NORMAL:
-        return float(log_ndtr(-abs(score) / variance**0.5))
-    over = abs(score) / (size * expected)
-    if (chance := float(gammainc(expected * (1 + over), expected))) > 0:  # P(X ≥ k) = γ(k, λ)/Γ(k)
-        return float(np.log(chance))
-    return float(-expected * ((1 + over) * np.log1p(over) - over))  # Bennett's inequality, where that is too small
+    normal = float(log_ndtr(-abs(score) / variance**0.5))
+    third *= np.sign(score)
+    if third <= 0 or fourth <= 0:
+        return normal
+    size = fourth / third
+    events, size = min(third / size**3, variance / size**2), float(size)
+    if events > NEARLY_NORMAL:
+        return normal
+    over = abs(score) / size
+    if over > NEARLY_NORMAL:  # Bennett's inequality: far beyond all doubt
+        return float(-variance / size**2 * ((1 + (u := score**2 / variance / over)) * np.log1p(u) - u))
+    # All numbers of events that the sum could have come with. Without a normal part one that just reaches it counts.
+    most = float(events + over)
+    k = np.arange(np.ceil(most + 12 * most**0.5) + 20)
+    left, least = variance - events * size**2, 1e-3 * min(size**2, variance)
+    reached = size * (k - events) - abs(score) + (0.1 * size if left < least else 0.0)
+    rest = max(left, least) ** 0.5
+    chances = xlogy(k, events) - events - gammaln(k + 1) + log_ndtr(reached / rest)
+    return min(float(np.logaddexp.reduce(chances)), 0.0)
 
 
 def _cubic_peak(settings: Iterable[float], values: Iterable[float]) -> tuple[float, float]:
@@ -306,7 +318,7 @@ def _other_weights(sums: SamplingSums) -> FamilyResult:
     score = sums.total(names[0], "score") - slope @ [sums.total(name, "score") for name in names[1:]]
     variance = covariance[0, 0] - slope @ covariance[0, 1:]
     beyond = score / variance**0.5 if variance > 0 else 0.0
-    return FamilyResult("other_weights", float(-ndtri_exp(log_p)), log_p, max(float(beyond), 0.0) ** 2 / 2)
+    return FamilyResult("other_weights", _tail(log_p)[0] if z > 0 else z, log_p, max(float(beyond), 0.0) ** 2 / 2)
 
 
 def _recorded(sums: SamplingSums) -> RecordedMismatch:

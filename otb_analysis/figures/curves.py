@@ -301,8 +301,10 @@ def sparkline(values: np.ndarray, color: str) -> str:
     low, high = (y[known].min(), y[known].max()) if known.any() else (0.0, 0.0)
     x, y = np.linspace(0, 100, len(y))[known], 28 - 26 * (y[known] - low) / (high - low or 1.0)
     begins = ~np.concatenate([[False], known])[:-1][known]
-    path = "".join(f"{'M' if new else 'L'}{a:.1f} {b:.1f}" for a, b, new in zip(x, y, begins, strict=True))
-    line = f'fill="none" stroke="{color}" stroke-width="1.5" vector-effect="non-scaling-stroke"'
+    path = "".join(
+        f"{'M' if new else 'L'}{a:.1f} {b:.1f}{'h0' * bool(new)}" for a, b, new in zip(x, y, begins, strict=True)
+    )
+    line = f'fill="none" stroke="{color}" stroke-width="1.5" stroke-linecap="round" vector-effect="non-scaling-stroke"'
     box = 'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30" preserveAspectRatio="none"'
     coded = b64encode(f'<svg {box}><path d="{path}" {line}/></svg>'.encode()).decode()
     return f'<img src="data:image/svg+xml;base64,{coded}" alt="" style="width: 100%; height: 36px">'

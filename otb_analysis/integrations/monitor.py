@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed import new_group
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -49,6 +48,7 @@ from otb_analysis.integrations.trl_batch import (
 )
 from otb_analysis.integrations.trl_run import (
     OF_SAMPLING,
+    drawn_in_training,
     first_batch,
     measured_batch,
     paid,
@@ -582,14 +582,9 @@ def _calling_trainer(args: TrainingArguments) -> Any:
 
 def _catchable(trainer: Any) -> bool:
     """Whether the passes of a trainer can give what ours would: whole weights, and nothing drawn in training mode."""
-    policy = policy_of(trainer)
-    settings = policy.config.get_text_config().to_dict()
-    drawn = any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules())
-    every = (settings, *map(vars, getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {}).values()))
-    drawn |= any(value for one in every for name, value in one.items() if "drop" in name and isinstance(value, float))
     args = trainer.args  # several GPUs in one process are replicas in threads
     shared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or args.torch_compile or args.n_gpu > 1
-    return hasattr(trainer, METHOD) and not drawn and not shared
+    return hasattr(trainer, METHOD) and not drawn_in_training(trainer) and not shared
 
 
 def _omitted(trainer: Any) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from otb_analysis.config import MeasureConfig, Schedule
+from otb_analysis.config import MeasureConfig, Schedule, section
 from otb_analysis.errors import InputError
 from otb_analysis.store import RunWriter, StepTables
-from otb_analysis.store.layout import check_run_name
+from otb_analysis.store.layout import check_run_name, read_run_file
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class RunLog:
         (step, tables), self._kept = self._kept, None
         try:
             if self._writer is None and self.record.if_exists == "resume" and self.path.exists():
+                kept, now = section(read_run_file(self.path), "config"), self.config.get("not_plain")
+                if kept.get("plain_sampling") and now:
+                    raise InputError(
+                        f"run {self.path.name!r} was sampled plainly before, but now {now}; name another run."
+                    )
                 self._writer = RunWriter.resume(self.path, step)
             elif self._writer is None:
                 again = "replace" if self.record.if_exists == "replace" else "error"

@@ -97,7 +97,7 @@ class OTBGRPOTrainer(Trainer):
         super().__init__(*args, **kwargs)
         refuse_lacking(self, (*READ, "num_generations_eval", "_tokenizer"), "GRPOTrainer")
         refuse_unreadable(self, (record or RecordConfig()).measure)
-        for name, value in filters_of(self.args).items():
+        for name, value in filters_of(self).items():
             message = f"{name} is {value}: tokens do not come from the probabilities that the loss "
             message += f"and {estimator!r} take, so no baseline is unbiased; set it to {PLAIN[name][0]}."
             warnings.warn(message, RuntimeWarning, stacklevel=2)

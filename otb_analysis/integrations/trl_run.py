@@ -28,8 +28,15 @@ COPIED = (
 
 PLAIN: dict[str, tuple[object, ...]] = {
     "top_p": (1.0, None), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, None),
+    "typical_p": (None, 1.0), "top_h": (None,), "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0),
+    "encoder_repetition_penalty": (None, 1.0), "encoder_no_repeat_ngram_size": (None, 0),
+    "no_repeat_ngram_size": (None, 0), "bad_words_ids": (None, []), "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []), "forced_bos_token_id": (None,), "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,), "sequence_bias": (None, {}, []), "guidance_scale": (None, 1.0),
+    "num_beams": (None, 1), "min_length": (None, 0), "min_new_tokens": (None, 0), "penalty_alpha": (None, 0.0),
+    "watermarking_config": (None,),
 }  # fmt: skip
-"""What settings of TRL's sampling are where tokens come from the policy's own probabilities."""
+"""What settings of sampling are where tokens come from the policy's own probabilities."""
 
 OF_SAMPLING = ("n_truncated", "certificate_prob_z", "certificate_logprob_z")
 """Scalars of a step that are wrong where TRL hides rollouts cut at the limit: what ended early is no sample."""
@@ -70,10 +77,25 @@ def refuse_unreadable(trainer: Any, measure: MeasureConfig) -> None:
         raise InputError("the adapter learns prompts, which our forward pass does not see; use LoRA instead.")
 
 
-def filters_of(args: Any) -> dict[str, object]:
-    """Return the settings of TRL's sampling that are not those of PLAIN."""
-    sampled = {**vars(args), **(args.generation_kwargs or {})}
-    return {name: sampled[name] for name, plain in PLAIN.items() if sampled.get(name, plain[0]) not in plain}
+def filters_of(trainer: Any) -> dict[str, object]:
+    """Return the settings of a trainer's sampling that are not those of PLAIN.
+
+    What TRL leaves open, transformers takes from the checkpoint's own generation settings.
+    """
+    given = {**vars(trainer.args), **(trainer.args.generation_kwargs or {})}
+    own = getattr(policy_of(trainer), "generation_config", None)
+    sampled = {name: getattr(own, name, None) if given.get(name) is None else given[name] for name in PLAIN}
+    return {name: value for name, value in sampled.items() if value not in PLAIN[name]}
+
+
+def drawn_in_training(trainer: Any) -> bool:
+    """Tell whether a pass in training mode draws anything: dropout, of a layer, of attention or of an adapter."""
+    policy = policy_of(trainer)
+    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {}).values()
+    every = (policy.config.get_text_config().to_dict(), *map(vars, adapters))
+    named = (value for one in every for name, value in one.items() if "drop" in name and isinstance(value, float))
+    layers = (module.p for module in policy.modules() if isinstance(module, torch.nn.Dropout))
+    return any(value > 0 for value in (*named, *layers))
 
 
 def not_plain(trainer: Any) -> str:
@@ -82,9 +104,9 @@ def not_plain(trainer: Any) -> str:
     These are the conditions of `proved.CONDITIONS`, as settings of TRL.
     """
     args, policy = trainer.args, policy_of(trainer)
-    odd = sorted({*filters_of(args), *(set(args.generation_kwargs or {}) - set(PLAIN))})
+    odd = sorted({*filters_of(trainer), *(set(args.generation_kwargs or {}) - set(PLAIN))})
     half = args.bf16 or args.fp16 or any(weight.dtype != torch.float32 for weight in policy.parameters())
-    dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in policy.modules())
+    half |= trainer.accelerator.mixed_precision not in (None, "no")
     engine = ("use_vllm", "use_transformers_paged", "use_transformers_continuous_batching")
     several = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
     reasons = {
@@ -94,7 +116,7 @@ def not_plain(trainer: Any) -> str:
         "answers cut at the limit are left out": getattr(args, "mask_truncated_completions", False),
         "it updates more than once on a batch": several,
         "it sampled in half precision": half,
-        "it sampled with dropout": dropout,
+        "it sampled with dropout": drawn_in_training(trainer),
     }
     return next((why for why, holds in reasons.items() if holds), "")
 

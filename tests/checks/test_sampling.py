@@ -64,7 +64,7 @@ def penalised(z, context, penalty):
 
 def slow_sums(model, rollouts):
     """Σ log p(y) − log π(y) and Σ(recorded − log p(y))² by test and setting, and the score tests, written out."""
-    gain, residual, score, variance, third, outside, expected = ({} for _ in range(7))
+    gain, residual, score, variance, third, fourth, outside, expected = ({} for _ in range(8))
 
     def add(where, key, value):
         where[key] = where.get(key, 0.0) + value
@@ -83,6 +83,7 @@ def slow_sums(model, rollouts):
             add(score, name, a[y] - mean)
             add(variance, name, (pi * (a - mean) ** 2).sum())
             add(third, name, (pi * (a - mean) ** 3).sum())
+            add(fourth, name, (pi * (a - mean) ** 4).sum())
         for t in TEMPERATURES:
             add_setting = log_softmax(z / t)[y]
             add(gain, ("temperature", t), add_setting - log_pi[y])
@@ -102,14 +103,14 @@ def slow_sums(model, rollouts):
             kept = order[:k]
             add(outside, ("top_k", k), float(y not in kept))
             add(expected, ("top_k", k), 1 - pi[kept].sum())
-    return gain, residual, score, variance, third, outside, expected
+    return gain, residual, score, variance, third, fourth, outside, expected
 
 
 def test_sums_are_those_of_every_sampler_written_out(policy):
     rollouts = draw(policy, temperature(0.7))
     model = policy[0]
     found = SamplingSums.from_rows(sums_of(model, rollouts, tau=TAU, size=3))
-    gain, residual, score, variance, third, outside, expected = slow_sums(model, rollouts)
+    gain, residual, score, variance, third, fourth, outside, expected = slow_sums(model, rollouts)
     for (test, setting), value in gain.items():
         assert found.grid(test, "gain")[setting] == pytest.approx(value, rel=1e-5, abs=1e-4), (test, setting)
     for (test, setting), value in residual.items():
@@ -118,6 +119,7 @@ def test_sums_are_those_of_every_sampler_written_out(policy):
         assert found.total(test, "score") == pytest.approx(value, rel=1e-4, abs=1e-4), test
         assert found.total(test, "variance") == pytest.approx(variance[test], rel=1e-5), test
         assert found.total(f"{test}^3", "score") == pytest.approx(third[test], rel=1e-3, abs=1e-4), test
+        assert found.total(f"{test}^4", "score") == pytest.approx(fourth[test], rel=1e-3, abs=1e-4), test
     for (test, setting), value in outside.items():
         assert found.grid(test, "observed")[setting] == value
         mean = found.grid(test, "observed")[setting] - found.grid(test, "score")[setting]
@@ -348,6 +350,12 @@ def test_a_z_of_three_is_no_alarm_among_six_families():
     assert not report.alarm and np.exp(report.log_p) == pytest.approx(6 * 0.0027, rel=1e-3)
 
 
+def moments_of(p, jump):
+    """Sums of the second to the fourth central moments of tokens that have `jump` with the chances p, else 0."""
+    q = 1 - p
+    return [(p * q).sum() * jump**2, (p * q * (q - p)).sum() * jump**3, (p * q * (q**3 + p**3)).sum() * jump**4]
+
+
 @pytest.mark.parametrize("jump", [-1.0, -8.0, 0.3])
 @pytest.mark.parametrize("chance", [4e-4, 2e-3, 0.02, 0.3])
 def test_a_family_whose_variance_few_tokens_carry_is_judged_as_rare_events_are(jump, chance):
@@ -355,34 +363,48 @@ def test_a_family_whose_variance_few_tokens_carry_is_judged_as_rare_events_are(j
     rng, trials = np.random.default_rng(1), 40_000
     p = np.clip(chance * rng.uniform(0.5, 1.5, 400), 0, 0.5)
     events = rng.poisson(p.sum(), trials) if chance < 0.01 else (rng.random((trials, 400), np.float32) < p).sum(axis=1)
-    variance, third = (p * (1 - p)).sum() * jump**2, (p * (1 - p) * (1 - 2 * p)).sum() * jump**3
+    moments = moments_of(p, jump)
     values, counts = np.unique(events, return_counts=True)
-    found = np.array([tail_of((k - p.sum()) * jump, variance, third) for k in values])
+    found = np.array([tail_of((k - p.sum()) * jump, *moments) for k in values])
     for alpha in (0.05, 0.01, 0.001):
         assert counts[found < alpha].sum() / trials <= 1.2 * alpha + 1e-4, alpha
-    plain = np.array([2 * ndtr(-abs(k - p.sum()) * abs(jump) / variance**0.5) for k in values])
+    plain = np.array([2 * ndtr(-abs(k - p.sum()) * abs(jump) / moments[0] ** 0.5) for k in values])
     if chance < 0.01:  # what was said before: many times too often
         assert counts[plain < 0.001].sum() / trials > 0.005
     if chance == 0.3:  # and where events are many, the same as before
         np.testing.assert_allclose(ndtri(found / 2)[plain > 1e-4], ndtri(plain / 2)[plain > 1e-4], atol=0.2)
 
 
-def tail_of(score, variance, third):
+@pytest.mark.parametrize(("size", "rate"), [(5.0, 0.01), (8.0, 0.003), (12.0, 0.001), (3.0, 2.0)])
+def test_rare_large_events_among_many_small_ones_are_judged_by_their_own_size(size, rate):
+    # A sum of variance 1 from many tokens, and now and then one that moves it by many of its standard deviations.
+    moments = 1 + rate * size**2, rate * size**3, rate * size**4
+    for at in np.linspace(2.5, 3 * size, 25):
+        k = np.arange(60)
+        log_poisson = k * np.log(rate) - rate - np.cumsum(np.log(np.maximum(k, 1)))
+        true = 2 * (np.exp(log_poisson) * ndtr(-(at - size * (k - rate)))).sum()
+        assert true * 0.99 <= tail_of(at, *moments) <= max(4 * true, 1e-12)
+
+
+def tail_of(score, variance, third, fourth):
     rows = by_hand(
         ("temperature", None, 0.0, 4.0, None), ("temperature", 0.9, None, None, 0.0),
         ("probability", None, 0.0, 4.0, None), ("noise", 0.5, None, None, 0.0),
         ("repetition", None, score, variance, None), ("repetition^3", None, third, None, None),
+        ("repetition^4", None, fourth, None, None),
         ("repetition", 1.05, None, None, 0.0), ("other_weights", None, 0.0, 4.0, None),
     )  # fmt: skip
     return float(np.exp(sampling_report(rows).families["repetition"].log_p))
 
 
-def test_a_z_that_no_number_can_hold_still_has_a_finite_logarithm():
+@pytest.mark.parametrize(("score", "third"), [(-900.0, -300.0), (-9e7, -300.0), (900.0, -300.0), (900.0, 1e-12)])
+def test_a_z_that_no_number_can_hold_still_has_a_finite_logarithm(score, third):
     rows = by_hand(
-        ("temperature", None, -900.0, 100.0, None), ("temperature^3", None, -300.0, None, None),
+        ("temperature", None, score, 100.0, None), ("temperature^3", None, third, None, None),
+        ("temperature^4", None, 900.0, None, None),
         ("temperature", 0.9, None, None, 0.0), ("probability", None, 0.0, 4.0, None), ("noise", 0.5, None, None, 0.0),
         ("repetition", None, 0.0, 4.0, None), ("repetition", 1.05, None, None, 0.0),
-        ("other_weights", None, 0.0, 4.0, None),
+        ("other_weights", None, -400.0, 4.0, None),
     )  # fmt: skip
     report = sampling_report(rows)
-    assert report.alarm and np.isfinite(report.log_p) and 10 < report.z < 90
+    assert report.alarm and np.isfinite(report.log_p) and np.isfinite(report.z) and report.z > 10

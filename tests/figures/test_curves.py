@@ -204,7 +204,7 @@ def drawn(values):
     """Return the lines of a sparkline, each a list of points, out of its picture."""
     svg = b64decode(re.findall(r"base64,([^\"]+)", sparkline(np.array(values), "#123456"))[0]).decode()
     assert 'stroke="#123456"' in svg
-    (path,) = re.findall(r' d="([^"]*)"', svg)
+    (path,) = re.findall(r' d="([^"]*)"', svg.replace("h0", ""))
     return [[tuple(map(float, point.split())) for point in line.split("L")] for line in path.split("M")[1:]]
 
 

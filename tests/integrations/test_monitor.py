@@ -137,6 +137,32 @@ def test_a_run_says_whether_its_tokens_are_plain_draws_of_the_policy(runs, tmp_p
     assert not_plain(trainer) == (reason or "it sampled with dropout")
 
 
+def test_settings_of_the_checkpoint_that_change_what_is_drawn_are_seen_too(runs, tmp_path, monkeypatch):
+    trainer = runs.made(tmp_path, unchanged=True, monitor="run")
+    monkeypatch.setattr(trainer.model.generation_config, "min_p", 0.3)  # TRL leaves it open
+    assert not_plain(trainer) == "its sampling has the setting min_p"
+    monkeypatch.setattr(trainer.model.generation_config, "min_p", None)
+    monkeypatch.setattr(trainer.model.config, "attention_dropout", 0.3)
+    assert not_plain(trainer) == "it sampled with dropout"
+    monkeypatch.setattr(trainer.model.config, "attention_dropout", 0.0)
+    monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "bf16")
+    assert not_plain(trainer) == "it sampled in half precision"
+
+
+def test_a_run_that_was_plain_does_not_go_on_with_another_sampler(runs, tmp_path, watched):
+    _, store, _ = watched(save_strategy="steps", save_steps=3)
+    kept = store.complete_steps()
+    log = RunLog(
+        RecordConfig(run="run", root=tmp_path, if_exists="resume"), "", {"not_plain": "it sampled with dropout"}
+    )
+    log.keep(kept[-1] + 1, lambda: None)
+    with pytest.warns(
+        RuntimeWarning, match="was sampled plainly before, but now it sampled with dropout; name another"
+    ):
+        log.release({})
+    assert RunStore(tmp_path / "run").complete_steps() == kept
+
+
 def test_nothing_is_proved_where_rollouts_without_a_reward_were_left_out(watched):
     _, store, _ = watched(gradients=1, rewards=("first_digit",))
     answers = RunAnswers(store)

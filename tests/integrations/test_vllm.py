@@ -59,12 +59,14 @@ def served(tmp_path, monkeypatch):
         environment = os.environ | SETTINGS | {"VLLM_SERVER_DEV_MODE": "1"}
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
     address, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
-    while not answers(address):
-        assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
-        time.sleep(0.5)
-    yield address
-    process.terminate()
-    process.wait(60)
+    try:
+        while not answers(address):
+            assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def answers(address):
