@@ -22,7 +22,8 @@ STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
 .st-key-ahead, .st-key-window-watch { display: none; }
-[data-testid="stText"] { font-family: monospace; font-size: 14px; }
+pre.raw { font-family: monospace; font-size: 14px; margin: 0; padding: 0; background: none; border: none;
+  white-space: pre-wrap; overflow-wrap: anywhere; color: inherit; }
 .st-key-prompt-text { max-height: 9rem; overflow: auto; }
 [data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
 .st-key-token-panel { max-height: 40vh; overflow: auto; padding: 6px 12px; border-radius: 6px 6px 0 0; gap: 0.3rem;

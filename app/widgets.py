@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ def prose(markdown: str) -> str:
 
 MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 MARKDOWN.disable(["link", "image", "autolink", "reference", "entity"])
+
+
+def raw(text: str, within: Any = st) -> None:
+    """Show text in letters of one width as it is: nothing in it is markup, and no blank of it is lost."""
+    within.html(f'<pre class="raw">\n{escape(text)}</pre>')  # a browser leaves out the first line break
 
 
 def rendered(text: str) -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, download, frame, go_to, one_run, plain
+from widgets import box, chart, download, frame, go_to, one_run, plain, raw
 
 from otb_analysis.answers.holders import NotAttributed
 from otb_analysis.answers.telling import Telling, telling_rollouts
@@ -128,7 +128,7 @@ def worth_reading(run: Run, last: int) -> None:
         with place.container(border=True, height="stretch"):
             st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
             asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
-            st.container(height=120, border=False).text(legible(f"{asked}\n{one.completion[:READ]}"))
+            raw(legible(f"{asked}\n{one.completion[:READ]}"), st.container(height=120, border=False))
             st.button(
                 "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=read, args=(one,),
             )  # fmt: skip

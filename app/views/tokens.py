@@ -19,7 +19,7 @@ from token_view import (
     token_panel,
     token_view,
 )
-from widgets import asked, box, chart, clicked_data, download, frame, one_run, plain, write
+from widgets import asked, box, chart, clicked_data, download, frame, one_run, plain, raw, write
 
 from otb_analysis.figures.rollouts import shared_head
 from otb_analysis.figures.styles import number
@@ -132,10 +132,10 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     head = prompt_head(here.rollouts, here.tokens, run.estimator)
     shared = shared_head(data.rollouts(run, step)["prompt"].dropna())
     with st.container(key="prompt-text"):
-        st.text(legible(head.text[shared:], most=LONGEST))
+        raw(legible(head.text[shared:], most=LONGEST))
     if shared:
         with st.expander(f"The {shared:,} characters before it, with which all prompts of this step begin"):
-            st.text(legible(head.text[:shared], most=LONGEST))
+            raw(legible(head.text[:shared], most=LONGEST))
     paid = {"Reference answer": legible(head.answer, ONE_LINE, LONGEST), "Rewards": head.rewards}
     st.markdown(" · ".join(f"**{name}** {plain(value)}" for name, value in paid.items() if value))
     if head.equal:

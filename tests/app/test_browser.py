@@ -75,7 +75,7 @@ def test_hostile_tokens_stay_text(tab, address, hostile_texts):
 
 def test_hostile_prompt_stays_text(tab, address):
     page = visit(tab, f"{address}/tokens?run=chain-otb-s0&step=20&prompt=0")
-    prompt = page.locator("[data-testid=stText]").first.inner_text()
+    prompt = page.locator("pre.raw").first.inner_text()
     assert prompt == "12+7= <b>bold</b> **md** :red[x] $x^2$ <script>alert(2)</script>"
     assert tab.dialogs == []
 

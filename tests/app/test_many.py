@@ -12,7 +12,7 @@ import pytest
 from benchmarks.synthetic_run import Shape, synthetic_step, write_synthetic_run
 from otb_analysis.store import RunWriter
 from tests.app.conftest import write_step
-from tests.app.test_pages import PAGES, open_page, texts
+from tests.app.test_pages import PAGES, open_page, raws, texts
 
 LONG = Shape(steps=600, measured=20, tokens=9_600, prompts=4, group_size=4, estimators=12)
 SHORT = Shape(steps=16, measured=1, tokens=500, prompts=4, group_size=2, estimators=4)
@@ -78,7 +78,7 @@ def drawn(app) -> list[dict]:
 def test_every_page_opens_answers_of_2000_tokens_with_a_megabyte_in_one(page, huge_root, monkeypatch):
     app = open_page(huge_root, page, monkeypatch, run="answers")
     assert not app.exception and not app.warning
-    said = [*(block.value for block in app.code), *(one.value for one in app.markdown)]
+    said = [*raws(app), *(one.value for shown in (app.code, app.markdown) for one in shown)]
     assert max(map(len, said)) < 25_000
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.store import RunStore, RunWriter, StepTables, step_attribution
-from tests.app.test_pages import PAGES, open_page, texts
+from tests.app.test_pages import PAGES, open_page, raws, texts
 from tests.app.token_runs import HEAD, PROMPTS, write_odd_run, write_token_run
 
 
@@ -60,7 +60,7 @@ def test_labels_of_prompts_say_what_differs_and_change_with_the_step(token_root,
     box(app, "Step").select(1).run()
     shown = box(app, "Prompt")
     assert shown.options[shown.index].endswith("How many eggs are in three dozen?") and "One?" in shown.options[1]
-    assert [PROMPTS["eggs"].removeprefix(HEAD), HEAD] == [code.value for code in app.code][:2]  # the head is folded
+    assert [PROMPTS["eggs"].removeprefix(HEAD), HEAD] == raws(app)[:2]  # the head is folded
 
 
 def test_a_group_with_equal_rewards_says_that_it_has_no_gradient(token_root, monkeypatch):
@@ -219,7 +219,7 @@ def test_odd_tokens_are_text_and_short(token_root, monkeypatch):
     texts_shown = payload(app)["panes"][0]["rows"][0]["texts"]
     assert texts_shown[0] == "<script>alert(1)</script>" and texts_shown[2] == "⟨202E⟩right·to·left"
     assert texts_shown[3] == "⟨0000⟩⟨001B⟩[31m" and max(map(len, texts_shown)) < 300
-    shown = [code.value for code in app.code]
+    shown = raws(app)
     assert max(map(len, shown)) < 21_000 and shown[0].startswith("<img src=x onerror=alert(2)>yyy")
     assert "**Reference answer** \\<b\\>7\\<\\/b\\>" in " ".join(m.value for m in app.markdown)
 
