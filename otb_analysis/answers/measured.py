@@ -239,8 +239,8 @@ def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> s
         every, prompts = (plan.get("every"), plan.get("prompts")) if plan.get("every") else (EVERY, WATCHED_PROMPTS)
         of_batch = min(one for one in (prompts, section(config, "sample").get("prompts"), count) if one)
         batches = every * math.ceil(max(count - n, 1) / of_batch)
-        same = "measured as so far" if plan.get("every") else f"with {WATCHED}"
-        command = f"train {batches:,} more batches, {same} (docs/trl.md)."
+        how = ", measured as so far" if plan.get("every") else f" with {WATCHED}"
+        command = f"train {batches:,} more batches{how} (docs/trl.md)."
     elif isinstance(config.get("source"), Mapping):
         model, files = (
             quote(str(config.get(name) or other)) for name, other in (("model", "DIR"), ("rollouts", "FILE"))

@@ -35,7 +35,9 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]{0,127}")
 
 PACKAGES = ("otb-analysis", "torch", "transformers", "numpy", "pandas", "pyarrow", "duckdb")
 MAX_DIFF_BYTES = 1_000_000
-STOPPED = "its process ended without a word; its complete steps can be read, go on with if_exists resume."
+STOPPED = (
+    "its process ended without a word; its complete steps can be read, go on with --if-exists resume (TRL: if_exists)."
+)
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "run": str, "status": str, "reason": str, "created": str, "updated": str, "config": dict, "packages": dict,

@@ -1,10 +1,10 @@
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from otb_analysis.commands.serve import free_port, supervised
@@ -43,11 +43,13 @@ def test_the_dashboard_ends_with_the_command_that_serves_it(sent, code):
             assert command.wait(30) == code
         finally:
             command.kill()
-    deadline = time.monotonic() + 30  # an orphan that has ended is there until the system's first process asks for it
-    with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.kill(child, 0)
+    # An orphan that has ended is there, a zombie, until the system's first process asks for it.
+    deadline = time.monotonic() + 30
+    with pytest.raises(psutil.NoSuchProcess):
+        while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
             time.sleep(0.05)
+        raise psutil.NoSuchProcess(child)
 
 
 def test_the_code_of_a_dashboard_that_ended_by_itself_is_handed_on():
