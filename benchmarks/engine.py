@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, int]] = {
     "S": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 512},
     "M": {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 8192},
     "L": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 32768},
+    "Q": {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 151936},
 }
 REAL = {"R": "smollm2"}
 """Pretrained models by size, which write their rollouts themselves."""

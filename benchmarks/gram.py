@@ -17,6 +17,7 @@ from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of, settings_of
 from benchmarks.timing import group_forward, group_passes, least_seconds, sampled_step, threads
 from otb_analysis.config import SampleConfig
+from otb_analysis.devices import device_of
 from otb_analysis.gradients import group_gradient_gram, sketched_group_gram
 from otb_analysis.measurement.level import shares
 from otb_analysis.measurement.measurer import every_advantage
@@ -58,7 +59,7 @@ def run(config: GramConfig) -> Report:
         weights = rollouts.by_column(np.stack(list(advantages.values())) / config.group_size)
         calls = _calls(config, trainer, rollouts, table, weights)
         least = least_seconds(calls, config.repeats)
-        peaks = {name: peak(calls[name]) for name in (PASS, BASIS)}
+        peaks = {name: peak(calls[name], str(device_of())) for name in (PASS, BASIS)}
     size = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     held = {name: None if (most := peaks.get(name)) is None else most / size for name in least}
     rows = [{"what": n, "seconds": s, "passes": s / least[PASS], "memory": held[n]} for n, s in least.items()]

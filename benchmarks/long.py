@@ -13,6 +13,7 @@ from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of
 from benchmarks.timing import group_passes, least_seconds, threads
 from otb_analysis.config import MeasureConfig, SampledSchedule, Schedule
+from otb_analysis.devices import device_of, products
 from otb_analysis.gradients import token_score_norms
 from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.level import drawn_share
@@ -46,18 +47,20 @@ def run(config: LongConfig) -> Report:
         InputError: The model cannot be loaded.
     """
     rows = []
-    with threads(config.threads):
-        model = model_of(config.model, "cpu", "float32")
+    with threads(config.threads), products(config.precision):
+        device = str(device_of())
+        model = model_of(config.model, device, "float32")
         for tokens in config.tokens:
             calls = _calls(config, model, random_rollouts(model.config.vocab_size, config, tokens))
-            least, memory = least_seconds(calls, config.repeats), {name: peak(call) for name, call in calls.items()}
+            least, memory = least_seconds(calls, config.repeats), {n: peak(c, device) for n, c in calls.items()}
             for name, seconds in least.items():
                 whole = seconds * (config.prompts * config.group_size if name == NORMS else 1)
                 row = {"tokens": tokens, "what": name.format(config.prompts * config.group_size), "seconds": seconds}
                 rows.append(row | {"passes": whole / least[PASS], "memory": memory[name]})
     size = f"{config.prompts} prompts × {config.group_size} rollouts"
-    title = f"Measuring answers of T tokens under {config.model}: {size}"
-    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, before=BEFORE))
+    title = f"Measuring answers of T tokens under {config.model}, {config.precision}: {size}"
+    name = "long" if config.model == "S" else f"long_{config.model}_{config.precision}"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, before=BEFORE), name=name)
 
 
 def random_rollouts(vocabulary: int, config: LongConfig | ProcessesConfig, tokens: int) -> Rollouts:

@@ -63,7 +63,7 @@ def take_turns(run: Callable[[], object], device: str) -> None:
         say({"seconds": perf_counter() - start})
 
 
-def peak(run: Callable[[], object], device: str = "cpu") -> int | None:
+def peak(run: Callable[[], object], device: str) -> int | None:
     """Run once; return the most bytes held beyond what was held before, None where the kernel does not tell.
 
     On a CPU they are resident memory by its high-water mark, on a GPU torch's allocations.

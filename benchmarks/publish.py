@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks.config import BENCHMARKS, BenchConfig, ModelBenchConfig, check_positive
-from otb_analysis.devices import use, words_of
+from otb_analysis.devices import device_of, use, words_of
 from otb_analysis.errors import StoreError
 from otb_analysis.phases import note
 
@@ -25,6 +25,7 @@ Row = Mapping[str, Any]
 Column = str | Callable[[Row], str | None]
 """How a cell is made of its row: a format string with the row's keys, or a function. None is printed as a dash."""
 NO_GPU = "Not measured on a GPU."
+ON_GPU = "On {}: seconds are by the clock until its queue was empty, memory is PyTorch's allocations there."
 NOTES = Path(__file__).with_name("notes")
 
 
@@ -63,7 +64,7 @@ def run_bench(config: BenchConfig) -> Report:
 def notes_of(config: BenchConfig, **facts: Any) -> list[str]:
     """Return the sentences on how to read a benchmark's table: one for each paragraph of `notes/NAME.md.j2`."""
     template = Template((NOTES / f"{_name(config)}.md.j2").read_text(encoding="utf-8"), undefined=StrictUndefined)
-    paragraphs = template.render(config=config, **facts).split("\n\n")
+    paragraphs = template.render(config=config, gpu=_gpu(config), **facts).split("\n\n")
     return [" ".join(words) for paragraph in paragraphs if (words := paragraph.split())]
 
 
@@ -76,8 +77,16 @@ def report_of(
     """
     keys = dict.fromkeys(key for row in rows for key in row)
     full = [{key: row.get(key) for key in keys} for row in rows]
-    names = {"name": _name(config), "command": command_line(config), "settings": settings_of(config)}
-    return Report(**names | {"title": title, "columns": columns, "rows": full} | more)
+    names = {"name": _name(config), "command": command_line(config), "settings": settings_of(config)} | more
+    if card := _gpu(config):
+        names |= {"name": f"{names['name']}_cuda", "notes": [ON_GPU.format(card), *names.get("notes", ())]}
+    return Report(**{"title": title, "columns": columns, "rows": full} | names)
+
+
+def _gpu(config: BenchConfig) -> str:
+    """The card that a benchmark of models ran on, or nothing."""
+    device = device_of() if hasattr(config, "device") else torch.device("cpu")
+    return "" if device.type == "cpu" else words_of(device)
 
 
 def command_line(config: BenchConfig) -> str:

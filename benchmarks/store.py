@@ -47,7 +47,8 @@ def run(config: StoreConfig) -> Report:
         calls = {name: call for name, call in calls.items() if config.pandas or name != PANDAS}
         timings = interleaved({name: timed(call) for name, call in calls.items()}, config.repeats)
         rows = [
-            {"what": name, "seconds": timing.minimum, "memory": peak(calls[name])} for name, timing in timings.items()
+            {"what": name, "seconds": timing.minimum, "memory": peak(calls[name], "cpu")}
+            for name, timing in timings.items()
         ]
     title = f"The store: {config.runs} runs of {shape.tokens:,} tokens, {shape.steps} steps, {shape.measured} measured"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config))

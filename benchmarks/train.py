@@ -33,6 +33,7 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.config.measuring import StepSchedule
+from otb_analysis.devices import clock_of, device_of
 from otb_analysis.phases import plural
 from otb_analysis.rollouts.models import SHIPPED, character_tokenizer
 from otb_analysis.rollouts.named_models import fetched
@@ -111,7 +112,8 @@ class Steps:
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float] = perf_counter):
         self.trainer = Trainer.from_config(config)
-        self.trainer.clock = self.clock = clock
+        on_cpu = self.trainer.model.device.type == "cpu"
+        self.trainer.clock = self.clock = clock if on_cpu else clock_of(self.trainer.model.device)
         self.step = 0
 
     def turn(self) -> Turn:
@@ -167,7 +169,7 @@ def peaks(config: TrainConfig, steps: int, number: int) -> list[int | None]:
     torch.set_num_threads(number)
     ours = Steps(config)
     ours.turn()
-    return [peak(ours.turn) for _ in range(steps)]
+    return [peak(ours.turn, str(device_of())) for _ in range(steps)]
 
 
 def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Iterator[dict[str, Any]]:
@@ -200,7 +202,7 @@ def peer_spec(config: TrainConfig, repeats: int, bench: TrainBenchConfig, memory
     return {
         "model": str(Path(config.model).absolute()),
         "threads": bench.threads,
-        "device": "cpu",
+        "device": str(device_of()),
         "prompts": [prompt.text for prompt in prompts],
         "prompts_per_step": config.sample.prompts,
         "group_size": config.sample.group_size,

@@ -33,10 +33,16 @@ SETTINGS: dict[str, Any] = {
 class Clock:
     """Seconds of the calls it wraps, and what they drew."""
 
-    def __init__(self, name: str) -> None:
-        self.now = {"wall": perf_counter, "cpu": process_time}[name]
+    def __init__(self, name: str, device: str) -> None:
+        self.wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+        self.clock = perf_counter if device.startswith("cuda") else {"wall": perf_counter, "cpu": process_time}[name]
         self.seconds: dict[str, float] = {}
         self.tokens = 0
+
+    def now(self) -> float:
+        """Return the time, once a GPU's queue is empty."""
+        self.wait()
+        return self.clock()
 
     def timing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call, timed under a name; a result of (token ids, …) is counted where that is what it returns."""
@@ -55,8 +61,8 @@ class Clock:
 class Turns(TrainerCallback):
     """Waits for a line before every step after the first, and answers when the step is done."""
 
-    def __init__(self, clock: Clock, memory: bool):
-        self.clock, self.memory = clock, memory
+    def __init__(self, clock: Clock, memory: bool, device: str):
+        self.clock, self.memory, self.gpu = clock, memory, device.startswith("cuda")
         self.start, self.warm = 0.0, False
         self.before: int | None = None
         self.optimizer: Any = None
@@ -65,7 +71,10 @@ class Turns(TrainerCallback):
         """Wait; the first step warms up."""
         if self.warm and not sys.stdin.readline():
             sys.exit(0)
-        if self.memory:  # what it hands back to the kernel has to be asked for again, so such steps are not timed
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        elif self.memory:  # what it hands back to the kernel has to be asked for again, so such steps are not timed
             self.before = SIDE["forget_peak"]()
         optimizer = kwargs["optimizer"]
         if optimizer is not self.optimizer:  # made, and wrapped, when training begins
@@ -76,7 +85,8 @@ class Turns(TrainerCallback):
         """Say what the step took."""
         seconds = self.clock.now() - self.start
         phases = self.clock.seconds
-        held = None if self.before is None else max(0, SIDE["kilobytes"]("VmHWM") - self.before) * 1024
+        most = torch.cuda.max_memory_allocated() if self.gpu else SIDE["kilobytes"]("VmHWM") * 1024
+        held = None if self.before is None else max(0, most - self.before * (1 if self.gpu else 1024))
         facts = {"seconds": seconds, "sample": phases["sample"], "update": phases["update"]}
         facts |= {name: phases.get(name, 0.0) for name in ("monitor", "check")}
         SIDE["say"](facts | {"tokens": self.clock.tokens, "bytes": held})
@@ -108,7 +118,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(spec["threads"])
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
-    clock = Clock(spec["clock"])
+    clock = Clock(spec["clock"], spec["device"])
     with tempfile.TemporaryDirectory() as folder:
         settings = trl.GRPOConfig(
             output_dir=folder, per_device_train_batch_size=spec["prompts_per_step"] * spec["group_size"],
@@ -121,7 +131,7 @@ def main() -> None:
             reward_funcs=reward,
             args=settings,
             train_dataset=datasets.Dataset.from_dict({"prompt": spec["prompts"]}),
-            callbacks=[*watching(spec, clock), Turns(clock, spec["memory"])],
+            callbacks=[*watching(spec, clock), Turns(clock, spec["memory"], spec["device"])],
         )
         trainer._generate_single_turn = clock.timing("sample", trainer._generate_single_turn)
         trainer.compute_loss = clock.timing("update", trainer.compute_loss)

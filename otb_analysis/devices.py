@@ -5,8 +5,9 @@ Everything else takes its device from a parameter or an input.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -99,6 +100,11 @@ def synchronize(device: str | torch.device) -> None:
     """Wait until a device has finished its queue; a CPU has none."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(torch.device(device))
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return a clock that waits for a device's queue, so that the work of a phase counts as that phase's."""
+    return lambda: (synchronize(device), perf_counter())[1]
 
 
 def random_forked(device: torch.device, enabled: bool = True) -> AbstractContextManager[None]:

@@ -1,11 +1,10 @@
 """The state of a run between steps: policy, critic, optimizer, measurer, time by phase; how a run begins or resumes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.config import TrainConfig, plain_config
-from otb_analysis.devices import device_of, random_state, set_random_state, words_of
+from otb_analysis.devices import clock_of, device_of, random_state, set_random_state, words_of
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import ESTIMATORS, NormalEquations, Tallies, entry_of, options_from_dict, with_limit
 from otb_analysis.gradients.batch.scope import select_scope
@@ -114,7 +113,7 @@ class Trainer:
         if self.budget is not None:
             self.measurer.config = self.budget.measure
         self.seconds: dict[str, float] = {}  # since the last record, by phase
-        self.clock: Callable[[], float] = perf_counter
+        self.clock = clock_of(self.model.device)
 
     @classmethod
     def from_config(cls, config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> "Trainer":

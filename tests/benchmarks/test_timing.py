@@ -79,7 +79,7 @@ def test_threads_are_put_back():
 
 
 def test_peak_memory_is_that_of_what_the_call_held_and_let_go():
-    held = peak(lambda: torch.ones(1 << 24).sum())
+    held = peak(lambda: torch.ones(1 << 24).sum(), "cpu")
     if held is None:
         pytest.skip("this kernel does not let a process forget its high-water mark")
     assert 60 << 20 < held < 80 << 20  # 2^24 float32 are 64 MiB

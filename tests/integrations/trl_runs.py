@@ -64,8 +64,8 @@ def energies(model, batch, temperature):
     twin.eval()
     out = torch.zeros(batch["completion_ids"].shape, dtype=torch.float64)
     for i, ids in enumerate(batch["completion_ids"]):
-        prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
-        answer = ids[batch["completion_mask"][i].bool()]
+        prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].cpu()
+        answer = ids[batch["completion_mask"][i].bool()].cpu()
         with torch.no_grad():
             logits = twin(torch.cat([prompt, answer])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
         pi = (logits / temperature).softmax(-1)
@@ -148,7 +148,11 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
         "bf16": False,
     }  # fmt: skip
     arguments = (RLOOConfig if rloo else GRPOConfig)(
-        output_dir=str(out), use_cpu=True, disable_tqdm=True, shuffle_dataset=False, **(settings | spec)
+        output_dir=str(out),
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        shuffle_dataset=False,
+        **(settings | spec),
     )
     model, tokenizer = tiny()
     model = model.to(dtype)

@@ -100,6 +100,8 @@ def aligned(
     # A dimension of no length must not count: the others are scaled by negative powers of theirs.
     kept = values > NEGLIGIBLE * values[-1].clamp_min(0)
     values, vectors = values[kept], vectors[:, kept]
+    # Known up to a sign, which libraries of linear algebra choose differently: the largest entry is positive here.
+    vectors = vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
     dimension = len(values)
     if not dimension:
         return None
