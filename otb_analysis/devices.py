@@ -98,8 +98,8 @@ def working_set(device: torch.device, cached: int, times: int = LONGER) -> int:
 
 def synchronize(device: str | torch.device) -> None:
     """Wait until a device has finished its queue; a CPU has none."""
-    if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize(torch.device(device))
+    if (kind := torch.device(device).type) in ("cuda", "mps"):
+        torch.get_device_module(kind).synchronize()
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

@@ -56,7 +56,7 @@ def watched(runs, tmp_path):
         def keep(inputs):
             batch = generate(inputs)
             policy = deepcopy(trainer.accelerator.unwrap_model(trainer.model))
-            kept = {name: x.clone() for name, x in batch.items() if isinstance(x, torch.Tensor)}
+            kept = {name: x.clone().cpu() for name, x in batch.items() if isinstance(x, torch.Tensor)}
             batches.append(kept | {"energy": runs.energies(policy, batch, trainer.temperature)})
             return batch
 

@@ -110,11 +110,11 @@ class Kept(OTBGRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
-        call = {name: x.clone() for name, x in batch.items() if isinstance(x, torch.Tensor)}
+        call = {name: x.clone().cpu() for name, x in batch.items() if isinstance(x, torch.Tensor)}
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             policy = deepcopy(self.accelerator.unwrap_model(self.model))
             call["energy"] = energies(policy, batch, self.temperature)
-        call["rewards"] = self._rewards_by_function.clone()
+        call["rewards"] = self._rewards_by_function.clone().cpu()
         call["training"] = self.model.training
         self.calls.append(call)
         return batch
