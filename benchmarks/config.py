@@ -129,7 +129,7 @@ class GramConfig(ModelBenchConfig):
 class LongConfig(ModelBenchConfig):
     """What measuring costs as answers grow, in forward and backward passes of the same rollouts."""
 
-    model: str = "S"  # S (0.85 million parameters), M (29 million), L (110 million), Q (600 million), or R: smollm2.
+    model: str = "S"  # S (0.85 million parameters), M (29 million), L (110 million), Q (510 million), or R: smollm2.
     tokens: tuple[int, ...] = (24, 64, 256, 1024)  # Tokens of an answer.
     precision: Literal["float32", "tf32"] = "float32"  # How products of float32 matrices are formed, also in training.
     norms: int = 1024  # Longest answer whose tokens' norms are all measured.

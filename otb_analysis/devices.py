@@ -98,8 +98,11 @@ def working_set(device: torch.device, cached: int, times: int = LONGER) -> int:
 
 def synchronize(device: str | torch.device) -> None:
     """Wait until a device has finished its queue; a CPU has none."""
-    if (kind := torch.device(device).type) in ("cuda", "mps"):
-        torch.get_device_module(kind).synchronize()
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
