@@ -143,7 +143,7 @@ class LongConfig(ModelBenchConfig):
 class ProcessesConfig(BenchConfig):
     """Time a measured step by one process and by several that share its prompts out, with whole and sharded weights."""
 
-    model: str = "M"  # S (0.85 million parameters), M (29 million), L (100 million), or R: smollm2, once fetched.
+    model: str = "M"  # S (0.85 million parameters), M (29 million), L (110 million), or R: smollm2, once fetched.
     processes: tuple[int, ...] = (1, 2)  # Numbers of processes, a thread each; the first is 1.
     tokens: int = 32  # Tokens of an answer.
     prompts: int = 32  # Prompts of the step.

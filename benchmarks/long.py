@@ -59,7 +59,8 @@ def run(config: LongConfig) -> Report:
                 rows.append(row | {"passes": whole / least[PASS], "memory": memory[name]})
     size = f"{config.prompts} prompts × {config.group_size} rollouts"
     title = f"Measuring answers of T tokens under {config.model}, {config.precision}: {size}"
-    name = "long" if config.model == "S" else f"long_{config.model}_{config.precision}"
+    plain = (config.model, config.precision) == ("S", "float32")
+    name = "long" if plain else f"long_{config.model}_{config.precision}"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, before=BEFORE), name=name)
 
 

@@ -59,7 +59,7 @@ def take_turns(run: Callable[[], object], device: str) -> None:
         start = perf_counter()
         run()
         if device.startswith("cuda"):
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         say({"seconds": perf_counter() - start})
 
 
@@ -70,12 +70,12 @@ def peak(run: Callable[[], object], device: str) -> int | None:
     """
     if device.startswith("cuda"):
         gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        start = torch.cuda.memory_allocated()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
         run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - start
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - start
     before = forget_peak()
     run()
     return None if before is None else 1024 * max(0, kilobytes("VmHWM") - before)

@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from otb_analysis.checks.sampling import BFLOAT16, FLOAT32, SamplingCheck
 from otb_analysis.checks.sampling_report import ALARM, sampling_lines, sampling_report
 from otb_analysis.config import MeasureConfig
+from otb_analysis.devices import clock_of
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.integrations.batch_numbers import (
@@ -297,7 +298,7 @@ class OTBMonitor(TrainerCallback):
             self._look(batch, caught=True)
         if not self._compares:
             return
-        start, self._compares = perf_counter(), False
+        start, self._compares = self._now(), False
         n, agrees = 0, False
         try:
             assert self._mine is not None
@@ -315,6 +316,10 @@ class OTBMonitor(TrainerCallback):
             logging.getLogger(__name__).info("the trainer's own passes are not read: %s", why)
             self._catch_no_more()
         self._spent += perf_counter() - start
+
+    def _now(self) -> float:
+        """Return the time once the trainer's own work is done, which on a GPU would otherwise count as ours."""
+        return clock_of(self._trainer.accelerator.device)()
 
     def _of_caught(self, drafts: Sequence[Draft], rollouts: Rollouts, observe: Observer = None) -> ForwardPass:
         """Score rollouts by the states that the trainer's passes left.
@@ -348,7 +353,7 @@ class OTBMonitor(TrainerCallback):
         """Score this process's rollouts, send them to the others, and write; every process sends, whatever failed."""
         from accelerate.utils import gather_object
 
-        trainer, start = self._trainer, perf_counter()
+        trainer, start = self._trainer, self._now()
         read, faults = _on_all(lambda: self._rollouts_of(batch))  # before a pass that all must make together
         seen = None
         if read is not None and not faults:

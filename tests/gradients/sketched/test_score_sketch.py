@@ -197,6 +197,23 @@ def test_a_few_directions_in_the_span_are_unbiased_with_the_variance_of_a_draw_w
     torch.testing.assert_close(variances, means.var(0), rtol=0.15, atol=0)
 
 
+def test_the_directions_do_not_depend_on_the_signs_that_a_library_gives_eigenvectors(monkeypatch):
+    generator, eigh = torch.Generator().manual_seed(0), torch.linalg.eigh
+    shared = {"w": tuple(torch.randn(4, n, generator=generator, dtype=torch.float64) for n in (5, 6))}
+
+    def drawn():
+        return aligned(shared, torch.ones(4), 2, torch.Generator().manual_seed(3))
+
+    def other_signs(matrix):
+        values, vectors = eigh(matrix)
+        return values, vectors * torch.tensor([-1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+
+    here = drawn()
+    monkeypatch.setattr(torch.linalg, "eigh", other_signs)
+    there = drawn()
+    assert torch.equal(here.known, there.known) and torch.equal(here.rows["w"], there.rows["w"])
+
+
 def test_hybrid_is_exact_where_everything_is_above_the_last_attention(case, sample):
     batch = sample["left"]
     found = sketch_score_norms(case, *batch.args, batch.attention_mask, directions=2, scope="lm_head", path=True)
