@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from otb_analysis.checks.sampling import BFLOAT16, FLOAT32, SamplingCheck
 from otb_analysis.checks.sampling_report import ALARM, sampling_lines, sampling_report
 from otb_analysis.config import MeasureConfig
-from otb_analysis.devices import clock_of
+from otb_analysis.devices import synchronize
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.integrations.batch_numbers import (
@@ -319,7 +319,8 @@ class OTBMonitor(TrainerCallback):
 
     def _now(self) -> float:
         """Return the time once the trainer's own work is done, which on a GPU would otherwise count as ours."""
-        return clock_of(self._trainer.accelerator.device)()
+        synchronize(self._trainer.accelerator.device)
+        return perf_counter()
 
     def _of_caught(self, drafts: Sequence[Draft], rollouts: Rollouts, observe: Observer = None) -> ForwardPass:
         """Score rollouts by the states that the trainer's passes left.
