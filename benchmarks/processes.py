@@ -19,7 +19,8 @@ from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import token_table
 from otb_analysis.processes import SINGLE_PROCESS, Processes
-from otb_analysis.training.runtime import gathered, shard
+from otb_analysis.rollouts.models import gathered
+from otb_analysis.training.runtime import shard
 
 COLUMNS = {
     "processes": "{processes}", "weights": "{weights}", "seconds": "{seconds:.1f}", "÷ one process": "{ratio:.2f}",

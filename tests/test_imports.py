@@ -190,7 +190,7 @@ MODELS = {"torch", "transformers", "tokenizers", "safetensors", "fsspec"}
 """What the extra `torch` brings; rooms that work on models import it when they are loaded."""
 MODEL_ROOMS = {"devices", "logit_stats", "gradients", "rollouts", "measurement", "checks", "recorded", "training"}
 MODEL_ROOMS |= {"integrations"}
-PEERS = {"trl", "datasets", "verl"}
+PEERS = {"trl", "datasets", "deepspeed", "verl"}
 """What `integrations` plugs into; they run in interpreters that have them."""
 
 

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed import new_group
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from otb_analysis.checks.sampling import BFLOAT16, FLOAT32, SamplingCheck
@@ -49,9 +48,11 @@ from otb_analysis.integrations.trl_batch import (
 )
 from otb_analysis.integrations.trl_run import (
     OF_SAMPLING,
+    batch_measurer,
     drawn_in_training,
     first_batch,
     measured_batch,
+    on_all,
     paid,
     policy_of,
     refuse_unreadable,
@@ -60,10 +61,9 @@ from otb_analysis.integrations.trl_run import (
 )
 from otb_analysis.integrations.trl_states import METHOD, CaughtStates
 from otb_analysis.measurement.forward import ForwardPass, PolicyLogits, forward_statistics, statistics_of_states
-from otb_analysis.measurement.measurer import GradientMeasurer, Measurement
+from otb_analysis.measurement.measurer import Measurement
 from otb_analysis.measurement.table import token_table
 from otb_analysis.measurement.worst import worst_tables
-from otb_analysis.processes import PATIENCE, SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import Draft, Rollouts
 from otb_analysis.store import StepTables
@@ -148,7 +148,6 @@ class OTBMonitor(TrainerCallback):
         self._n_updates = 0
         self._told: dict[str, int] = {}
         self._caught: CaughtStates | None = None  # None where a pass of ours reads every batch
-        self._shares = False  # Whether processes measure a batch together
         self._compare_at: float = 1  # From which batch on the next one that can be is read both ways
         self._compares = False  # Whether the last batch was, and is yet to be compared
         self._mine: tuple[Sequence[Draft], Rollouts, Float] | None = None  # What our pass made of a batch: log π [N, T]
@@ -163,11 +162,11 @@ class OTBMonitor(TrainerCallback):
             if self._trainer is not None:  # nobody tells a callback of an error
                 self._end("failed", "an error or an interruption ended the training")
             self._begin()
-            started, faults = _on_all(lambda: self._started(args))
+            started, faults = on_all(lambda: self._started(args))
             if started is None or faults:
                 raise InputError(faults[0])  # on all processes, or some would wait for the others
             trainer, stored = started
-            self._measurer = self._measures(trainer, stored)
+            self._measurer = batch_measurer(trainer, self._record.measure, stored, self._log is not None)
             if _catchable(trainer):
                 self._caught = CaughtStates(trainer, policy_of(trainer))
             self._watch(trainer)
@@ -182,7 +181,7 @@ class OTBMonitor(TrainerCallback):
         """
         trainer = _calling_trainer(args)
         refuse_lacking(trainer, (*WATCHED, *READ), type(trainer).__name__)
-        refuse_unreadable(trainer, self._record.measure)
+        refuse_unreadable(trainer)
         self._omitted = _omitted(trainer)
         scale = getattr(trainer, "scale_rewards", "rloo")
         self._trains = {"group": "grpo", "rloo": "rloo"}.get(scale, "group_mean")
@@ -192,21 +191,6 @@ class OTBMonitor(TrainerCallback):
             self._log = self._new_log(stored)
         self._step = first_batch(trainer) - 1
         return trainer, stored
-
-    def _measures(self, trainer: Any, stored: Mapping[str, Any]) -> GradientMeasurer:
-        """Return what measures gradients; several processes that store a run share its prompts out."""
-        from accelerate.utils import gather_object
-
-        plan, processes = self._record.measure, SINGLE_PROCESS
-        stores = all(gather_object([self._log is not None]))
-        self._shares = (
-            trainer.accelerator.num_processes > 1 and stores and any(one.every for one in plan.schedules.values())
-        )
-        if self._shares:
-            state = trainer.accelerator.state
-            host: Any = new_group(backend="gloo", timeout=PATIENCE)  # beside what the training exchanges
-            processes = Processes(state.process_index, state.num_processes, state.device, host=host)
-        return GradientMeasurer(policy_of(trainer), plan, trainer.temperature, run=stored, processes=processes)
 
     def _new_log(self, stored: Mapping[str, Any]) -> RunLog | None:
         """Return the log of this training; None where an earlier one made the run that must not be replaced."""
@@ -355,16 +339,17 @@ class OTBMonitor(TrainerCallback):
         from accelerate.utils import gather_object
 
         trainer, start = self._trainer, self._now()
-        read, faults = _on_all(lambda: self._rollouts_of(batch))  # before a pass that all must make together
+        read, faults = on_all(lambda: self._rollouts_of(batch))  # before a pass that all must make together
         seen = None
         if read is not None and not faults:
-            seen, faults = _on_all(lambda: self._seen(batch, *read, caught))
+            seen, faults = on_all(lambda: self._seen(batch, *read, caught))
         parts: list[SeenBatch] = gather_object([] if faults else [seen])
         gathered = found = None
-        if not faults and self._shares:  # a batch that is not due, too: measuring speaks to all processes
-            gathered, faults = _on_all(lambda: self._gathered(parts))
+        # A batch that is not due, too: measuring speaks to all processes.
+        if not faults and self._measurer.processes.size > 1:
+            gathered, faults = on_all(lambda: self._gathered(parts))
             if gathered is not None and not faults:
-                found, faults = _on_all(lambda: measured_batch(self._measurer, self._step, *gathered))
+                found, faults = on_all(lambda: measured_batch(trainer, self._measurer, self._step, *gathered))
         if faults:
             self._check, self._mine = SamplingCheck(), None  # without half a batch; the same on all
         if faults and caught:
@@ -491,7 +476,7 @@ class OTBMonitor(TrainerCallback):
         scalars["trl_global_step"] = trainer.state.global_step
 
         def tables() -> StepTables:
-            measured = found or measured_batch(self._measurer, self._step, *gathered)
+            measured = found or measured_batch(trainer, self._measurer, self._step, *gathered)
             return step_tables(self._step, *gathered, measured, tokenizer, scalars, sampling)
 
         self._log.keep(self._step, tables)
@@ -557,18 +542,6 @@ class OTBMonitor(TrainerCallback):
         self._told[kind] = self._told.get(kind, 0) + 1
         if self._told[kind] == 1:
             tell(message)
-
-
-def _on_all(make: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """Return what this process makes, and what failed on any of them."""
-    from accelerate.utils import gather_object
-
-    made, fault = None, ""
-    try:
-        made = make()
-    except Exception as error:
-        fault = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    return made, [text for text in gather_object([fault]) if text]
 
 
 def _calling_trainer(args: TrainingArguments) -> Any:

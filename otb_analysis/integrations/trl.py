@@ -37,9 +37,11 @@ from otb_analysis.integrations.trl_batch import (
 from otb_analysis.integrations.trl_run import (
     OF_SAMPLING,
     PLAIN,
+    batch_measurer,
     filters_of,
     first_batch,
     measured_batch,
+    on_all,
     paid,
     policy_of,
     refuse_unreadable,
@@ -96,7 +98,7 @@ class OTBGRPOTrainer(Trainer):
             )
         super().__init__(*args, **kwargs)
         refuse_lacking(self, (*READ, "num_generations_eval", "_tokenizer"), "GRPOTrainer")
-        refuse_unreadable(self, (record or RecordConfig()).measure)
+        refuse_unreadable(self)
         for name, value in filters_of(self).items():
             message = f"{name} is {value}: tokens do not come from the probabilities that the loss "
             message += f"and {estimator!r} take, so no baseline is unbiased; set it to {PLAIN[name][0]}."
@@ -107,12 +109,13 @@ class OTBGRPOTrainer(Trainer):
         self._rewards_by_function = torch.zeros(0)
         self._norms: list[float] = []  # ‖ḡ‖ of the updates since the last batch
         self._log: RunLog | None = None
-        if record is not None and self.accelerator.is_main_process:
+        self._measurer: GradientMeasurer | None = None
+        if record is not None:
             trains = {"name": estimator, "energy": "proxy", "options": dict(options or {})}
-            stored = stored_config(self, record, trains, "OTBGRPOTrainer")
-            self._log = RunLog(record, Path(self.args.output_dir).name, stored)
-            trained = {estimator: self._options}
-            self._measurer = GradientMeasurer(policy_of(self), record.measure, self.temperature, trained, stored)
+            stored, trained = stored_config(self, record, trains, "OTBGRPOTrainer"), {estimator: self._options}
+            if self.accelerator.is_main_process:
+                self._log = RunLog(record, Path(self.args.output_dir).name, stored)
+            self._measurer = batch_measurer(self, record.measure, stored, stores=True, options=trained)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as GRPOTrainer does; the run records how that ended."""
@@ -185,24 +188,35 @@ class OTBGRPOTrainer(Trainer):
             return batch | {"advantages": torch.zeros_like(like, dtype=torch.float32)}
         given = replace(whole.table.inputs(whole.table.stats.energy), state=self._remembered)
         trained = estimate(self._estimator, given, self._options)
+        if training and self._measurer is not None:
+            self._keep(self._measurer, step, whole, trained, seconds)
         if training:
-            if self._log is not None:
-                self._log.keep(step, lambda: self._tables(step, whole, trained, seconds))
             self._remembered = trained.state
         first = self.accelerator.process_index * len(like)
         return batch | {"advantages": local_rows(trained.advantage, whole, first, like)}
 
-    def _tables(self, step: int, whole: GatheredBatch, trained: Estimate, seconds: dict[str, float]) -> StepTables:
-        """Return everything to store of a step; measuring happens here, on the main process alone."""
-        self._measurer.states = {}
+    def _keep(
+        self, measurer: GradientMeasurer, step: int, whole: GatheredBatch, trained: Estimate, seconds: dict[str, float]
+    ) -> None:
+        """Measure a step, and keep everything to store of it; every process calls this, though one of them stores."""
+        measurer.states, found, faults = {}, None, list[str]()
         if self._remembered is not None:
             source = "proxy" if entry_of(self._estimator).reads_energy else "none"
-            self._measurer.states = {(self._estimator, source): self._remembered}
+            measurer.states = {(self._estimator, source): self._remembered}
+        if measurer.processes.size > 1:
+            found, faults = on_all(lambda: measured_batch(self, measurer, step, whole, trained))
         scalars: dict[str, object] = {"trl_global_step": self.state.global_step, **seconds}
         if self.args.mask_truncated_completions:
             scalars |= dict.fromkeys(OF_SAMPLING)
-        found = measured_batch(self._measurer, step, whole, trained)
-        return step_tables(step, whole, trained, found, self._tokenizer, scalars)
+
+        def tables() -> StepTables:
+            if faults:
+                raise InputError(faults[0])
+            measured = found or measured_batch(self, measurer, step, whole, trained)
+            return step_tables(step, whole, trained, measured, self._tokenizer, scalars)
+
+        if self._log is not None:
+            self._log.keep(step, tables)
 
     def _next_step(self) -> int:
         """Return the number of a generated batch; a training that goes on from a checkpoint goes on counting."""

@@ -1,14 +1,16 @@
 """What is stored of a TRL trainer's run, whoever watches it: its settings, its rewards, the tables of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import new_group
 from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.config import MeasureConfig
@@ -17,6 +19,8 @@ from otb_analysis.integrations.run_log import RecordConfig
 from otb_analysis.integrations.trl_batch import GatheredBatch, evaluating
 from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, summarize
 from otb_analysis.measurement.table import rollout_rows, token_rows
+from otb_analysis.processes import PATIENCE, SINGLE_PROCESS, Processes
+from otb_analysis.rollouts.models import gathered, is_shared_out
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Estimate, Float
 
@@ -38,6 +42,7 @@ PLAIN: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """What settings of sampling are where tokens come from the policy's own probabilities."""
 
+T = TypeVar("T")
 OF_SAMPLING = ("n_truncated", "certificate_prob_z", "certificate_logprob_z")
 """Scalars of a step that are wrong where TRL hides rollouts cut at the limit: what ended early is no sample."""
 
@@ -48,12 +53,12 @@ def policy_of(trainer: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def refuse_unreadable(trainer: Any, measure: MeasureConfig) -> None:
+def refuse_unreadable(trainer: Any) -> None:
     """Raise where a pass of ours would be wrong, or our estimators would not have TRL's reward.
 
     Raises:
-        InputError: The weights are sharded by FSDP1, or by FSDP2 or DeepSpeed where more than the forward pass is
-            measured; an adapter learns prompts; or each function's rewards are normalized.
+        InputError: The weights are sharded by FSDP1; an adapter learns prompts; or each function's rewards are
+            normalized.
     """
     aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
     if aggregation != "sum_then_normalize":
@@ -65,12 +70,6 @@ def refuse_unreadable(trainer: Any, measure: MeasureConfig) -> None:
         raise InputError(
             "the model is trained under FSDP of version 1, where a forward pass of ours was never tested; start the "
             "processes with FSDP2 (--fsdp_version 2), DeepSpeed or whole weights (DDP)."
-        )
-    shared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if shared and any(plan.every for plan in measure.schedules.values()):
-        raise InputError(
-            "norms and gradients are to be measured, but under FSDP2 and DeepSpeed processes share out what they take; "
-            "leave measure out, or start the processes with whole weights (DDP)."
         )
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     if any(one.is_prompt_learning for one in adapters.values()):
@@ -138,14 +137,65 @@ def paid(trainer: Any, by_function: Tensor) -> tuple[Float, dict[str, Float]]:
     return np.where(np.isnan(rewards).all(axis=1), np.nan, weighted), parts
 
 
+def on_all(make: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """Return what this process makes, and what failed on any of them; all call it together."""
+    from accelerate.utils import gather_object  # of an extra, which TRL brings
+
+    made, fault = None, ""
+    try:
+        made = make()
+    except Exception as error:
+        fault = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    return made, [text for text in gather_object([fault]) if text]
+
+
+def batch_measurer(
+    trainer: Any, plan: MeasureConfig, stored: Mapping[str, Any], stores: bool, options: Mapping[str, Any] | None = None
+) -> GradientMeasurer:
+    """Return what measures a trainer's batches; all processes call it together.
+
+    Where each of them has a run it `stores`, they share a batch's prompts out. `options` are those of the estimator
+    that trains, by its name.
+    """
+    from accelerate.utils import gather_object
+
+    state, processes, stored_by_all = trainer.accelerator.state, SINGLE_PROCESS, all(gather_object([stores]))
+    if state.num_processes > 1 and stored_by_all and any(one.every for one in plan.schedules.values()):
+        host: Any = new_group(backend="gloo", timeout=PATIENCE)  # beside what the training exchanges
+        processes = Processes(state.process_index, state.num_processes, state.device, host=host)
+    return GradientMeasurer(policy_of(trainer), plan, trainer.temperature, options, stored, processes)
+
+
 def measured_batch(
-    measurer: GradientMeasurer, step: int, whole: GatheredBatch, trained: Estimate
+    trainer: Any, measurer: GradientMeasurer, step: int, whole: GatheredBatch, trained: Estimate
 ) -> tuple[Measurement, float]:
     """Return what is due of a batch, and the seconds it took; processes that share it out call this together."""
     start, weights = perf_counter(), trained.advantage / len(whole.table.mask)
-    with evaluating(measurer.model):
+    due = measurer.due(step, len(whole.rollouts.prompts))
+    with whole_weights(trainer) if due else nullcontext(), evaluating(measurer.model):
         measured = measurer.measure(step, whole.rollouts, whole.table, None, lambda: weights)
     return measured, perf_counter() - start
+
+
+@contextmanager
+def whole_weights(trainer: Any) -> Iterator[None]:
+    """Hold all weights on every process, where FSDP2 or ZeRO-3 shares them out; all enter together."""
+    if not is_shared_out(trainer.model):
+        yield
+    elif trainer.is_fsdp_enabled:
+        with gathered(trainer.model):
+            yield
+    else:
+        import deepspeed  # pyright: ignore[reportMissingImports]
+        from trl.models.utils import add_hooks, remove_hooks  # pyright: ignore[reportMissingImports]
+
+        engine = trainer.model_wrapped
+        with deepspeed.zero.GatheredParameters(list(engine.parameters())):
+            remove_hooks(engine)  # or each layer would share its weights out again behind a pass
+            try:
+                yield
+            finally:
+                add_hooks(engine)
 
 
 def step_tables(

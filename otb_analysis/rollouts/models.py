@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -132,6 +133,39 @@ def is_shared_out(model: nn.Module) -> bool:
     Processes then make every pass together.
     """
     return any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+EXCHANGES = (
+    "post_forward_mesh_info", "reshard_after_backward", "unshard_in_backward", "reduce_grads", "all_reduce_grads",
+)  # fmt: skip
+"""What FSDP2 keeps of a unit's exchanges: it has methods that set them, and none that says what they are."""
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Hold all parameters that FSDP2 shards on every process inside the block. Every process must enter.
+
+    Inside, passes exchange nothing, so each process makes as many as it needs, backward ones by `autograd.grad` too.
+    Otherwise every generated token would wait for all processes. Behind it training exchanges what it did before.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kept = [vars(unit._get_fsdp_state()) for unit in units]
+    # Newer versions of torch keep several groups of parameters of a unit, older ones at most one.
+    groups = [group for one in kept for group in one.get("_fsdp_param_groups", [one.get("_fsdp_param_group")]) if group]
+    before = [{name: getattr(group, name) for name in EXCHANGES} for group in groups]
+    for unit in units:
+        unit.unshard()
+        unit.set_reshard_after_forward(False)
+        unit.set_reshard_after_backward(False)
+        unit.set_unshard_in_backward(False)
+        unit.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for group, settings in zip(groups, before, strict=True):
+            vars(group).update(settings)
+        for unit in units:
+            unit.reshard()
 
 
 @contextmanager

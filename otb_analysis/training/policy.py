@@ -26,8 +26,9 @@ from otb_analysis.measurement.forward import (
 )
 from otb_analysis.phases import advance, count_to
 from otb_analysis.processes import SINGLE_PROCESS, Processes
+from otb_analysis.rollouts.models import gathered
 from otb_analysis.rollouts.sampling import Rollouts
-from otb_analysis.training.runtime import gathered, shard
+from otb_analysis.training.runtime import shard
 from otb_analysis.types import Float, Int
 
 if TYPE_CHECKING:

@@ -116,34 +116,6 @@ def shard(model: PreTrainedModel, processes: Processes) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-@contextmanager
-def gathered(model: PreTrainedModel) -> Iterator[None]:
-    """Hold all parameters on every process inside the block. Every process must enter.
-
-    Inside, passes exchange nothing, so each process makes as many as it needs, backward ones by `autograd.grad` too.
-    Otherwise every generated token would wait for all processes.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-    def exchange(allowed: bool) -> None:
-        for unit in units:
-            unit.set_reshard_after_forward(allowed)
-            unit.set_reshard_after_backward(allowed)
-            unit.set_unshard_in_backward(allowed)
-            unit.set_requires_gradient_sync(allowed)
-
-    # A pass that was broken off leaves FSDP2 in the middle of it, where it lets go of nothing unless it exchanges.
-    for unit in units:
-        unit.unshard()
-    exchange(False)
-    try:
-        yield
-    finally:
-        exchange(True)
-        for unit in units:
-            unit.reshard()
-
-
 def gather_rollouts(
     processes: Processes, rollouts: Rollouts, stats: LogitStats, reference: Float | None
 ) -> tuple[Rollouts, LogitStats, Float | None]:

@@ -23,7 +23,7 @@ from otb_analysis.errors import InputError, ProcessError
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
 from otb_analysis.gradients.groups import group_gram, layered
 from otb_analysis.processes import Processes
-from otb_analysis.training.runtime import gathered
+from otb_analysis.rollouts.models import gathered
 
 CLUSTER = np.array([4, 1, 4, 1])
 

@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from otb_analysis.config import MeasureConfig, Schedule, SmallModelConfig
 from otb_analysis.integrations import monitor as watching
+from otb_analysis.integrations import trl_run
 from otb_analysis.integrations.monitor import OTBMonitor
 from otb_analysis.integrations.trl import OTBGRPOTrainer, RecordConfig, RolloutRecorder
 from otb_analysis.processes import SINGLE_PROCESS
@@ -137,7 +138,7 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
     monitor, rloo, rollouts = spec.pop("monitor", ""), spec.pop("rloo", False), spec.pop("rollouts", None)
     share, every = spec.pop("share", math.inf), spec.pop("gradients", 0)
     dtype = getattr(torch, spec.pop("model_dtype", "float32"))
-    watched = MeasureConfig(exact=Schedule(), gradients=Schedule(every))
+    plan = MeasureConfig(exact=Schedule(measure), gradients=Schedule(every))
     ours = {name: spec.pop(name) for name in ("estimator", "options", "if_exists") if name in spec}
     functions = [REWARDS[name] for name in rewards]
     if recorder:
@@ -158,7 +159,6 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
     model = model.to(dtype)
     data = Dataset.from_dict({"prompt": PROMPTS, "answer": [str(i) for i in range(len(PROMPTS))]})
     if not unchanged:
-        plan = MeasureConfig(exact=Schedule(every=measure, prompts=0))
         record = RecordConfig(run="run", root=Path(out), measure=plan, if_exists=ours.pop("if_exists", "error"))
         ours["record"] = record if stored else None
     trainer = RLOOTrainer if rloo else GRPOTrainer
@@ -170,7 +170,7 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
         eval_dataset=data.select(range(4)),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if peft else None,
-        callbacks=[OTBMonitor(Path(out) / monitor, share=share, measure=watched)] if monitor else None,
+        callbacks=[OTBMonitor(Path(out) / monitor, share=share, measure=plan)] if monitor else None,
         **({} if rloo else {"rollout_func": with_tool if tools else rollouts}),
         **ours,
     )
@@ -183,7 +183,7 @@ def main():
     if "deepspeed" in spec:
         without_compiler()
     if spec.pop("alone", False):
-        watching.Processes = lambda *_, **__: SINGLE_PROCESS  # each process measures all by itself
+        trl_run.Processes = lambda *_, **__: SINGLE_PROCESS  # each process measures all by itself
     if spec.pop("fails", None) == int(os.environ.get("RANK", 0)):
         watching.forward_statistics = failing_once(watching.forward_statistics)
     torch.manual_seed(0)  # trl before 1.16 draws the adapters before it sets its seed
