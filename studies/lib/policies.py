@@ -162,10 +162,8 @@ def different_prompts(policy: Policy, first: int, count: int, among: int = 0) ->
     return list({prompt.id: prompt for prompt in drawn}.values())[:count]
 
 
-def write(
-    policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int, at_once: int = 0
-) -> ScoredRollouts:
-    """Sample groups of rollouts, one per prompt, and score every token once; the global random state is kept.
+def draw(policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int, at_once: int = 0) -> Rollouts:
+    """Sample groups of rollouts, one per prompt, with their rewards; the global random state is kept.
 
     `at_once` prompts are sampled side by side, by default all of them.
     """
@@ -177,7 +175,14 @@ def write(
             some = prompts[start : start + (at_once or len(prompts))]
             part = sample(generator, policy.tokenizer, policy.task, some, config)
             parts.append(replace(part, prompts=tuple(prompts), group=part.group + start))
-    rollouts = compute_rewards(policy.task, Rollouts.concatenate(parts))
+    return compute_rewards(policy.task, Rollouts.concatenate(parts))
+
+
+def write(
+    policy: Policy, prompts: Sequence[Prompt], config: SampleConfig, seed: int, at_once: int = 0
+) -> ScoredRollouts:
+    """Sample groups of rollouts, one per prompt, and score every token once; the arguments are those of `draw`."""
+    rollouts = draw(policy, prompts, config, seed, at_once)
     forward = score(policy, rollouts, config.temperature)
     table = replace(token_table(rollouts, forward, None), limit=config.limit)
     return ScoredRollouts(rollouts, table, config.temperature)
