@@ -20,7 +20,7 @@ from otb_analysis.integrations.trl_batch import GatheredBatch, evaluating
 from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, summarize
 from otb_analysis.measurement.table import rollout_rows, token_rows
 from otb_analysis.processes import PATIENCE, SINGLE_PROCESS, Processes
-from otb_analysis.rollouts.models import gathered, is_shared_out
+from otb_analysis.rollouts.models import gathered, is_shared_out, without_hooks
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Estimate, Float
 
@@ -154,13 +154,13 @@ def batch_measurer(
 ) -> GradientMeasurer:
     """Return what measures a trainer's batches; all processes call it together.
 
-    Where each of them has a run it `stores`, they share a batch's prompts out. `options` are those of the estimator
-    that trains, by its name.
+    Where the main process, which writes, `stores` a run, they share a batch's prompts out. `options` are those of the
+    estimator that trains, by its name.
     """
     from accelerate.utils import gather_object
 
-    state, processes, stored_by_all = trainer.accelerator.state, SINGLE_PROCESS, all(gather_object([stores]))
-    if state.num_processes > 1 and stored_by_all and any(one.every for one in plan.schedules.values()):
+    state, processes, is_stored = trainer.accelerator.state, SINGLE_PROCESS, gather_object([stores])[0]
+    if state.num_processes > 1 and is_stored and any(one.every for one in plan.schedules.values()):
         host: Any = new_group(backend="gloo", timeout=PATIENCE)  # beside what the training exchanges
         processes = Processes(state.process_index, state.num_processes, state.device, host=host)
     return GradientMeasurer(policy_of(trainer), plan, trainer.temperature, options, stored, processes)
@@ -193,7 +193,8 @@ def whole_weights(trainer: Any) -> Iterator[None]:
         with deepspeed.zero.GatheredParameters(list(engine.parameters())):
             remove_hooks(engine)  # or each layer would share its weights out again behind a pass
             try:
-                yield
+                with without_hooks(engine, "deepspeed"):  # one is left, which all processes enter in each pass
+                    yield
             finally:
                 add_hooks(engine)
 

@@ -135,37 +135,40 @@ def is_shared_out(model: nn.Module) -> bool:
     return any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
 
 
-EXCHANGES = (
-    "post_forward_mesh_info", "reshard_after_backward", "unshard_in_backward", "reduce_grads", "all_reduce_grads",
-)  # fmt: skip
-"""What FSDP2 keeps of a unit's exchanges: it has methods that set them, and none that says what they are."""
-
-
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Hold all parameters that FSDP2 shards on every process inside the block. Every process must enter.
 
-    Inside, passes exchange nothing, so each process makes as many as it needs, backward ones by `autograd.grad` too.
-    Otherwise every generated token would wait for all processes. Behind it training exchanges what it did before.
+    Inside, FSDP2 sees no pass: none exchanges anything, casts anything or leaves it in the middle of one. So each
+    process makes as many as it needs, backward ones by `autograd.grad` too; else every generated token would wait for
+    all processes.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    kept = [vars(unit._get_fsdp_state()) for unit in units]
-    # Newer versions of torch keep several groups of parameters of a unit, older ones at most one.
-    groups = [group for one in kept for group in one.get("_fsdp_param_groups", [one.get("_fsdp_param_group")]) if group]
-    before = [{name: getattr(group, name) for name in EXCHANGES} for group in groups]
-    for unit in units:
-        unit.unshard()
-        unit.set_reshard_after_forward(False)
-        unit.set_reshard_after_backward(False)
-        unit.set_unshard_in_backward(False)
-        unit.set_requires_gradient_sync(False)
+    try:
+        for unit in units:
+            unit.unshard()
+        with without_hooks(model, "torch.distributed.fsdp"):
+            yield
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
+@contextmanager
+def without_hooks(model: nn.Module, of: str) -> Iterator[None]:
+    """Take the hooks that a package put on a model's passes off, and put them back in the order of then."""
+    hooks = [found for module in model.modules() for found in (module._forward_pre_hooks, module._forward_hooks)]
+    before = [dict(found) for found in hooks]
+    for found in hooks:
+        for key in [key for key, hook in found.items() if hook.__module__.startswith(of)]:
+            del found[key]
     try:
         yield
     finally:
-        for group, settings in zip(groups, before, strict=True):
-            vars(group).update(settings)
-        for unit in units:
-            unit.reshard()
+        for found, was in zip(hooks, before, strict=True):
+            added = {key: hook for key, hook in found.items() if key not in was}
+            found.clear()
+            found.update(was | added)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def shard(model: PreTrainedModel, processes: Processes) -> None:
     for module in list(model.modules()):
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)  # the rest, too: it is whole between passes otherwise
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -780,6 +780,27 @@ def test_sharded_weights_give_the_run_of_whole_ones_and_measuring_them_changes_n
         assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
 
 
+@pytest.mark.parametrize(("size", "how"), [(2, "fsdp2"), (2, "zero3"), (6, "fsdp2")])
+def test_processes_without_a_prompt_and_half_precision_are_measured_too(tmp_path, size, how):
+    """A single prompt leaves one process without any; with three, training computes in bfloat16."""
+    environment, settings = SHARDED[how]
+    if settings and not HAS_DEEPSPEED:
+        pytest.skip("no DeepSpeed here; `make test-trl` installs it")
+    spec = {"per_device_train_batch_size": size, "bf16": size == 6, "unchanged": True}
+    measured = {**spec, "measure": 1, "gradients": 1, "monitor": "run"}
+    told = by_two_processes(tmp_path / "whole", **measured)
+    told += by_two_processes(tmp_path / "sharded", environment, **measured, **settings)
+    by_two_processes(tmp_path / "unseen", environment, **spec, **settings)
+    assert "OTBMonitor" not in told and "missing from" not in told
+    first = f"{GRADIENTS.partition('order')[0]} where step = 0 order by 1, 2, 3"
+    whole, sharded = (RunStore(tmp_path / name / "run").sql(first) for name in ("whole", "sharded"))
+    assert len(whole) > 20 and whole["mean_norm_sq"].notna().all()
+    pd.testing.assert_frame_equal(sharded, whole, check_exact=False, rtol=0.05 if spec["bf16"] else 1e-5)
+    seen, unseen = (torch.load(tmp_path / name / "calls-0.pt") for name in ("sharded", "unseen"))
+    for one, other in zip(seen[:3], unseen[:3], strict=True):
+        assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
+
+
 def test_another_way_to_share_out_weights_is_refused_by_name():
     trainer = SimpleNamespace(
         is_fsdp_enabled=True, is_deepspeed_enabled=False, accelerator=SimpleNamespace(is_fsdp2=False)

@@ -289,11 +289,7 @@ def hold(blocks: Sequence[nn.Module], whole: bool) -> None:
     """
     with exchanging():
         for block in (block for block in blocks if isinstance(block, FSDPModule)):
-            # Where a pass was broken off, FSDP2 would do neither without these.
-            block.set_reshard_after_forward(not whole)
-            block.set_unshard_in_backward(True)
             block.unshard() if whole else block.reshard()
-            block.set_unshard_in_backward(False)
 
 
 def _few_tokens(calls: list[Routed] | None, parameter: Tensor, span: slice, n: int, total: int) -> Routed | None:
