@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -86,7 +86,6 @@ CHECKED = 0.8
 """Part of that time behind which batches go without the sampling check, which costs more than all else on a CPU."""
 
 
-T = TypeVar("T")
 Observer = Callable[[PolicyLogits], None] | None
 
 

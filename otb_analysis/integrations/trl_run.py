@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
+from otb_analysis.gradients.batch.inputs import free_bytes, gibibytes
 from otb_analysis.integrations.run_log import RecordConfig
 from otb_analysis.integrations.trl_batch import GatheredBatch, evaluating
 from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, summarize
@@ -177,12 +178,35 @@ def measured_batch(
     return measured, perf_counter() - start
 
 
+def refuse_too_large(model: torch.nn.Module) -> None:
+    """Raise where the whole weights of a model that processes share out do not fit on this one.
+
+    Raises:
+        InputError: They do not.
+    """
+    sizes = ((getattr(weight, "ds_numel", weight.numel()), weight.element_size()) for weight in model.parameters())
+    needed, free = sum(count * size for count, size in sizes), free_bytes(next(model.parameters()).device)
+    if needed > free:
+        raise InputError(
+            f"all weights take {gibibytes(needed)} on each process, but one has {gibibytes(free)} left; leave measure "
+            "out or take more memory."
+        )
+
+
 @contextmanager
 def whole_weights(trainer: Any) -> Iterator[None]:
-    """Hold all weights on every process, where FSDP2 or ZeRO-3 shares them out; all enter together."""
+    """Hold all weights on every process, where FSDP2 or ZeRO-3 shares them out; all enter together.
+
+    Raises:
+        InputError: They do not fit on one of the processes; on all, or some would wait for the others.
+    """
     if not is_shared_out(trainer.model):
         yield
-    elif trainer.is_fsdp_enabled:
+        return
+    _, faults = on_all(lambda: refuse_too_large(trainer.model))
+    if faults:
+        raise InputError(faults[0])
+    if trainer.is_fsdp_enabled:
         with gathered(trainer.model):
             yield
     else:

@@ -157,18 +157,18 @@ def gathered(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_hooks(model: nn.Module, of: str) -> Iterator[None]:
     """Take the hooks that a package put on a model's passes off, and put them back in the order of then."""
-    hooks = [found for module in model.modules() for found in (module._forward_pre_hooks, module._forward_hooks)]
-    before = [dict(found) for found in hooks]
-    for found in hooks:
-        for key in [key for key, hook in found.items() if hook.__module__.startswith(of)]:
-            del found[key]
+    every = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    before = [dict(hooks) for hooks in every]
+    for hooks, was in zip(every, before, strict=True):
+        for key in (key for key, hook in was.items() if hook.__module__.startswith(of)):
+            del hooks[key]
     try:
         yield
     finally:
-        for found, was in zip(hooks, before, strict=True):
-            added = {key: hook for key, hook in found.items() if key not in was}
-            found.clear()
-            found.update(was | added)
+        for hooks, was in zip(every, before, strict=True):
+            now = {key: hook for key, hook in was.items() if hook.__module__.startswith(of)} | hooks
+            hooks.clear()
+            hooks.update({key: now[key] for key in (*was, *now) if key in now})
 
 
 @contextmanager

@@ -709,8 +709,9 @@ def test_numbers_and_tables_reach_tensorboard_by_the_trainers_own_writer(runs, t
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 DEEPSPEED = ROOT / ".cache" / "deepspeed"
 """Where `make test-trl` puts DeepSpeed, apart, so that no other test imports it."""
-HAS_DEEPSPEED = DEEPSPEED.is_dir() and ".cache/trl-" not in os.environ.get("PYTHONPATH", "")
-"""Tried with the newest TRL alone."""
+IS_NEWEST = ".cache/trl-" not in os.environ.get("PYTHONPATH", "")
+"""Whether this is the newest TRL: what takes minutes and meets little of TRL is tried with it alone."""
+HAS_DEEPSPEED = DEEPSPEED.is_dir() and IS_NEWEST
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 
 
@@ -780,13 +781,16 @@ def test_sharded_weights_give_the_run_of_whole_ones_and_measuring_them_changes_n
         assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
 
 
-@pytest.mark.parametrize(("size", "how"), [(2, "fsdp2"), (2, "zero3"), (6, "fsdp2")])
-def test_processes_without_a_prompt_and_half_precision_are_measured_too(tmp_path, size, how):
+@pytest.mark.skipif(not IS_NEWEST, reason="tried with the newest TRL alone")
+@pytest.mark.parametrize(
+    ("size", "how", "peft"), [(2, "fsdp2", False), (2, "zero3", False), (6, "fsdp2", False), (6, "fsdp2", True)]
+)
+def test_processes_without_a_prompt_and_half_precision_are_measured_too(tmp_path, size, how, peft):
     """A single prompt leaves one process without any; with three, training computes in bfloat16."""
     environment, settings = SHARDED[how]
     if settings and not HAS_DEEPSPEED:
         pytest.skip("no DeepSpeed here; `make test-trl` installs it")
-    spec = {"per_device_train_batch_size": size, "bf16": size == 6, "unchanged": True}
+    spec = {"per_device_train_batch_size": size, "bf16": size == 6, "unchanged": True, "peft": peft}
     measured = {**spec, "measure": 1, "gradients": 1, "monitor": "run"}
     told = by_two_processes(tmp_path / "whole", **measured)
     told += by_two_processes(tmp_path / "sharded", environment, **measured, **settings)
@@ -799,6 +803,16 @@ def test_processes_without_a_prompt_and_half_precision_are_measured_too(tmp_path
     seen, unseen = (torch.load(tmp_path / name / "calls-0.pt") for name in ("sharded", "unseen"))
     for one, other in zip(seen[:3], unseen[:3], strict=True):
         assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="tried with the newest TRL alone")
+def test_where_whole_weights_do_not_fit_on_one_process_no_other_waits_for_it(tmp_path):
+    spec = {"unchanged": True, "per_device_train_batch_size": 6}
+    told = by_two_processes(tmp_path / "short", FSDP2, monitor="run", gradients=2, short=1, **spec)
+    assert told.count("nothing on batch 0, training goes on: all weights take") == 1
+    by_two_processes(tmp_path / "unseen", FSDP2, **spec)
+    seen, unseen = (torch.load(tmp_path / name / "calls-0.pt") for name in ("short", "unseen"))
+    assert [line["loss"] for line in seen[:3]] == [line["loss"] for line in unseen[:3]]
 
 
 def test_another_way_to_share_out_weights_is_refused_by_name():

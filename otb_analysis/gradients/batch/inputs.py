@@ -341,6 +341,10 @@ def measured(
         yield replace(checked, scope=select_scope(checked.model, scope)) if copied else checked
 
 
+COPY = "otb_copy"
+"""Attribute of a weight that `widened` put in another one's place."""
+
+
 @contextmanager
 def widened(model: nn.Module) -> Iterator[bool]:
     """Put float32 copies in place of all weights in bfloat16 and float16, 4 bytes each; tell whether there are any.
@@ -372,6 +376,7 @@ def widened(model: nn.Module) -> Iterator[bool]:
     for key, t in own.items():
         copy = t.detach().float()
         wide[key] = nn.Parameter(copy, t.requires_grad) if isinstance(t, nn.Parameter) else copy
+        setattr(wide[key], COPY, True)
     with ExitStack() as undo:
         for held, name, t in places:
             undo.enter_context(replaced(held, name, wide[id(t)]))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from otb_analysis.gradients.batch.forward import Layout, model_logits, sampled_logprobs
-from otb_analysis.gradients.batch.inputs import Rollout, ScoreBatch
+from otb_analysis.gradients.batch.inputs import COPY, Rollout, ScoreBatch
 from otb_analysis.gradients.batch.kernels import Routed, routed
 from otb_analysis.gradients.batch.scope import end_of
 from otb_analysis.gradients.exact.attention import many_signals, query_blocks
@@ -284,12 +284,15 @@ class Layered:
 def hold(blocks: Sequence[nn.Module], whole: bool) -> None:
     """Gather the weights of blocks that FSDP2 shards, or let go of the others' parts; every process must call it.
 
+    Not of blocks that hold copies in float32: either would put FSDP2's own weights in their place.
+
     Raises:
         ExchangeError: Another process ended.
     """
     with exchanging():
-        for block in (block for block in blocks if isinstance(block, FSDPModule)):
-            block.unshard() if whole else block.reshard()
+        for block in blocks:
+            if isinstance(block, FSDPModule) and not any(hasattr(weight, COPY) for weight in block.parameters()):
+                block.unshard() if whole else block.reshard()
 
 
 def _few_tokens(calls: list[Routed] | None, parameter: Tensor, span: slice, n: int, total: int) -> Routed | None:
