@@ -63,8 +63,15 @@ class SamplingCheck:
     """Sums of one step, made by `observe` pass by pass; the learned direction goes on from step to step.
 
     Memory: a few tiles of logits, and at most 8 MB for the learned direction.
+
+    Args:
+        every: 1 looks at all tokens, k at every kth of a completion, from position `first` < k on. Which these are does
+            not hang on what is drawn, so every test holds for them alone.
+        first: Position of the first of them.
     """
 
+    every: int = 1
+    first: int = 0
     _sums: dict[Key, dict[str, float]] = field(init=False, default_factory=dict)
     _learned: "LearnedDirection | None" = field(init=False, default=None)
 
@@ -86,7 +93,7 @@ class SamplingCheck:
         start = torch.as_tensor(part.rollouts.prompt_length, device=device)
         recorded = torch.as_tensor(part.rollouts.by_token(part.rollouts.behavior_logprob), device=device)
         size = max(1, working_set(device, ENTRIES) // max(vocabulary, distinct.shape[1]))
-        for rows in torch.arange(len(part.targets), device=device).split(size):
+        for rows in torch.nonzero(part.token % self.every == self.first)[:, 0].split(size):
             raw, y = part.logits[rows].float(), part.targets[rows, None]
             log_pi = (raw / part.temperature).log_softmax(-1)
             row, token = part.row[rows], part.token[rows]
@@ -133,7 +140,8 @@ class SamplingCheck:
         position: score and gain Σδ, variance Σ‖e_y − π‖² (logit noise makes Var δ σ² times it), observed
         Σ1[|δ| > 0.05], residual_sq Σδ². `beyond_rounding` counts |δ| > 0.001. `repeated`: see `repeats`.
         """
-        inside = table.mask & ~np.isnan(table.behavior_logprob)
+        seen = np.arange(table.mask.shape[1]) % self.every == self.first
+        inside = table.mask & seen & ~np.isnan(table.behavior_logprob)
         if inside.any():
             delta = np.where(inside, table.behavior_logprob - table.stats.logprob, np.nan)
             n, t = np.nonzero(inside)

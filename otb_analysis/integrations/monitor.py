@@ -82,8 +82,9 @@ ROUNDED = 2 * BFLOAT16
 """Root mean square of what log-probabilities of the same weights differ by in lower precision than float32, at most."""
 SHARE, FIRST = 0.07, 10
 """Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
-CHECKED = 0.8
-"""Part of that time behind which batches go without the sampling check, which costs more than all else on a CPU."""
+CHECKED, RAREST = 0.8, 1000
+"""Part of that time that watching may take with the sampling check, which costs more than all else on a CPU: it then
+looks at every second, third, … token, at least at every thousandth, so that this is kept."""
 
 
 Observer = Callable[[PolicyLogits], None] | None
@@ -96,7 +97,7 @@ class SeenBatch:
     scored: Sequence[ScoredDraft]
     advantages: Sequence[Float]  # TRL's own, by completion token of each rollout [T_i]
     log_ratios: Mapping[str, Float]  # By what is compared, over this process's policy tokens [K]
-    sampling: Mapping[str, Any]  # Rows of the sampling check, where this batch has one
+    sampling: Mapping[str, Any]  # Rows of the sampling check
 
 
 class OTBMonitor(TrainerCallback):
@@ -109,7 +110,7 @@ class OTBMonitor(TrainerCallback):
     Args:
         run: Directory of the run in our store; a bare name is put into `runs/`. Empty stores nothing.
         share: Most time that watching may take, over the time of the training without it. Behind the first ten batches
-            as many go without the sampling check as keep this, and where that is not enough some are left out.
+            the sampling check looks at as many tokens as keep this, and where that is not enough batches are left out.
             `math.inf` watches all, as is the default with `measure`.
         measure: What is measured beside the forward pass, on a schedule; by default nothing.
         if_exists: What to do where the run exists: refuse, begin anew, or go on.
@@ -142,7 +143,7 @@ class OTBMonitor(TrainerCallback):
         self._spent = self._begun = 0.0
         self._rewards = torch.zeros(0)  # Of all processes [N, functions], as TRL had them last
         self._step, self._n_batches = -1, 0
-        self._check, self._checks = SamplingCheck(), True
+        self._check, self._checking, self._checked_batches = SamplingCheck(), 0.0, 0.0  # seconds, and what they bought
         self._norms: list[float] = []  # ‖ḡ‖ as logged since the last batch
         self._n_updates = 0
         self._told: dict[str, int] = {}
@@ -247,7 +248,10 @@ class OTBMonitor(TrainerCallback):
             self._spent, self._begun = 0.0, now
         allowed = self._share * max(now - self._begun - self._spent, 1e-9)
         used = max(gather_object([self._spent / max(allowed, 1e-12)]))  # the slowest process decides
-        self._checks = used <= CHECKED
+        price = self._checking / max(self._checked_batches, 1e-12)  # of a whole batch
+        rare = math.ceil(min(price / max(CHECKED * allowed - self._spent, 1e-12), RAREST))
+        self._check.every = 1 if self._n_batches <= FIRST else max(rare, 1)
+        self._check.first = self._n_batches % self._check.every
         return used <= 1
 
     def _observe(self, batch: Mapping[str, Any]) -> None:
@@ -380,7 +384,13 @@ class OTBMonitor(TrainerCallback):
             InputError: A rollout was in none of the trainer's passes, or these are not to be relied on.
             NonFiniteError: A logit is not finite.
         """
-        observe = self._check.observe if self._checks else None
+
+        def observe(part: PolicyLogits) -> None:
+            start = self._now()
+            self._check.observe(part)
+            self._checking += self._now() - start
+
+        self._checked_batches += 1 / self._check.every
         if caught:
             forward = self._of_caught(drafts, rollouts, observe)
         else:
@@ -405,8 +415,7 @@ class OTBMonitor(TrainerCallback):
             "trainer": None if old is None or caught else old - own,  # of caught states they are the same
         }
         ratios = {name: pair[table.mask] for name, pair in pairs.items() if pair is not None}
-        checked = self._check.rows(rollouts, table) if self._checks else {}
-        return SeenBatch(scored(drafts, rollouts, forward), rows, ratios, checked)
+        return SeenBatch(scored(drafts, rollouts, forward), rows, ratios, self._check.rows(rollouts, table))
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
@@ -455,10 +464,10 @@ class OTBMonitor(TrainerCallback):
         """Log and store the batch of all processes; on the main process, which measures where nothing was `found`."""
         trainer, tokenizer = self._trainer, self._tokenizer
         sampling = {name: [x for part in parts for x in part.sampling[name]] for name in parts[0].sampling}
-        if not self._checks or "truncated" in self._omitted:  # what ended early is no sample of what the policy draws
-            sampling = None
+        if "truncated" in self._omitted or "probability" not in sampling["test"]:
+            sampling = None  # what ended early is no sample of what the policy draws
         scalars = log_ratio_scalars([part.log_ratios for part in parts])
-        if sampling is not None and "probability" in sampling["test"]:
+        if sampling is not None:
             scalars |= self._checked(sampling)
         scalars["left_out"] = sum(len(part.scored) for part in parts)
         if gathered is not None:

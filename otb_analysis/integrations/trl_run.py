@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.inputs import free_bytes, gibibytes
-from otb_analysis.integrations.run_log import RecordConfig
+from otb_analysis.integrations.run_log import RecordConfig, tell
 from otb_analysis.integrations.trl_batch import GatheredBatch, evaluating
 from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, summarize
-from otb_analysis.measurement.table import rollout_rows, token_rows
+from otb_analysis.measurement.table import TokenMeasurements, rollout_rows, token_rows
 from otb_analysis.processes import PATIENCE, SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.models import gathered, is_shared_out, without_hooks
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
@@ -170,11 +170,19 @@ def batch_measurer(
 def measured_batch(
     trainer: Any, measurer: GradientMeasurer, step: int, whole: GatheredBatch, trained: Estimate
 ) -> tuple[Measurement, float]:
-    """Return what is due of a batch, and the seconds it took; processes that share it out call this together."""
+    """Return what is due of a batch, and the seconds it took; processes that share it out call this together.
+
+    Where whole weights do not fit, that is a warning and a gap, as with every measurement that fails.
+    """
     start, weights = perf_counter(), trained.advantage / len(whole.table.mask)
     due = measurer.due(step, len(whole.rollouts.prompts))
-    with whole_weights(trainer) if due else nullcontext(), evaluating(measurer.model):
-        measured = measurer.measure(step, whole.rollouts, whole.table, None, lambda: weights)
+    try:
+        with whole_weights(trainer) if due else nullcontext(), evaluating(measurer.model):
+            measured = measurer.measure(step, whole.rollouts, whole.table, None, lambda: weights)
+    except InputError as error:
+        if measurer.processes.first:
+            tell(f"what is measured of batch {step} is missing from the run: {error}")
+        measured = Measurement(TokenMeasurements.nothing(whole.table.mask.shape), gaps=1)
     return measured, perf_counter() - start
 
 

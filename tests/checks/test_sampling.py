@@ -10,7 +10,7 @@ from scipy.special import ndtr, ndtri
 from benchmarks.sampling_check import noise, planted_rollouts, repetition, temperature, top_k, top_p
 from otb_analysis.checks import sampling
 from otb_analysis.checks.sampling import LEAK, PENALTIES, TEMPERATURES, TOP_P, SamplingCheck, repeats
-from otb_analysis.checks.sampling_report import SamplingSums, sampling_lines, sampling_report
+from otb_analysis.checks.sampling_report import SUMS, SamplingSums, sampling_lines, sampling_report
 from otb_analysis.config import ScoreConfig
 from otb_analysis.errors import InputError
 from otb_analysis.measurement.forward import PolicyLogits, forward_statistics
@@ -152,6 +152,26 @@ def test_both_z_scores_are_those_of_the_steps_table_and_positions_add_up(policy)
     assert step.probability == pytest.approx(known["certificate_prob_z"], abs=1e-4)
     assert sum(one.n_tokens for one in report.by_position) == step.n_tokens
     assert [one.at for one in report.by_position] == [0, 1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("every, first", [(3, 0), (3, 2), (1000, 7)])
+def test_a_check_of_every_kth_token_is_that_of_the_others_masked(policy, every, first):
+    """Where the tests learn nothing, they are sums over tokens: of those looked at, as if there were no others."""
+    rollouts = draw(policy, temperature(1.5))
+    seen = np.arange(rollouts.mask.shape[1]) - rollouts.prompt_length[:, None]
+    masked = replace(rollouts, mask=rollouts.mask & (seen % every == first) & (seen >= 0))
+    some, whole = sums_of(policy[0], rollouts, SamplingCheck(every, first)), sums_of(policy[0], masked)
+    kept = [k for k, test in enumerate(whole["test"]) if test != "repeated"]  # of whole prefixes
+    assert len(kept) > 40
+    ours = {
+        (t, p, at): k
+        for k, (t, p, at) in enumerate(zip(some["test"], some["parameter"], some["position"], strict=True))
+    }
+    for k in kept:
+        same = ours[whole["test"][k], whole["parameter"][k], whole["position"][k]]
+        for name in SUMS:
+            a, b = whole[name][k], some[name][same]
+            assert (a is None) == (b is None) and (a is None or a == pytest.approx(b, rel=1e-5, abs=1e-6)), name
 
 
 def joined(steps):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from otb_analysis.answers.pairs import learning_notes
 from otb_analysis.answers.run import RunAnswers
 from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.errors import InputError
@@ -406,27 +407,36 @@ def test_a_pass_that_cannot_be_looked_at_costs_one_batch_its_numbers(runs, tmp_p
     assert "_get_per_token_logps_and_entropies" not in vars(trainer)
 
 
-def test_where_time_is_short_the_sampling_check_goes_first(runs, tmp_path, monkeypatch):
-    """With a clock on which a check takes 1 s, all else of watching .05 s, and a batch of the training 10 s."""
+def test_where_time_is_short_the_sampling_check_looks_at_fewer_tokens(runs, tmp_path, monkeypatch):
+    """With a clock on which a whole check takes 1 s, all else of watching .05 s, and a batch of the training 10 s."""
     clock, module = SimpleNamespace(now=0.0), importlib.import_module("otb_analysis.integrations.monitor")
     monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
     trainer = runs.made(tmp_path, unchanged=True, monitor="run", max_steps=40, share=0.07)
     generate, observe, write = trainer._generate_and_score_completions, SamplingCheck.observe, OTBMonitor._write
+    seconds = []
 
-    def taking(seconds, call):
+    def taking(price, call):
         def timed(*args):
-            clock.now += seconds
+            clock.now += price(*args)
             return call(*args)
 
         return timed
 
-    monkeypatch.setattr(SamplingCheck, "observe", taking(1.0, observe))
-    monkeypatch.setattr(OTBMonitor, "_write", taking(0.05, write))
-    trainer._generate_and_score_completions = taking(10.0, generate)
+    def of_check(check, part):
+        seconds.append(1.0 / check.every)
+        return seconds[-1]
+
+    monkeypatch.setattr(SamplingCheck, "observe", taking(of_check, observe))
+    monkeypatch.setattr(OTBMonitor, "_write", taking(lambda *args: 0.05, write))
+    trainer._generate_and_score_completions = taking(lambda *args: 10.0, generate)
     trainer.train()
-    watched, checked = len(logged(trainer, "seconds")), len(logged(trainer, "sampling_z"))
-    assert watched >= 37  # each check of 1 s lets one batch or two go by: 7 % of a batch is 0.7 s
-    assert 20 <= checked <= 30 and (checked - 10) * 1.0 + (watched - 10) * 0.05 <= 0.07 * 300 + 1.05
+    tokens = RunStore(tmp_path / "run").sql("SELECT DISTINCT step FROM sampling ORDER BY step")["step"].tolist()
+    # The tenth batch costs more than the time it trains, so one goes by. Then .07 × .8 × 10 s are paid for each batch:
+    # .05 s for the rest, and every second token as soon as the debt is paid.
+    assert seconds[:10] == [1.0] * 10 and set(seconds[12:]) == {0.5} and len(logged(trainer, "seconds")) == 39
+    assert tokens == [*range(10), *range(12, 40)] and sum(seconds[10:]) + 29 * 0.05 <= 0.07 * 300
+    notes = learning_notes(RunAnswers(RunStore(tmp_path / "run")))
+    assert notes == ["1 of 40 batches are missing: not watched, or failed"]
 
 
 def test_batches_beyond_the_share_of_time_are_left_out(watched):
@@ -809,7 +819,9 @@ def test_processes_without_a_prompt_and_half_precision_are_measured_too(tmp_path
 def test_where_whole_weights_do_not_fit_on_one_process_no_other_waits_for_it(tmp_path):
     spec = {"unchanged": True, "per_device_train_batch_size": 6}
     told = by_two_processes(tmp_path / "short", FSDP2, monitor="run", gradients=2, short=1, **spec)
-    assert told.count("nothing on batch 0, training goes on: all weights take") == 1
+    assert told.count("measured of batch 0 is missing from the run: all weights take") == 1
+    steps = RunStore(tmp_path / "short" / "run").steps_df()
+    assert steps["measurement_gaps"].tolist() == [1, 0, 1] and steps["entropy_mean"].notna().all()
     by_two_processes(tmp_path / "unseen", FSDP2, **spec)
     seen, unseen = (torch.load(tmp_path / name / "calls-0.pt") for name in ("short", "unseen"))
     assert [line["loss"] for line in seen[:3]] == [line["loss"] for line in unseen[:3]]
