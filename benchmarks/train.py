@@ -43,7 +43,9 @@ from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.setup import Trainer
 
-PHASES = ("sampling", "update", "sampling + update", "rewards, statistics, advantages", "whole step")
+REST = "rewards, statistics, advantages"
+PHASES = ("sampling", "update", "sampling + update", REST, f"{REST} without level forward", "whole step")
+"""TRL's entropy is part of its update, so that its other numbers are held against ours without those of the logits."""
 LEARNING_RATE = 1e-6
 """So small that the policy, and with it the length of what it writes, stays what it was."""
 QUICK = SampleConfig(prompts=3, group_size=4, max_new_tokens=8)
@@ -71,7 +73,8 @@ class Turn:
     def rate(self, phase: str) -> float:
         """Return the tokens per second of a phase of `PHASES`."""
         both = self.sample + self.update
-        seconds = (self.sample, self.update, both, self.whole - both, self.whole)
+        rest = self.whole - both
+        seconds = (self.sample, self.update, both, rest, rest - self.statistics, self.whole)
         return self.tokens / seconds[PHASES.index(phase)]
 
 
