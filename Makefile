@@ -53,8 +53,8 @@ test-long: $(STAMP)
 test-all: test-long test-trl  ## all tests, the long ones, the browser's and those with TRL too
 
 test-trl: .venv-trl/.installed .cache/deepspeed/.installed $(OLDER:%=.cache/trl-%/.installed)  ## our estimators, log and monitor inside TRL's trainers, of three versions
-	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations $(TIMEOUT)
-	for one in $(OLDER); do OMP_NUM_THREADS=1 PYTHONPATH=.cache/trl-$$one .venv-trl/bin/python -m pytest $(TIMEOUT) \
+	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest $(XDIST) tests/integrations $(TIMEOUT)
+	for one in $(OLDER); do OMP_NUM_THREADS=1 PYTHONPATH=.cache/trl-$$one .venv-trl/bin/python -m pytest $(XDIST) $(TIMEOUT) \
 	  tests/integrations/test_trl.py tests/integrations/test_monitor.py || exit 1; done
 
 test-lowest: .cache/lowest/.installed  ## the tests of the package that take minutes, with the lowest versions that pyproject.toml allows
@@ -105,7 +105,7 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 .venv-trl/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet -c constraints.txt torch
-	.venv-trl/bin/python -m pip install --quiet -c constraints.txt -e '.[trl]' pytest tensorboard
+	.venv-trl/bin/python -m pip install --quiet -c constraints.txt -e '.[trl]' pytest pytest-xdist tensorboard
 	@touch $@
 
 # TRL alone, to stand before the newer one of .venv-trl on the path. 1.15.0 has no loss without Triton, so not on a CPU;

@@ -1,11 +1,9 @@
 """OTBMonitor beside unchanged trainers: nothing of the training changes, and every number by another road."""
 
 import importlib
-import json
 import math
 import os
 import random
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -717,11 +715,9 @@ def test_numbers_and_tables_reach_tensorboard_by_the_trainers_own_writer(runs, t
 
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-DEEPSPEED = ROOT / ".cache" / "deepspeed"
-"""Where `make test-trl` puts DeepSpeed, apart, so that no other test imports it."""
 IS_NEWEST = ".cache/trl-" not in os.environ.get("PYTHONPATH", "")
 """Whether this is the newest TRL: what takes minutes and meets little of TRL is tried with it alone."""
-HAS_DEEPSPEED = DEEPSPEED.is_dir() and IS_NEWEST
+HAS_DEEPSPEED = (ROOT / ".cache" / "deepspeed").is_dir() and IS_NEWEST
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 
 
@@ -735,24 +731,6 @@ def zero(stage):
 SHARDED = {"fsdp2": (FSDP2, {}), "zero2": (ON_CPU, zero(2)), "zero3": (ON_CPU, zero(3))}
 
 
-def by_two_processes(out, environment=None, **spec):
-    """Train in two processes, and return what they printed as errors."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    paths = [str(ROOT), "deepspeed" in spec and str(DEEPSPEED), os.environ.get("PYTHONPATH")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "default::RuntimeWarning",
-        **(environment or {}),
-    }
-    out.mkdir(exist_ok=True)
-    script, asked = str(Path(__file__).parent / "trl_runs.py"), json.dumps({"out": str(out), **spec})
-    done = subprocess.run([*command, script, asked], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
-
-
 TOKENS = "select step, rollout, t, token, logprob, energy_proxy, advantage, grad_norm_sq from tokens order by 1, 2, 3"
 GRADIENTS = "select step, estimator, energy_source, mean_norm_sq, variance from gradients order by 1, 2, 3"
 
@@ -760,7 +738,9 @@ GRADIENTS = "select step, estimator, energy_source, mean_norm_sq, variance from 
 @pytest.mark.parametrize(
     ("how", "peft"), [("fsdp2", False), ("fsdp2", True), ("zero3", False), ("zero3", True), ("zero2", False)]
 )
-def test_sharded_weights_give_the_run_of_whole_ones_and_measuring_them_changes_nothing(tmp_path, how, peft):
+def test_sharded_weights_give_the_run_of_whole_ones_and_measuring_them_changes_nothing(
+    by_two_processes, tmp_path, how, peft
+):
     """Some batches are measured and some are not; an update goes over two parts of a batch."""
     environment, settings = SHARDED[how]
     if settings and not HAS_DEEPSPEED:
@@ -795,7 +775,7 @@ def test_sharded_weights_give_the_run_of_whole_ones_and_measuring_them_changes_n
 @pytest.mark.parametrize(
     ("size", "how", "peft"), [(2, "fsdp2", False), (2, "zero3", False), (6, "fsdp2", False), (6, "fsdp2", True)]
 )
-def test_processes_without_a_prompt_and_half_precision_are_measured_too(tmp_path, size, how, peft):
+def test_processes_without_a_prompt_and_half_precision_are_measured_too(by_two_processes, tmp_path, size, how, peft):
     """A single prompt leaves one process without any; with three, training computes in bfloat16."""
     environment, settings = SHARDED[how]
     if settings and not HAS_DEEPSPEED:
@@ -816,7 +796,7 @@ def test_processes_without_a_prompt_and_half_precision_are_measured_too(tmp_path
 
 
 @pytest.mark.skipif(not IS_NEWEST, reason="tried with the newest TRL alone")
-def test_where_whole_weights_do_not_fit_on_one_process_no_other_waits_for_it(tmp_path):
+def test_where_whole_weights_do_not_fit_on_one_process_no_other_waits_for_it(by_two_processes, tmp_path):
     spec = {"unchanged": True, "per_device_train_batch_size": 6}
     told = by_two_processes(tmp_path / "short", FSDP2, monitor="run", gradients=2, short=1, **spec)
     assert told.count("measured of batch 0 is missing from the run: all weights take") == 1
@@ -835,7 +815,7 @@ def test_another_way_to_share_out_weights_is_refused_by_name():
         refuse_unreadable(trainer)
 
 
-def test_two_processes_share_out_what_is_measured_and_training_is_as_without(tmp_path):
+def test_two_processes_share_out_what_is_measured_and_training_is_as_without(by_two_processes, tmp_path):
     spec = {"per_device_train_batch_size": 6, "unchanged": True}
     for name, more, size in (("shared", {}, 2), ("alone", {"alone": True}, 1)):
         told = by_two_processes(tmp_path / name, monitor="run", gradients=2, **spec, **more)  # not every batch
@@ -849,13 +829,13 @@ def test_two_processes_share_out_what_is_measured_and_training_is_as_without(tmp
         assert (one["loss"], one["grad_norm"], one["reward"]) == (other["loss"], other["grad_norm"], other["reward"])
 
 
-def test_a_pass_that_fails_in_one_process_costs_both_one_batch(tmp_path):
+def test_a_pass_that_fails_in_one_process_costs_both_one_batch(by_two_processes, tmp_path):
     told = by_two_processes(tmp_path, unchanged=True, monitor="run", per_device_train_batch_size=6, fails=1)
     assert "nothing on batch 0" in told and "no room" in told
     assert RunStore(tmp_path / "run").complete_steps() == [1, 2]
 
 
-def test_two_processes_make_one_run_with_groups_that_span_both(runs, tmp_path):
+def test_two_processes_make_one_run_with_groups_that_span_both(by_two_processes, runs, tmp_path):
     by_two_processes(tmp_path, unchanged=True, monitor="run", per_device_train_batch_size=6)
     logs = [line for line in torch.load(tmp_path / "calls-0.pt") if "otb/length" in line]
     store = RunStore(tmp_path / "run")

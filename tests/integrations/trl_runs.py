@@ -1,12 +1,15 @@
 """Three steps of TRL on a tiny model made in code; every generated batch is kept, with energies computed apart.
 
-Runs in an environment with trl: called by the tests, or by torchrun with one JSON argument for several processes.
+Runs in an environment with trl: called by the tests, or as a process that forks others which train together.
 """
 
 import json
 import math
 import os
+import signal
+import socket
 import sys
+import traceback
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,17 +179,15 @@ def made(out, rewards=("odd",), peft=False, tools=False, measure=0, recorder="",
     )
 
 
-def main():
-    spec = json.loads(sys.argv[1])
+def train_alone(spec):
+    """Train as one of several processes, and keep what it saw."""
     if os.environ.get("ACCELERATE_USE_FSDP"):
         shard_on_cpu()
-    if "deepspeed" in spec:
-        without_compiler()
     if spec.pop("alone", False):
         trl_run.Processes = lambda *_, **__: SINGLE_PROCESS  # each process measures all by itself
-    if spec.pop("fails", None) == int(os.environ.get("RANK", 0)):
+    if spec.pop("fails", None) == int(os.environ["RANK"]):
         watching.forward_statistics = failing_once(watching.forward_statistics)
-    if spec.pop("short", None) == int(os.environ.get("RANK", 0)):
+    if spec.pop("short", None) == int(os.environ["RANK"]):
         trl_run.free_bytes = lambda device: 0
     torch.manual_seed(0)  # trl before 1.16 draws the adapters before it sets its seed
     trainer = made(**spec)
@@ -196,10 +197,47 @@ def main():
     rank = trainer.accelerator.process_index
     kept = getattr(trainer, "calls", trainer.state.log_history)
     torch.save(kept, Path(spec["out"]) / f"calls-{rank}.pt")
-    # A thread of gloo that lets go of a tensor while the interpreter ends aborts the process, or waits for ever.
     trainer.accelerator.wait_for_everyone()
-    sys.stdout.flush(), sys.stderr.flush()
-    os._exit(0)
+
+
+def forked(rank, size, port, asked):
+    """Return the number of a new process, which trains and ends."""
+    if pid := os.fork():
+        return pid
+    signal.alarm(300)  # a process that waits for another one for ever
+    code = 1
+    try:
+        for stream, path in ((1, os.devnull), (2, asked["errors"])):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ.update(asked["environment"])
+        train_alone(asked["spec"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    # A thread of gloo that lets go of a tensor while the interpreter ends aborts the process, or waits for ever.
+    os._exit(code)
+
+
+def main():
+    """Train in two processes for each line of JSON, and answer how they ended; what they import is imported once."""
+    if "DS_ACCELERATOR" in os.environ:
+        without_compiler()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        running, codes = [forked(rank, 2, port, asked) for rank in range(2)], []
+        while running:
+            pid, status = os.wait()
+            running.remove(pid)
+            codes.append(os.waitstatus_to_exitcode(status))
+            for other in running if codes[-1] else ():  # it would wait for the one that failed
+                os.kill(other, signal.SIGKILL)
+        print(json.dumps(codes), flush=True)
 
 
 if __name__ == "__main__":
