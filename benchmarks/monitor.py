@@ -19,7 +19,7 @@ COLUMNS = {
 
 
 def run(config: MonitorBenchConfig) -> Report:
-    """Time every model's steps, each of them watched.
+    """Time every model's steps, each of them watched, or as many as are by default.
 
     Raises:
         InputError: There is no interpreter with TRL, or it does not work.

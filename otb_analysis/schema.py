@@ -223,7 +223,7 @@ SAMPLING = (
     Column("test", "VARCHAR", "", "Family of the sampling check: temperature, probability, top_p, …", key=True),
     Column("parameter", "DOUBLE", "", "Its setting, such as a temperature; null where the test has none."),
     Column("position", "BIGINT", "", "First token position of the row's bin: 0, 1, 2, 4, 8, …; null for all."),
-    Column("n_tokens", "BIGINT", "tokens", "Policy tokens in the row."),
+    Column("n_tokens", "BIGINT", "tokens", "Policy tokens that were looked at."),
     Column(
         "score",
         "DOUBLE",

@@ -207,7 +207,9 @@ def learning_notes(run: RunAnswers) -> list[str]:
     notes = [] if status == "complete" else [": ".join(filter(None, (status, reason)))]
     batches = numbers[-1] - numbers[0] + 1 if numbers else 0
     if batches > len(numbers) and section(run.config, "source").get("made_by") == "OTBMonitor":
-        notes.append(f"{batches - len(numbers):,} of {batches:,} batches are missing: not watched, or failed")
+        notes.append(
+            f"{batches - len(numbers):,} of {batches:,} batches are missing: not watched, failed, or without a reward"
+        )
     steps: Any = run.steps
     evaluated = steps.dropna(subset=["heldout_reward"])
     if len(evaluated):

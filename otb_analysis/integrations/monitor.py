@@ -82,9 +82,9 @@ ROUNDED = 2 * BFLOAT16
 """Root mean square of what log-probabilities of the same weights differ by in lower precision than float32, at most."""
 SHARE, FIRST = 0.07, 10
 """Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
-CHECKED, RAREST = 0.8, 1000
+CHECKED = 0.8
 """Part of that time that watching may take with the sampling check, which costs more than all else on a CPU: it then
-looks at every second, third, … token, at least at every thousandth, so that this is kept."""
+looks at every second, third, … token, but at a position a batch at least."""
 
 
 Observer = Callable[[PolicyLogits], None] | None
@@ -144,6 +144,8 @@ class OTBMonitor(TrainerCallback):
         self._rewards = torch.zeros(0)  # Of all processes [N, functions], as TRL had them last
         self._step, self._n_batches = -1, 0
         self._check, self._checking, self._checked_batches = SamplingCheck(), 0.0, 0.0  # seconds, and what they bought
+        self._rare = 1.0  # At every which token the next batch is checked, as far as its time goes
+        self._recent: list[tuple[float, Mapping[str, Any]]] = []  # Checks that make up a whole batch, and their parts
         self._norms: list[float] = []  # ‖ḡ‖ as logged since the last batch
         self._n_updates = 0
         self._told: dict[str, int] = {}
@@ -249,9 +251,7 @@ class OTBMonitor(TrainerCallback):
         allowed = self._share * max(now - self._begun - self._spent, 1e-9)
         used = max(gather_object([self._spent / max(allowed, 1e-12)]))  # the slowest process decides
         price = self._checking / max(self._checked_batches, 1e-12)  # of a whole batch
-        rare = math.ceil(min(price / max(CHECKED * allowed - self._spent, 1e-12), RAREST))
-        self._check.every = 1 if self._n_batches <= FIRST else max(rare, 1)
-        self._check.first = self._n_batches % self._check.every
+        self._rare = 1.0 if self._n_batches <= FIRST else price / max(CHECKED * allowed - self._spent, 1e-12)
         return used <= 1
 
     def _observe(self, batch: Mapping[str, Any]) -> None:
@@ -390,6 +390,8 @@ class OTBMonitor(TrainerCallback):
             self._check.observe(part)
             self._checking += self._now() - start
 
+        self._check.every = math.ceil(min(max(self._rare, 1), max(rollouts.completion_length.max(initial=1), 1)))
+        self._check.first = self._n_batches % self._check.every
         self._checked_batches += 1 / self._check.every
         if caught:
             forward = self._of_caught(drafts, rollouts, observe)
@@ -465,7 +467,7 @@ class OTBMonitor(TrainerCallback):
         trainer, tokenizer = self._trainer, self._tokenizer
         sampling = {name: [x for part in parts for x in part.sampling[name]] for name in parts[0].sampling}
         if "truncated" in self._omitted or "probability" not in sampling["test"]:
-            sampling = None  # what ended early is no sample of what the policy draws
+            sampling = None  # what ended early is no sample of what the policy draws; or no token was looked at
         scalars = log_ratio_scalars([part.log_ratios for part in parts])
         if sampling is not None:
             scalars |= self._checked(sampling)
@@ -490,8 +492,14 @@ class OTBMonitor(TrainerCallback):
         self._log.keep(self._step, tables)
 
     def _checked(self, rows: Mapping[str, Any]) -> dict[str, float]:
-        """Return the sampling check of a batch, and tell the first alarm that is not one of many looks."""
-        report = sampling_report(rows)
+        """Return the sampling check of the last batches, and tell the first alarm that is not one of many looks.
+
+        They are as many as make up one that is looked at whole, or an alarm would need far more than that batch.
+        """
+        self._recent.append((1 / self._check.every, rows))
+        while sum(part for part, _ in self._recent[1:]) >= 1:
+            del self._recent[0]
+        report = sampling_report({name: [x for _, one in self._recent for x in one[name]] for name in rows})
         # Σ 6/(πk)² = 1: a run of any length has a false sentence with probability ALARM at most.
         if report.log_p < math.log(6 * ALARM / (math.pi * self._n_batches) ** 2):
             lines = sampling_lines(report, self._trainer.temperature)

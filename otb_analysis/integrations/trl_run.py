@@ -172,7 +172,7 @@ def measured_batch(
 ) -> tuple[Measurement, float]:
     """Return what is due of a batch, and the seconds it took; processes that share it out call this together.
 
-    Where whole weights do not fit, that is a warning and a gap, as with every measurement that fails.
+    Where whole weights do not fit, that is told once, and each measurement is a gap.
     """
     start, weights = perf_counter(), trained.advantage / len(whole.table.mask)
     due = measurer.due(step, len(whole.rollouts.prompts))
@@ -180,9 +180,11 @@ def measured_batch(
         with whole_weights(trainer) if due else nullcontext(), evaluating(measurer.model):
             measured = measurer.measure(step, whole.rollouts, whole.table, None, lambda: weights)
     except InputError as error:
-        if measurer.processes.first:
-            tell(f"what is measured of batch {step} is missing from the run: {error}")
-        measured = Measurement(TokenMeasurements.nothing(whole.table.mask.shape), gaps=1)
+        if measurer.processes.first and not measurer.is_short:
+            tell(f"whole weights do not fit, so batch {step} and others go unmeasured; training goes on: {error}")
+        measurer.is_short = True
+        gaps = sum(plan.due(step) for plan in measurer.config.schedules.values())
+        measured = Measurement(TokenMeasurements.nothing(whole.table.mask.shape), gaps=gaps)
     return measured, perf_counter() - start
 
 

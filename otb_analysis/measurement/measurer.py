@@ -204,6 +204,7 @@ class GradientMeasurer:
         self.policy = MeasuredPolicy(model, config.scope, temperature, config.engine)
         # What the estimator that trains remembers of earlier steps, by its label; `training` keeps it up to date
         self.states: dict[Label, NormalEquations | Tallies] = {}
+        self.is_short = False  # Whether whole weights, shared out over processes, did not fit when they were wanted
         self.settings = {"engine": self.policy.engine, **self.policy.settings}
 
     def due(self, step: int, prompts: int) -> bool:

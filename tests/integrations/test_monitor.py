@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from otb_analysis.answers.pairs import learning_notes
 from otb_analysis.answers.run import RunAnswers
 from otb_analysis.checks.sampling import SamplingCheck
+from otb_analysis.checks.sampling_report import sampling_report
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import unproved_because
 from otb_analysis.integrations.monitor import OTBMonitor
@@ -408,7 +409,9 @@ def test_a_pass_that_cannot_be_looked_at_costs_one_batch_its_numbers(runs, tmp_p
 def test_where_time_is_short_the_sampling_check_looks_at_fewer_tokens(runs, tmp_path, monkeypatch):
     """With a clock on which a whole check takes 1 s, all else of watching .05 s, and a batch of the training 10 s."""
     clock, module = SimpleNamespace(now=0.0), importlib.import_module("otb_analysis.integrations.monitor")
-    monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
+    states = importlib.import_module("otb_analysis.integrations.trl_states")
+    for one in (module, states):
+        monkeypatch.setattr(one, "perf_counter", lambda: clock.now)
     trainer = runs.made(tmp_path, unchanged=True, monitor="run", max_steps=40, share=0.07)
     generate, observe, write = trainer._generate_and_score_completions, SamplingCheck.observe, OTBMonitor._write
     seconds = []
@@ -430,11 +433,11 @@ def test_where_time_is_short_the_sampling_check_looks_at_fewer_tokens(runs, tmp_
     trainer.train()
     tokens = RunStore(tmp_path / "run").sql("SELECT DISTINCT step FROM sampling ORDER BY step")["step"].tolist()
     # The tenth batch costs more than the time it trains, so one goes by. Then .07 × .8 × 10 s are paid for each batch:
-    # .05 s for the rest, and every second token as soon as the debt is paid.
-    assert seconds[:10] == [1.0] * 10 and set(seconds[12:]) == {0.5} and len(logged(trainer, "seconds")) == 39
-    assert tokens == [*range(10), *range(12, 40)] and sum(seconds[10:]) + 29 * 0.05 <= 0.07 * 300
+    # .05 s for the rest, a position of eight, and every second token as soon as the debt is paid.
+    assert seconds[:11] == [*[1.0] * 10, 0.125] and set(seconds[13:]) == {0.5} and len(logged(trainer, "seconds")) == 39
+    assert tokens == [*range(10), *range(11, 40)] and sum(seconds[10:]) + 29 * 0.05 <= 0.07 * 300
     notes = learning_notes(RunAnswers(RunStore(tmp_path / "run")))
-    assert notes == ["1 of 40 batches are missing: not watched, or failed"]
+    assert notes == ["1 of 40 batches are missing: not watched, failed, or without a reward"]
 
 
 def test_batches_beyond_the_share_of_time_are_left_out(watched):
@@ -799,7 +802,7 @@ def test_processes_without_a_prompt_and_half_precision_are_measured_too(by_two_p
 def test_where_whole_weights_do_not_fit_on_one_process_no_other_waits_for_it(by_two_processes, tmp_path):
     spec = {"unchanged": True, "per_device_train_batch_size": 6}
     told = by_two_processes(tmp_path / "short", FSDP2, monitor="run", gradients=2, short=1, **spec)
-    assert told.count("measured of batch 0 is missing from the run: all weights take") == 1
+    assert told.count("training goes on: all weights take") == told.count("so batch 0 and others go unmeasured") == 1
     steps = RunStore(tmp_path / "short" / "run").steps_df()
     assert steps["measurement_gaps"].tolist() == [1, 0, 1] and steps["entropy_mean"].notna().all()
     by_two_processes(tmp_path / "unseen", FSDP2, **spec)
@@ -853,3 +856,19 @@ def test_two_processes_make_one_run_with_groups_that_span_both(by_two_processes,
     sampling = store.frame("sampling")
     tested = sampling[sampling["test"] == "probability"]  # by position, of both processes
     assert tested.groupby("step")["n_tokens"].sum().tolist() == store.steps_df()["n_tokens"].tolist()
+
+
+def test_processes_may_look_at_different_tokens_and_the_last_batches_are_judged_together(by_two_processes, tmp_path):
+    """One looks at every second token, the other at every third; of the alarm the first one's share counts."""
+    spec = {"unchanged": True, "monitor": "run", "per_device_train_batch_size": 6}
+    for name, more in (("some", {"rare": True}), ("all", {})):
+        by_two_processes(tmp_path / name, **spec, **more)
+    some, every = (torch.load(tmp_path / name / "calls-0.pt") for name in ("some", "all"))
+    assert [line["loss"] for line in some[:3]] == [line["loss"] for line in every[:3]]
+    part, whole = (RunStore(tmp_path / name / "run").frame("sampling") for name in ("some", "all"))
+    tested = [table[table["test"] == "probability"].groupby("step")["n_tokens"].sum() for table in (part, whole)]
+    assert (tested[0] / tested[1]).between(0.3, 0.6).all()
+    logs = [line for line in some if "otb/sampling_z" in line]
+    for step, line in enumerate(logs):  # two halves make up a whole batch
+        z = sampling_report(part[part["step"].between(step - 1, step)].drop(columns="step")).z
+        assert line["otb/sampling_z"] == pytest.approx(z)

@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -248,11 +251,24 @@ def test_estimator_without_gaps_refuses_tool_tokens(trained):
         trained(tools=True, estimator="otb_loo")
 
 
-def test_groups_that_span_processes(by_two_processes, tmp_path):
+@pytest.mark.parametrize("processes", [2])
+def test_groups_that_span_processes(tmp_path, processes):
     """Two processes of six rows in groups of four: the second group is half here and half there."""
-    recorder = str(tmp_path / "rollouts.jsonl")
-    by_two_processes(tmp_path, per_device_train_batch_size=6, measure=2, rewards=["first_digit"], recorder=recorder)
-    calls = [torch.load(tmp_path / f"calls-{rank}.pt") for rank in range(2)]
+    spec = {"out": str(tmp_path), "per_device_train_batch_size": 6, "measure": 2, "rewards": ["first_digit"]}
+    spec["recorder"] = str(tmp_path / "rollouts.jsonl")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    script = str(Path(__file__).parent / "trl_runs.py")
+    done = subprocess.run(
+        [*command, script, json.dumps(spec)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    calls = [torch.load(tmp_path / f"calls-{rank}.pt") for rank in range(processes)]
     assert len(calls[0]) == 3
     for step in range(3):
         assert_recomputed([rank[step] for rank in calls])

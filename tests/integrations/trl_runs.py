@@ -1,6 +1,7 @@
 """Three steps of TRL on a tiny model made in code; every generated batch is kept, with energies computed apart.
 
-Runs in an environment with trl: called by the tests, or as a process that forks others which train together.
+Runs in an environment with trl: called by the tests, by torchrun with one JSON argument, or as a process that forks
+others which train together.
 """
 
 import json
@@ -183,6 +184,14 @@ def train_alone(spec):
     """Train as one of several processes, and keep what it saw."""
     if os.environ.get("ACCELERATE_USE_FSDP"):
         shard_on_cpu()
+    if spec.pop("rare", False):
+        decide = OTBMonitor._is_next_watched
+
+        def of_its_own(monitor):
+            watched, monitor._rare = decide(monitor), 2.0 + int(os.environ["RANK"])
+            return watched
+
+        OTBMonitor._is_next_watched = of_its_own
     if spec.pop("alone", False):
         trl_run.Processes = lambda *_, **__: SINGLE_PROCESS  # each process measures all by itself
     if spec.pop("fails", None) == int(os.environ["RANK"]):
@@ -197,6 +206,8 @@ def train_alone(spec):
     rank = trainer.accelerator.process_index
     kept = getattr(trainer, "calls", trainer.state.log_history)
     torch.save(kept, Path(spec["out"]) / f"calls-{rank}.pt")
+    # A thread of gloo that lets go of a tensor while the interpreter ends aborts the process, or waits for ever: who
+    # calls this leaves by `os._exit`.
     trainer.accelerator.wait_for_everyone()
 
 
@@ -217,12 +228,18 @@ def forked(rank, size, port, asked):
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
-    # A thread of gloo that lets go of a tensor while the interpreter ends aborts the process, or waits for ever.
     os._exit(code)
 
 
 def main():
-    """Train in two processes for each line of JSON, and answer how they ended; what they import is imported once."""
+    """Train as one of torchrun's processes; or in two for each line of JSON, and answer how they ended.
+
+    What those import is imported once.
+    """
+    if len(sys.argv) > 1:
+        train_alone(json.loads(sys.argv[1]))
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
     if "DS_ACCELERATOR" in os.environ:
         without_compiler()
     for line in sys.stdin:
