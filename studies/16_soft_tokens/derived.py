@@ -9,6 +9,7 @@ import numpy as np
 from otb_analysis.figures.styles import BLUE, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.statistics.moments import quotient
 from studies.lib import Rows, column, distinct, select
 from studies.lib.formats import ends, interval_curve, or_nan
 from studies.lib.seeds import by_seed
@@ -46,7 +47,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     def progress(arm: str) -> Interval | None:
         """Return the mean over policies of V/slope² over that of the discrete arm: variance at equal progress."""
         both = [row for row in rows if row["arm"] in (arm, "discrete")]
-        costs = [dict(row) | {"cost": row["variance"] / slope[row["arm"], row["seed"]] ** 2} for row in both]
+        costs = [dict(row) | {"cost": quotient(row["variance"], slope[row["arm"], row["seed"]] ** 2)} for row in both]
         return over_discrete(costs, arm, "cost")
 
     return {

@@ -7,6 +7,7 @@ from benchmarks.publish import markdown
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_the_fast_engine_stays_within_three_forward_and_backward_passes():
     report = run(LengthsConfig(tokens=(512, 1024)))
     rows = {(row["tokens"], row["name"]): row for row in report.rows}

