@@ -158,8 +158,8 @@ class Size:
 FULL = Size()
 WORLDS, FEW_WORLDS = Worlds(), Worlds(spreads=(0.0, 2.0), links=(0.0, 1.5), prompts=(8, 16), drawn=256)
 SMALL = Size(
-    seeds=(0, 1), sweep_seeds=(100,), updates=16, evaluations=2,
-    arms=("otb4", "rloo4", "regression4", "none4", "mean32", "mean32-long"),
+    seeds=(0, 1), sweep_seeds=(100,), updates=8, evaluations=2,
+    arms=("otb4", "rloo4", "regression4", "none4", "value4", "mean32", "mean32-long"),
     heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
 )  # fmt: skip
 
@@ -217,7 +217,7 @@ def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path
     """Train an arm from the seed's start; return held-out success by rollouts and tokens sampled so far."""
     quick, work, bar = how
     arm, config = ARMS[name], started(base_config(seed, quick), work)
-    count = arm.updates * size.updates // UPDATES  # evaluated at equal rollouts or equal updates
+    count = max(2, arm.updates * size.updates // UPDATES)  # evaluated at equal rollouts or equal updates
     config = replace(
         config, sample=SampleConfig(prompts=arm.prompts, group_size=arm.group),
         estimator=EstimatorConfig(name=arm.estimator), critic=CRITIC if arm.estimator == "value" else config.critic,
