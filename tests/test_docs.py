@@ -141,7 +141,7 @@ def test_numbers_of_the_estimators_benchmark_are_those_of_its_table():
     assert said in " ".join(text_of(DOCS / "costs.md").split())
 
 
-QUOTED = ("engine", "logits", "train", "gram_demo_cuda", "long_M_float32_cuda")
+QUOTED = ("engine", "logits", "train", "train_smollm2", "gram_demo_cuda", "long_M_float32_cuda")
 
 
 def test_quoted_rows_are_those_of_the_result_files():
