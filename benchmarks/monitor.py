@@ -44,4 +44,5 @@ def run(config: MonitorBenchConfig) -> Report:
             row |= {"without": 100 * (row["monitor"] - row["check"]) / step}
             rows.append({"model": model, "step": step, **row, "tokens": int(row["tokens"])})
     title = "A step of TRL's GRPOTrainer and what OTBMonitor adds to it where it watches"
-    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS))
+    name = "monitor_by_default" if config.by_default else "monitor"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS), name=name)

@@ -390,15 +390,16 @@ class OTBMonitor(TrainerCallback):
             self._check.observe(part)
             self._checking += self._now() - start
 
+        watcher = None if "truncated" in self._omitted else observe
         self._check.every = math.ceil(min(max(self._rare, 1), max(rollouts.completion_length.max(initial=1), 1)))
         self._check.first = self._n_batches % self._check.every
         self._checked_batches += 1 / self._check.every
         if caught:
-            forward = self._of_caught(drafts, rollouts, observe)
+            forward = self._of_caught(drafts, rollouts, watcher)
         else:
             size = self._trainer.args.per_device_train_batch_size
             with self._scoring():
-                forward = forward_statistics(self._policy, rollouts, self._trainer.temperature, size, observe)
+                forward = forward_statistics(self._policy, rollouts, self._trainer.temperature, size, watcher)
             self._mine = None if self._caught is None else (drafts, rollouts, forward.stats.logprob)
         table, width = token_table(rollouts, forward, None), rollouts.width
         advantage = batch["advantages"].double().cpu().numpy()
@@ -467,7 +468,7 @@ class OTBMonitor(TrainerCallback):
         trainer, tokenizer = self._trainer, self._tokenizer
         sampling = {name: [x for part in parts for x in part.sampling[name]] for name in parts[0].sampling}
         if "truncated" in self._omitted or "probability" not in sampling["test"]:
-            sampling = None  # what ended early is no sample of what the policy draws; or no token was looked at
+            sampling = None  # no token was looked at, or only some kinds: what ended early is no sample of the policy
         scalars = log_ratio_scalars([part.log_ratios for part in parts])
         if sampling is not None:
             scalars |= self._checked(sampling)
@@ -494,7 +495,7 @@ class OTBMonitor(TrainerCallback):
     def _checked(self, rows: Mapping[str, Any]) -> dict[str, float]:
         """Return the sampling check of the last batches, and tell the first alarm that is not one of many looks.
 
-        They are as many as make up one that is looked at whole, or an alarm would need far more than that batch.
+        They are as many as make up one that is looked at whole: a few tokens of each would show large faults only.
         """
         self._recent.append((1 / self._check.every, rows))
         while sum(part for part, _ in self._recent[1:]) >= 1:

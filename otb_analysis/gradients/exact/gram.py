@@ -20,8 +20,8 @@ from otb_analysis.types import Float
 CHUNK = 1 << 12
 """Entries of each gradient per float64 block on a CPU: those of some hundred gradients stay in its cache."""
 SHORT = 1 << 10
-"""The same of float32 blocks. Their products are then off by 2e-7 of ‖g‖‖g'‖ at most, as processors differ: 1.2e-7 and
-1.9e-7 were seen, where rounding the gradients themselves to float32 makes up to 1.2e-7."""
+"""The same of float32 blocks. However long gradients are, their products are then off by less than √SHORT·2⁻²⁴ = 1.9e-6
+of ‖g‖‖g'‖, if roundings of a sum are as good as random (Higham and Mary, 2019), and by SHORT·2⁻²⁴ in any case."""
 ROWS = 64
 """Gradients whose products with themselves and all later ones are taken together."""
 GRADIENT_BYTES = 4 << 30
@@ -83,9 +83,8 @@ def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Float:
 
 def add_products(total: Tensor, gradients: Sequence[Tensor]) -> None:
     """Add the inner products of (parts of) R flat gradients, some at a time [r, n], to their matrix `total` [R, R]."""
-    # A float32 product over millions of entries is off by 1e-5 and more, one over a short chunk by less than the
-    # gradients' own rounding; chunks are summed in float64. Of the symmetric matrix the blocks on and above the
-    # diagonal are computed.
+    # A float32 product over millions of entries is off by 1e-5 and more, so chunks are short, and summed in float64. Of
+    # the symmetric matrix the blocks on and above the diagonal are computed.
     # Many float64 products take 2.4 times as long; float32 will do where torch puts nothing coarser in its place.
     single = len(total) >= ROWS and total.device.type == "cpu" and gradients[0].dtype != torch.float64
     single = single and torch.get_float32_matmul_precision() == "highest"
