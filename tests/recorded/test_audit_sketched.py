@@ -75,6 +75,7 @@ def largest_gap(sketched, exact):
     return max(abs(first[label] / second[label] - 1) for label in first)
 
 
+@pytest.mark.slow
 def test_sketched_variance_ratios_are_those_of_the_exact_matrix(rollouts, larger, exact):
     store, report = audited(rollouts, larger, "sketch")
     assert 0 < largest_gap(report, exact[1]) < NEAR

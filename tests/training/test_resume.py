@@ -81,6 +81,7 @@ VARIANTS = {
 
 
 # Of two steps a checkpoint: one stop before the first, the others one step and right behind one.
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "after"), [*((name, 3) for name in VARIANTS), ("plain", 1), ("plain", 4)])
 def test_resume_is_bit_for_bit_the_uninterrupted_run(tiny_config, tmp_path, one_thread, variant, after):
     own = {"optimize": STEPS, "checkpoint": CheckpointConfig(every=2)} | VARIANTS[variant]

@@ -36,6 +36,7 @@ def published_tables():
     return [found.strip() for found in re.findall(r"(?:^\|.*\n)+", PAGE.read_text(encoding="utf-8"), re.M)]
 
 
+@pytest.mark.slow
 def test_published_bias_is_that_of_the_code():
     assert published_tables()[0] == bias_table(), "run python -m studies.lib.enumeration.catalogue"
 
