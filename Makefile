@@ -55,10 +55,10 @@ test-long: $(STAMP)
 test-all: test-trl  ## all tests, the long ones, the browser's and those with TRL too
 	$(PYTEST)
 
-test-trl: .venv-trl/.installed .cache/deepspeed/.installed $(OLDER:%=.cache/trl-%/.installed)  ## our estimators, log and monitor inside TRL's trainers, of three versions
+test-trl: .venv-trl/.installed .cache/deepspeed/.installed $(OLDER:%=.cache/trl-%/.installed)  ## our estimators, log and monitor inside TRL's trainers; what they rest on, with two older versions too
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest $(XDIST) tests/integrations $(TIMEOUT)
 	for one in $(OLDER); do OMP_NUM_THREADS=1 PYTHONPATH=.cache/trl-$$one .venv-trl/bin/python -m pytest $(XDIST) $(TIMEOUT) \
-	  -k "not sharded_weights or fsdp2-False" tests/integrations/test_trl.py tests/integrations/test_monitor.py || exit 1; done
+	  -m contract tests/integrations/test_trl.py tests/integrations/test_monitor.py || exit 1; done
 
 test-lowest: .cache/lowest/.installed  ## the tests of the package that take minutes and meet other packages, with the lowest versions that pyproject.toml allows
 	OMP_NUM_THREADS=1 .cache/lowest/bin/python -m pytest $(XDIST) -m 'not slow and not browser' $(addprefix --ignore=tests/,$(CLONE) $(NUMBERS))

@@ -297,7 +297,7 @@ class MonitorBenchConfig(TrainBenchConfig):
     """What OTBMonitor adds to a step of TRL's GRPOTrainer that it watches, inside that step; needs --trl-python."""
 
     models: tuple[Literal["small", "M", "R"], ...] = ("small", "R")  # As for otb bench train.
-    by_default: bool = False  # Let it keep to its share of time, and take means behind the first ten batches.
+    by_default: bool = False  # Let it keep to its share of time, and take means over a training from its first step on.
 
 
 BENCHMARKS: dict[str, type[BenchConfig]] = {

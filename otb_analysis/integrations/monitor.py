@@ -3,7 +3,7 @@
 A callback of transformers never sees rollouts. This one finds its trainer when training begins, and looks at what two
 of its methods return, `_generate_and_score_completions` and `_calculate_rewards`; both results go on untouched. What
 TRL does not compute, Σπ² and the tests of the sampler, comes from the hidden states of TRL's own passes; a forward pass
-without gradients gives it for two batches, to compare, and for all where those states would give other numbers.
+without gradients reads two rollouts of two batches, to compare, and all where those states would give other numbers.
 """
 
 import inspect
@@ -77,11 +77,11 @@ OF_LENGTH = ("length", "truncated", "reward_length_corr")
 OLD = "old_per_token_logps", "old_logps"
 """What a batch has where TRL read it at once, in GRPOTrainer and RLOOTrainer."""
 AGAIN = 10
-"""Which batch is read both ways like the first: by then adapters that began at zero say something."""
+"""Which batch is held against a pass of ours like the first: by then adapters that began at zero say something."""
 ROUNDED = 2 * BFLOAT16
 """Root mean square of what log-probabilities of the same weights differ by in lower precision than float32, at most."""
-SHARE, FIRST = 0.07, 10
-"""Most time of watching over that of the training, unless the user says otherwise; batches that are watched anyway."""
+SHARE, FREE = 0.07, 2.0
+"""Most time of watching over that of the training, unless the user says otherwise; seconds in all that do not count."""
 CHECKED = 0.8
 """Part of that time that watching may take with the sampling check, which costs more than all else on a CPU: it then
 looks at every second, third, … token, but at a position a batch at least."""
@@ -98,6 +98,7 @@ class SeenBatch:
     advantages: Sequence[Float]  # TRL's own, by completion token of each rollout [T_i]
     log_ratios: Mapping[str, Float]  # By what is compared, over this process's policy tokens [K]
     sampling: Mapping[str, Any]  # Rows of the sampling check
+    n_compared: int  # Tokens at which a pass of ours gave the log-probability of the trainer's own
 
 
 class OTBMonitor(TrainerCallback):
@@ -109,9 +110,10 @@ class OTBMonitor(TrainerCallback):
 
     Args:
         run: Directory of the run in our store; a bare name is put into `runs/`. Empty stores nothing.
-        share: Most time that watching may take, over the time of the training without it. Behind the first ten batches
-            the sampling check looks at as many tokens as keep this, and where that is not enough batches are left out.
-            `math.inf` watches all, as is the default with `measure`.
+        share: Most time that watching may take, over the time of the training without it. Behind the first batch the
+            sampling check looks at as many tokens as keep this, but at a position a batch at least, and where that is
+            not enough batches are left out. Two seconds in all are no matter. `math.inf` watches all, as is the
+            default with `measure`.
         measure: What is measured beside the forward pass, on a schedule; by default nothing.
         if_exists: What to do where the run exists: refuse, begin anew, or go on.
 
@@ -140,7 +142,7 @@ class OTBMonitor(TrainerCallback):
     def _begin(self) -> None:
         """Forget an earlier training."""
         self._log: RunLog | None = None
-        self._spent = self._begun = 0.0
+        self._spent = self._begun = self._first = 0.0  # `_first`: spent on the first batch, which leaves out no other
         self._rewards = torch.zeros(0)  # Of all processes [N, functions], as TRL had them last
         self._step, self._n_batches = -1, 0
         self._check, self._checking, self._checked_batches = SamplingCheck(), 0.0, 0.0  # seconds, and what they bought
@@ -150,9 +152,7 @@ class OTBMonitor(TrainerCallback):
         self._n_updates = 0
         self._told: dict[str, int] = {}
         self._caught: CaughtStates | None = None  # None where a pass of ours reads every batch
-        self._compare_at: float = 1  # From which batch on the next one that can be is read both ways
-        self._compares = False  # Whether the last batch was, and is yet to be compared
-        self._mine: tuple[Sequence[Draft], Rollouts, Float] | None = None  # What our pass made of a batch: log π [N, T]
+        self._compare_at: float = 1  # From which batch on the next one that can be is held against a pass of ours
         self._pending: Mapping[str, Any] | None = None  # A batch that the loss has yet to read
         self._worst: dict[str, dict[str, object]] = {}
 
@@ -246,29 +246,30 @@ class OTBMonitor(TrainerCallback):
             self._log.release(self._updates())  # of what only the main process keeps
         now = perf_counter()
         self._spent += now - start + (0.0 if self._caught is None else self._caught.spent())
-        if self._n_batches <= FIRST:
+        if self._n_batches == 1:
             self._spent, self._begun = 0.0, now
-        allowed = self._share * max(now - self._begun - self._spent, 1e-9)
-        used = max(gather_object([self._spent / max(allowed, 1e-12)]))  # the slowest process decides
+        elif self._n_batches == 2:  # the first is read whole, and by a pass of ours, too
+            self._first = self._spent
+        allowed = max(self._share * max(now - self._begun - self._spent, 1e-9), FREE)
+        used = max(gather_object([(self._spent - self._first) / allowed]))  # the slowest process decides
         price = self._checking / max(self._checked_batches, 1e-12)  # of a whole batch
-        self._rare = 1.0 if self._n_batches <= FIRST else price / max(CHECKED * allowed - self._spent, 1e-12)
+        self._rare = price / max(CHECKED * allowed - self._spent, 1e-12)
         return used <= 1
 
     def _observe(self, batch: Mapping[str, Any]) -> None:
         """Look at a batch that was generated: at once, or when its loss has read it."""
         read = any(batch.get(name) is not None for name in OLD)
-        measured = self._measurer.due(self._step, 1)  # no states wait beside gradients
-        if self._caught is not None and (measured or not read):  # what was read is the reference policy
-            self._caught.close() if measured else self._caught.begin()
-        if self._caught is not None and not measured and self._n_batches < self._compare_at:
-            self._pending = batch
-        else:
+        if self._caught is None:
             self._look(batch, caught=False)
-            self._compares = self._mine is not None and not measured
-            if self._caught is not None and not self._compares:
-                self._caught.close()
-        if read:
-            self._look_back()
+        elif self._measurer.due(self._step, 1):  # no states wait beside gradients
+            self._caught.close()
+            self._look(batch, caught=False)
+        else:
+            if not read:  # then what was read until now is the reference policy
+                self._caught.begin()
+            self._pending = batch
+            if read:
+                self._look_back()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -277,32 +278,10 @@ class OTBMonitor(TrainerCallback):
         self._look_back()
 
     def _look_back(self) -> None:
-        """Look at the batch whose states are caught by now, or compare them with what our own pass gave."""
-        from accelerate.utils import gather_object  # of an extra, which TRL brings
-
+        """Look at the batch whose states are caught by now."""
         if self._pending is not None:
             batch, self._pending = self._pending, None
             self._look(batch, caught=True)
-        if not self._compares:
-            return
-        start, self._compares = self._now(), False
-        n, agrees = 0, False
-        try:
-            assert self._mine is not None
-            (drafts, rollouts, own), self._mine = self._mine, None
-            theirs = self._of_caught(drafts, rollouts)
-            gap = (theirs.stats.logprob - own)[theirs.mask.cpu().numpy()]
-            n, agrees = gap.size, self._are_alike(gap)
-            why = "" if agrees else f"by {np.abs(gap).max():.3g} nats they are not those of a pass of ours"
-        except Exception as error:
-            why = str(error)
-        every = gather_object([(n, agrees)])
-        if any(n for n, _ in every):  # a batch without a token shows nothing
-            self._compare_at = AGAIN if self._n_batches < AGAIN else math.inf
-        if not all(agrees for _, agrees in every):  # then a pass of ours reads every batch, as it read this one
-            logging.getLogger(__name__).info("the trainer's own passes are not read: %s", why)
-            self._catch_no_more()
-        self._spent += perf_counter() - start
 
     def _now(self) -> float:
         """Return the time once the trainer's own work is done, which on a GPU would otherwise count as ours."""
@@ -326,9 +305,35 @@ class OTBMonitor(TrainerCallback):
         if not self._are_alike(gap := forward.stats.logprob[inside] - theirs):
             raise InputError(
                 f"log-probabilities of the trainer differ by {np.abs(gap).max():.3g} nats from those of its output "
-                "layer; a pass of ours reads the next."
+                "layer; a pass of ours reads it."
             )
         return forward
+
+    def _passed(self, rollouts: Rollouts, observe: Observer = None) -> ForwardPass:
+        """Score rollouts by a pass of ours.
+
+        Raises:
+            NonFiniteError: A logit is not finite.
+        """
+        size = self._trainer.args.per_device_train_batch_size
+        with self._scoring():
+            return forward_statistics(self._policy, rollouts, self._trainer.temperature, size, observe)
+
+    def _compared(self, drafts: Sequence[Draft], forward: ForwardPass) -> int:
+        """Return the number of tokens of the first and the last rollout that a pass of ours, too, has read.
+
+        Raises:
+            InputError: Its log-probabilities are others.
+        """
+        rows = sorted({0, len(drafts) - 1})
+        if not forward.mask[rows].any():
+            return 0
+        own = self._passed(collated([drafts[row] for row in rows], special_id(self._tokenizer, "pad")))
+        ours, theirs = own.stats.logprob[own.mask.cpu().numpy()], forward.stats.logprob[rows]
+        gap = theirs[forward.mask[rows].cpu().numpy()] - ours
+        if not self._are_alike(gap):
+            raise InputError(f"by {np.abs(gap).max():.3g} nats they are not those of a pass of ours.")
+        return gap.size
 
     def _are_alike(self, gap: Float) -> bool:
         """Whether log-probabilities of the same weights differ by rounding alone [K]."""
@@ -346,7 +351,14 @@ class OTBMonitor(TrainerCallback):
         seen = None
         if read is not None and not faults:
             seen, faults = on_all(lambda: self._seen(batch, *read, caught))
+            if caught and faults:  # then a pass of ours reads it, with the same weights, and all that follow
+                logging.getLogger(__name__).info("the trainer's own passes are not read: %s", faults[0])
+                self._catch_no_more()
+                self._check = SamplingCheck()
+                seen, faults = on_all(lambda: self._seen(batch, *read, caught=False))
         parts: list[SeenBatch] = gather_object([] if faults else [seen])
+        if any(part.n_compared for part in parts):  # a batch without a token shows nothing
+            self._compare_at = AGAIN if self._n_batches < AGAIN else math.inf
         gathered = found = None
         # A batch that is not due, too: measuring speaks to all processes.
         if not faults and self._measurer.processes.size > 1:
@@ -354,9 +366,7 @@ class OTBMonitor(TrainerCallback):
             if gathered is not None and not faults:
                 found, faults = on_all(lambda: measured_batch(trainer, self._measurer, self._step, *gathered))
         if faults:
-            self._check, self._mine = SamplingCheck(), None  # without half a batch; the same on all
-        if faults and caught:
-            self._catch_no_more()
+            self._check = SamplingCheck()  # without half a batch; the same on all
         if trainer.accelerator.is_main_process:
             try:
                 if faults:
@@ -394,13 +404,8 @@ class OTBMonitor(TrainerCallback):
         self._check.every = math.ceil(min(max(self._rare, 1), max(rollouts.completion_length.max(initial=1), 1)))
         self._check.first = self._n_batches % self._check.every
         self._checked_batches += 1 / self._check.every
-        if caught:
-            forward = self._of_caught(drafts, rollouts, watcher)
-        else:
-            size = self._trainer.args.per_device_train_batch_size
-            with self._scoring():
-                forward = forward_statistics(self._policy, rollouts, self._trainer.temperature, size, watcher)
-            self._mine = None if self._caught is None else (drafts, rollouts, forward.stats.logprob)
+        forward = self._of_caught(drafts, rollouts, watcher) if caught else self._passed(rollouts, watcher)
+        compared = self._compared(drafts, forward) if caught and self._n_batches >= self._compare_at else 0
         table, width = token_table(rollouts, forward, None), rollouts.width
         advantage = batch["advantages"].double().cpu().numpy()
         advantage = np.broadcast_to(advantage.reshape(len(advantage), -1), batch["completion_ids"].shape)
@@ -418,7 +423,7 @@ class OTBMonitor(TrainerCallback):
             "trainer": None if old is None or caught else old - own,  # of caught states they are the same
         }
         ratios = {name: pair[table.mask] for name, pair in pairs.items() if pair is not None}
-        return SeenBatch(scored(drafts, rollouts, forward), rows, ratios, self._check.rows(rollouts, table))
+        return SeenBatch(scored(drafts, rollouts, forward), rows, ratios, self._check.rows(rollouts, table), compared)
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
@@ -430,7 +435,7 @@ class OTBMonitor(TrainerCallback):
         """Let a pass of ours read every batch from here on."""
         if self._caught is not None:
             self._caught.release()
-        self._caught = self._mine = None
+        self._caught = None
 
     @property
     def _policy(self) -> Any:

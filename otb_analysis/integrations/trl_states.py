@@ -82,7 +82,7 @@ class CaughtStates:
         self.close()
         keys = [(draft.prompt_length, np.array(draft.ids, np.int64).tobytes()) for draft in drafts]
         if any(key not in caught for key in keys):
-            raise InputError(f"{fault}; a pass of ours reads the next.")
+            raise InputError(f"{fault}; a pass of ours reads it.")
         return [caught[key] for key in keys]
 
     def _read(self, *args: Any, **kwargs: Any) -> Any:

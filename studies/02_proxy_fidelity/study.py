@@ -75,7 +75,7 @@ QUICK_MODELS = {
     "qwen3-s": ("qwen3", SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64)),
     "gpt2-s": ("gpt2", SmallModelConfig(layers=1, width=32, heads=2, key_value_heads=1, feed_forward=64)),
 }
-QUICK_PROMPTS = 16
+QUICK_PROMPTS = 8
 QUICK_START = WarmStartConfig(success_low=0.02, success_high=1.0, check_prompts=64)
 
 

@@ -33,7 +33,7 @@ from studies.lib import Cell, Study, Tables
 from studies.lib.formats import ratio_columns, statistics_columns
 from studies.lib.pools import pooled_grams, proved_of_pool
 from studies.lib.record import training_steps
-from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, best_rate, started
+from studies.lib.seeds import BASE, QUICK_MODEL, QUICK_START, QUICK_TASK, best_rate, started
 
 from .worlds import ADVICE, TIE, Worlds, world_rows
 
@@ -158,7 +158,7 @@ class Size:
 FULL = Size()
 WORLDS, FEW_WORLDS = Worlds(), Worlds(spreads=(0.0, 2.0), links=(0.0, 1.5), prompts=(8, 16), drawn=256)
 SMALL = Size(
-    seeds=(0, 1), sweep_seeds=(100,), updates=8, evaluations=2,
+    seeds=(0, 1), sweep_seeds=(100,), updates=4, evaluations=2,
     arms=("otb4", "rloo4", "regression4", "none4", "value4", "mean32", "mean32-long"),
     heldout=24, pool_prompts=18, pool=64, pool_seeds=(0,),
 )  # fmt: skip
@@ -167,7 +167,7 @@ SMALL = Size(
 def base_config(seed: int, quick: bool) -> TrainConfig:
     """Return what all arms of a seed share: task, model and supervised start."""
     config = replace(BASE, seed=seed, evaluate=EvaluateConfig())
-    return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
+    return replace(config, small_model=QUICK_MODEL, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
 
 
 def cells(size: Size, quick: bool) -> list[Cell]:

@@ -40,7 +40,7 @@ from otb_analysis.training.runtime import Bar
 from studies.lib import Cell, Study, Tables, or_nan
 from studies.lib.collapse import DROP, LASTING, WINDOW, collapse_step, trailing_mean
 from studies.lib.record import Gathered
-from studies.lib.seeds import BASE, FORWARD_ONLY, QUICK_START, QUICK_TASK, started
+from studies.lib.seeds import BASE, FORWARD_ONLY, QUICK_MODEL, QUICK_START, QUICK_TASK, started
 
 ATTRIBUTED = 6
 """The fatal step is the one with the largest gradient among the last so many attributed ones up to the collapse."""
@@ -204,7 +204,8 @@ def config_of(seed: int, size: Size, quick: bool, arm: Arm) -> TrainConfig:
     )  # fmt: skip
     if quick:
         fast = replace(rising, learning_rate=QUICK_RATE)
-        config = replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START, optimize=fast, sample=QUICK_SAMPLE)
+        config = replace(config, small_model=QUICK_MODEL, chain_sum=QUICK_TASK, warm_start=QUICK_START)
+        config = replace(config, optimize=fast, sample=QUICK_SAMPLE)
     if not arm.calm:
         return config
     return replace(config, optimize=replace(config.optimize, learning_rate=CALM_RATE, warmup_steps=0))

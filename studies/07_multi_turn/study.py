@@ -35,7 +35,7 @@ from studies.lib import Cell, Study, Tables
 from studies.lib.formats import interval_columns, ratio_columns, statistics_columns
 from studies.lib.pools import pooled_grams, proved_of_pool
 from studies.lib.record import training_steps
-from studies.lib.seeds import BASE, QUICK_START, started
+from studies.lib.seeds import BASE, QUICK_MODEL, QUICK_START, started
 
 COMPARED = (
     "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "trloo", "tempo_loo", "sequence_optimal",
@@ -81,7 +81,7 @@ QUICK_TASK = CalculatorConfig(operations_min=1, operations_max=1, largest=9)
 def config_of(seed: int, quick: bool) -> TrainConfig:
     """Return the configuration from which a seed's policies come."""
     config = replace(CONFIG, seed=seed)
-    return replace(config, calculator=QUICK_TASK, warm_start=QUICK_START) if quick else config
+    return replace(config, small_model=QUICK_MODEL, calculator=QUICK_TASK, warm_start=QUICK_START) if quick else config
 
 
 def cells(size: Size, quick: bool) -> list[Cell]:

@@ -39,7 +39,7 @@ from studies.lib.policies import (
 )
 from studies.lib.pools import load_pool, measured_tokens
 from studies.lib.record import keep_arrays, keep_pickle, kept_pickle
-from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, started
+from studies.lib.seeds import BASE, QUICK_MODEL, QUICK_START, QUICK_TASK, started
 
 from . import training
 from .compare import AGAINST, BATCHES, CALIBRATION_SHARE, GROUP, RIDGES, SETS, SIZES, UPDATES, comparison, regressions
@@ -187,7 +187,8 @@ def cells(size: Size, learning: training.Size, quick: bool) -> list[Cell]:
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Draw, measure or compare the rollouts of a policy, or train an arm."""
     quick = cell.settings["quick"]
-    start = started(replace(BASE, chain_sum=QUICK_TASK, warm_start=QUICK_START), work) if quick else None
+    small = replace(BASE, small_model=QUICK_MODEL, chain_sum=QUICK_TASK, warm_start=QUICK_START)
+    start = started(small, work) if quick else None
     if "arm" in cell.settings:
         return training.measure(cell, training.SMALL if quick else training.FULL, start, work, bar)
     size = SMALL if quick else FULL

@@ -33,7 +33,7 @@ from otb_analysis.types import Float
 from studies.lib import Cell, Tables, rounded
 from studies.lib.policies import Policy, critic_batches, fitted_critic, pretrained, with_values, write
 from studies.lib.record import kept_file
-from studies.lib.seeds import BASE, QUICK_START, QUICK_TASK, started
+from studies.lib.seeds import BASE, QUICK_MODEL, QUICK_START, QUICK_TASK, started
 
 LENGTHS = {"chain_sum": 32, "graph_path": 16, "counting": 32, "running_total": 36}
 """Tokens an answer may have."""
@@ -71,7 +71,7 @@ def config_of(task: str, band: str, training: Training, quick: bool) -> TrainCon
         BASE, task=task, sample=sample, graph_path=GRAPHS, running_total=TOTALS, optimize=OPTIMIZE,
         estimator=EstimatorConfig(name="rloo"), warm_start=WarmStartConfig(success_low=low, success_high=high),
     )  # fmt: skip
-    return replace(config, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
+    return replace(config, small_model=QUICK_MODEL, chain_sum=QUICK_TASK, warm_start=QUICK_START) if quick else config
 
 
 def clip_factor(norm: Any) -> Any:

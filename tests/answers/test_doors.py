@@ -302,6 +302,7 @@ def faint(tmp_path_factory):
     return write(tmp_path_factory.mktemp("faint"), "faint", config, signal=0.55)
 
 
+@pytest.mark.slow
 def test_no_door_shows_an_interval_whose_ends_are_a_hundred_apart(three_runs, faint, capsys, doors, page):
     assert any(
         (one := row.intervals["efficiency"]) is not None and one.low is not None and wide(one.low, one.high)

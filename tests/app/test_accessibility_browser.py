@@ -6,7 +6,7 @@ import pytest
 
 from tests.app.browsing import Watched, finished, served, sideways, visit, watched
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.heavy]
 
 BOTH = "run=chain-otb-s0&run=chain-group_mean-s0"
 PAGES = (

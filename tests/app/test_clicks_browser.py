@@ -13,7 +13,7 @@ from otb_analysis.store import RunWriter, StepTables
 from tests.app.browsing import SECONDS, Watched, asked, click_row, finished, served, visit, watched
 from tests.app.token_runs import write_token_run
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.heavy]
 
 STEPS, APART = 800, 3
 SPOT = """([figure, x, axis, y]) => {

@@ -9,7 +9,7 @@ from otb_analysis.store import RunWriter
 from tests.app.browsing import SECONDS, Watched, chromium_started, finished, served, visit, watched
 from tests.app.test_following import write
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.heavy]
 
 STEPS = 22
 """Steps to begin with: of 0 to 30, every tenth is measured."""

@@ -20,7 +20,7 @@ ANSWERS = Shape(steps=1, measured=1, tokens=32_000, prompts=2, group_size=8, est
 NAMES = ["long", *(f"short-{seed:02}" for seed in range(23))]
 MEGABYTE = 1_000_000
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.heavy]
 
 
 @pytest.fixture(scope="module")

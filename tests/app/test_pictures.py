@@ -16,6 +16,7 @@ EXAMPLE = ROOT / "docs" / "examples" / "smollm2"
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.slow,
+    pytest.mark.heavy,
     pytest.mark.skipif(not EXAMPLE.is_dir(), reason="installed without its repository"),
 ]
 

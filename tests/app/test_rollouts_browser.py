@@ -8,7 +8,7 @@ from otb_analysis.store import RunWriter, StepTables
 from tests.app.browsing import SECONDS, asked, finished, served, sideways, visit, watched
 from tests.app.token_runs import write_token_run
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.heavy]
 
 ROWS, READ = ".list tbody", ".list tbody.chosen"
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.app.browsing import served
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.heavy]
 PAGES = ("", "run", "tokens", "estimators", "rollouts", "compare")
 client = pytest.importorskip("websockets.asyncio.client")
 
@@ -63,7 +63,6 @@ def memory() -> float:
     return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True)) / 1e6
 
 
-@pytest.mark.heavy
 def test_fifty_sessions_at_once_and_hundreds_of_pages_leave_no_memory_behind(store_root):
     async def visits(address):
         crowd = await asyncio.gather(*(load(address, PAGES[i % len(PAGES)]) for i in range(50)))

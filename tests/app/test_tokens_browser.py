@@ -19,7 +19,7 @@ from tests.app.browsing import (
 )
 from tests.app.token_runs import HEAD, PROMPTS, write_odd_run, write_token_run
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.heavy]
 
 CHOSEN = ".tok.chosen"
 

@@ -28,6 +28,7 @@ def test_its_rollouts_are_records_that_the_model_could_have_written(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_audits_run_and_are_compared():
     exact, sketched = run_bench(AuditBenchConfig(models=("demo",), gram=("exact", "sketch"), quick=True)).rows
     assert (exact["method"], sketched["method"]) == ("exact", "sketched") and exact["gap"] is None

@@ -4,10 +4,9 @@ from benchmarks import dashboard
 from benchmarks.config import DashboardBenchConfig
 from benchmarks.publish import run_bench
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.heavy]
 
 
-@pytest.mark.heavy
 def test_pages_of_the_menu_are_opened_on_one_run_and_on_many(tmp_path, monkeypatch):
     monkeypatch.setattr(dashboard, "NEW", 1)
     monkeypatch.setattr(dashboard, "FOLLOWED", ("run",))

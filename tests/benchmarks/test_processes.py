@@ -5,6 +5,7 @@ from benchmarks.publish import run_bench
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_every_number_of_processes_has_a_row_with_whole_weights_and_with_shards():
     report = run_bench(ProcessesConfig(model="S", tokens=4, prompts=2, group_size=2, repeats=1))
     assert [(row["processes"], row["weights"]) for row in report.rows] == [(1, "whole"), (2, "whole"), (2, "FSDP2")]

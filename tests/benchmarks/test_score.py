@@ -17,6 +17,7 @@ def test_every_way_scores_and_is_held_against_one_process_and_plain_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_few_prompts_of_a_step_are_a_level_of_their_own():
     report = run_bench(ScoreBenchConfig(rollouts=32, repeats=1, few=True))
     assert {row["what"] for row in report.rows} == {"exact norms of 2 prompts of 16"}

@@ -24,6 +24,7 @@ def variance_ratios(gram, n_rollouts):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_variance_ratios_of_the_demo_model_agree_with_the_exact_gram_within_the_stated_error():
     torch.set_num_threads(1)
     trainer, rollouts = sampled_step(SampleConfig(prompts=16, group_size=8))

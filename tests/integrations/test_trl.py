@@ -97,6 +97,7 @@ def assert_recomputed(calls, size=4, weights=None):
     np.testing.assert_allclose(advantages, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.contract
 def test_three_steps_train_on_advantages_that_the_formula_gives(trained):
     trainer, store = trained()
     assert len(trainer.calls) == 3
@@ -108,6 +109,7 @@ def test_three_steps_train_on_advantages_that_the_formula_gives(trained):
     assert store.complete_steps() == [0, 1, 2]
 
 
+@pytest.mark.contract
 def test_stored_tokens_are_those_that_trained(trained):
     trainer, store = trained(measure=2)
     tokens = store.sql("select * from tokens where step = 1 order by rollout, t")
@@ -134,6 +136,7 @@ def test_measuring_changes_nothing_of_the_training(runs, tmp_path):
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "vespo", "luspo"])
 def test_loss_types_run_and_move_the_weights(runs, trained, loss_type):
     before = runs.tiny()[0].state_dict()
@@ -144,6 +147,7 @@ def test_loss_types_run_and_move_the_weights(runs, trained, loss_type):
     assert any((after[name].cpu() - before[name]).abs().max() > 1e-3 for name in after)
 
 
+@pytest.mark.contract
 def test_loss_is_that_of_our_advantages(trained):
     """dr_grpo at the first update: −Σ A / (N·max_completion_length), since every ratio is 1."""
     trainer, _ = trained(loss_type="dr_grpo", max_steps=1, logging_steps=1)
@@ -169,6 +173,7 @@ def test_reward_weights_count(trained):
         assert_recomputed([call], weights=[1.0, 3.0])
 
 
+@pytest.mark.contract
 def test_truncated_completions_that_TRL_masks_take_no_part(trained):
     trainer, store = trained(mask_truncated_completions=True)
     # What is left over ended early, which is no sample of what the policy draws.
@@ -199,6 +204,7 @@ def test_nothing_is_stored_where_no_record_is_asked_for(runs, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.contract
 def test_batches_larger_than_an_update_and_reused_are_stored_once(trained):
     trainer, store = trained(steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=8)
     assert [len(call["advantages"]) for call in trainer.calls] == [16, 16]
@@ -214,6 +220,7 @@ def test_batches_larger_than_an_update_and_reused_are_stored_once(trained):
     assert steps["clipped"].tolist() == [max(norms[:4]) > 1, max(norms[4:]) > 1]  # TRL's max_grad_norm is 1
 
 
+@pytest.mark.contract
 def test_adapters_train_on_the_same_formula(trained):
     trainer, store = trained(peft=True, measure=1)
     for call in trainer.calls:
@@ -223,6 +230,7 @@ def test_adapters_train_on_the_same_formula(trained):
     assert all("lora" in name for name, x in trainer.model.named_parameters() if x.requires_grad)
 
 
+@pytest.mark.contract
 def test_evaluation_groups_by_its_own_size_and_is_not_stored(trained):
     trainer, store = trained(num_generations_eval=2, per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=3)
     evaluated = [call for call in trainer.calls if not call["training"]]
@@ -235,6 +243,7 @@ def test_evaluation_groups_by_its_own_size_and_is_not_stored(trained):
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
 
 
+@pytest.mark.contract
 def test_tool_tokens_get_no_advantage_and_count_no_position(trained):
     trainer, store = trained(tools=True, estimator="otb_turn_loo", measure=1)
     for call in trainer.calls:

@@ -63,6 +63,7 @@ def peak(run):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_scoring_holds_one_step_whatever_the_files_length(file_of, checkpoint, monkeypatch):
     one, many = (config(file_of(steps), checkpoint) for steps in (STEPS, STEPS * LONGER))
     score(one)  # what is loaded and cached once

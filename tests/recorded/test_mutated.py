@@ -267,6 +267,7 @@ def test_a_mutated_file_gives_a_sentence_a_note_or_its_own_numbers(name, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", FILES)
 def test_the_rest_of_a_thousand_mutated_files(name, tmp_path):
     assert failures(name, range(QUICK, -(-SEEDS // len(FILES))), tmp_path) == []

@@ -28,6 +28,7 @@ def noise_at_equal_progress(name: str, p: float, n: int) -> float:
     return float(chance @ mean**2 / (chance @ mean) ** 2 - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.45, 0.8])
 @pytest.mark.parametrize("name", ["maxrl", "grpo"])
 def test_noise_at_equal_progress_differs_from_rloo_by_the_limit_that_the_page_names(name, p):

@@ -72,6 +72,7 @@ def test_energies_are_the_exact_norms_and_the_proxy_is_another(policy, pool):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("size", [4, 2])
 def test_gram_of_prompts_is_that_of_a_training_step_up_to_the_sketch(policy, pool, size):
     found = gram_of_prompts(pool, size, shuffles=2, seed=5)

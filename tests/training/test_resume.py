@@ -152,6 +152,7 @@ def test_only_the_newest_checkpoints_stay(tiny_config, tmp_path):
     assert [c.step for c in checkpoints(train(config))] == [4, 5]
 
 
+@pytest.mark.slow
 def test_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tiny_config, tmp_path, monkeypatch, one_thread):
     config = replace(tiny_config, run="run", optimize=STEPS, checkpoint=CheckpointConfig(every=1))
     whole = train(replace(config, root=tmp_path / "whole"))
@@ -170,6 +171,7 @@ def test_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tiny_conf
     assert_same_run(whole, train(replace(broken, if_exists="resume")))
 
 
+@pytest.mark.slow
 def test_budgeted_run_trains_as_one_that_measures_nothing_and_goes_on_with_its_plan(tiny_config, tmp_path, one_thread):
     # What is measured follows from the clock, so only the training is bit for bit the same.
     quiet = replace(

@@ -66,6 +66,7 @@ def column(tables, name):
     return np.ma.filled(np.ma.asarray(tables.tokens[name], dtype=float), np.nan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_a_run_on_another_device_records_the_same_numbers(tiny_config, one_thread, changes):
     config = replace(tiny_config, **{"sample": SMALL} | changes)

@@ -134,6 +134,7 @@ def test_no_gradient_reaches_the_padding_entry_of_an_embedding(make_model, batch
     assert distance(*both(model, batch, weights_of())) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_slices_and_parts_of_blocks_add_up(make_model, batch, monkeypatch, family, tied):

@@ -492,6 +492,7 @@ class _Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [False, True], ids=["path norms", "weighted rows"])
 def test_nothing_grows_with_the_square_of_the_length(make_model, monkeypatch, rows):
     model = make_model("llama", dtype=torch.float32)

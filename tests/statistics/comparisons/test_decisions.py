@@ -191,6 +191,7 @@ def test_why_nothing_can_be_tested_is_named():
     assert decide([measured(6, [1])]).cause == "alone"
 
 
+@pytest.mark.slow
 def test_as_many_prompts_as_are_said_to_be_needed_show_ten_percent_four_times_in_five():
     # One of three has .9 of the reference's variance, 1 + own² = 2 times its own size squared; the others have as much.
     sizes, known = [1, np.sqrt(0.45), np.sqrt(0.5), np.sqrt(0.5)], unbiased(*NAMES)

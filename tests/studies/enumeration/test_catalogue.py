@@ -54,6 +54,7 @@ def test_published_shifts_are_those_of_the_code():
     assert published_tables()[1] == shift_table(), "run python -m studies.lib.enumeration.catalogue"
 
 
+@pytest.mark.slow
 def test_published_token_weights_are_those_of_the_code():
     assert published_tables()[2] == weight_table(), "run python -m studies.lib.enumeration.catalogue"
 
