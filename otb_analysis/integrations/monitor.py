@@ -110,10 +110,10 @@ class OTBMonitor(TrainerCallback):
 
     Args:
         run: Directory of the run in our store; a bare name is put into `runs/`. Empty stores nothing.
-        share: Most time that watching may take, over the time of the training without it. Behind the first batch the
-            sampling check looks at as many tokens as keep this, but at a position a batch at least, and where that is
-            not enough batches are left out. Two seconds in all are no matter. `math.inf` watches all, as is the
-            default with `measure`.
+        share: Most time that watching may take behind the first batch, over the time of the training without it. The
+            sampling check then looks at as many tokens as keep this, the first batch included, but at a position a
+            batch at least; where that is not enough batches are left out. Two seconds in all are allowed anyway.
+            `math.inf` watches all, as is the default with `measure`.
         measure: What is measured beside the forward pass, on a schedule; by default nothing.
         if_exists: What to do where the run exists: refuse, begin anew, or go on.
 
@@ -209,8 +209,8 @@ class OTBMonitor(TrainerCallback):
 
         def generate_and_score_completions(*args: Any, **kwargs: Any) -> Any:
             watched = trainer.model.training and self._is_next_watched()
-            if watched and self._caught is not None:
-                self._caught.begin()
+            if self._caught is not None:
+                self._caught.begin() if watched else self._caught.close()
             batch = generate(*args, **kwargs)
             if watched:
                 self._observe(batch)
@@ -320,14 +320,15 @@ class OTBMonitor(TrainerCallback):
             return forward_statistics(self._policy, rollouts, self._trainer.temperature, size, observe)
 
     def _compared(self, drafts: Sequence[Draft], forward: ForwardPass) -> int:
-        """Return the number of tokens of the first and the last rollout that a pass of ours, too, has read.
+        """Return the number of tokens of the first and the last rollout with any that a pass of ours, too, has read.
 
         Raises:
             InputError: Its log-probabilities are others.
         """
-        rows = sorted({0, len(drafts) - 1})
-        if not forward.mask[rows].any():
+        spoke = np.flatnonzero(forward.mask.any(1).cpu().numpy())
+        if not spoke.size:
             return 0
+        rows = sorted({int(spoke[0]), int(spoke[-1])})
         own = self._passed(collated([drafts[row] for row in rows], special_id(self._tokenizer, "pad")))
         ours, theirs = own.stats.logprob[own.mask.cpu().numpy()], forward.stats.logprob[rows]
         gap = theirs[forward.mask[rows].cpu().numpy()] - ours
@@ -349,6 +350,8 @@ class OTBMonitor(TrainerCallback):
         trainer, start = self._trainer, self._now()
         read, faults = on_all(lambda: self._rollouts_of(batch))  # before a pass that all must make together
         seen = None
+        if faults and self._caught is not None:
+            self._caught.close()
         if read is not None and not faults:
             seen, faults = on_all(lambda: self._seen(batch, *read, caught))
             if caught and faults:  # then a pass of ours reads it, with the same weights, and all that follow
@@ -403,8 +406,8 @@ class OTBMonitor(TrainerCallback):
         watcher = None if "truncated" in self._omitted else observe
         self._check.every = math.ceil(min(max(self._rare, 1), max(rollouts.completion_length.max(initial=1), 1)))
         self._check.first = self._n_batches % self._check.every
-        self._checked_batches += 1 / self._check.every
         forward = self._of_caught(drafts, rollouts, watcher) if caught else self._passed(rollouts, watcher)
+        self._checked_batches += 1 / self._check.every
         compared = self._compared(drafts, forward) if caught and self._n_batches >= self._compare_at else 0
         table, width = token_table(rollouts, forward, None), rollouts.width
         advantage = batch["advantages"].double().cpu().numpy()
@@ -582,8 +585,10 @@ def _calling_trainer(args: TrainingArguments) -> Any:
 
 
 def _catchable(trainer: Any) -> bool:
-    """Whether the passes of a trainer can give what ours would: whole weights, and nothing drawn in training mode."""
+    """Whether its passes can give what ours would: whole weights until the update, nothing drawn in training mode."""
     args = trainer.args  # several GPUs in one process are replicas in threads
+    if "lomo" in args.optim or args.optim.endswith("layerwise"):  # a backward pass updates
+        return False
     shared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or args.torch_compile or args.n_gpu > 1
     return hasattr(trainer, METHOD) and not drawn_in_training(trainer) and not shared
 

@@ -92,8 +92,11 @@ OTHER = ({"rloo": True, "beta": 0.0}, {"gradients": 2}, {"peft": True, "beta": 0
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("spec", [{}, REUSED, *OTHER])
-def test_weights_logs_and_random_numbers_are_those_without_the_monitor(runs, tmp_path, spec):
+@pytest.mark.parametrize("spec", [{}, {"unreadable": True}, REUSED, *OTHER])
+def test_weights_logs_and_random_numbers_are_those_without_the_monitor(runs, tmp_path, monkeypatch, spec):
+    if "unreadable" in spec:  # then a pass of ours reads the batch between the backward pass and the update
+        monkeypatch.setattr(CaughtStates, "_found", lambda *_: 1 / 0)
+        spec = {}
     plain, seen = (training_of(runs, tmp_path / name, name and "run", **spec) for name in ("", "seen"))
     for name, weight in plain[0].items():
         assert torch.equal(weight, seen[0][name]), name
@@ -396,10 +399,8 @@ def test_a_model_whose_logits_are_more_than_its_output_layer_is_read_by_passes_o
     assert RunStore(tmp_path / "run").complete_steps() == [0, 1, 2]
 
 
-def test_where_a_pass_cannot_be_looked_at_one_of_ours_reads_that_batch_and_all_others(
-    runs, tmp_path, passes, monkeypatch
-):
-    trainer = runs.made(tmp_path, unchanged=True, monitor="run", max_steps=4)
+@pytest.mark.contract
+def test_where_a_pass_cannot_be_looked_at_one_of_ours_reads_that_batch_and_all_others(watched, passes, monkeypatch):
     keep, calls = CaughtStates._found, []
 
     def failing(states, *args):
@@ -407,9 +408,13 @@ def test_where_a_pass_cannot_be_looked_at_one_of_ours_reads_that_batch_and_all_o
         return keep(states, *args) if len(calls) == 1 else 1 / 0
 
     monkeypatch.setattr(CaughtStates, "_found", failing)
-    trainer.train()
-    assert RunStore(tmp_path / "run").complete_steps() == [0, 1, 2, 3] and passes["forward_statistics"] == 4
+    trainer, store, batches = watched(max_steps=4, learning_rate=0.1)
+    assert store.complete_steps() == [0, 1, 2, 3] and passes["forward_statistics"] == 4
     assert "_get_per_token_logps_and_entropies" not in vars(trainer)
+    for step, batch in enumerate(batches):
+        stored = store.sql(f"select energy_proxy from tokens where step = {step} order by rollout, t")
+        inside = batch["completion_mask"].bool().numpy()
+        np.testing.assert_allclose(stored["energy_proxy"], batch["energy"].numpy()[inside], atol=1e-5)
 
 
 def test_where_time_is_short_the_sampling_check_looks_at_fewer_tokens(runs, tmp_path, monkeypatch):
@@ -448,6 +453,7 @@ def test_where_time_is_short_the_sampling_check_looks_at_fewer_tokens(runs, tmp_
     assert seconds[0] == 1 and set(seconds[1:30]) == {0.125} and set(seconds[35:]) == {0.5}
     assert tokens == [*range(10), *range(11, 40)] and len(logged(trainer, "seconds")) == 39
     assert sum(seconds) + 39 * 0.05 + 2 * 6.0 <= 0.07 * 400
+    assert all(before - spent[1] <= max(0.7 * n, 2.0) for n, before in zip(tokens[1:], spent[1:], strict=True))
     notes = learning_notes(RunAnswers(RunStore(tmp_path / "run")))
     assert notes == ["1 of 40 batches are missing: not watched, failed, or without a reward"]
 
