@@ -32,7 +32,7 @@ from otb_analysis.training.runtime import Bar
 from otb_analysis.training.setup import Trainer
 from otb_analysis.types import Gram
 from studies.lib import Cell, Study, Tables
-from studies.lib.formats import interval_columns, ratio_columns, statistics_columns
+from studies.lib.formats import interval_columns, ratio_columns, rounded, statistics_columns
 from studies.lib.pools import pooled_grams, proved_of_pool
 from studies.lib.record import training_steps
 from studies.lib.seeds import BASE, QUICK_MODEL, QUICK_START, started
@@ -128,8 +128,8 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         pairs = {p.estimator: p for p in paired_ratios(grams[n], n_prompts=UPDATE_PROMPTS, known=known[n])}
         for one in pooled_statistics(grams[n], n_prompts=UPDATE_PROMPTS, known=known[n]):
             row = {"stage": stage, "size": n, "estimator": one.estimator, "clusters": one.n_clusters}
-            row |= {"c_known": one.c_known, "bias": one.relative_bias}
-            row |= {"rollout_equivalents": one.rollout_equivalents, "rollouts": one.n_rollouts}
+            row |= {"c_known": one.c_known, "bias": rounded(one.relative_bias)}
+            row |= {"rollout_equivalents": rounded(one.rollout_equivalents), "rollouts": one.n_rollouts}
             rows.append(row | statistics_columns(one) | ratio_columns(pairs.get(one.estimator), RATIOS))
     signal = [
         {"stage": stage, "size": n, "prompts": sum(gram.n_prompts for gram in grams[n]) * n // size.pool}

@@ -92,6 +92,7 @@ def test_hover_shows_all_values_and_click_the_formulas(tab, address):
     assert page.locator(".tok.chosen").count() == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not (ROOT / "studies").is_dir(), reason="installed without its repository")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_study_opens_by_its_link_fits_a_small_window_and_asks_nobody_else(scheme, tab, address):
@@ -109,6 +110,7 @@ def test_study_opens_by_its_link_fits_a_small_window_and_asks_nobody_else(scheme
     assert (tab.foreign, tab.dialogs, tab.errors) == ([], [], [])
 
 
+@pytest.mark.heavy
 def test_link_reproduces_the_view(tab, address, browser):
     page = visit(tab, f"{address}/run")
     page.locator("text=Log axes").click()
@@ -120,6 +122,7 @@ def test_link_reproduces_the_view(tab, address, browser):
     other.context.close()
 
 
+@pytest.mark.heavy
 def test_what_is_compared_is_in_the_address(tab, address, browser):
     page = visit(tab, f"{address}/compare?run=chain-otb-s0&run=chain-group_mean-s0")
     page.wait_for_selector("strong:has-text('Training reward: B − A is')", timeout=60 * SECONDS)
@@ -135,6 +138,7 @@ def test_what_is_compared_is_in_the_address(tab, address, browser):
     assert (tab.foreign, tab.errors) == ([], [])
 
 
+@pytest.mark.heavy
 def test_choice_of_runs_holds_across_pages(tab, address):
     page = visit(tab, f"{address}/?run=chain-otb-s0")
     page.locator("[data-testid=stSidebarNav] >> text=Run").first.click()
@@ -152,6 +156,7 @@ def test_running_run_is_followed(tab, address, live_root, write_next_step):
     assert tab.errors == []
 
 
+@pytest.mark.heavy
 def test_numbers_of_a_chart_download_as_csv(tab, address):
     page = visit(tab, f"{address}/?run=chain-otb-s0")
     with page.expect_download() as download:
@@ -169,6 +174,7 @@ print("written", flush=True)
 input()"""
 
 
+@pytest.mark.heavy
 def test_run_whose_process_is_killed_is_shown_as_stopped(tab, address, live_root):
     command = [sys.executable, "-c", WRITE_AND_WAIT, str(live_root)]
     environment, pipe = os.environ | {"PYTHONPATH": str(ROOT)}, subprocess.PIPE
@@ -181,6 +187,7 @@ def test_run_whose_process_is_killed_is_shown_as_stopped(tab, address, live_root
     assert tab.errors == []
 
 
+@pytest.mark.heavy
 def test_a_token_that_holds_the_gradient_opens_outlined(tab, address):
     page = visit(tab, f"{address}/run?run=chain-otb-s0&step=20")
     page.wait_for_selector("text=Click one to see it")

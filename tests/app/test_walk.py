@@ -244,6 +244,7 @@ def again_by_its_address(page, browser, address, how) -> None:
         assert again.url == page.url and other.clean
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", PLACES)
 def test_every_address_opens_the_same_view_again(name, browser, address):
     with watched(browser, address, **DARK) as tab:
@@ -256,6 +257,7 @@ def test_every_address_opens_the_same_view_again(name, browser, address):
         assert not page.locator("[data-testid=stException]").count() and tab.clean
 
 
+@pytest.mark.heavy
 def test_a_choice_is_carried_from_page_to_page_by_the_menu(browser, address):
     with watched(browser, address) as tab:
         page = visit(tab, f"{address}/{PLACES['Tokens']}")
@@ -268,6 +270,7 @@ def test_a_choice_is_carried_from_page_to_page_by_the_menu(browser, address):
         assert page.locator(CHOSEN).count() == 1 and tab.clean
 
 
+@pytest.mark.heavy
 def test_a_click_on_a_circle_of_the_proxy_opens_that_token(browser, address):
     with watched(browser, address) as tab:
         page = visit(tab, f"{address}/estimators?run=words&part=Proxy&kind=realized+energy+W")
