@@ -11,10 +11,9 @@ WORKERS ?= auto
 # half of what another has left.
 XDIST := -n $(WORKERS) --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST)
-# Tests of what a clone alone has, of which file imports which, of what is locked: none meets other versions at a user.
-CLONE := studies benchmarks test_imports.py test_lock.py
-# Tests of numbers that numpy and torch alone make: torch has one version here.
-NUMBERS := estimators objectives statistics checks diagnostics measurement $(addprefix gradients/,exact groups manual sketched)
+# What meets other packages than numpy and torch, whose version is one.
+MEETING := $(addprefix tests/,answers/test_doors.py app/test_pages.py figures gradients/test_architectures.py recorded \
+  report/test_report.py rollouts store tasks training/test_loop.py)
 OLDER := 1.13.0 1.14.2
 DEEPSPEED := 0.19.8
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
@@ -60,8 +59,8 @@ test-trl: .venv-trl/.installed .cache/deepspeed/.installed $(OLDER:%=.cache/trl-
 	for one in $(OLDER); do OMP_NUM_THREADS=1 PYTHONPATH=.cache/trl-$$one .venv-trl/bin/python -m pytest $(XDIST) $(TIMEOUT) \
 	  -m contract tests/integrations/test_trl.py tests/integrations/test_monitor.py || exit 1; done
 
-test-lowest: .cache/lowest/.installed  ## the tests of the package that take minutes and meet other packages, with the lowest versions that pyproject.toml allows
-	OMP_NUM_THREADS=1 .cache/lowest/bin/python -m pytest $(XDIST) -m 'not slow and not browser' $(addprefix --ignore=tests/,$(CLONE) $(NUMBERS))
+test-lowest: .cache/lowest/.installed  ## tests of what meets other packages, with the lowest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 .cache/lowest/bin/python -m pytest $(XDIST) -m 'not slow and not browser' $(MEETING)
 
 test-wheel: $(STAMP)  ## the wheel, installed and used where there is no clone
 	$(BIN)/python .ci/wheel.py
