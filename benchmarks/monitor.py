@@ -13,8 +13,8 @@ from benchmarks.train import BUDGETS, REPEATS, SCRIPT, bench_config, peer_spec
 from otb_analysis.errors import InputError
 
 COLUMNS = {
-    "model": "{model}", "steps": "{steps}", "tokens": "{tokens:,}", "step, s": "{step:.2f}",
-    "monitor, s": "{monitor:.2f}", "% of step": "{percent:.1f}", "least": "{least:.1f}", "largest": "{largest:.1f}",
+    "model": "{model}", "tokens": "{tokens:,}", "step, s": "{step:.2f}", "monitor, s": "{monitor:.2f}",
+    "% of step": "{percent:.1f}", "least": "{least:.1f}", "largest": "{largest:.1f}",
     "of it the check, s": "{check:.2f}", "% without it": "{without:.1f}",
 }  # fmt: skip
 
@@ -37,10 +37,10 @@ def run(config: MonitorBenchConfig) -> Report:
             spec |= {"monitor": str(Path(folder) / f"watched-{model}"), "by_default": config.by_default}
             with peer(config.trl_python, SCRIPT, spec) as watched:
                 turns = [watched.facts, *(watched.answer() for _ in range(most))]
-            parts = {"all others": turns[1:]}  # the first warms up
+            parts = {model: turns[1:]}  # the first warms up
             if config.by_default:
-                parts = {"all": turns, "the first": turns[:1], **parts}
-            rows += [{"model": model, "steps": name, **_row(part, config.by_default)} for name, part in parts.items()]
+                parts = {model: turns, f"{model}, first step": turns[:1], f"{model}, all others": turns[1:]}
+            rows += [{"model": name, **_row(part, config.by_default)} for name, part in parts.items()]
     title = "A step of TRL's GRPOTrainer and what OTBMonitor adds to it where it watches"
     name = "monitor_by_default" if config.by_default else "monitor"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, **BUDGETS), name=name)

@@ -399,6 +399,31 @@ def test_a_model_whose_logits_are_more_than_its_output_layer_is_read_by_passes_o
     assert RunStore(tmp_path / "run").complete_steps() == [0, 1, 2]
 
 
+def test_an_optimizer_that_updates_in_the_backward_pass_has_its_batches_read_before_it(runs, tmp_path):
+    catchable = importlib.import_module("otb_analysis.integrations.monitor")._catchable
+    trainer = runs.made(tmp_path, unchanged=True)
+    assert catchable(trainer)
+    for name in ("lomo", "adalomo", "galore_adamw_layerwise"):
+        trainer.args.optim = name
+        assert not catchable(trainer)
+
+
+def test_a_batch_that_is_no_text_leaves_no_states_behind(runs, tmp_path, monkeypatch):
+    def refuse(monitor, batch):
+        raise InputError("the batch holds images.")
+
+    monkeypatch.setattr(OTBMonitor, "_rollouts_of", refuse)
+    trainer, kept = runs.made(tmp_path, unchanged=True, monitor="run"), []
+    found = CaughtStates._found
+    monkeypatch.setattr(CaughtStates, "_found", lambda states, *args: kept.append(states) or found(states, *args))
+    updates = SimpleCallback([])
+    updates.on_step_end = lambda *args, **kwargs: updates.updates.append((kept[-1]._open, len(kept[-1]._caught)))
+    trainer.add_callback(updates)
+    with pytest.warns(RuntimeWarning, match="holds images"):
+        trainer.train()
+    assert updates.updates == [(False, 0)] * 3
+
+
 @pytest.mark.contract
 def test_where_a_pass_cannot_be_looked_at_one_of_ours_reads_that_batch_and_all_others(watched, passes, monkeypatch):
     keep, calls = CaughtStates._found, []
