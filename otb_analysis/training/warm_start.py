@@ -90,17 +90,22 @@ def make_policy(config: TrainConfig, path: Path) -> None:
 
 
 def fit(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, config: TrainConfig
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    config: TrainConfig,
+    optimizers: list[torch.optim.Optimizer] | None = None,
 ) -> tuple[int, float]:
     """Train on demonstrations in place until measured success lies in the band; return steps taken and that success.
 
-    If success is above the band, the weights of the check before are restored, and checks become more frequent.
+    Without optimizers the matrices inside the blocks are Muon's and the rest is AdamW's. If success is above the band,
+    the weights of the check before are restored, and checks become more frequent.
 
     Raises:
         InputError: The step budget ran out below the band.
     """
     settings, generator = config.warm_start, TransformersGenerator(model, tokenizer)
-    optimizers = make_optimizers(model, settings.learning_rate)
+    optimizers = optimizers or make_optimizers(model, settings.learning_rate)
     torch.manual_seed(config.seed)
     checks = draw_prompts(task, "train", CHECKS_FROM, settings.check_prompts)
     loss, success, below, every = float("inf"), 0.0, deepcopy(model.state_dict()), settings.check_every

@@ -14,8 +14,6 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-import numpy as np
-
 from otb_analysis.config import (
     RunningTotalConfig,
     SampleConfig,
@@ -24,19 +22,14 @@ from otb_analysis.config import (
     WarmStartConfig,
     plain_config,
 )
-from otb_analysis.estimators import ESTIMATORS
-from otb_analysis.statistics import Partition, gradient_noise_scale, paired_ratios, pool_gram, pool_statistics
-from otb_analysis.statistics.energies import correlation
 from otb_analysis.training.runtime import Bar
 from otb_analysis.training.warm_start import fit
-from studies.lib import Cell, Study, Tables, interval_columns, rounded
-from studies.lib.formats import by_label, ratio_columns, statistics_columns
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.long_answers import COMPARED, TOLERANCE, compared, norm_rows, pooled
 from studies.lib.policies import Policy, different_prompts, fresh_policy, write
-from studies.lib.pools import proved_of_pool
-from studies.lib.record import Gathered, keep_pickle, kept_pickle
+from studies.lib.record import keep_pickle, kept_pickle
 from studies.lib.seeds import QUICK_MODEL
 
-from .pool import COMPARED, TOLERANCE, block_gradients, energy_facts, norm_rows
 from .training import FULL_RUNS, SMALL_RUNS, Runs, run_config, run_tables, training_cells
 
 LINES = {32: (4, 5), 128: (17, 19), 512: (70, 76), 1024: (136, 140)}
@@ -56,8 +49,6 @@ LARGEST = {False: 9, True: 15}
 PROMPTS_FROM, NORMS_FROM = 40_000_000, 50_000_000
 UPDATE = 32
 """Prompts of the update that efficiency is stated for, and those that a batch-coupled estimator sees."""
-RATIOS = {"variance_ratio": "variance", "sf_ratio": "sf", "efficiency_ratio": "efficiency"}
-"""Columns of the ratios to `rloo`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     key: dict[str, Any] = {"policy": setting.name, "length": setting.length}
     kind = cell.name.partition("-")[0]
     if kind == "compare":
-        return compared(key, cell.after[1:], size, work)
+        return compared(key, cell.after[1:], size.sizes, UPDATE, work)
     policy = fresh(setting, size.quick)
     if kind == "teach":
         return taught(key, policy, config_of(setting, size.quick), work)
@@ -168,7 +159,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         prompts = different_prompts(policy, NORMS_FROM, size.norm_prompts)
         row, shares = norm_rows(policy, write(policy, prompts, sample, seed=1), size.positions)
         return {"norms": [key | row], "fifths": [key | one for one in shares]}
-    return pooled(key, policy, cell.settings["blocks"], size, sample, work, bar)
+    prompts, blocks = different_prompts(policy, PROMPTS_FROM, size.blocks * UPDATE), cell.settings["blocks"]
+    found = pooled(policy, prompts, blocks, sample, size.sizes, UPDATE, size.buckets, work, bar)
+    return {"blocks": [key | row for row in found["blocks"]]}
 
 
 def taught(key: dict[str, Any], policy: Policy, config: TrainConfig, work: Path) -> Tables:
@@ -178,76 +171,6 @@ def taught(key: dict[str, Any], policy: Policy, config: TrainConfig, work: Path)
     keep_pickle(work, dict(policy.model.state_dict()))
     row = {"parameters": policy.model.num_parameters(), "steps": steps, "checked": success}
     return {"policies": [key | row | {"teach_seconds": rounded(process_time() - began)}]}
-
-
-def pooled(
-    key: dict[str, Any], policy: Policy, blocks: Sequence[int], size: Size, sample: SampleConfig, work: Path, bar: Bar
-) -> Tables:
-    """Sample blocks of prompts and keep the gradients of their groups."""
-    prompts, kept, rows = different_prompts(policy, PROMPTS_FROM, size.blocks * UPDATE), list[Any](), list[Any]()
-    for done, block in enumerate(blocks, start=1):
-        began = process_time()
-        written = write(policy, prompts[block * UPDATE : (block + 1) * UPDATE], sample, seed=100 + block)
-        sampled = process_time()
-        gradients, names, rank = block_gradients(policy, written, size.sizes, UPDATE, size.buckets)
-        kept.append((gradients, names, energy_facts(written)))
-        seconds = {"sample_seconds": sampled - began, "gradient_seconds": process_time() - sampled}
-        rows.append(key | {"block": block, "rank": rounded(rank)} | {k: rounded(v) for k, v in seconds.items()})
-        bar(done, len(blocks), "gradients of groups")
-    keep_pickle(work, kept)
-    return {"blocks": rows}
-
-
-def compared(key: dict[str, Any], parts: Sequence[Cell], size: Size, work: Path) -> Tables:
-    """Return variance, SF and efficiency of every estimator at every group size, and what the rollouts are."""
-    blocks = [block for part in parts for block in kept_pickle(part, work)]
-    labels = [(name, "proxy" if ESTIMATORS[name].reads_energy else "none") for name in blocks[0][1]]
-    tables = Gathered()
-    tables.add(key, rollouts=[rollout_facts([facts for _, _, facts in blocks])])
-    for n in size.sizes:
-        known, measured = (
-            proved_of_pool(labels, UPDATE, n),
-            np.concatenate([block[f"g{n}"] for block, _, _ in blocks], axis=1),
-        )
-        prompt = np.concatenate([block[f"prompt{n}"] + UPDATE * k for k, (block, _, _) in enumerate(blocks)])
-        pool = pool_gram([measured], [Partition(np.repeat(np.arange(len(prompt)), n), prompt)], labels)
-        gram = pool.gram()
-        pairs = by_label(paired_ratios([gram], n_prompts=UPDATE, known=known))
-        rows = []
-        for one in pool_statistics(pool, n_prompts=UPDATE, known=known):
-            label = (one.estimator, one.energy_source)
-            row = {
-                "estimator": one.estimator,
-                "clusters": one.n_clusters,
-                "c_known": one.c_known,
-                "bias": rounded(one.relative_bias),
-            }
-            row |= {"within": rounded(one.within), "between": rounded(one.between)}
-            rows.append(row | statistics_columns(one) | ratio_columns(pairs.get(label), RATIOS))
-        scale = gradient_noise_scale([gram], ("rloo", "none"), known)
-        signal = {"prompts": gram.n_prompts} | interval_columns("noise_scale", scale)
-        tables.add(key | {"size": n}, estimators=rows, signal=[signal])
-    return tables
-
-
-def rollout_facts(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return success, length, corr(W_T, R) within prompts, and the shares of energy by fifth of the answer."""
-    joined = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-    prompt = np.concatenate([block["prompt"] + UPDATE * k for k, block in enumerate(blocks)])
-    reward, energy, fifths = joined["reward"], joined["energy"], joined["fifths"]
-    mixed = [0 < reward[prompt == p].mean() < 1 for p in np.unique(prompt)]
-    row = {
-        "prompts": len(mixed),
-        "rollouts": len(reward),
-        "success": rounded(reward.mean()),
-        "mixed": float(np.mean(mixed)),
-    }
-    row |= {"tokens": rounded(joined["length"].mean()), "spread": rounded(joined["length"].std())}
-    row |= {"energy": rounded(energy.mean())} | interval_columns("corr", correlation(energy, reward, prompt, prompt))
-    for name, some in (("all", reward >= 0), ("wrong", reward < 1)):
-        shares = fifths[some].sum(axis=0) / max(energy[some].sum(), 1e-300)
-        row |= {f"{name}{k + 1}": rounded(share) for k, share in enumerate(shares)}
-    return row
 
 
 def planned(settings: Sequence[Setting], size: Size, runs: Runs, trained: str) -> list[Cell]:

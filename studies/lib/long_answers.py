@@ -7,28 +7,37 @@ more than a share `TOLERANCE` of its length left, tokens counted by the root of 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from time import process_time
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.arrays import policy_position
-from otb_analysis.estimators import EstimatorInputs, available, with_limit
+from otb_analysis.config import SampleConfig
+from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.statistics import (
     Partition,
     fidelity,
+    gradient_noise_scale,
     group_gradients,
     inclusion_probabilities,
+    paired_ratios,
     partitions,
+    pool_gram,
+    pool_statistics,
     position_cells,
     systematic_sample,
 )
 from otb_analysis.statistics.energies import correlation, log_correlation
+from otb_analysis.tasks import Prompt
+from otb_analysis.training.runtime import Bar
 from otb_analysis.types import Bool, Float, Int
-from studies.lib.formats import interval_columns, rounded
-from studies.lib.policies import Policy, ScoredRollouts, exact_norms
-from studies.lib.pools import in_batches, update_batches
+from studies.lib.formats import by_label, interval_columns, ratio_columns, rounded, statistics_columns
+from studies.lib.policies import Policy, ScoredRollouts, exact_norms, write
+from studies.lib.pools import in_batches, proved_of_pool, update_batches
+from studies.lib.record import Cell, Gathered, Tables, keep_pickle, kept_pickle
 
 COMPARED = (
     "none", "group_mean", "grpo", "rloo", "opo", "opo_loo", "trloo", "classic_optimal", "classic_optimal_loo",
@@ -42,6 +51,8 @@ TOLERANCE = 0.05
 FLOOR = 1e-6
 """Smallest proxy energy of a token beside the rollout's largest: a sure token's is known no better."""
 FIFTHS = 5
+RATIOS = {"variance_ratio": "variance", "sf_ratio": "sf", "efficiency_ratio": "efficiency"}
+"""Columns of the ratios to `rloo`."""
 
 
 def proxy_of(written: ScoredRollouts) -> Float:
@@ -162,3 +173,81 @@ def norm_rows(policy: Policy, written: ScoredRollouts, positions: int) -> tuple[
         for k in range(FIFTHS)
     ]
     return row, shares
+
+
+def pooled(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    blocks: Sequence[int],
+    sample: SampleConfig,
+    sizes: Sequence[int],
+    update: int,
+    buckets: int,
+    work: Path,
+    bar: Bar,
+) -> Tables:
+    """Sample blocks of `update` prompts each and keep the gradients of their groups; a row of a table for each."""
+    kept, rows = list[Any](), list[Any]()
+    for done, block in enumerate(blocks, start=1):
+        began = process_time()
+        written = write(policy, prompts[block * update : (block + 1) * update], sample, seed=100 + block)
+        sampled = process_time()
+        gradients, names, rank = block_gradients(policy, written, sizes, update, buckets)
+        kept.append((gradients, names, energy_facts(written)))
+        seconds = {"sample_seconds": sampled - began, "gradient_seconds": process_time() - sampled}
+        rows.append({"block": block, "rank": rounded(rank)} | {k: rounded(v) for k, v in seconds.items()})
+        bar(done, len(blocks), "gradients of groups")
+    keep_pickle(work, kept)
+    return {"blocks": rows}
+
+
+def compared(key: dict[str, Any], parts: Sequence[Cell], sizes: Sequence[int], update: int, work: Path) -> Tables:
+    """Return variance, SF and efficiency of every estimator at every group size, and what the rollouts are."""
+    blocks = [block for part in parts for block in kept_pickle(part, work)]
+    labels = [(name, "proxy" if ESTIMATORS[name].reads_energy else "none") for name in blocks[0][1]]
+    tables = Gathered()
+    tables.add(key, rollouts=[rollout_facts([facts for _, _, facts in blocks], update)])
+    for n in sizes:
+        known, measured = (
+            proved_of_pool(labels, update, n),
+            np.concatenate([block[f"g{n}"] for block, _, _ in blocks], axis=1),
+        )
+        prompt = np.concatenate([block[f"prompt{n}"] + update * k for k, (block, _, _) in enumerate(blocks)])
+        pool = pool_gram([measured], [Partition(np.repeat(np.arange(len(prompt)), n), prompt)], labels)
+        gram = pool.gram()
+        pairs = by_label(paired_ratios([gram], n_prompts=update, known=known))
+        rows = []
+        for one in pool_statistics(pool, n_prompts=update, known=known):
+            label = (one.estimator, one.energy_source)
+            row = {
+                "estimator": one.estimator,
+                "clusters": one.n_clusters,
+                "c_known": one.c_known,
+                "bias": rounded(one.relative_bias),
+            }
+            row |= {"within": rounded(one.within), "between": rounded(one.between)}
+            rows.append(row | statistics_columns(one) | ratio_columns(pairs.get(label), RATIOS))
+        scale = gradient_noise_scale([gram], ("rloo", "none"), known)
+        signal = {"prompts": gram.n_prompts} | interval_columns("noise_scale", scale)
+        tables.add(key | {"size": n}, estimators=rows, signal=[signal])
+    return tables
+
+
+def rollout_facts(blocks: Sequence[dict[str, Any]], update: int) -> dict[str, Any]:
+    """Return success, length, corr(W_T, R) within prompts, and the shares of energy by fifth of the answer."""
+    joined = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    prompt = np.concatenate([block["prompt"] + update * k for k, block in enumerate(blocks)])
+    reward, energy, fifths = joined["reward"], joined["energy"], joined["fifths"]
+    mixed = [0 < reward[prompt == p].mean() < 1 for p in np.unique(prompt)]
+    row = {
+        "prompts": len(mixed),
+        "rollouts": len(reward),
+        "success": rounded(reward.mean()),
+        "mixed": float(np.mean(mixed)),
+    }
+    row |= {"tokens": rounded(joined["length"].mean()), "spread": rounded(joined["length"].std())}
+    row |= {"energy": rounded(energy.mean())} | interval_columns("corr", correlation(energy, reward, prompt, prompt))
+    for name, some in (("all", reward >= 0), ("wrong", reward < 1)):
+        shares = fifths[some].sum(axis=0) / max(energy[some].sum(), 1e-300)
+        row |= {f"{name}{k + 1}": rounded(share) for k, share in enumerate(shares)}
+    return row

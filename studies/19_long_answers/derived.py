@@ -1,0 +1,1 @@
+"""What the page of long answers needs beyond its tables."""

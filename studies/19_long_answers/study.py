@@ -1,0 +1,120 @@
+"""A pretrained model that writes more than a hundred tokens: does what study 17 finds on small models hold there?
+
+SmolLM2-135M-Instruct is taught to write two kinds of answers out, until about half of its sampled answers are right.
+Then rollouts are drawn, and the gradients of their groups are formed as in study 17, over all its parameters.
+
+The question, the settings and what each outcome would mean were fixed before anything was measured; a first look at
+how fast the model is taught came before.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import process_time
+
+import torch
+
+from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig, plain_config
+from otb_analysis.rollouts.models import load_policy, small_model, small_tokenizer
+from otb_analysis.training.runtime import Bar
+from otb_analysis.training.warm_start import fit
+from studies.lib import Cell, Study, Tables, rounded
+from studies.lib.long_answers import COMPARED, TOLERANCE, compared, norm_rows, pooled
+from studies.lib.policies import Policy, different_prompts, write
+from studies.lib.record import keep_pickle, kept_pickle
+from studies.lib.seeds import QUICK_MODEL
+
+from .tasks import WrittenOut
+
+TASKS = {"letters": (5, 5), "sums": (15, 16)}
+"""Words and terms of a question: answers of 110 to 130 tokens."""
+PROMPTS_FROM, NORMS_FROM = 40_000_000, 50_000_000
+RATE = 2e-4
+"""AdamW's rate of teaching, for all parameters."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is taught and measured."""
+
+    model: str = "smollm2"
+    tokens: int = 160  # Longest answer
+    update: int = 16  # Prompts of a cell, of the update that efficiency is stated for, and that an estimator sees
+    blocks: int = 3
+    rollouts: int = 8
+    sizes: tuple[int, ...] = (4,)
+    buckets: int = 4096
+    norm_prompts: int = 12
+    positions: int = 4
+    teach: WarmStartConfig = field(
+        default_factory=lambda: WarmStartConfig(
+            success_low=0.35, success_high=0.65, batch=8, learning_rate=RATE, max_steps=200, check_every=5,
+            check_prompts=48,
+        )
+    )  # fmt: skip
+
+
+FULL = Size()
+SMALL = Size(
+    model="", tokens=24, blocks=1, rollouts=4, sizes=(2,), buckets=256, norm_prompts=8, positions=2,
+    teach=WarmStartConfig(success_low=0.02, success_high=1.0, batch=32, max_steps=2000, check_prompts=64),
+)  # fmt: skip
+SMALL_TASKS = {"sums": (2, 2)}
+
+
+def cells(tasks: Mapping[str, tuple[int, int]], size: Size) -> list[Cell]:
+    """Return what teaches each task, what measures norms of tokens and gradients of groups, and what compares."""
+    made = list[Cell]()
+    for name, ends in tasks.items():
+        known = {"task": name, "ends": list(ends), "quick": size is SMALL, "config": plain_config(config_of(size))}
+        teach = Cell(f"teach-{name}", known)
+        measured = known | {"size": asdict(size), "tolerance": TOLERANCE, "compared": list(COMPARED)}
+        norms = Cell(f"norms-{name}", measured, after=(teach,))
+        pools = [Cell(f"pool-{name}-{k}", measured | {"block": k}, after=(teach,)) for k in range(size.blocks)]
+        made += [teach, norms, *pools, Cell(f"compare-{name}", measured, after=(teach, *pools))]
+    return made
+
+
+def config_of(size: Size) -> TrainConfig:
+    """Return the limits of sampling and the supervised start."""
+    sample = SampleConfig(max_new_tokens=size.tokens, group_size=size.rollouts, prompts=size.update)
+    return TrainConfig(warm_start=size.teach, sample=sample, small_model=QUICK_MODEL)
+
+
+def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
+    """Teach the model, measure it, or compare."""
+    size, key = SMALL if cell.settings["quick"] else FULL, {"task": cell.settings["task"]}
+    kind, config = cell.name.partition("-")[0], config_of(size)
+    if kind == "compare":
+        return compared(key, cell.after[1:], size.sizes, size.update, work)
+    task = WrittenOut(cell.settings["task"], *cell.settings["ends"])
+    tokenizer = small_tokenizer("characters", task.alphabet)
+    model = small_model(config.small_model, tokenizer, 0) if not size.model else None
+    if model is None:
+        model, tokenizer = load_policy(size.model)
+    policy = Policy(model.eval(), tokenizer, task)
+    if kind == "teach":
+        began, adamw = process_time(), [torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.98), weight_decay=0.0)]
+        steps, success = fit(model, tokenizer, task, config, adamw if size.model else None)
+        keep_pickle(work, dict(model.state_dict()))
+        row = {"steps": steps, "checked": success, "teach_seconds": rounded(process_time() - began)}
+        return {"policies": [key | {"parameters": model.num_parameters()} | row]}
+    model.load_state_dict(kept_pickle(cell.after[0], work))
+    if kind == "norms":
+        written = write(policy, different_prompts(policy, NORMS_FROM, size.norm_prompts), config.sample, seed=1)
+        row, shares = norm_rows(policy, written, size.positions)
+        return {"norms": [key | row], "fifths": [key | one for one in shares]}
+    prompts, sizes = different_prompts(policy, PROMPTS_FROM, size.blocks * size.update), size.sizes
+    blocks = [cell.settings["block"]]
+    found = pooled(policy, prompts, blocks, config.sample, sizes, size.update, size.buckets, work, bar)
+    return {"blocks": [key | row for row in found["blocks"]]}
+
+
+STUDY = Study(
+    title="A real model, long answers",
+    question="On a pretrained model of 135 M parameters whose answers have more than a hundred tokens, what do `otb` "
+    "and the other baselines take off the variance of `rloo`, and does the proxy hold?",
+    cells=cells(TASKS, FULL),
+    quick=cells(SMALL_TASKS, SMALL),
+    measure=measure,
+)
