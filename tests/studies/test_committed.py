@@ -20,7 +20,7 @@ REQUIRED = (
     *("01_enumeration", "02_proxy_fidelity", "03_baseline_variance", "04_group_size", "05_collapse"),
     *("06_off_policy", "07_multi_turn", "08_real_model", "09_progress", "10_counting_readout"),
     *("11_critical_tokens", "12_allocation", "13_token_weights", "14_triadic_tokens", "15_filters", "16_soft_tokens"),
-    *("17_horizon", "18_large_groups"),
+    *("17_horizon", "18_large_groups", "19_long_answers"),
 )
 NUMBER = r"\d+(?:[.,]\d+)*"
 QUICK_SECONDS = 120

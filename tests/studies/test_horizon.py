@@ -12,6 +12,7 @@ from otb_analysis.config import RunningTotalConfig, SampleConfig, SmallModelConf
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.statistics import partitions
 from otb_analysis.tasks.task_calls import distinct_prompts
+from studies.lib import long_answers
 from studies.lib.policies import fresh_policy, write
 from studies.lib.record import load_study
 
@@ -26,10 +27,7 @@ CONFIG = TrainConfig(
 def parts():
     """The files of the study by name."""
     load_study(FOLDER)
-    return {
-        name: importlib.import_module(f"study_{FOLDER.name}.{name}")
-        for name in ("study", "pool", "training", "derived")
-    }
+    return {name: importlib.import_module(f"study_{FOLDER.name}.{name}") for name in ("study", "training", "derived")}
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +55,20 @@ def test_directions_leave_little_of_any_row_and_nothing_of_constant_ones(parts):
     energy = random.gamma(0.3, size=40)
     steps = np.where(np.arange(40) < 20, 1.0, 0.4)
     rows = np.stack([np.full(40, 0.7), steps, steps + 1e-3 * random.normal(size=40), np.zeros(40)])
-    span, scale = parts["pool"].directions_of(rows, energy)
+    span, scale = long_answers.directions_of(rows, energy)
     assert len(span) == 2  # the step alone is new; noise of a thousandth is left out
     np.testing.assert_allclose((span * scale) @ (span * scale).T, np.eye(2), atol=1e-12)
     left = rows - (rows * scale) @ (span * scale).T @ span
     np.testing.assert_allclose(left[0], 0, atol=1e-12)
     remains = np.linalg.norm(left * scale, axis=1)
-    assert (remains <= parts["pool"].TOLERANCE * np.linalg.norm(rows * scale, axis=1) + 1e-12).all()
+    assert (remains <= long_answers.TOLERANCE * np.linalg.norm(rows * scale, axis=1) + 1e-12).all()
 
 
 def test_gradients_of_groups_are_those_of_a_backward_pass_for_every_estimator(parts, policy, written):
-    found, names, rank = parts["pool"].block_gradients(policy, written, (4,), 4, 512)
+    found, names, rank = long_answers.block_gradients(policy, written, (4,), 4, 512)
     (cut,) = partitions(written.table.group, 4, 1, seed=4)
-    inputs = written.table.inputs(parts["pool"].proxy_of(written))
-    slow = parts["pool"].advantages(inputs, cut, 4, written.table.limit)
+    inputs = written.table.inputs(long_answers.proxy_of(written))
+    slow = long_answers.advantages(inputs, cut, 4, written.table.limit)
     ids, mask, attention = written.batch
     rows = written.rollouts.by_column(np.stack(list(slow.values())) / 4)
     twin = gradient_sketch(policy.model, ids, mask, rows, cut.group, attention, dim=512).transpose(1, 0, 2)
@@ -82,7 +80,7 @@ def test_gradients_of_groups_are_those_of_a_backward_pass_for_every_estimator(pa
 
 
 def test_classic_optimal_weighs_by_the_norm_of_the_whole_score(parts, policy, written):
-    found, names, _ = parts["pool"].block_gradients(policy, written, (4,), 4, 4096)
+    found, names, _ = long_answers.block_gradients(policy, written, (4,), 4, 4096)
     (cut,) = partitions(written.table.group, 4, 1, seed=4)
     ids, mask, attention = written.batch
     ones = written.rollouts.by_column(written.table.mask[None].astype(float))
@@ -95,10 +93,10 @@ def test_classic_optimal_weighs_by_the_norm_of_the_whole_score(parts, policy, wr
 
 
 def test_drawn_positions_are_whole_and_estimate_totals_without_bias(parts, written):
-    proxy, mask = parts["pool"].proxy_of(written), written.table.mask
+    proxy, mask = long_answers.proxy_of(written), written.table.mask
     totals = []
     for seed in range(400):
-        chosen, inverse = parts["pool"].drawn_cells(written, 3, seed * 10)
+        chosen, inverse = long_answers.drawn_cells(written, 3, seed * 10)
         totals.append((proxy**2 * inverse)[chosen].sum())  # not what they are drawn by
         for group in range(4):
             own = written.table.group == group
@@ -109,9 +107,9 @@ def test_drawn_positions_are_whole_and_estimate_totals_without_bias(parts, writt
 
 
 def test_fifths_of_an_answer_sum_to_its_energy(parts, written):
-    facts = parts["pool"].energy_facts(written)
+    facts = long_answers.energy_facts(written)
     np.testing.assert_allclose(facts["fifths"].sum(axis=1), facts["energy"])
-    assert set(parts["pool"].fifths_of(written)[written.table.mask]) == {0, 1, 2, 3, 4}
+    assert set(long_answers.fifths_of(written)[written.table.mask]) == {0, 1, 2, 3, 4}
 
 
 def test_answers_of_every_setting_are_as_long_as_stated_and_fit_their_limit(parts):
