@@ -291,7 +291,7 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     if not planner.dead:
         return ""
     dead, share = planner.dead[-1], planner.dead[-1].share
-    if share.estimate == 1:
+    if planner.dead[0].share.estimate == 1:
         return planner.note
     if planner.filtered is not None:
         return planner.filtered.line
