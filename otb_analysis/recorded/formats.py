@@ -70,6 +70,7 @@ class Format:
     unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
     reward: str = ""  # The field with the reward, where a record without a finite one is left out
     instead: Mapping[str, str] = field(default_factory=dict)  # Fields → others that do in their place
+    never: str = ""  # A field that tells another format, unless the file is called as this one's are
     folder: str = ""  # What the folder of its files is called; empty where it may have any name
     # What other files know of all rows, added; gets the rows, their files and the tally
     fold: Callable[[Iterable[tuple[Place, Row]], Sequence[Path], Tally], Iterable[tuple[Place, Row]]] = (
@@ -81,6 +82,7 @@ FORMATS: dict[str, Format] = {
     "trl": Format(
         "TRL's completions_*.parquet (log_completions)",
         frozenset({"step", "prompt", "completion", "advantage"}), trl, True, ("completions_*.parquet",),
+        never="reward",
     ),
     "verl": Format(
         "verl's {step}.jsonl (trainer.rollout_data_dir)",
@@ -124,6 +126,7 @@ FORMATS: dict[str, Format] = {
     "slime": Format(
         "slime's and miles's rollout_data/{id}.pt, train_data/{id}.pt or {id}_{rank}.pt, or both (dump_details)",
         frozenset({"tokens"}), slime, names=("*.pt",), not_named="eval_", columns=SLIME_COLUMNS, fold=joined,
+        never="completion",
     ),
     "miles_columns": Format(
         "miles's dashboard_columns/rollout_{id}.parquet",
@@ -291,6 +294,8 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
                 first[files[0]] = next((row for _, row in rows_of(files[0], Tally())), {})
             fields = next(kind.unfold(first[files[0]]), {})
         fits = all(field in fields or kind.instead.get(field) in fields for field in kind.fields)
+        if kind.never in fields and not any(files[0].match(pattern) for pattern in kind.names):
+            continue
         if files and (fits or name != "auto"):
             return Source(path, one, files, Tally())
     files = _files(path, FORMATS["plain"])

@@ -78,6 +78,32 @@ def test_rows_with_lists_of_generations_are_groups_by_other_names(jsonl, tmp_pat
         read(jsonl([{**HF, "generations": "2", "correctness": "yes"}]), FIELDS)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_plain_records_with_step_and_advantage_are_no_table_of_trl(jsonl, tmp_path, chat):
+    asked, said = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    row = {"prompt": asked, "completion": said} if chat else {"prompt": "q", "completion": "a"}
+    rows = [
+        {
+            **row,
+            "reward": float(n % 2),
+            "step": 0,
+            "group": n // 2,
+            "advantage": n % 2 - 0.5,
+            "ids": [1, 2],
+            "tokens": 9,
+        }
+        for n in range(6)
+    ]
+    path = jsonl(rows)
+    records, _ = read(path)
+    assert [(r.reward, r.group, r.ids) for r in records[2:4]] == [(0.0, 1, (1, 2)), (1.0, 1, (1, 2))]
+    assert records[3].advantage == 0.5
+    # A reward function of TRL may be called reward: its files have names of their own.
+    table = [{"step": 1, "prompt": "q", "completion": "a", "reward": 1.0, "form": 0.5, "advantage": 0.0}]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "completions_00001.parquet")
+    assert find_source(tmp_path / "completions_00001.parquet").name == "trl"
+
+
 def test_fields_that_are_not_there_are_named(jsonl):
     path = jsonl([HF])
     for pair, sentence in {
