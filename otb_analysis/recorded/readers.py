@@ -25,6 +25,7 @@ from otb_analysis.recorded.records import (
     Tally,
     messages_of,
     number_in,
+    step_in,
 )
 from otb_analysis.recorded.traces import MASKED
 from otb_analysis.types import Bool, FinishReason, Float
@@ -48,6 +49,7 @@ LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 ONE_SCORED = "sample has several replies, of which lm-eval scored one: the first is read"
 ERRED = "rollout ended with an error and counts with the reward that it was given"
 EARLIER = "output before the last of its session was left out: only the last enters verl's baseline"
+BY_NAME = "record without a step is of the step that the name of its file or folder says"
 EXCLUDED = "sample was left out of the loss by its trainer (sample_loss_mask 0) and is kept here"
 PLAIN_FIELDS = (
     "prompt", "completion", "reward", "answer", "group", "step", "prompt_ids", "ids", "mask", "logprobs",
@@ -105,7 +107,7 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         completion=None if messages or not given else fields.text("completion"),
         messages=tuple(messages),
         group=fields.key("group"),
-        step=fields.whole_number("step") if "step" in fields else None,
+        step=step_of(fields, tally),
         prompt_ids=fields.ids("prompt_ids") if "prompt_ids" in fields else None,
         ids=ids,
         mask=mask,
@@ -114,6 +116,15 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         advantage=fields.real("advantage") if "advantage" in fields else None,
         grad_norm=fields.number("grad_norm") if "grad_norm" in fields else None,
     )
+
+
+def step_of(fields: Fields, tally: Tally) -> int | None:
+    """Return the step of a record, or that of its file's or folder's name, which is counted; None without either."""
+    if "step" in fields:
+        return fields.whole_number("step")
+    if (named := step_in(fields.place.file)) is not None:
+        tally.note(BY_NAME, fields.place)
+    return named
 
 
 def chat_of(fields: Fields, tally: Tally) -> list[Message]:
@@ -155,7 +166,7 @@ def results(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recor
         answer=str(fields.row["answer"]) if "answer" in fields else None,
         messages=tuple(chat_of(fields, tally)),
         group=fields.key("example_id"),
-        step=0,
+        step=step_of(fields, tally) or 0,
         finish_reason="length" if fields.row.get("is_truncated") else "unknown",
     )
 
