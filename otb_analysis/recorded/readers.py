@@ -36,8 +36,12 @@ LARGEST = 1e100
 """Rewards from here on are no numbers that weights are looked for with."""
 PARALLEL = 1e-3
 """Weights give the advantages where they leave less than this share of the rewards' norm: float32, rounding."""
-UNFOLDED = ("completion", "reward", "ids", "mask", "logprobs", "trainer_logprobs", "advantages", "finish_reason")
+UNFOLDED = (
+    "completion", "reward", "ids", "mask", "logprobs", "trainer_logprobs", "advantages", "advantage", "finish_reason",
+)  # fmt: skip
 """Fields of `plain` of which a row of several rollouts has a list."""
+TOGETHER = "rollouts of one row"
+"""A field that such a row's rollouts get: they are a group, whatever its prompt."""
 PADDING = re.compile(r"pad[0-9a-f]{32}")
 """How the uid of a row begins that verl made up to fill a batch."""
 PADDED = "synthetic padding row of verl was left out"
@@ -82,6 +86,8 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
             f"{place} has {fields.number('turns'):g} turns but no ids with a mask, so nothing says which tokens "
             "the policy sampled and which a tool wrote; add ids and mask."
         )
+    if isinstance(fields.row.get("advantages"), int | float):  # one for all tokens
+        fields = replace(fields, row={**fields.row, "advantage": fields.row["advantages"], "advantages": None})
     if "advantages" in fields and "ids" not in fields:
         raise InputError(f"{place} has advantages but no ids; add the ids of the tokens they are of.")
     if "finish_reason" in fields and (reason := fields.text("finish_reason")) not in get_args(FinishReason):
@@ -106,7 +112,7 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         answer=fields.text("answer") if "answer" in fields else None,
         completion=None if messages or not given else fields.text("completion"),
         messages=tuple(messages),
-        group=fields.key("group"),
+        group=str(place) if TOGETHER in fields and "group" not in fields else fields.key("group"),
         step=step_of(fields, tally),
         prompt_ids=fields.ids("prompt_ids") if "prompt_ids" in fields else None,
         ids=ids,
@@ -150,7 +156,7 @@ def unfolded(row: Row) -> Iterator[Row]:
     elif all(isinstance(one, list) or (isinstance(one, str) and "completion" in row) for one in made):
         lists = [name for name in UNFOLDED if isinstance(row.get(name), list) and len(row[name]) == len(made)]
         for n in range(len(made)):
-            yield {**row, **{name: row[name][n] for name in lists}}
+            yield {**row, **{name: row[name][n] for name in lists}, TOGETHER: True}
     else:
         yield row
 

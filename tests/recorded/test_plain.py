@@ -105,6 +105,15 @@ def test_plain_records_with_step_and_advantage_are_no_table_of_trl(jsonl, tmp_pa
     assert find_source(tmp_path / "completions_00001.parquet").name == "trl"
 
 
+@pytest.mark.parametrize("advantage", ["advantage", "advantages"])
+def test_a_row_of_several_rollouts_is_a_group_whatever_stands_beside_it(jsonl, tmp_path, advantage):
+    row = {"completion": ["a", "b", "c"], "reward": [0, 1, 0], advantage: [-0.25, 0.5, -0.25]}
+    path = jsonl([{"prompt": prompt, **row} for prompt in "aaba"])  # one behind itself, and one again later
+    rollouts = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs"))).rollouts_df()
+    assert rollouts["group"].tolist() == np.repeat(range(4), 3).tolist() and rollouts["prompt_id"].nunique() == 2
+    assert rollouts["recorded_advantage"].tolist() == [-0.25, 0.5, -0.25] * 4
+
+
 @pytest.mark.parametrize("name", ["{}.jsonl", "step_{}.jsonl", "global_step_{}/rank_0.jsonl"])
 def test_records_without_a_step_are_of_the_step_in_their_files_name(tmp_path, jsonl, name):
     rows = [{"prompt": "p", "completion": str(n), "reward": float(n)} for n in range(2)]
