@@ -238,10 +238,14 @@ class Gram:
         """Tell whether the `blocks` of every label can take those of the reference that are among the labels."""
         return self.kept is None or not (measured := self.measured(reference)) or measured in self.kept.means
 
-    def own(self, label: Label) -> Float:
-        """Return ⟨g_{m,p}, g_{m,p'}⟩ of one of the labels, m [P, P]."""
-        m = self.labels.index(label)
-        return self.inner[m, m] if self.kept is None else self.kept.own[m]
+    @property
+    def mean_norm_sq(self) -> dict[Label, float]:
+        """‖Σ_p g_{m,p}/P‖² of each label m, the squared length of the step's own gradient; NaN without prompts."""
+        if "mean_norm_sq" not in self.derived:
+            own = np.einsum("mmpq->mpq", self.inner) if self.kept is None else self.kept.own
+            means = own.mean(axis=(1, 2)) if self.n_prompts else np.full(len(self.labels), np.nan)
+            self.derived["mean_norm_sq"] = dict(zip(self.labels, means.tolist(), strict=True))
+        return self.derived["mean_norm_sq"]
 
     def blocks(self, labels: Sequence[Label], reference: "Label | frozenset[Label]") -> Float:
         """Return ⟨m, m⟩, ⟨m, reference⟩ and ⟨reference, reference⟩ of each label m as [n, 3, P, P].

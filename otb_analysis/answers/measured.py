@@ -55,6 +55,7 @@ ANOTHER_SAMPLER = (
     "So nothing is proved of any baseline on these rollouts, and none is recommended: the true gradient takes tokens "
     "of the stated sampler. Next: state it right, or sample again."
 )
+ONE_PROMPT = "Most measured steps have one prompt, but variance and true gradient are seen between prompts of one step."
 FASTER = "a quieter gradient need not learn faster, so compare held-out reward over several seeds"
 
 
@@ -124,7 +125,8 @@ def _none_better(decision: Decision, names: str, behind: str, more: str) -> tupl
         why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
         hidden = f"Noise hides the true gradient, along which {why} must be estimated."
         wide = "The ends of every interval differ by a factor of 100 or more."
-        return f"no baseline can be told from {names} on {n} prompts. {wide if decision.signal else hidden}", "", more
+        hidden = ONE_PROMPT if decision.update == 1 else wide if decision.signal else hidden
+        return f"no baseline can be told from {names} on {n} prompts. {hidden}", "", more
     if whole and lead is None:
         return f"all {m} baselines are shown to be worse than {names} on {n} prompts.", "", ""
     if whole and all((low or 0) > 1 - DIFFERENCE and (high or 2) < 1 / (1 - DIFFERENCE) for low, high in ends):
@@ -223,6 +225,8 @@ def _again(suffix: str, options: str, path: str) -> str:
 def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> str:
     """Return for how many prompts a difference of 10 % would be shown, and the command that measures them."""
     needed, n = decision.n_needed, decision.n_prompts
+    if decision.cause and decision.update == 1:
+        return f"Next: measure several prompts at each step: {_together(config, path)}"
     if needed is None or needed > FAR * max(n, 1):
         return f"To show a difference of {PER_CENT} takes many times more prompts than {n}."
     if needed <= n and not decision.cause:
@@ -242,13 +246,27 @@ def _measure_line(decision: Decision, config: Mapping[str, Any], path: str) -> s
         how = ", measured as so far" if plan.get("every") else f" with {WATCHED}"
         command = f"train {batches:,} more batches{how} (docs/trl.md)."
     elif isinstance(config.get("source"), Mapping):
-        model, files = (
-            quote(str(config.get(name) or other)) for name, other in (("model", "DIR"), ("rollouts", "FILE"))
-        )
-        command = f"record more, then otb audit --model {model} --rollouts {files} --go"
+        command = f"record more, then {_audit(config)}"
     else:  # of a run without a configuration nothing can be repeated
         command = _again("more", options, path) if config else f"otb train {options}"
     return f"About {count:,} prompts would {shows}: {command}"
+
+
+def _together(config: Mapping[str, Any], path: str) -> str:
+    """Return what measures several prompts at a step; more steps of one prompt show nothing, however many they are."""
+    if section(config, "source").get("made_by") in OF_TRL:
+        return f"train with more prompts in a batch (TRL's gradient_accumulation_steps) and {WATCHED} (docs/trl.md)."
+    if isinstance(config.get("source"), Mapping):
+        return f"record several of a step, then {_audit(config)}"
+    sampled = section(config, "sample").get("prompts")
+    more = "" if isinstance(sampled, int) and sampled > 1 else f" --sample.prompts {WATCHED_PROMPTS}"
+    options = f"--measure.gradients.prompts 0{more}"
+    return _again("more", options, path) if config else f"otb train {options}"
+
+
+def _audit(config: Mapping[str, Any]) -> str:
+    model, files = (quote(str(config.get(name) or other)) for name, other in (("model", "DIR"), ("rollouts", "FILE")))
+    return f"otb audit --model {model} --rollouts {files} --go"
 
 
 def measure_options(needed: int, config: Mapping[str, Any]) -> str:
@@ -291,7 +309,7 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     if not planner.dead:
         return ""
     dead, share = planner.dead[-1], planner.dead[-1].share
-    if share.estimate == 1:
+    if planner.dead[0].share.estimate == 1:
         return planner.note
     if planner.filtered is not None:
         return planner.filtered.line

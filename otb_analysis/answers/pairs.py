@@ -16,6 +16,7 @@ from otb_analysis.answers.run import RunAnswers
 from otb_analysis.answers.runs import in_common
 from otb_analysis.config import section
 from otb_analysis.errors import InputError, nearest
+from otb_analysis.figures.comparison import DECIDES
 from otb_analysis.figures.pairs import (
     NoiseInfo,
     PairPanel,
@@ -140,8 +141,9 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
     # Any pair may be asked for, so one is judged as all baselines are: together.
     decision = measured.decided(names[chosen[0]])
     one = decision.comparison_of(names[chosen[1]])
-    looks = {} if one is None else {"together": one.together, "looked_at": decision.looked_at}
-    noise = replace(noise, rows=tuple(replace(row, what=f"{whose}: {row.what}", **looks) for row in noise.rows))
+    # Of a family of multiples the first one was judged, by the ratio that it can be.
+    looks: Any = one and {"together": one.together, "looked_at": decision.looked_at, "decides": DECIDES[one.by]}
+    noise = replace(noise, rows=tuple(replace(row, what=f"{whose}: {row.what}", **looks or {}) for row in noise.rows))
     verdict = " ".join(_noise(noise) or noise.notes)
     return Pair(chosen[0], chosen[1], verdict, "", panels, noise)
 

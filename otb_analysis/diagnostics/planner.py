@@ -266,7 +266,7 @@ def plan(
     common = [step for step in grams if all(step in part and REFERENCE in part[step].labels for part in tables)]
     by_size = {part: [table[step] for step in common] for part, table in subgroups.items()}
     notes, cells, best_size = list[str](), list[Cell](), None
-    if dead and dead[-1].share.estimate == 1:
+    if dead and dead[0].share.estimate == 1:  # the least size takes all groups, the largest perhaps a single one
         return Planner(rollouts, size, (), dead, ALL_DEAD)
     if size is not None and by_size and common:
         by_size[size] = [grams[step] for step in common]

@@ -27,6 +27,7 @@ from otb_analysis.estimators.spec import (
     ValueOptions,
 )
 from otb_analysis.objectives.registry import Provenance
+from otb_analysis.types import Tallies
 
 EXAMPLE = "0.5*otb+0.5*energy_regression"
 SURE_FIRST: tuple[Provenance, ...] = ("code", "proved", "abstract", "guess")
@@ -80,9 +81,13 @@ def combined(weights: Mapping[str, float], known: Mapping[str, EstimatorSpec]) -
 
         A = Σ_k a_k A_k, and so B = G − A = Σ_k a_k B_k where no member rescales.
         """
-        whole = BaselineResult(np.zeros((1, 1)), NOWHERE)
+        whole, kinds = BaselineResult(np.zeros((1, 1)), NOWHERE), set[object]()
         for name, entry in members.items():
             result = entry.function(batch, options if type(options) is entry.options else entry.options())
+            if (kept := result.state) is not None:
+                kinds.add(kept.sums.shape[1] if isinstance(kept, Tallies) else kept.features)
+            if len(kinds) > 1:  # one state is given back, and a member cannot read another one's
+                raise InputError(f"portfolio of {' and '.join(members)} has memories of two kinds; keep one of them.")
             b = result.baseline
             if result.scale is not None:
                 b = batch.returns - (batch.returns - b) * result.scale

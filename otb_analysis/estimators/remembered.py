@@ -135,7 +135,8 @@ def dbb(batch: Batch, options: DiscountOptions, *, leave_one_out: bool = False) 
     groups, n = batch.groups, batch.groups.sum(batch.present)
     key = np.arange(len(n))
     if batch.prompt is not None:
-        key[groups.index] = np.where(batch.present > 0, batch.prompt, key[groups.index])
+        there = batch.present > 0  # the others have no number
+        key[groups.index[there]] = batch.prompt[there]
     old = _tallies(batch, 2) if batch.prompt is not None else None
     old = old or Tallies(key[:0], np.ones((0, 2)))
     known, place = np.unique(np.concatenate([old.key, key[n > 0]]), return_inverse=True)

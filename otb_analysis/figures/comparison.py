@@ -250,7 +250,7 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
     """Return the comparison as it is read at every door, intervals in brackets; a dash where noise hides a number.
 
     Args:
-        beside: A decision against another estimator, whose intervals of all together stand in a column of their own.
+        beside: A decision against another one, whose intervals of all together stand below the ratio that decides.
         every: Add what compares with other batches only: bias, efficiency and noise scale by themselves, variances.
     """
     records = []
@@ -267,8 +267,9 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
         }  # fmt: skip
         if beside is not None:
             one = beside.comparison_of(row.key)
-            name = f"efficiency ÷ {shown_name(beside.against)}, all {beside.looked_at}"
-            record[name] = interval_cell(one.together if one else None, TWO)
+            for by, title in (("variance", "SF"), ("efficiency", "efficiency")):
+                name = f"{title} ÷ {shown_name(beside.against)}, all {beside.looked_at}"
+                record[name] = interval_cell(one.together if one and one.by == by else None, TWO)
         record["equiv."] = interval_cell(row.intervals["rollout_equivalents"], ".0f")
         record["c"] = MISSING if c is None else f"{c:.4g} proved" if row.c_known else f"≈{c:.2f}"
         if every:

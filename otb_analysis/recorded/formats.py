@@ -49,6 +49,9 @@ from otb_analysis.recorded.traces import PER_TOKEN, traces_of, verifiers, with_a
 
 NOT_AS_WRITTEN = (TypeError, LookupError, AttributeError, ValueError, OverflowError, RecursionError)
 """What reading a row raises that has another form than its format."""
+EVALUATIONS = r"(^|/)(eval|validation|val[-_./])"
+"""How files or folders begin that hold rollouts that nothing trained on."""
+LEFT = "file of evaluations beside those of training was left out; pass it alone"
 OPTIONAL = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion", "grad_norm")
 """Fields that all records of a source have, or none, beside their columns."""
 Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
@@ -65,11 +68,12 @@ class Format:
     runs_of_prompts: bool = False  # True where rows stand in groups, so that a group ends where the prompt changes
     # What its files are called in a directory; the first pattern that finds any counts.
     names: tuple[str, ...] = ("*",)
-    not_named: str = ""  # Files with this in their names are others'
+    not_named: str = ""  # Files whose names or folders within the directory have this are others', if any have not
     columns: Mapping[str, str] = field(default_factory=dict)  # Our columns → the file's own names, as errors say them
     unfold: Callable[[Row], Iterator[Row]] = lambda row: iter((row,))  # The rows in a row that holds several
     reward: str = ""  # The field with the reward, where a record without a finite one is left out
     instead: Mapping[str, str] = field(default_factory=dict)  # Fields → others that do in their place
+    never: str = ""  # A field that tells another format, unless the file is called as this one's are
     folder: str = ""  # What the folder of its files is called; empty where it may have any name
     # What other files know of all rows, added; gets the rows, their files and the tally
     fold: Callable[[Iterable[tuple[Place, Row]], Sequence[Path], Tally], Iterable[tuple[Place, Row]]] = (
@@ -81,11 +85,12 @@ FORMATS: dict[str, Format] = {
     "trl": Format(
         "TRL's completions_*.parquet (log_completions)",
         frozenset({"step", "prompt", "completion", "advantage"}), trl, True, ("completions_*.parquet",),
+        never="reward",
     ),
     "verl": Format(
         "verl's {step}.jsonl (trainer.rollout_data_dir)",
         frozenset({"input", "output", "score", "step"}), verl, names=("[0-9]*.jsonl",), fold=last_outputs,
-        reward="score",
+        reward="score", not_named=EVALUATIONS,
     ),
     "art": Format(
         "ART's trajectories/{split}/{step}.parquet",
@@ -123,7 +128,8 @@ FORMATS: dict[str, Format] = {
     ),
     "slime": Format(
         "slime's and miles's rollout_data/{id}.pt, train_data/{id}.pt or {id}_{rank}.pt, or both (dump_details)",
-        frozenset({"tokens"}), slime, names=("*.pt",), not_named="eval_", columns=SLIME_COLUMNS, fold=joined,
+        frozenset({"tokens"}), slime, names=("*.pt",), not_named=EVALUATIONS, columns=SLIME_COLUMNS, fold=joined,
+        never="completion",
     ),
     "miles_columns": Format(
         "miles's dashboard_columns/rollout_{id}.parquet",
@@ -148,7 +154,7 @@ FORMATS: dict[str, Format] = {
     "plain": Format(
         "JSON lines or Parquet with prompt, completion, reward[, answer, group, step, ids, prompt_ids, mask, logprobs]",
         frozenset({"prompt", "completion", "reward"}), plain, names=("*.arrow", "*"), columns=PLAIN_COLUMNS,
-        reward="reward", unfold=unfolded, instead={"prompt": "prompt_ids", "completion": "ids"},
+        not_named=EVALUATIONS, reward="reward", unfold=unfolded, instead={"prompt": "prompt_ids", "completion": "ids"},
     ),
 }  # fmt: skip
 """Formats by name, in the order in which they are tried."""
@@ -266,11 +272,11 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
     if renamed:
         if name not in ("auto", "plain"):
             raise InputError(f"--fields renames the fields of plain, but --format is {name!r}; leave one of them out.")
-        files = _files(path, FORMATS["plain"])
+        files = _files(path, FORMATS["plain"], tally := Tally())
         has = frozenset(next((row for file in files for _, row in rows_of(file, Tally())), {}))
         if lacking := [theirs for theirs in renamed.values() if theirs not in has]:
             raise InputError(f"--fields names {lacking[0]!r}, but the first record of {path} has {', '.join(has)}.")
-        return Source(path, "plain", files, Tally(), renamed=renamed)
+        return Source(path, "plain", files, tally, renamed=renamed)
 
     # A package's formats come before `plain`, which many files fit.
     tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
@@ -284,16 +290,18 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
                 raise
             note(str(error))
             continue
-        files = _files(path, kind)
+        files = _files(path, kind, tally := Tally())
         fields = {}
         if files and name == "auto":
             if files[0] not in first:
                 first[files[0]] = next((row for _, row in rows_of(files[0], Tally())), {})
             fields = next(kind.unfold(first[files[0]]), {})
         fits = all(field in fields or kind.instead.get(field) in fields for field in kind.fields)
+        if kind.never in fields and not any(files[0].match(pattern) for pattern in kind.names):
+            continue
         if files and (fits or name != "auto"):
-            return Source(path, one, files, Tally())
-    files = _files(path, FORMATS["plain"])
+            return Source(path, one, files, tally)
+    files = _files(path, FORMATS["plain"], Tally())
     if not files:
         raise InputError(
             f"{path} has no file that ends in {', '.join(SUFFIXES)}; pass what another trainer wrote, or convert it to "
@@ -308,19 +316,18 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
     )
 
 
-def _files(path: Path, kind: Format) -> tuple[Path, ...]:
+def _files(path: Path, kind: Format, tally: Tally) -> tuple[Path, ...]:
     """Return the files that a format may have at a path, in the order of the numbers in their names."""
     if path.is_file():
         return (path,) if kind.folder in ("", path.resolve().parent.name) else ()
     files: set[Path] = set()
     for pattern in kind.names:
-        files = files or {
-            file
-            for file in path.rglob(pattern)
-            if file.is_file()
-            and suffix_of(file) not in ("", ".db")
-            and not (kind.not_named and kind.not_named in file.name)
-        }
+        files = files or {file for file in path.rglob(pattern) if file.is_file() and suffix_of(file) not in ("", ".db")}
+    others = {file for file in files if kind.not_named and re.search(kind.not_named, file.relative_to(path).as_posix())}
+    if files - others:
+        files -= others
+        for file in sorted(others):
+            tally.note(LEFT, file.relative_to(path))
     kept = [file for file in files if file.suffix != ".zst" or file.with_suffix("") not in files]  # being compressed
     parts = {file: re.findall(r"\d+|\D", file.relative_to(path).as_posix()) for file in kept}
     # step_10 stands behind step_9, and numbers behind letters

@@ -25,6 +25,7 @@ from otb_analysis.recorded.records import (
     Tally,
     messages_of,
     number_in,
+    step_in,
 )
 from otb_analysis.recorded.traces import MASKED
 from otb_analysis.types import Bool, FinishReason, Float
@@ -35,8 +36,12 @@ LARGEST = 1e100
 """Rewards from here on are no numbers that weights are looked for with."""
 PARALLEL = 1e-3
 """Weights give the advantages where they leave less than this share of the rewards' norm: float32, rounding."""
-UNFOLDED = ("completion", "reward", "ids", "mask", "logprobs", "trainer_logprobs", "advantages", "finish_reason")
+UNFOLDED = (
+    "completion", "reward", "ids", "mask", "logprobs", "trainer_logprobs", "advantages", "advantage", "finish_reason",
+)  # fmt: skip
 """Fields of `plain` of which a row of several rollouts has a list."""
+TOGETHER = "rollouts of one row"
+"""A field that such a row's rollouts get: they are a group, whatever its prompt."""
 PADDING = re.compile(r"pad[0-9a-f]{32}")
 """How the uid of a row begins that verl made up to fill a batch."""
 PADDED = "synthetic padding row of verl was left out"
@@ -48,6 +53,7 @@ LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 ONE_SCORED = "sample has several replies, of which lm-eval scored one: the first is read"
 ERRED = "rollout ended with an error and counts with the reward that it was given"
 EARLIER = "output before the last of its session was left out: only the last enters verl's baseline"
+BY_NAME = "record without a step is of the step that the name of its file or folder says"
 EXCLUDED = "sample was left out of the loss by its trainer (sample_loss_mask 0) and is kept here"
 PLAIN_FIELDS = (
     "prompt", "completion", "reward", "answer", "group", "step", "prompt_ids", "ids", "mask", "logprobs",
@@ -80,6 +86,8 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
             f"{place} has {fields.number('turns'):g} turns but no ids with a mask, so nothing says which tokens "
             "the policy sampled and which a tool wrote; add ids and mask."
         )
+    if isinstance(fields.row.get("advantages"), int | float):  # one for all tokens
+        fields = replace(fields, row={**fields.row, "advantage": fields.row["advantages"], "advantages": None})
     if "advantages" in fields and "ids" not in fields:
         raise InputError(f"{place} has advantages but no ids; add the ids of the tokens they are of.")
     if "finish_reason" in fields and (reason := fields.text("finish_reason")) not in get_args(FinishReason):
@@ -104,8 +112,8 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         answer=fields.text("answer") if "answer" in fields else None,
         completion=None if messages or not given else fields.text("completion"),
         messages=tuple(messages),
-        group=fields.key("group"),
-        step=fields.whole_number("step") if "step" in fields else None,
+        group=str(place) if TOGETHER in fields and "group" not in fields else fields.key("group"),
+        step=step_of(fields, tally),
         prompt_ids=fields.ids("prompt_ids") if "prompt_ids" in fields else None,
         ids=ids,
         mask=mask,
@@ -114,6 +122,15 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         advantage=fields.real("advantage") if "advantage" in fields else None,
         grad_norm=fields.number("grad_norm") if "grad_norm" in fields else None,
     )
+
+
+def step_of(fields: Fields, tally: Tally) -> int | None:
+    """Return the step of a record, or that of its file's or folder's name, which is counted; None without either."""
+    if "step" in fields:
+        return fields.whole_number("step")
+    if (named := step_in(fields.place.file)) is not None:
+        tally.note(BY_NAME, fields.place)
+    return named
 
 
 def chat_of(fields: Fields, tally: Tally) -> list[Message]:
@@ -139,7 +156,7 @@ def unfolded(row: Row) -> Iterator[Row]:
     elif all(isinstance(one, list) or (isinstance(one, str) and "completion" in row) for one in made):
         lists = [name for name in UNFOLDED if isinstance(row.get(name), list) and len(row[name]) == len(made)]
         for n in range(len(made)):
-            yield {**row, **{name: row[name][n] for name in lists}}
+            yield {**row, **{name: row[name][n] for name in lists}, TOGETHER: True}
     else:
         yield row
 
@@ -155,7 +172,7 @@ def results(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recor
         answer=str(fields.row["answer"]) if "answer" in fields else None,
         messages=tuple(chat_of(fields, tally)),
         group=fields.key("example_id"),
-        step=0,
+        step=step_of(fields, tally) or 0,
         finish_reason="length" if fields.row.get("is_truncated") else "unknown",
     )
 

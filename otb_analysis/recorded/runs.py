@@ -147,6 +147,7 @@ def _counted_steps(records: Iterable[RecordedRollout], layout: Layout, tally: Ta
     """Yield a step for so many groups in a row; a group that comes back after it ended is refused."""
     part: list[RecordedRollout] = []
     keys: list[Hashable] = []  # Of the groups in `part`
+    said = f"step was made of up to {plural(layout.prompts, 'group')} in a row, as no record names one (--prompts)"
     ended: dict[bytes, int] = {}  # Hash of each group that ended → its first record; a hash, so that millions fit
     step = 0
     for row, record in enumerate(records):
@@ -165,11 +166,13 @@ def _counted_steps(records: Iterable[RecordedRollout], layout: Layout, tally: Ta
                 )
             ended[name] = record.place.number
             if len(keys) == layout.prompts:
+                tally.note(said, part[0].place)
                 yield grouped(step, part, layout, tally)
                 step, part, keys = step + 1, [], []
             keys.append(key)
         part.append(record)
     if part:
+        tally.note(said, part[0].place)
         yield grouped(step, part, layout, tally)
 
 

@@ -221,21 +221,26 @@ class Alike:
         return abs(self.factor - 1) < 1e-6
 
 
-def alike(grams: Sequence[Gram], first: Sequence[Label] = ()) -> dict[Label, Alike]:
+def alike(grams: Sequence[Gram], first: Sequence[Label] = (), others: bool = True) -> dict[Label, Alike]:
     """Return for every estimator which one it is a multiple of, by Cauchy and Schwarz over all measured prompts.
 
     With ⟨a, b⟩ summed over prompts and steps, b = f·a exactly where ⟨a, b⟩² = ‖a‖²‖b‖², and then f = ⟨a, b⟩/‖a‖².
     Only those of the same steps are compared, and a zero gradient is like no other. Others are named after those of
-    `first`, in its order.
+    `first`, in its order, and left out without `others`.
     """
     # First come, first named: a later label is named after an earlier one.
-    labels = list(dict.fromkeys((*first, *(label for gram in grams for label in gram.labels))))
-    labels = [label for label in labels if any(label in gram.labels for gram in grams)]
-    steps = {label: tuple(k for k, gram in enumerate(grams) if label in gram.labels) for label in labels}
+    kinds = dict[tuple[Label, ...], list[int]]()
+    for k, gram in enumerate(grams):
+        kinds.setdefault(gram.labels, []).append(k)
+    present = dict.fromkeys(label for kind in kinds for label in kind)
+    labels = [label for label in dict.fromkeys((*first, *(present if others else ()))) if label in present]
+    place = {label: k for k, label in enumerate(labels)}
+    steps = {label: [k for kind, some in kinds.items() if label in kind for k in some] for label in labels}
     products = np.zeros((len(labels), len(labels)))
-    for gram in grams:
-        rows = [labels.index(label) for label in gram.labels]
-        products[np.ix_(rows, rows)] += gram.products
+    for kind, some in kinds.items():
+        here = [k for k, label in enumerate(kind) if label in place]
+        rows = [place[kind[k]] for k in here]
+        products[np.ix_(rows, rows)] += sum(grams[k].products[np.ix_(here, here)] for k in some)
     lengths = np.multiply.outer(products.diagonal(), products.diagonal())
     # Equality in Cauchy and Schwarz, up to what float32 gradients lose; a negative product is an opposite direction.
     parallel = (products > 0) & (lengths - products**2 <= ROUNDING * lengths)
@@ -360,14 +365,14 @@ def decide(
         sampled: False where another sampler drew the tokens: nothing stands for ∇J then, and nothing is claimed.
     """
     # A multiple is the same update with another step length: a second test of it would only cost power.
-    same = alike(grams, (against, *first, *(only or ())))
+    same = alike(grams, (against, *first, *(only or ())), only is None)
     truth = truth_of(grams, REFERENCE, known)
     both = [gram for gram in against_reference(grams, against, truth) if against in gram.labels]
     base = deleted_moments(both, against, truth) if both else None
     signal = base is not None and sampled and has_signal(base)
     replicates: dict[Label, tuple[By, Float]] = {}
     for label in dict.fromkeys(label for gram in both for label in gram.labels):
-        if label == against or same[label].of != label or (only is not None and label not in only):
+        if label == against or (only is not None and label not in only) or same[label].of != label:
             continue
         steps = against_reference(both, label, truth)
         below = base if len(steps) == len(both) else deleted_moments(steps, against, truth)

@@ -334,7 +334,7 @@ def _row(
     words = f"rollouts that {reference[0]} needs instead of {rollouts}"
     intervals["rollout_equivalents"] = jackknife_interval(equivalents[0], equivalents[1:], words)
     ends, bias = intervals["variance"], intervals["relative_bias"]
-    norms_sq = [g.own(label).mean() for g in grams if g.n_prompts]
+    norms_sq = [gram.mean_norm_sq[label] for gram in grams if gram.n_prompts]
     standing = [reference] if all(reference in gram.labels for gram in grams) else []
     if not standing and isinstance(truth, frozenset) and all(gram.measured(truth) for gram in grams):
         standing = sorted(truth)

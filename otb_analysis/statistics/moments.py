@@ -167,12 +167,16 @@ def clusters(grams: Sequence[Gram]) -> tuple[list[Int], list[object]]:
 
     The names are in the order in which `deleted_moments` leaves prompts out; one without a name is its step and place.
     """
-    number: dict[object, int] = {}
-    codes = []
-    for step, gram in enumerate(grams):
-        names = [(step, p) for p in range(gram.n_prompts)] if gram.prompt is None else [(p,) for p in gram.prompt]
-        codes.append(np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64))
-    return codes, list(number)
+    steps = tuple(grams)
+    derived = steps[0].derived if steps else dict[object, Any]()  # kept as `deleted_moments` keeps its own
+    if (key := ("clusters", *map(id, steps))) not in derived:
+        number: dict[object, int] = {}
+        codes = []
+        for step, gram in enumerate(steps):
+            names = [(step, p) for p in range(gram.n_prompts)] if gram.prompt is None else [(p,) for p in gram.prompt]
+            codes.append(np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64))
+        derived[key] = codes, list(number), steps
+    return derived[key][:2]
 
 
 def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFERENCE) -> Moments:

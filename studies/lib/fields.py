@@ -66,7 +66,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "advantages": GIVEN, "status": "completed", "truncated": 0, "file_step": 1,
     },
     "verifiers_results": {
-        "example_id": 0, "reward": 1.0, "answer": "1", "info": {}, "task": "t",
+        "example_id": 0, "reward": 1.0, "answer": "1", "info": {}, "task": "t", "step": 2,
         "prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}],
     },
     "lm_eval": {

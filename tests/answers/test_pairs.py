@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from otb_analysis.answers.measured import MeasuredSteps
 from otb_analysis.answers.pairs import estimator_pair, pair_of, pairing_of
 from otb_analysis.errors import InputError
+from otb_analysis.statistics import REFERENCE, Gram, Proved
 
 
 def noisy(seed, gain=0.0, steps=40):
@@ -57,3 +59,18 @@ def test_two_estimators_of_a_run_are_compared_on_its_rollouts(gram, run_of):
         estimator_pair(run.measured, "rloo", a="rlo")
     with pytest.raises(InputError, match="both rloo"):
         estimator_pair(run.measured, "rloo", a="rloo", b="rloo")
+
+
+def test_a_pair_is_called_by_the_ratio_that_holds_together_with_all_others(gram):
+    # At one step gpg is rloo times a factor; as what trained it gives both their name, and nothing of it is proved.
+    labels = (REFERENCE, ("none", "none"), ("otb_loo", "proxy"), ("gpg", "none"))
+    factors = np.array([1, 1, 1, 1.7])
+    inner = gram([1, 1.5, 0.7], labels=labels).inner[np.ix_(order := [0, 1, 2, 0], order)]
+    inner = inner * np.multiply.outer(factors, factors)[..., None, None]
+    known = Proved(dict.fromkeys(labels[:3], 1.0), frozenset(labels[:3]))
+    for trained, words in (((), "variance at equal progress"), (labels[3:], "efficiency")):
+        measured = MeasuredSteps("", (Gram(inner, labels, 256),), known, trained, {}, "/runs/a")
+        found = estimator_pair(measured, "gpg", "none", "rloo")
+        assert f"times A's {words}, all 2" in found.verdict
+        # rloo has less variance than none, and so more efficiency.
+        assert (found.noise.rows[0].judged.estimate < 1) == (words != "efficiency")

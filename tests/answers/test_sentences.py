@@ -44,6 +44,7 @@ def cases(gram):
         "noise, far": decide([hidden]),
         "few prompts": found([1, 0.5], n_prompts=15),
         "one prompt": found([1, 0.5], n_prompts=1),
+        "one prompt a step": decide([gram([1, 0.5], n_prompts=1, seed=step) for step in range(40)], known=KNOWN),
         "alone": found([1]),
         "equal rewards": decide([Gram(np.zeros((2, 2, 20, 20)), LABELS[:2], 80)]),
         "no reference": decide([gram([1, 1], labels=(OTB, ("group_mean", "none")))]),
@@ -82,6 +83,7 @@ def test_every_case_is_a_few_sentences_of_at_most_forty_words(cases):
         ("noise, far", ("Noise hides the true gradient", "many times more prompts than 24")),
         ("few prompts", ("15 prompts were measured", "takes 16", "About 16 prompts would give")),
         ("one prompt", ("1 prompt was measured",)),
+        ("one prompt a step", ("on 40 prompts", "have one prompt", "several prompts at each step: otb train")),
         ("alone", ("only rloo and multiples",)),
         ("equal rewards", ("all rewards were equal", "teach nothing")),
         ("no reference", ("rloo, which", "two rollouts of a prompt", "--sample.group_size")),
@@ -179,3 +181,12 @@ def test_a_training_of_trl_is_measured_while_it_trains_and_not_audited(cases, ma
     text = " ".join(said(replace(cases["few prompts"], n_needed=100), config=config))
     assert "train 430 more batches" in text  # a batch in ten, of 2 prompts
     assert "otb audit --model" in " ".join(said(cases["few prompts"], config=RECORDED))
+
+
+def test_more_steps_of_one_prompt_are_not_advised(cases):
+    for sample, options in (({"prompts": 1}, ["0", "--sample.prompts", "16"]), ({"prompts": 8}, ["0"])):
+        line = said(cases["one prompt a step"], config={"sample": sample, "optimize": {"steps": 40}})[-1]
+        assert command(line)[6:] == ["--measure.gradients.prompts", *options]
+    monitored = {"source": {"made_by": "OTBMonitor"}, "sample": {"prompts": 1}}
+    assert "more prompts in a batch" in said(cases["one prompt a step"], config=monitored)[-1]
+    assert "record several of a step, then otb audit" in said(cases["one prompt a step"], config=RECORDED)[-1]

@@ -61,3 +61,12 @@ def test_without_gradients_success_rates_say_how_many_groups_are_dead_and_dead_o
     dead = plan({}, {}, [(str(p), [1.0] * 4) for p in range(20)], 1)
     assert "nothing is said about group sizes" in size_line(dead, (OTB,))
     assert size_line(Planner(8, 4, (), dead_groups([]), ""), ()) == ""
+
+
+def test_one_larger_group_without_signal_does_not_speak_for_all():
+    groups = [(str(p), [1.0, 0.0, 0.0, float(p % 2)]) for p in range(20)] + [("larger", [1.0] * 8)]
+    planned = plan({}, {}, groups, 1)
+    assert "From success rates alone" in planned.note and "Every group" not in planned.note
+    assert "Every group" not in size_line(planned, ())
+    unlike = plan({}, {}, [(str(p), [1.0] * (4 + p % 3)) for p in range(20)], 1)
+    assert "Every group" in unlike.note and size_line(unlike, ()) == unlike.note

@@ -68,6 +68,17 @@ def test_blend_is_the_portfolio_of_its_formula_and_takes_tool_tokens(make_inputs
         estimate("0.5*otb+0.5*energy_regression", make_inputs(1, gaps=True))
 
 
+def test_memories_of_two_kinds_are_refused_at_the_first_step(make_inputs):
+    inputs = replace(make_inputs(2), prompt=make_inputs(2).group)
+    once = estimate("0.5*ebpo+0.5*ebpo_loo", inputs)  # of one kind: the same memory
+    assert estimate("0.5*ebpo+0.5*ebpo_loo", replace(inputs, state=once.state)).state is not None
+    with pytest.raises(InputError, match="memories of two kinds"):
+        estimate("0.5*ebpo_loo+0.5*dbb_loo", inputs)
+    estimate("0.5*energy_regression+0.5*ebpo_loo", inputs)  # the regression remembers nothing unless it is told to
+    with pytest.raises(InputError, match="memories of two kinds"):
+        estimate("0.5*energy_regression+0.5*ebpo_loo", inputs, RegressionOptions(memory=0.5))
+
+
 def test_options_and_memory_are_those_of_the_regression(make_inputs):
     inputs = make_inputs(2)
     options = options_from_dict(BLEND, {"memory": "0.5", "T_max": "64"})

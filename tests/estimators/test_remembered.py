@@ -115,6 +115,15 @@ def test_dbb_discounts_what_a_prompt_earned_in_earlier_epochs():
     np.testing.assert_allclose(kept.sums[1], [5 / 4, 7 / 4])
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_dbb_remembers_a_prompt_by_its_number_where_an_answer_has_no_tokens(empty):
+    whole = paid(1, 0, 1, 1, group=[0, 0, 0, 1], prompt=[7, 7, 7, 9])
+    mask, reward = whole.mask.copy(), whole.reward.copy()
+    mask[empty], reward[empty] = False, 0.0
+    got = estimate("dbb_loo", replace(whole, mask=mask, reward=reward))
+    assert got.state.key.tolist() == [7, 9]
+
+
 def test_dbb_without_the_rollout_is_a_mean_with_the_past_as_further_rollouts():
     # α = 5/2, β = 3/2 as above; without a success 3/2 of 3, without the failure 5/2 of 3
     got = estimate("dbb_loo", paid(1, 1, 0, prompt=[7, 7, 7]), DiscountOptions(0.5))

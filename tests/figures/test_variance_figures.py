@@ -6,7 +6,7 @@ from otb_analysis.figures.comparison import MEASURES, comparison_info, compariso
 from otb_analysis.figures.curves import plot_learning
 from otb_analysis.figures.pairs import over_training
 from otb_analysis.figures.styles import labels
-from otb_analysis.statistics import NOTHING, gradient_noise_scale, pooled_statistics
+from otb_analysis.statistics import NOTHING, decide, gradient_noise_scale, pooled_statistics
 from otb_analysis.types import Gram, Proved
 
 RLOO = ("rloo", "none")
@@ -55,6 +55,21 @@ def test_nothing_is_ranked_where_nothing_is_told_apart(vectors):
     info = comparison_info([Gram(np.einsum("mpd,nqd->mnpq", g, g), labels, 256)])
     assert [row.key for row in info.rows] == list(labels) and "order says nothing" in info.words
     assert "all 3 together" in display_table(info)
+
+
+def test_intervals_against_what_trained_stand_under_the_ratio_that_decides(grams):
+    exact = ("otb", "exact")
+    steps, known = list(grams.values()), Proved({RLOO: 1.0, exact: 1.0}, frozenset((RLOO, exact)))
+    beside = decide(steps, exact, known)
+    table = display_table(comparison_info(steps, known=known), beside).set_index(["estimator", "energy"])
+    judged = {"variance": f"SF ÷ otb with exact norms, all {beside.looked_at}"}
+    judged["efficiency"] = judged["variance"].replace("SF", "efficiency")
+    told = {one.label: one for one in beside.comparisons if one.together}
+    assert {told[RLOO].by, told["otb", "proxy"].by} == {*judged}
+    for label, one in told.items():
+        for by, column in judged.items():
+            expected = f"{one.together.estimate:.2f} [" if by == one.by else "–"
+            assert table.loc[label, column].startswith(expected)
 
 
 def test_comparison_of_one_energy_source(grams):

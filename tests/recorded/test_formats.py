@@ -12,7 +12,7 @@ import torch
 
 from otb_analysis.config import ImportConfig
 from otb_analysis.errors import InputError
-from otb_analysis.recorded.formats import FORMATS, find_source
+from otb_analysis.recorded.formats import FORMATS, LEFT, find_source
 from otb_analysis.recorded.readers import (
     ONE_SCORED,
     PADDED,
@@ -392,7 +392,7 @@ def test_slime_samples_that_do_not_train_stay_in_their_group_and_evaluations_are
     torch.save({"rollout_id": 4, "samples": [SLIME]}, tmp_path / "eval_4.pt")
     source = find_source(tmp_path)
     assert [record.policy_tokens.sum() for record in source.records()] == [2, 0, 0]
-    assert source.tally.pop(UNREAD) == 4 and source.tally == {UNFINISHED: 1, UNTRAINED: 2}
+    assert source.tally.pop(UNREAD) == 4 and source.tally == {UNFINISHED: 1, UNTRAINED: 2, LEFT: 1}
 
 
 def test_slime_samples_and_training_columns(tmp_path):

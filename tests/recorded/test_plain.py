@@ -10,10 +10,11 @@ import pytest
 
 from otb_analysis.config import ImportConfig
 from otb_analysis.errors import InputError
+from otb_analysis.phases import NOTES
 from otb_analysis.recorded.encoding import chat_text
-from otb_analysis.recorded.formats import find_source
+from otb_analysis.recorded.formats import LEFT, find_source
 from otb_analysis.recorded.importing import import_rollouts
-from otb_analysis.recorded.readers import ERRED, FAILED
+from otb_analysis.recorded.readers import BY_NAME, ERRED, FAILED
 from otb_analysis.store import RunStore
 
 HF = {"id": "a", "question": "1+1?", "generations": ["2", "3", "two"], "correctness": [True, False, True], "prompt": 7}
@@ -78,6 +79,59 @@ def test_rows_with_lists_of_generations_are_groups_by_other_names(jsonl, tmp_pat
         read(jsonl([{**HF, "generations": "2", "correctness": "yes"}]), FIELDS)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_plain_records_with_step_and_advantage_are_no_table_of_trl(jsonl, tmp_path, chat):
+    asked, said = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    row = {"prompt": asked, "completion": said} if chat else {"prompt": "q", "completion": "a"}
+    rows = [
+        {
+            **row,
+            "reward": float(n % 2),
+            "step": 0,
+            "group": n // 2,
+            "advantage": n % 2 - 0.5,
+            "ids": [1, 2],
+            "tokens": 9,
+        }
+        for n in range(6)
+    ]
+    path = jsonl(rows)
+    records, _ = read(path)
+    assert [(r.reward, r.group, r.ids) for r in records[2:4]] == [(0.0, 1, (1, 2)), (1.0, 1, (1, 2))]
+    assert records[3].advantage == 0.5
+    # A reward function of TRL may be called reward: its files have names of their own.
+    table = [{"step": 1, "prompt": "q", "completion": "a", "reward": 1.0, "form": 0.5, "advantage": 0.0}]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "completions_00001.parquet")
+    assert find_source(tmp_path / "completions_00001.parquet").name == "trl"
+
+
+@pytest.mark.parametrize("advantage", ["advantage", "advantages"])
+def test_a_row_of_several_rollouts_is_a_group_whatever_stands_beside_it(jsonl, tmp_path, advantage):
+    row = {"completion": ["a", "b", "c"], "reward": [0, 1, 0], advantage: [-0.25, 0.5, -0.25]}
+    path = jsonl([{"prompt": prompt, **row} for prompt in "aaba"])  # one behind itself, and one again later
+    rollouts = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs"))).rollouts_df()
+    assert rollouts["group"].tolist() == np.repeat(range(4), 3).tolist() and rollouts["prompt_id"].nunique() == 2
+    assert rollouts["recorded_advantage"].tolist() == [-0.25, 0.5, -0.25] * 4
+
+
+@pytest.mark.parametrize("name", ["{}.jsonl", "step_{}.jsonl", "global_step_{}/rank_0.jsonl"])
+def test_records_without_a_step_are_of_the_step_in_their_files_name(tmp_path, jsonl, name):
+    rows = [{"prompt": "p", "completion": str(n), "reward": float(n)} for n in range(2)]
+    for step in (2, 9, 10):
+        jsonl(rows, f"rollouts/train/{name.format(step)}")
+        jsonl(rows, f"rollouts/eval/{name.format(step)}")
+    records, tally = read(tmp_path / "rollouts")
+    assert [r.step for r in records] == [2, 2, 9, 9, 10, 10] and tally == {BY_NAME: 6, LEFT: 3}
+    assert {r.step for r in read(tmp_path / "rollouts" / "eval")[0]} == {2, 9, 10}
+
+
+def test_steps_that_nothing_names_are_said(jsonl, tmp_path):
+    path = jsonl([{"prompt": str(n), "completion": "c", "reward": 0.0, "global_step": n} for n in range(5)])
+    NOTES.clear()
+    import_rollouts(path, ImportConfig(root=tmp_path / "runs", prompts=2))
+    assert any(note.startswith("3 × step was made of up to 2 groups in a row, as no record") for note in NOTES)
+
+
 def test_fields_that_are_not_there_are_named(jsonl):
     path = jsonl([HF])
     for pair, sentence in {
@@ -106,6 +160,7 @@ def test_results_of_verifiers_are_groups_by_example_with_tools_and_null_contents
     assert records[0].reward_parts == {"right": 1.0, "form": 0.5} and records[0].answer == "4"
     assert [m.sampled for m in records[0].messages] == [False, False, True, False, True]
     assert tally[ERRED] == 1 and tally[FAILED] == 0
+    assert [r.step for r in read(jsonl([RESULT, {**RESULT, "step": 3}], "rollouts.jsonl"))[0]] == [0, 3]
     path = jsonl([RESULT, failed, other], "results.jsonl")
     rollouts = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs"))).rollouts_df()
     assert rollouts["group"].tolist() == [0, 0, 1] and rollouts["turns"].tolist() == [2, 1, 2]

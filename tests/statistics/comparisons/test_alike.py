@@ -37,3 +37,11 @@ def test_estimators_of_other_steps_are_not_compared(gram_of):
     both, alone = Gram(gram_of(np.stack([a, a])), (A, B), 6), Gram(gram_of(a[None]), (A,), 6)
     assert alike([both])[B].of == A
     assert alike([both, alone])[B].of == B
+
+
+def test_only_those_that_were_asked_for_are_named_and_as_beside_the_others(gram_of):
+    g = np.random.default_rng(4).normal(size=(2, 6, 4))
+    steps = [Gram(gram_of(np.stack([g[0], g[0], 2 * g[0], g[1]])), (A, B, C, D), 6)]
+    steps.append(Gram(gram_of(np.stack([g[1], g[0]])), (D, C), 6))
+    asked = alike(steps, [C, B], others=False)
+    assert list(asked) == [C, B] and asked == {label: alike(steps, [C, B])[label] for label in (C, B)}
