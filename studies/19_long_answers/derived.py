@@ -8,7 +8,11 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from studies.lib import Rows, select
 from studies.lib.formats import side_by_side
 
-DRAWN = ("otb_turn", "otb_turn_loo", "opo_loo", "energy_across_loo", "energy_regression", "none")
+DRAWN = {
+    "otb_turn": "otb", "otb_turn_loo": "otb_loo", "energy_across_loo": "across", "energy_regression": "regression",
+    "none": "none",
+}  # fmt: skip
+"""What is drawn, and its short name below the axis."""
 COLORS = {"letters": BLUE, "sums": ORANGE}
 
 
@@ -34,7 +38,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             for place, row in enumerate(rows)
         ]
 
-    across = ", ".join(f"{k} {name.replace('_turn', '')}" for k, name in enumerate(DRAWN, 1))
+    across = ", ".join(f"{k} {name}" for k, name in enumerate(DRAWN.values(), 1))
     titles = {"variance_ratio": "Variance over rloo's", "sf_ratio": "At equal progress"}
     panels = [Panel(title, "ratio", across, curves(ratio), ((1.0, "rloo"),)) for ratio, title in titles.items()]
     return {"ratios.svg": svg(panels)}
