@@ -40,6 +40,12 @@ UNFOLDED = (
     "completion", "reward", "ids", "mask", "logprobs", "trainer_logprobs", "advantages", "advantage", "finish_reason",
 )  # fmt: skip
 """Fields of `plain` of which a row of several rollouts has a list."""
+NOT_POLICY = ("user", "system", "developer", "tool", "function")
+"""Who else may stand alone in the completion of a rollout that failed."""
+TOTALS = ("score", "total", "total_reward", "reward")
+"""Parts of a reward that are all of it, where one of them is there: verl's score, others' sum."""
+BY_TOTAL = "reward is its part {}, and not the sum of all parts"
+SUMMED = "reward is the sum of its parts {}"
 TOGETHER = "rollouts of one row"
 """A field that such a row's rollouts get: they are a group, whatever its prompt."""
 PADDING = re.compile(r"pad[0-9a-f]{32}")
@@ -97,6 +103,9 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         messages = chat_of(fields, tally)
     prompted, given = ("prompt" in fields or "prompt_ids" not in fields), "completion" in fields or "ids" not in fields
     parts, paid = fields.parts("reward"), fields.row["reward"]
+    total = next((name for name in TOTALS if name in parts and isinstance(paid, dict) and len(parts) > 1), "")
+    if isinstance(paid, dict) and len(parts) > 1:
+        tally.note(BY_TOTAL.format(total) if total else SUMMED.format(" + ".join(parts)), place)
     ids, mask = (fields.ids("ids") if "ids" in fields else None), (fields.flags("mask") if "mask" in fields else None)
     turns = 1 if mask is None else int((np.diff(mask, prepend=False) & mask).sum())
     if isinstance(paid, list) and ids is not None and len(paid) not in (1, len(ids), turns):
@@ -106,7 +115,7 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         )
     return RecordedRollout(
         place=place,
-        reward=sum(parts.values()),
+        reward=parts[total] if total else sum(parts.values()),
         reward_parts=parts if isinstance(paid, dict) else {},
         prompt=None if messages or not prompted else fields.text("prompt"),
         answer=fields.text("answer") if "answer" in fields else None,
@@ -143,6 +152,11 @@ def chat_of(fields: Fields, tally: Tally) -> list[Message]:
     said = messages_of(fields.row.get("completion") or "", fields.named("completion"), fields.place, sampled=True)
     if not prompt:
         raise InputError(f"{fields.place}: {fields.named('prompt')} is empty; give every rollout a prompt.")
+    if not any(message.sampled for message in said) and (role := {m.role for m in said}.difference(NOT_POLICY)):
+        raise InputError(
+            f"{fields.place}: {fields.named('completion')} has messages of {', '.join(sorted(role))} and none of the "
+            "assistant; write assistant for the policy."
+        )
     if isinstance(fields.row.get("completion"), list):
         tally[FAILED] += sum(m.sampled and not m.content and not m.lacks for m in said[: len(fields.row["completion"])])
     return [*prompt, *said] if any(message.sampled for message in said) else [*prompt, Message("assistant", "", True)]

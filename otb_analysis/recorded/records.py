@@ -63,6 +63,8 @@ NUMPY_PARTS = [
 ]
 """All that is unpickled beside PyTorch's own."""
 LOGPROBS = ("behavior_logprob", "logprob")
+REASONING = "reasoning_content"
+"""Field of a message with what the policy wrote before its content."""
 COLUMNS = (*LOGPROBS, "entropy", "advantage")
 """Per-token columns: the sampler's and the trainer's log-probabilities in nats, entropy in nats, advantages."""
 ABOVE_ZERO = 1e-3
@@ -356,8 +358,8 @@ class Message:
 def messages_of(values: object, name: str, place: Place, sampled: bool = False) -> list[Message]:
     """Return the messages of a field, a text or a list of them; those of the assistant count as sampled, if any do.
 
-    A null content is an empty text; parts of a content that are no texts, and tool calls of a form that no template
-    takes, are named in `lacks`.
+    A null content is an empty text; reasoning that the policy wrote beside its content stands before it. Reasoning,
+    parts of a content that are no texts, and tool calls of a form that no template takes are named in `lacks`.
 
     Raises:
         InputError: It is neither, or a message is no object, or its content neither text nor list.
@@ -366,12 +368,15 @@ def messages_of(values: object, name: str, place: Place, sampled: bool = False) 
         return [Message("assistant" if sampled else "user", values, sampled)]
     messages = list[Message]()
     for row in values if isinstance(values, list) else [values]:
-        content = row.get("content") if isinstance(row, dict) else 0
+        whole = isinstance(row, dict) and ("role" in row or "content" in row)
+        content = row.get("content") if whole else 0
         parts = [content or ""] if content is None or isinstance(content, str) else content
-        if not isinstance(row, dict) or not isinstance(parts, list):
+        if not isinstance(parts, list):
             raise InputError(f"{place}: {name} must be a text, or a list of messages with role and content.")
         texts, calls = list[str](), calls_of(row.get("tool_calls"))
         lacks = "tool calls" if row.get("tool_calls") and not calls else ""
+        if sampled and isinstance(thought := row.get(REASONING), str) and thought:  # templates have forms of their own
+            texts, lacks = [f"{thought}\n"], "reasoning"
         for part in parts:
             text = part.get("text") if isinstance(part, dict) else part
             if not isinstance(text, str):
@@ -570,7 +575,7 @@ class Fields:
     def ids(self, name: str) -> tuple[int, ...]:
         """Return token ids."""
         values = np.asarray(self._value(name, (list, tuple), "a list"))
-        if values.size and (values.dtype.kind not in "iu" or values.min() < 0):
+        if values.ndim != 1 or (values.size and (values.dtype.kind not in "iu" or values.min() < 0)):
             raise self._unfit(name, values.tolist(), "a list of token ids")
         return tuple(values.tolist())
 
@@ -584,9 +589,12 @@ class Fields:
     def numbers(self, name: str) -> Float:
         """Return a list of numbers; None in it becomes NaN."""
         try:
-            return np.array(self._value(name, (list, tuple), "a list"), np.float64)
+            values = np.array(self._value(name, (list, tuple), "a list"), np.float64)
         except (TypeError, ValueError):
             raise self._unfit(name, self.row[name], "a list of numbers") from None
+        if values.ndim != 1:
+            raise self._unfit(name, self.row[name], "a list of numbers, not of lists")
+        return values
 
     def columns(self, names: Mapping[str, str]) -> dict[str, Float]:
         """Return lists of numbers by our names, of those that the row has: ours → its own."""

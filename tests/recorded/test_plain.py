@@ -105,6 +105,51 @@ def test_plain_records_with_step_and_advantage_are_no_table_of_trl(jsonl, tmp_pa
     assert find_source(tmp_path / "completions_00001.parquet").name == "trl"
 
 
+@pytest.mark.parametrize("total", ["score", "total"])
+def test_a_part_of_a_reward_that_is_all_of_it_is_not_counted_twice(jsonl, total):
+    row = {"prompt": "p", "completion": "c"}
+    records, tally = read(jsonl([{**row, "reward": {"right": 1.0, "form": 0.5, total: 1.25}}]))
+    assert records[0].reward == 1.25 and records[0].reward_parts["form"] == 0.5
+    assert tally == {f"reward is its part {total}, and not the sum of all parts": 1}
+    assert read(jsonl([{**row, "reward": {"right": 1.0, "form": 0.5}}]))[1] == {
+        "reward is the sum of its parts right + form": 1
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "sentence"),
+    [
+        ("ids", [[1, 2]], "must be a list of token ids"),
+        ("prompt_ids", [[1, 2]], "must be a list of token ids"),
+        ("mask", [[1], [1]], "must be a list of numbers, not of lists"),
+        ("logprobs", [[-0.5, -1.0], [-0.25, -2.0]], "must be a list of numbers, not of lists"),
+    ],
+)
+def test_lists_within_lists_are_refused_by_their_field(jsonl, field, values, sentence):
+    row = {"prompt_ids": [1], "ids": [1, 2], "reward": 0.5}
+    with pytest.raises(InputError, match=f"record 1: {field} is .*{sentence}"):
+        read(jsonl([{**row, field: values}]))
+
+
+def test_messages_that_would_be_lost_are_refused_and_reasoning_counts(jsonl, tokenizer):
+    asked = [{"role": "user", "content": "q"}]
+
+    def row(**message):
+        return {"prompt": asked, "completion": [message], "reward": 0.5}
+
+    with pytest.raises(InputError, match="completion has messages of model and none of the assistant; write"):
+        read(jsonl([row(role="model", content="a")]))
+    with pytest.raises(InputError, match="completion must be a text, or a list of messages with role and content"):
+        read(jsonl([{**row(), "completion": [{"from": "gpt", "value": "a"}]}]))
+    assert read(jsonl([row(role="tool", content="timeout")]))[0][0].messages[-1].content == ""
+    records, tally = read(
+        jsonl([row(role="assistant", content="a", reasoning_content="long"), row(role="assistant", tool_calls=[])])
+    )
+    assert [r.messages[-1].content for r in records] == ["long\na", ""] and tally == {FAILED: 1}
+    with pytest.raises(InputError, match="assistant has reasoning, whose text as the model had it is not recorded"):
+        chat_text(tokenizer, records[0].messages, records[0].place, goes_on=False)
+
+
 @pytest.mark.parametrize("advantage", ["advantage", "advantages"])
 def test_a_row_of_several_rollouts_is_a_group_whatever_stands_beside_it(jsonl, tmp_path, advantage):
     row = {"completion": ["a", "b", "c"], "reward": [0, 1, 0], advantage: [-0.25, 0.5, -0.25]}
