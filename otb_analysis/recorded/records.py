@@ -368,10 +368,9 @@ def messages_of(values: object, name: str, place: Place, sampled: bool = False) 
         return [Message("assistant" if sampled else "user", values, sampled)]
     messages = list[Message]()
     for row in values if isinstance(values, list) else [values]:
-        whole = isinstance(row, dict) and ("role" in row or "content" in row)
-        content = row.get("content") if whole else 0
+        content = row.get("content") if isinstance(row, dict) and ("role" in row or "content" in row) else 0
         parts = [content or ""] if content is None or isinstance(content, str) else content
-        if not isinstance(parts, list):
+        if not isinstance(row, dict) or not isinstance(parts, list):
             raise InputError(f"{place}: {name} must be a text, or a list of messages with role and content.")
         texts, calls = list[str](), calls_of(row.get("tool_calls"))
         lacks = "tool calls" if row.get("tool_calls") and not calls else ""

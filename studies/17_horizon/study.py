@@ -161,7 +161,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         return {"norms": [key | row], "fifths": [key | one for one in shares]}
     prompts, blocks = different_prompts(policy, PROMPTS_FROM, size.blocks * UPDATE), cell.settings["blocks"]
     found = pooled(policy, prompts, blocks, sample, size.sizes, UPDATE, size.buckets, work, bar)
-    return {"blocks": [key | row for row in found["blocks"]]}
+    return {"blocks": [key | dict(row) for row in found["blocks"]]}
 
 
 def taught(key: dict[str, Any], policy: Policy, config: TrainConfig, work: Path) -> Tables:

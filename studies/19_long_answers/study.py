@@ -94,8 +94,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         model, tokenizer = load_policy(size.model)
     policy = Policy(model.eval(), tokenizer, task)
     if kind == "teach":
-        began, adamw = process_time(), [torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.98), weight_decay=0.0)]
-        steps, success = fit(model, tokenizer, task, config, adamw if size.model else None)
+        began, adamw = process_time(), torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.98), weight_decay=0.0)
+        steps, success = fit(model, tokenizer, task, config, [adamw] if size.model else None)
         keep_pickle(work, dict(model.state_dict()))
         row = {"steps": steps, "checked": success, "teach_seconds": rounded(process_time() - began)}
         return {"policies": [key | {"parameters": model.num_parameters()} | row]}
@@ -107,7 +107,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     prompts, sizes = different_prompts(policy, PROMPTS_FROM, size.blocks * size.update), size.sizes
     blocks = [cell.settings["block"]]
     found = pooled(policy, prompts, blocks, config.sample, sizes, size.update, size.buckets, work, bar)
-    return {"blocks": [key | row for row in found["blocks"]]}
+    return {"blocks": [key | dict(row) for row in found["blocks"]]}
 
 
 STUDY = Study(
