@@ -25,7 +25,7 @@ from otb_analysis.config import (
 from otb_analysis.training.runtime import Bar
 from otb_analysis.training.warm_start import fit
 from studies.lib import Cell, Study, Tables, rounded
-from studies.lib.long_answers import COMPARED, TOLERANCE, compared, norm_rows, pooled
+from studies.lib.long_answers import COMPARED, TOLERANCE, Cuts, compared, norm_rows, pooled
 from studies.lib.policies import Policy, different_prompts, fresh_policy, write
 from studies.lib.record import keep_pickle, kept_pickle
 from studies.lib.seeds import QUICK_MODEL
@@ -84,6 +84,11 @@ class Size:
     norm_prompts: int = 24
     positions: int = 6
     quick: bool = False
+
+    @property
+    def cuts(self) -> Cuts:
+        """How rollouts are grouped."""
+        return Cuts(self.sizes, UPDATE, self.buckets)
 
     def parts(self, length: int) -> list[range]:
         """Return the blocks of each cell: long answers take more cells, so that little is lost where one is stopped."""
@@ -145,7 +150,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     key: dict[str, Any] = {"policy": setting.name, "length": setting.length}
     kind = cell.name.partition("-")[0]
     if kind == "compare":
-        return compared(key, cell.after[1:], size.sizes, UPDATE, work)
+        return compared(key, cell.after[1:], size.cuts, work)
     policy = fresh(setting, size.quick)
     if kind == "teach":
         return taught(key, policy, config_of(setting, size.quick), work)
@@ -160,8 +165,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         row, shares = norm_rows(policy, write(policy, prompts, sample, seed=1), size.positions)
         return {"norms": [key | row], "fifths": [key | one for one in shares]}
     prompts, blocks = different_prompts(policy, PROMPTS_FROM, size.blocks * UPDATE), cell.settings["blocks"]
-    found = pooled(policy, prompts, blocks, sample, size.sizes, UPDATE, size.buckets, work, bar)
-    return {"blocks": [key | dict(row) for row in found["blocks"]]}
+    return {"blocks": [key | row for row in pooled(policy, prompts, blocks, sample, size.cuts, work, bar)]}
 
 
 def taught(key: dict[str, Any], policy: Policy, config: TrainConfig, work: Path) -> Tables:

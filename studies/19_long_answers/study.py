@@ -3,8 +3,8 @@
 SmolLM2-135M-Instruct is taught to write two kinds of answers out, until about half of its sampled answers are right.
 Then rollouts are drawn, and the gradients of their groups are formed as in study 17, over all its parameters.
 
-The question, the settings and what each outcome would mean were fixed before anything was measured; a first look at
-how fast the model is taught came before.
+The question and the settings were committed before anything was measured; a first look at how fast the model is taught
+came before.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from otb_analysis.rollouts.models import load_policy, small_model, small_tokeniz
 from otb_analysis.training.runtime import Bar
 from otb_analysis.training.warm_start import fit
 from studies.lib import Cell, Study, Tables, rounded
-from studies.lib.long_answers import COMPARED, TOLERANCE, compared, norm_rows, pooled
+from studies.lib.long_answers import COMPARED, TOLERANCE, Cuts, compared, norm_rows, pooled
 from studies.lib.policies import Policy, different_prompts, write
 from studies.lib.record import keep_pickle, kept_pickle
 from studies.lib.seeds import QUICK_MODEL
@@ -85,13 +85,15 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Teach the model, measure it, or compare."""
     size, key = SMALL if cell.settings["quick"] else FULL, {"task": cell.settings["task"]}
     kind, config = cell.name.partition("-")[0], config_of(size)
+    cuts = Cuts(size.sizes, size.update, size.buckets)
     if kind == "compare":
-        return compared(key, cell.after[1:], size.sizes, size.update, work)
+        return compared(key, cell.after[1:], cuts, work)
     task = WrittenOut(cell.settings["task"], *cell.settings["ends"])
-    tokenizer = small_tokenizer("characters", task.alphabet)
-    model = small_model(config.small_model, tokenizer, 0) if not size.model else None
-    if model is None:
+    if size.model:
         model, tokenizer = load_policy(size.model)
+    else:
+        tokenizer = small_tokenizer("characters", task.alphabet)
+        model = small_model(config.small_model, tokenizer, 0)
     policy = Policy(model.eval(), tokenizer, task)
     if kind == "teach":
         began, adamw = process_time(), torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.98), weight_decay=0.0)
@@ -104,10 +106,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         written = write(policy, different_prompts(policy, NORMS_FROM, size.norm_prompts), config.sample, seed=1)
         row, shares = norm_rows(policy, written, size.positions)
         return {"norms": [key | row], "fifths": [key | one for one in shares]}
-    prompts, sizes = different_prompts(policy, PROMPTS_FROM, size.blocks * size.update), size.sizes
-    blocks = [cell.settings["block"]]
-    found = pooled(policy, prompts, blocks, config.sample, sizes, size.update, size.buckets, work, bar)
-    return {"blocks": [key | dict(row) for row in found["blocks"]]}
+    prompts, blocks = different_prompts(policy, PROMPTS_FROM, size.blocks * size.update), [cell.settings["block"]]
+    return {"blocks": [key | row for row in pooled(policy, prompts, blocks, config.sample, cuts, work, bar)]}
 
 
 STUDY = Study(

@@ -6,7 +6,7 @@ more than a share `TOLERANCE` of its length left, tokens counted by the root of 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -51,8 +51,18 @@ TOLERANCE = 0.05
 FLOOR = 1e-6
 """Smallest proxy energy of a token beside the rollout's largest: a sure token's is known no better."""
 FIFTHS = 5
+"""Parts of an answer in which its energy is counted."""
 RATIOS = {"variance_ratio": "variance", "sf_ratio": "sf", "efficiency_ratio": "efficiency"}
 """Columns of the ratios to `rloo`."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How rollouts are grouped and their gradients kept."""
+
+    sizes: tuple[int, ...]  # Rollouts of a group
+    update: int  # Prompts of a block: an estimator that looks at its batch sees them, and efficiency is stated for them
+    buckets: int  # Of a count sketch
 
 
 def proxy_of(written: ScoredRollouts) -> Float:
@@ -180,34 +190,32 @@ def pooled(
     prompts: Sequence[Prompt],
     blocks: Sequence[int],
     sample: SampleConfig,
-    sizes: Sequence[int],
-    update: int,
-    buckets: int,
+    cuts: Cuts,
     work: Path,
     bar: Bar,
-) -> Tables:
-    """Sample blocks of `update` prompts each and keep the gradients of their groups; a row of a table for each."""
-    kept, rows = list[Any](), list[Any]()
+) -> list[dict[str, Any]]:
+    """Sample blocks of prompts and keep the gradients of their groups; return a row of a table for each."""
+    kept, rows, update = list[Any](), list[dict[str, Any]](), cuts.update
     for done, block in enumerate(blocks, start=1):
         began = process_time()
         written = write(policy, prompts[block * update : (block + 1) * update], sample, seed=100 + block)
         sampled = process_time()
-        gradients, names, rank = block_gradients(policy, written, sizes, update, buckets)
+        gradients, names, rank = block_gradients(policy, written, cuts.sizes, update, cuts.buckets)
         kept.append((gradients, names, energy_facts(written)))
         seconds = {"sample_seconds": sampled - began, "gradient_seconds": process_time() - sampled}
         rows.append({"block": block, "rank": rounded(rank)} | {k: rounded(v) for k, v in seconds.items()})
         bar(done, len(blocks), "gradients of groups")
     keep_pickle(work, kept)
-    return {"blocks": rows}
+    return rows
 
 
-def compared(key: dict[str, Any], parts: Sequence[Cell], sizes: Sequence[int], update: int, work: Path) -> Tables:
+def compared(key: dict[str, Any], parts: Sequence[Cell], cuts: Cuts, work: Path) -> Tables:
     """Return variance, SF and efficiency of every estimator at every group size, and what the rollouts are."""
-    blocks = [block for part in parts for block in kept_pickle(part, work)]
+    blocks, update = [block for part in parts for block in kept_pickle(part, work)], cuts.update
     labels = [(name, "proxy" if ESTIMATORS[name].reads_energy else "none") for name in blocks[0][1]]
     tables = Gathered()
     tables.add(key, rollouts=[rollout_facts([facts for _, _, facts in blocks], update)])
-    for n in sizes:
+    for n in cuts.sizes:
         known, measured = (
             proved_of_pool(labels, update, n),
             np.concatenate([block[f"g{n}"] for block, _, _ in blocks], axis=1),
