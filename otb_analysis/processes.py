@@ -154,29 +154,48 @@ class Processes:
             raise ProcessError(sentence)
         return result
 
-    def columns(self, rows: "Tensor", counts: Sequence[int]) -> "Tensor":
-        """Return this process's part of the columns of all processes' rows [Σ counts, n'], from its own rows [r, n].
+    def columns(self, slices: "Iterable[Sequence[Tensor]]", counts: Sequence[int]) -> "Iterator[Tensor]":
+        """Yield this process's part of the columns of all processes' rows [Σ counts, n'], slice by slice.
 
-        `counts` is r of every process, by rank; n is the same on all, and n' is n/size, up to one.
+        The next slice is on its way while the caller uses one.
+
+        Args:
+            slices: This process's own rows, some at a time [r, n], of the same columns on every process.
+            counts: How many rows every process has, by rank. n' is n/size, up to one.
 
         Raises:
             ProcessError: Another process has ended.
         """
-        if self.size == 1:
-            return rows
         import torch
         import torch.distributed as dist
 
-        parts = rows.tensor_split(self.size, dim=1)
-        width = parts[self.rank].shape[1]
-        found = rows.new_empty(sum(counts) * width)
-        sent = torch.cat([part.flatten() for part in parts])
-        group = self.host if rows.device.type == "cpu" else None  # gloo moves main memory only
-        with exchanging():
-            dist.all_to_all_single(
-                found, sent, [count * width for count in counts], [part.numel() for part in parts], group=group
-            )
-        return found.view(sum(counts), width)
+        on_its_way = None
+        for parts in slices:
+            if self.size == 1:
+                yield torch.cat(list(parts))
+                continue
+            n, own = parts[0].shape[1], counts[self.rank]
+            edges = [n * rank // self.size for rank in range(self.size + 1)]
+            widths = np.diff(edges).tolist()
+            sent = parts[0].new_empty(own * n)
+            for width, stop, into in zip(widths, edges[1:], sent.split([own * w for w in widths]), strict=True):
+                torch.cat([x[:, stop - width : stop] for x in parts], out=into.view(own, width))
+            width = widths[self.rank]
+            found = sent.new_empty(sum(counts), width)
+            group = self.host if sent.device.type == "cpu" else None  # gloo moves main memory only
+            with exchanging():
+                received, given = [count * width for count in counts], [own * w for w in widths]
+                work = dist.all_to_all_single(found.view(-1), sent, received, given, group, async_op=True)
+                assert work is not None
+                if on_its_way is not None:
+                    on_its_way[1].wait()
+            if on_its_way is not None:
+                yield on_its_way[0]
+            on_its_way = found, work
+        if on_its_way is not None:
+            with exchanging():
+                on_its_way[1].wait()
+            yield on_its_way[0]
 
     def barrier(self) -> None:
         """Wait until every process is here."""

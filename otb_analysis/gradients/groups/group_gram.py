@@ -1,7 +1,7 @@
 """The Gram matrix of group gradients at the price of the weights' rank, in one round of passes over the model."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -74,7 +74,7 @@ def basis_of(weights: Float, scale: Float) -> Basis:
 
 
 _log = logging.getLogger(__name__)
-EXCHANGED = 1 << 23
+EXCHANGED = 1 << 24
 """Bytes of gradients that processes exchange at a time."""
 BLOCK_COPIES = 4
 """What a pass through one block takes, in graphs of the block: the graph, its gradients, signals on their way."""
@@ -258,15 +258,17 @@ def _shared(
     device = batch.scope.parameters[0].device
     total = torch.zeros(sum(counts), sum(counts), dtype=torch.float64, device=device)
 
-    def add(slices: Gradients) -> None:
-        while (found := processes.agreed(lambda: next(slices, None))) is not None:
-            gradients = found[1]
+    def slices(gradients: Gradients) -> Iterator[list[Tensor]]:
+        while (found := processes.agreed(lambda: next(gradients, None))) is not None:
             # Little at a time: memory that was just used costs less than fresh pages.
-            width = max(processes.size, EXCHANGED // (max(*counts, 1) * gradients[0].element_size()))
+            width = max(processes.size, EXCHANGED // (max(*counts, 1) * found[1][0].element_size()))
+            for start in range(0, found[1][0].shape[1], width):
+                yield [x[:, start : start + width] for x in found[1]]
+
+    def add(gradients: Gradients) -> None:
+        for columns in processes.columns(slices(gradients), counts):
             with exchanging():
-                for start in range(0, gradients[0].shape[1], width):
-                    rows = torch.cat([x[:, start : start + width] for x in gradients])
-                    add_products(total, [processes.columns(rows, counts)])
+                add_products(total, [columns])
 
     hold(structure.blocks, whole=False)
     try:

@@ -4,6 +4,7 @@ Of the output layer z = W h + b, with π = softmax(z/τ), row v of Σ_k w_k ∇_
 h_k/τ; of the input embedding it is the sum of the signals at the positions that read v. A tied matrix has both.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,10 @@ class Extent:
 def vocabulary_gradients(
     structure: BlockStructure, ends: Sequence[Ends], temperature: float, extent: Extent
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gradients [r, n] of the vocabulary's matrices in scope by these prompts' rows, a slice at a time."""
+    """Gradients [r, n] of the vocabulary's matrices in scope by these prompts' rows, a slice at a time.
+
+    A slice is valid until the next one is asked for.
+    """
     embedding, head = structure.embedding, structure.head
     tied = embedding is not None and head is not None and structure.ends[0] == structure.ends[1]
     count = sum(len(end.rows) for end in ends)
@@ -92,10 +96,12 @@ def vocabulary_gradients(
                 end.lse = end.targets.new_full((len(end.targets),), -torch.inf, dtype=torch.float64)
                 for some in slices:
                     end.lse = torch.logaddexp(end.lse, (_logits(layer, end, some) / temperature).logsumexp(-1))
+        # The largest array [R, |some|, d], so formed in place, in memory that is taken once: fresh pages cost time.
+        kind = torch.promote_types(weight.dtype, torch.float32)
+        memory = weight.new_empty(count, len(slices[0]), weight.shape[1], dtype=kind)
         for some in slices:
-            # The largest array [R, |some|, d], so formed in place.
-            kind = torch.promote_types(weight.dtype, torch.float32)
-            gradients = weight.new_zeros(count, len(some), weight.shape[1], dtype=kind)
+            shape = count, len(some), weight.shape[1]
+            gradients = memory.flatten()[: math.prod(shape)].zero_().view(shape)
             if isinstance(layer, nn.Linear):
                 _add_of_output(gradients, layer, ends, some, temperature)
             start = 0
