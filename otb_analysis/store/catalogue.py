@@ -9,7 +9,7 @@ column. A changed bit, a lost row and an exchanged one change a sum.
 import json
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pandas.util import hash_array as pandas_hash_array
 from pyarrow.compute import call_function
 
@@ -291,35 +292,59 @@ def read(
     asked = [] if steps is None else [json.dumps([int(step) for step in steps])]
     columns = column_names(db, table) if columns is None else columns
     names = list(dict.fromkeys(["step", *(name for name in columns if name in types)]))
-    query = f"SELECT {', '.join(map(quoted, names))} FROM {table}{chosen} ORDER BY step, _rowid_"
-    stored = db.execute(query, asked).fetchall()
     query = f"SELECT step, {table}_rows, {table}_sums FROM written{chosen} ORDER BY step"
     written = db.execute(query, asked).fetchall()
     if steps is None:
         written_steps(db, where)
+    copy = where / f"{table}.parquet"
     try:
+        expected = _Expected(where, table, types, written)
+        if steps is None and copy.is_file() and not copy.is_symlink():
+            # Of a run that has ended, many times as fast. It is believed where it fits the sums, as the rows are.
+            with suppress(StoreError, OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+                found = pq.ParquetFile(copy).read(names, use_threads=False)
+                return expected.table({name: found[name].cast(_ARROW[types[name]]) for name in names}, columns)
+        query = f"SELECT {', '.join(map(quoted, names))} FROM {table}{chosen} ORDER BY step, _rowid_"
+        stored = db.execute(query, asked).fetchall()
         values = list(zip(*stored, strict=True)) if stored else [()] * len(names)
         arrays = {name: _array(column, types[name]) for name, column in zip(names, values, strict=True)}
-        of_steps, counts = (np.array([row[i] for row in written], dtype=np.int64) for i in (0, 1))
-        of_rows, ends = arrays["step"].to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(counts)])
-        if len(of_rows) != ends[-1] or (of_rows != np.repeat(of_steps, counts)).any():
-            raise _changed(where, f"it has {len(of_rows)} rows of {table} where {ends[-1]} were written")
-        width = 8 * len(types)
+        return expected.table(arrays, columns)
+    except (TypeError, ValueError, KeyError, pa.ArrowException) as error:  # values of other kinds than were written
+        raise _changed(where, f"{table} holds what was never written ({error})") from error
+
+
+class _Expected:
+    """How many rows and which sums each step of a small table was written with, from (step, rows, sums) of each."""
+
+    def __init__(
+        self, where: Path, table: str, types: Mapping[str, str], written: Sequence[tuple[int, int, bytes]]
+    ) -> None:
+        self.where, self.name = where, table
+        self.steps, counts = (np.array([row[i] for row in written], dtype=np.int64) for i in (0, 1))
+        self.ends, width = np.concatenate([[0], np.cumsum(counts)]), 8 * len(types)
         if any(len(row[2]) > width for row in written):
             raise _changed(where, f"a column of {table} is missing")
         # A column that came later has no sum in the steps before it.
         joined = b"".join(row[2].ljust(width, b"\0") for row in written)
-        sums = dict(zip(types, np.frombuffer(joined, "<u8").reshape(len(written), len(types)).T, strict=True))
+        self.sums = dict(zip(types, np.frombuffer(joined, "<u8").reshape(len(written), len(types)).T, strict=True))
+
+    def table(self, arrays: Mapping[str, pa.Array | pa.ChunkedArray], columns: Sequence[str]) -> pa.Table:
+        """Return columns, null where there is no array of them.
+
+        Raises:
+            StoreError: The arrays are not what was written.
+        """
+        of_rows, n = arrays["step"].to_numpy(zero_copy_only=False), int(self.ends[-1])
+        if len(of_rows) != n or (of_rows != np.repeat(self.steps, np.diff(self.ends))).any():
+            raise _changed(self.where, f"it has {len(of_rows)} rows of {self.name} where {n} were written")
         for name, column in arrays.items():
-            wrong = np.flatnonzero(column_sums(name, column, ends) != sums[name])
+            wrong = np.flatnonzero(column_sums(name, column, self.ends) != self.sums[name])
             if len(wrong):
-                raise _changed(where, f"{name} of {table} at step {of_steps[wrong[0]]} is not what was written")
-        kinds = {c.name: ARROW[c.dtype] for c in _SCHEMA[table]}
-        return pa.table({
-            name: arrays[name] if name in arrays else pa.nulls(len(stored), kinds[name]) for name in columns or ["step"]
-        })  # fmt: skip
-    except (TypeError, ValueError, KeyError, pa.ArrowException) as error:  # values of other kinds than were written
-        raise _changed(where, f"{table} holds what was never written ({error})") from error
+                step = self.steps[wrong[0]]
+                raise _changed(self.where, f"{name} of {self.name} at step {step} is not what was written")
+        kinds = {c.name: ARROW[c.dtype] for c in _SCHEMA[self.name]}
+        asked = columns or ["step"]
+        return pa.table({name: arrays[name] if name in arrays else pa.nulls(n, kinds[name]) for name in asked})
 
 
 def _array(values: Sequence[Any], kind: str) -> pa.Array:

@@ -1,6 +1,7 @@
 """A run that has ended as one Parquet file per table, which pandas, DuckDB or Ray read without this package.
 
-The files of large tables replace those of single steps; those of small tables are copies of the catalogue, for others.
+The files of large tables replace those of single steps; those of small tables are copies of the catalogue, for others
+and for reading whole tables, where they fit its sums.
 New files are written first, their bytes and number of rows compared with what was written; then the catalogue names
 them, in one transaction; then the old ones go. So readers go on meanwhile, and a killed run is whole either way.
 """

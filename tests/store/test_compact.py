@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -124,6 +125,29 @@ def test_other_tools_read_a_run_that_has_ended(writer, tables):
         rows = pd.read_parquet(writer.path / f"{table}.parquet")
         assert len(rows) == len(store.frame(table)) and rows["step"].tolist() == store.frame(table)["step"].tolist()
     assert store.info["steps"] == {"number": 3, "first": 0, "last": 2}
+
+
+def test_a_run_that_has_ended_is_read_from_its_copies_where_they_fit_the_sums_of_the_catalogue(run):
+    compact(run)
+    before, copy = RunStore(run).frame("rollouts"), run / "rollouts.parquet"
+    whole = pq.read_table(copy)
+    pq.write_table(whole.set_column(0, "step", pa.array(whole["step"].to_pylist()[::-1])), copy)
+    pd.testing.assert_frame_equal(RunStore(run).frame("rollouts"), before)  # from the catalogue
+    rewards = [reward + 1 for reward in whole["reward"].to_pylist()]
+    for other in (
+        whole.drop_columns("reward"),
+        whole.set_column(whole.column_names.index("reward"), "reward", pa.array(rewards)),
+        whole[:-1],
+    ):
+        pq.write_table(other, copy)
+        pd.testing.assert_frame_equal(RunStore(run).frame("rollouts"), before)
+    pq.write_table(whole, copy)
+    with closing(sqlite3.connect(run / "run.sqlite")) as db, db:
+        db.execute("DELETE FROM rollouts")
+    pd.testing.assert_frame_equal(RunStore(run).frame("rollouts"), before)  # from the copy
+    copy.unlink()
+    with pytest.raises(StoreError, match="has 0 rows of rollouts"):
+        RunStore(run).frame("rollouts")
 
 
 def test_row_groups_hold_whole_steps_so_that_one_is_read_alone(run, monkeypatch):
