@@ -94,6 +94,7 @@ def test_a_broken_part_gets_a_sentence_that_names_the_file(store_root, monkeypat
     for name in ("chain-otb-s0", "chain-group_mean-s0"):
         shutil.copytree(store_root / name, tmp_path / name)
     part = tmp_path / "chain-otb-s0" / "run.sqlite"
+    (part.parent / "gradients.parquet").unlink()  # else the rows are read from it
     with closing(sqlite3.connect(part)) as db:
         db.execute("DELETE FROM gradients")
         db.commit()
