@@ -175,7 +175,7 @@ class Layered:
             return seen, Predictions(values := sampled_logprobs(self.batch, rollouts, layout), values, None)
 
     def gradients(self) -> Gradients:
-        """Form every parameter's gradients of all rows, from the last block to the first."""
+        """Form every parameter's gradients of all rows, from the last block to the first; use each before the next."""
         yield from self.of_blocks(self.rows)
         yield from self.of_ends(self.extent())
 
