@@ -18,7 +18,7 @@ EXTRAS = {
     "reasoning_gym": ("reasoning-gym", "tasks"),
     "gguf": ("gguf", "models"),
     "vllm": ("vllm", "vllm"),
-    "ray": ("ray[data]", "ray"),
+    "ray": ("ray", "ray"),
     "trl": ("trl", "trl"),
     "playwright": ("playwright", "dev"),
     "kaleido": ("kaleido", "figures"),

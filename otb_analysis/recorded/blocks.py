@@ -6,7 +6,6 @@ finds it there does not make it again. Of all parts together comes the run that 
 
 import hashlib
 import json
-import logging
 import os
 import re
 import socket
@@ -14,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -44,11 +45,15 @@ from otb_analysis.recorded.runs import (
 )
 from otb_analysis.recorded.score import Scorer, check, load
 from otb_analysis.rollouts.models import place_of
-from otb_analysis.store import StepTables
+from otb_analysis.store import GRAM_TEXTS, StepTables
 
 PART = re.compile(r"block-\d{8}-([0-9a-f]{16})\.parquet")
 KEY = b"otb"
 """Where the footer of a part says what it was made of, by which machine, and what was seen on the way."""
+TEXTS = [f"{table}.list.element.{name}" for table, name in product(("grams", "subgroups"), GRAM_TEXTS)]
+"""Columns of a part that repeat few texts, in half a million rows."""
+RETRIES = 3
+"""Times that a block begins again whose actor was killed: one that kills them all must not go on for ever."""
 PATIENCE = 10.0
 """Seconds within which a Ray address must answer; Ray itself asks for minutes."""
 
@@ -183,7 +188,7 @@ class Parts:
     def read(self, step: RecordedStep) -> StepTables:
         """Return everything to store of a step."""
         with self._asked("be read"), self.storage.open(f"{self.root}/{self.name(step.block)}", "rb") as file:
-            part = pq.read_table(file, page_checksum_verification=True)
+            part = pq.read_table(file, page_checksum_verification=True, read_dictionary=TEXTS)
         lists = {name: part[name].combine_chunks() for name in part.column_names}
         return StepTables.decoded({name: pa.Table.from_struct_array(some.values) for name, some in lists.items()})
 
@@ -216,19 +221,26 @@ class BlockScorer:
         self.config, self.parts = config, parts
         self.scorer: Scorer | None = None
         self.steps: Iterator[RecordedStep] = iter(())
-        self.last = -1
+        self.last = inf  # Block that was read last: any is before it until the file is opened
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Score blocks as an actor of Ray Data; return the sentence of what stopped it, else an empty one."""
+    def begin(self) -> Scorer:
+        """Load the model."""
+        stored = stored_config(self.config, source_of(self.config.rollouts, self.config), "otb score", {})
+        self.scorer = Scorer(self.config, *load(self.config), Tally(), stored)
+        return self.scorer
+
+    def tried(self, block: int | None = None) -> str:
+        """Begin as an actor of Ray, or score a block; return the sentence of what stopped it, else an empty one."""
         try:
-            if self.scorer is None:
+            if block is None:
                 here = f"the machine {socket.gethostname()} has"
                 self.parts.compare(identity_of(self.config), here, "give all machines the same files and packages.")
-            for block in batch["item"].tolist():
+                self.begin()
+            else:
                 self.score(block)
         except STOPS as error:
-            return {"error": [str(error)]}
-        return {"error": [""]}
+            return str(error)
+        return ""
 
     def score(self, block: int) -> None:
         """Score a block and write its part.
@@ -238,23 +250,21 @@ class BlockScorer:
             NonFiniteError: A logit is not finite.
             StoreError: The storage refuses.
         """
-        if self.scorer is None or block <= self.last:
-            source = source_of(self.config.rollouts, self.config)
-            self.steps = read_steps(source, self.config)
-            stored = stored_config(self.config, source, "otb score", {})
-            self.scorer = self.scorer or Scorer(self.config, *load(self.config), Tally(), stored)
+        scorer = self.scorer or self.begin()
+        if block <= self.last:
+            self.steps = read_steps(source_of(self.config.rollouts, self.config), self.config)
         self.last = block
         step = next(step for step in self.steps if step.block == block)
         # Nothing is carried over from the blocks before: which these were must not matter.
-        seen = self.scorer.encoder.tally = Tally()
-        self.scorer.sampling = SamplingCheck()
-        rows = self.scorer.tables(step).encoded(step.step)
-        machine = {"device": words_of(self.scorer.model.device), "precision": self.scorer.precision}
+        seen = scorer.encoder.tally = Tally()
+        scorer.sampling = SamplingCheck()
+        rows = scorer.tables(step).encoded(step.step)
+        machine = {"device": words_of(scorer.model.device), "precision": scorer.precision}
         self.parts.write(block, rows, machine | {"seen": dict(seen)})
 
 
 def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: BlocksConfig) -> None:
-    """Score blocks by actors of Ray Data, each with a model of its own; a block whose actor is killed begins again.
+    """Score blocks by actors of Ray, each with a model of its own; a block whose actor is killed begins again.
 
     A Ray that begins here listens on the loopback interface only, unless it was imported before.
 
@@ -268,7 +278,6 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
     if address == "local":  # else Ray listens on every address of this machine, whatever it is told; it reads this once
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray  # pyright: ignore[reportMissingImports]
-    from ray.data import ActorPoolStrategy, DataContext  # pyright: ignore[reportMissingImports]
     from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -283,26 +292,26 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
             "begin one here."
         ) from error
     try:
-        DataContext.get_current().enable_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
         there = ray.cluster_resources()
         gpus = int("GPU" in there and config.device in ("auto", "cuda"))
-        size = how.actors or int(there["GPU" if gpus else "CPU"])
+        size = min(how.actors or int(there["GPU" if gpus else "CPU"]), len(blocks))
         # On another machine a relative path is one of another folder.
         same = replace(config, rollouts=config.rollouts.resolve(), model=str(place_of(config.model).resolve()))
-        scored = ray.data.from_items(list(blocks), override_num_blocks=len(blocks)).map_batches(
-            BlockScorer,
-            fn_constructor_args=(same, parts),
-            batch_size=1,
-            compute=ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
-            num_cpus=1,
-            num_gpus=gpus,
-        )
+        kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=RETRIES)(BlockScorer)
+        # Each is given blocks once its model is there: where others use the cluster, it may never begin.
+        actors = [kind.remote(same, parts) for _ in range(size)]
+        asked = {actor.tried.remote(): (actor, 0) for actor in actors}
         count_to(len(blocks), "block")
-        for row in scored.iter_rows():
-            if row["error"]:
-                raise ProcessError(f"a worker of Ray stopped: {row['error']}")
-            advance()
+        left, scored = list(reversed(blocks)), 0
+        while scored < len(blocks):
+            (done,), _ = ray.wait(list(asked))
+            actor, n = asked.pop(done)
+            if error := ray.get(done):
+                raise ProcessError(f"a worker of Ray stopped: {error}")
+            scored += n
+            advance(n)
+            if left:
+                asked[actor.tried.remote(left.pop())] = actor, 1
     except RayError as error:
         why = str(error).strip().splitlines()[-1]
         raise ProcessError(f"Ray at {address} stopped ({why}); the blocks that are there stay.") from error

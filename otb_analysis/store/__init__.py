@@ -9,7 +9,7 @@ from otb_analysis.store.asked import (
     reward_histogram,
 )
 from otb_analysis.store.compact import Compacted, compact
-from otb_analysis.store.gram import gram_rows, subgroup_rows
+from otb_analysis.store.gram import GRAM_TEXTS, gram_rows, subgroup_rows
 from otb_analysis.store.measured import attributed_steps, step_attribution
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.runs import runs_df
@@ -21,6 +21,7 @@ __all__ = [
     "ASKED_MEMORY",
     "ASKED_ROWS",
     "EXACT_ROWS",
+    "GRAM_TEXTS",
     "CommittedStudy",
     "Compacted",
     "RolloutFilter",

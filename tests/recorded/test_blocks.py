@@ -265,11 +265,10 @@ def test_ray_that_is_not_installed_is_asked_for(config, how, monkeypatch):
 
 
 def test_an_actor_without_the_model_or_with_another_one_answers_with_a_sentence(config, how, tmp_path):
-    parts, batch = Parts(how.parts, identity_of(config)), {"item": np.array([0])}
-    gone = blocks.BlockScorer(replace(config, model=str(tmp_path / "gone")), parts)(batch)
-    assert "gone does not exist" in gone["error"][0]
-    other = blocks.BlockScorer(change(config, "checkpoint", tmp_path), parts)(batch)
-    assert "a checkpoint of other contents" in other["error"][0] and parts.footer(0) is None
+    parts = Parts(how.parts, identity_of(config))
+    assert "gone does not exist" in blocks.BlockScorer(replace(config, model=str(tmp_path / "gone")), parts).tried()
+    other = blocks.BlockScorer(change(config, "checkpoint", tmp_path), parts)
+    assert "a checkpoint of other contents" in other.tried() and parts.footer(0) is None
 
 
 @pytest.fixture
@@ -297,7 +296,7 @@ def test_two_actors_on_ray_one_of_them_killed_twice_make_the_run_of_one_process(
 
     listening = set()
 
-    def look():
+    def look(blocks):
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         sockets = [one for process in processes for one in process.net_connections("tcp")]
         listening.update(one.laddr.ip.removeprefix("::ffff:") for one in sockets if one.status == psutil.CONN_LISTEN)
@@ -306,6 +305,21 @@ def test_two_actors_on_ray_one_of_them_killed_twice_make_the_run_of_one_process(
     monkeypatch.setattr(blocks, "advance", look)
     same(score(replace(config, run="one")), score_in_blocks(config, replace(how, ray=("local",), actors=2)))
     assert len(list(folder.iterdir())) == 2 and listening == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_block_that_kills_every_actor_ends_the_command(ray, config, how, monkeypatch):
+    class Killed(blocks.BlockScorer):
+        def score(self, block):
+            if block == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().score(block)
+
+    monkeypatch.setattr(blocks, "BlockScorer", Killed)
+    monkeypatch.setattr(blocks, "RETRIES", 1)
+    with pytest.raises(ProcessError, match=r"Ray at local stopped .*the blocks that are there stay"):
+        score_in_blocks(config, replace(how, ray=("local",), actors=1))
 
 
 @pytest.mark.slow
