@@ -10,10 +10,10 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from otb_analysis.config import BlocksConfig, ScoreConfig, plain_config
 from otb_analysis.devices import words_of
 from otb_analysis.errors import STOPS, InputError, ProcessError, StoreError
 from otb_analysis.extras import require
-from otb_analysis.phases import advance, count_to, counted, note, phase, plural
+from otb_analysis.phases import advance, count_to, note, phase, plural
 from otb_analysis.recorded.records import Tally
 from otb_analysis.recorded.runs import (
     PLACE,
@@ -45,7 +45,7 @@ from otb_analysis.recorded.runs import (
 )
 from otb_analysis.recorded.score import Scorer, check, load
 from otb_analysis.rollouts.models import place_of
-from otb_analysis.store import GRAM_TEXTS, StepTables
+from otb_analysis.store import GRAM_TEXTS, RunStore, StepTables
 
 PART = re.compile(r"block-\d{8}-([0-9a-f]{16})\.parquet")
 KEY = b"otb"
@@ -74,35 +74,45 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
         raise InputError(f"--actors {how.actors} are processes of Ray; add --ray, or leave --actors out.")
     path, finishes = run_path(config.rollouts, config, "scored"), how.finish or how.tasks == 1
     if finishes:
+        if config.if_exists == "error" and path.exists() and RunStore(path).info["status"] != "complete":
+            config = replace(config, if_exists="resume")  # stopped while it was made of these parts
         refuse_existing(path, config)
     parts = Parts(how.parts or f"{path}.parts", identity_of(config))
     with phase(f"counting the blocks of {config.rollouts}"):
         steps = [step.step for step in read_steps(source_of(config.rollouts, config), config)]
-    due = [] if how.finish else range(how.task, len(steps), how.tasks)
-    missing = [block for block in due if parts.footer(block) is None]
-    with phase("scoring in blocks"):
-        if missing and how.ray is not None:
-            score_on_ray(config, parts, missing, how)
-        elif missing:
-            scorer = BlockScorer(config, parts)
-            for block in counted(missing, "block"):
-                scorer.score(block)
-    if not finishes:
-        note(f"{parts.url} has the blocks of task {how.task}; when every task has ended, --finish makes the run.")
-        return None
-    footers = [(block, parts.footer(block)) for block in range(len(steps))]
-    lacking = [block for block, footer in footers if footer is None]
-    if lacking:
+    asked = range(len(steps)) if finishes else range(how.task, len(steps), how.tasks)
+    found = {block: parts.footer(block) for block in asked}
+    lacking = [block for block, footer in found.items() if footer is None]
+    if how.finish and lacking:
         raise InputError(
             f"{parts.url} lacks {plural(len(lacking), 'block')} of {len(steps)}, first block {lacking[0]} (step "
             f"{steps[lacking[0]]}); run the task that has it again, or leave --finish out to score what is missing."
         )
-    made = [footer for _, footer in footers if footer is not None]
-    machine = {name: ", ".join(sorted({one[name] for one in made})) for name in ("device", "precision")}
-    source = source_of(config.rollouts, config)
-    stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
-    record_run(path, config, stored, source, parts.read, machine=machine)
-    note_tally(Tally(sum((Counter(one["seen"]) for one in made), Counter())))
+    on_ray = lacking and how.ray is not None
+    scored = score_on_ray(config, parts, [*lacking], how) if on_ray else score_here(config, parts, [*lacking])
+
+    def make(step: RecordedStep) -> StepTables:
+        while step.block in lacking:
+            lacking.remove(next(scored))
+        tables, found[step.block] = parts.read(step.block)
+        return tables
+
+    def machine() -> dict[str, str]:
+        made = [footer for footer in found.values() if footer is not None]
+        return {name: ", ".join(sorted({one[name] for one in made})) for name in ("device", "precision")}
+
+    with closing(scored):
+        if not finishes:
+            with phase("scoring in blocks"):
+                count_to(len(lacking), "block")
+                for _ in scored:
+                    advance()
+            note(f"{parts.url} has the blocks of task {how.task}; when every task has ended, --finish makes the run.")
+            return None
+        source = source_of(config.rollouts, config)
+        stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
+        record_run(path, config, stored, source, make, machine, len(steps))  # while later ones are scored
+    note_tally(Tally(sum((Counter(one["seen"]) for one in found.values() if one), Counter())))
     return path
 
 
@@ -185,12 +195,13 @@ class Parts:
         with self._asked("be written"):
             self._put(self.name(block), content.getvalue().to_pybytes())
 
-    def read(self, step: RecordedStep) -> StepTables:
-        """Return everything to store of a step."""
-        with self._asked("be read"), self.storage.open(f"{self.root}/{self.name(step.block)}", "rb") as file:
+    def read(self, block: int) -> tuple[StepTables, dict[str, Any]]:
+        """Return everything to store of a block's step, and what its part says of itself."""
+        with self._asked("be read"), self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
             part = pq.read_table(file, page_checksum_verification=True, read_dictionary=TEXTS)
         lists = {name: part[name].combine_chunks() for name in part.column_names}
-        return StepTables.decoded({name: pa.Table.from_struct_array(some.values) for name, some in lists.items()})
+        tables = {name: pa.Table.from_struct_array(some.values) for name, some in lists.items()}
+        return StepTables.decoded(tables), json.loads((part.schema.metadata or {})[KEY])
 
     def _put(self, name: str, content: bytes) -> None:
         """Write a file: under another name first where that can be changed at once, elsewhere by one put."""
@@ -263,8 +274,16 @@ class BlockScorer:
         self.parts.write(block, rows, machine | {"seen": dict(seen)})
 
 
-def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: BlocksConfig) -> None:
-    """Score blocks by actors of Ray, each with a model of its own; a block whose actor is killed begins again.
+def score_here(config: ScoreConfig, parts: Parts, blocks: Sequence[int]) -> Generator[int]:
+    """Score blocks by this process; yield each."""
+    scorer = BlockScorer(config, parts)
+    for block in blocks:
+        scorer.score(block)
+        yield block
+
+
+def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: BlocksConfig) -> Generator[int]:
+    """Score blocks by actors of Ray, each with a model of its own; yield each. One whose actor is killed begins again.
 
     A Ray that begins here listens on the loopback interface only, unless it was imported before.
 
@@ -298,20 +317,21 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
         # On another machine a relative path is one of another folder.
         same = replace(config, rollouts=config.rollouts.resolve(), model=str(place_of(config.model).resolve()))
         kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=RETRIES)(BlockScorer)
-        # Each is given blocks once its model is there: where others use the cluster, it may never begin.
+        # Each is given blocks once its model is there: where others use the cluster, it may never begin. It always has
+        # one more to go on with, since this process writes steps meanwhile.
         actors = [kind.remote(same, parts) for _ in range(size)]
-        asked = {actor.tried.remote(): (actor, 0) for actor in actors}
-        count_to(len(blocks), "block")
-        left, scored = list(reversed(blocks)), 0
-        while scored < len(blocks):
+        asked: dict[Any, tuple[Any, int | None]] = {actor.tried.remote(): (actor, None) for actor in actors}
+        left, n_left = iter(blocks), len(blocks)
+        while n_left:
             (done,), _ = ray.wait(list(asked))
-            actor, n = asked.pop(done)
+            actor, block = asked.pop(done)
             if error := ray.get(done):
                 raise ProcessError(f"a worker of Ray stopped: {error}")
-            scored += n
-            advance(n)
-            if left:
-                asked[actor.tried.remote(left.pop())] = actor, 1
+            for more in islice(left, 2 if block is None else 1):
+                asked[actor.tried.remote(more)] = actor, more
+            if block is not None:
+                n_left -= 1
+                yield block
     except RayError as error:
         why = str(error).strip().splitlines()[-1]
         raise ProcessError(f"Ray at {address} stopped ({why}); the blocks that are there stay.") from error

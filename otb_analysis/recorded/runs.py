@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from otb_analysis.config import RecordedConfig, plain_config
-from otb_analysis.errors import STOPS, InputError, Interrupted, StoreError, why_ended
+from otb_analysis.errors import STOPS, InputError, Interrupted, ProcessError, StoreError, why_ended
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.phases import advance, ahead, count_to, note, phase, plural
 from otb_analysis.recorded.formats import Source, find_source
@@ -375,15 +375,17 @@ def record_run(
     stored: Mapping[str, Any],
     source: Source,
     make: Callable[[RecordedStep], StepTables],
-    machine: Mapping[str, object] | None = None,
+    machine: Callable[[], Mapping[str, object]] | None = None,
+    total: int = 0,
     lasting: bool = True,
 ) -> Path:
     """Write every step of a source that the run does not have yet, and return the run's directory.
 
     A step that is stored with as many rollouts as the source has is not made again; one with fewer is, since its file
     has grown. Stopped, the run keeps its complete steps. Nothing is written before the first step is made.
-    `config.first` steps are read, all where it is 0. `machine`: where its model runs, for run.json. A run that is not
-    `lasting` is removed soon: its files stay apart, no error names them.
+    `config.first` steps are read, all where it is 0. `machine` tells, for run.json, where the model ran of the steps
+    made so far, and `total` how many there are, 0 where nobody counted. A run that is not `lasting` is removed soon:
+    its files stay apart, no error names them.
 
     Raises:
         InputError: The run exists and must not be touched, was made otherwise, or a record is refused; the steps before
@@ -395,17 +397,17 @@ def record_run(
         note(f"{source.reward[0].upper()}{source.reward[1:]}.")
     try:
         with phase(f"reading {source.path.name}"):
-            count_to(0, "step")
+            count_to(total, "step")
             run.write(source, make)
     except BaseException as error:
         kept = run.failed(error) if lasting else ""
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(f"stopped; {kept or 'nothing was written'}.") from None
-        if isinstance(error, InputError) and kept:
-            raise InputError(f"{error} {kept[0].upper()}{kept[1:]}.") from error
+        if isinstance(error, InputError | ProcessError) and kept:
+            raise type(error)(f"{error} {kept[0].upper()}{kept[1:]}.") from error
         raise
     note_tally(source.tally)
-    run.writer().finish("complete", merged=lasting)
+    run.writer().finish("complete", merged=lasting, machine=machine() if machine and run.new else None)
     return path
 
 
@@ -423,11 +425,12 @@ class _Run:
         path: Path,
         config: RecordedConfig,
         stored: Mapping[str, Any],
-        machine: Mapping[str, object] | None,
+        machine: Callable[[], Mapping[str, object]] | None,
     ):
         self.path, self.config, self.stored, self.machine = path, config, stored, machine
         self._writer: RunWriter | None = None
         self.done = dict[int, int]()  # Steps that were stored before → their rollouts
+        self.new = True  # Not gone on with
         refuse_existing(path, config)
         if config.if_exists != "resume" or not path.exists():
             return
@@ -455,7 +458,7 @@ class _Run:
             if step.step <= last:  # another attempt replaces the steps from this one on
                 self.writer()
                 self.done = {stored: n for stored, n in self.done.items() if stored < step.step}
-                self._writer = RunWriter.resume(self.path, step.step, self.machine)
+                self._writer = RunWriter.resume(self.path, step.step, self.machine and self.machine())
             n, n_stored, last = len(step.group), self.done.get(step.step, 0), step.step
             if n_stored > n:
                 raise InputError(
@@ -463,18 +466,21 @@ class _Run:
                     "file has changed, so begin anew with --if-exists replace."
                 )
             if n_stored < n:
-                self.writer().write_step(step.step, tables or make(step))
+                tables = tables or make(step)
+                self.writer().write_step(step.step, tables)
             advance()
 
     def writer(self) -> RunWriter:
         """Return the run's writer; the first call makes or reopens the directory."""
         if self._writer is None:
-            if self.config.if_exists == "resume" and self.path.exists():
-                self._writer = RunWriter.resume(self.path, max(self.done, default=-1) + 1, self.machine)
+            machine = self.machine and self.machine()
+            self.new = not (self.config.if_exists == "resume" and self.path.exists())
+            if not self.new:
+                self._writer = RunWriter.resume(self.path, max(self.done, default=-1) + 1, machine)
             else:
                 policy = "replace" if self.config.if_exists == "replace" else "error"
                 root, name = self.path.parent, self.path.name
-                self._writer = RunWriter.create(root, name, self.stored, if_exists=policy, machine=self.machine)
+                self._writer = RunWriter.create(root, name, self.stored, if_exists=policy, machine=machine)
         return self._writer
 
     def failed(self, error: BaseException) -> str:

@@ -75,7 +75,7 @@ def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
     scorer = Scorer(config, model, tokenizer, Tally(), stored)
     machine = {"device": words_of(model.device), "precision": scorer.precision}
     note(first_line(machine, scorer.why))
-    record_run(path, config, stored, source, scorer.tables, machine)
+    record_run(path, config, stored, source, scorer.tables, lambda: machine)
     note_tally(scorer.encoder.tally)
     return path
 

@@ -228,11 +228,17 @@ class RunWriter:
         self._last_step = step
 
     def finish(
-        self, status: Literal["complete", "failed"] = "complete", reason: str = "", *, merged: bool = True
+        self,
+        status: Literal["complete", "failed"] = "complete",
+        reason: str = "",
+        *,
+        merged: bool = True,
+        machine: Mapping[str, object] | None = None,
     ) -> None:
         """Record in run.json how the run ended; a complete one becomes one Parquet file per table if `merged`.
 
-        Ranks other than 0 have nothing to record.
+        `machine` says anew where its model ran, if others than the first joined in. Ranks other than 0 have nothing to
+        record.
 
         Raises:
             StoreError: run.json or the catalogue cannot be read or written.
@@ -243,6 +249,7 @@ class RunWriter:
             steps = catalogue.written_steps(db, self.path)
         ended = {"number": len(steps), "first": steps[0], "last": steps[-1]} if steps else {"number": 0}
         info = read_run_file(self.path) | {"status": status, "reason": reason, "updated": now(), "steps": ended}
+        info |= {"machine": dict(machine)} if machine else {}
         try:
             (self.path / RESERVE).unlink(missing_ok=True)
             write_run_file(self.path, info)
