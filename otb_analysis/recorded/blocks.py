@@ -199,9 +199,10 @@ class Parts:
         """Return everything to store of a block's step, and what its part says of itself."""
         with self._asked("be read"), self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
             part = pq.read_table(file, page_checksum_verification=True, read_dictionary=TEXTS)
+            about = json.loads((part.schema.metadata or {})[KEY])
         lists = {name: part[name].combine_chunks() for name in part.column_names}
         tables = {name: pa.Table.from_struct_array(some.values) for name, some in lists.items()}
-        return StepTables.decoded(tables), json.loads((part.schema.metadata or {})[KEY])
+        return StepTables.decoded(tables), about
 
     def _put(self, name: str, content: bytes) -> None:
         """Write a file: under another name first where that can be changed at once, elsewhere by one put."""
@@ -243,11 +244,11 @@ class BlockScorer:
     def tried(self, block: int | None = None) -> str:
         """Begin as an actor of Ray, or score a block; return the sentence of what stopped it, else an empty one."""
         try:
-            if block is None:
+            if self.scorer is None:  # begun anew, too, perhaps on another machine
                 here = f"the machine {socket.gethostname()} has"
                 self.parts.compare(identity_of(self.config), here, "give all machines the same files and packages.")
                 self.begin()
-            else:
+            if block is not None:
                 self.score(block)
         except STOPS as error:
             return str(error)
@@ -313,7 +314,7 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
     try:
         there = ray.cluster_resources()
         gpus = int("GPU" in there and config.device in ("auto", "cuda"))
-        size = min(how.actors or int(there["GPU" if gpus else "CPU"]), len(blocks))
+        size = min(how.actors or int(there.get("GPU" if gpus else "CPU", 1)), len(blocks))
         # On another machine a relative path is one of another folder.
         same = replace(config, rollouts=config.rollouts.resolve(), model=str(place_of(config.model).resolve()))
         kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=RETRIES)(BlockScorer)
