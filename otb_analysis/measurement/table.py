@@ -4,9 +4,10 @@
 nobody measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,12 +234,14 @@ def token_rows(
     `estimate` is of the estimator that trains. Tokens are decoded one by one, so that readers need no tokenizer.
     """
     n, t = np.nonzero(table.present)
-    texts, soft = dict[int, str](), table.soft
-    for i in np.unique(table.token_id[n, t]).tolist():
-        # The text of a soft token is the likeliest token's behind a tilde.
-        is_soft = soft is not None and i >= soft.first
-        token = int(soft.likeliest[i - soft.first]) if soft is not None and is_soft else i
-        texts[i] = "~" * is_soft + str(tokenizer.decode([token]))
+    ids, soft = table.token_id[n, t], table.soft
+    if soft is None:
+        texts = token_texts(tokenizer, ids.tolist())
+    else:  # the text of a soft token is the likeliest token's behind a tilde
+        of_soft, likeliest = ids >= soft.first, ids.copy()
+        likeliest[of_soft] = soft.likeliest.cpu().numpy()[ids[of_soft] - soft.first]
+        known = token_texts(tokenizer, likeliest.tolist())
+        texts = ["~" * one + text for one, text in zip(of_soft.tolist(), known, strict=True)]
     policy, drawn = table.mask[n, t], table.drawn[n, t]
 
     def floats(x: Float, known: Bool = policy) -> np.ma.MaskedArray:
@@ -250,8 +253,8 @@ def token_rows(
         "rollout": n,
         "turn": table.turn[n, t],
         "t": t,
-        "token_id": table.token_id[n, t],
-        "token": [texts[i] for i in table.token_id[n, t].tolist()],
+        "token_id": ids,
+        "token": texts,
         "mask": policy,
         "logprob": floats(stats.logprob),
         "behavior_logprob": np.ma.masked_array(behavior, mask=~policy | np.isnan(behavior)),
@@ -274,6 +277,18 @@ def token_rows(
     for name, x in {**numbers, **measured.further}.items():
         columns[name] = np.ma.masked_invalid(np.where(table.mask, x, np.nan)[n, t])
     return columns | {"measured_by": np.where(table.mask, measured.measured_by, "none")[n, t]}
+
+
+_TEXTS = WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, str]]()
+"""What was decoded, kept as long as the tokenizer: a step's thousand different tokens are those of the step before."""
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token, decoded by itself."""
+    known = _TEXTS.setdefault(tokenizer, {})
+    if new := list(set(ids) - known.keys()):  # of none, one text would come back
+        known.update(zip(new, tokenizer.batch_decode([[i] for i in new]), strict=True))
+    return [known[i] for i in ids]
 
 
 def rollout_rows(rollouts: Rollouts, table: TokenTable, measured: TokenMeasurements) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from otb_analysis.measurement.table import TokenTable
+from otb_analysis.measurement.table import TokenTable, token_texts
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Float
 
@@ -29,7 +29,7 @@ def worst_tables(
     power = power / power.sum()
     n, t = np.unravel_index(np.argsort(-power, axis=None)[:TOKENS], power.shape)
     tokens = {
-        "rollout": n, "position": t, "token": [str(tokenizer.decode([i])) for i in table.token_id[n, t].tolist()],
+        "rollout": n, "position": t, "token": token_texts(tokenizer, table.token_id[n, t].tolist()),
         "probability": np.exp(table.stats.logprob[n, t]), "entropy": table.stats.entropy[n, t],
         "advantage": advantage[n, t], "share": power[n, t],
     }  # fmt: skip

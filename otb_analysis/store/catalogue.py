@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -62,6 +63,7 @@ _SQL = {
     "BOOLEAN": "BOOLEAN",
 }
 _ARROW = {_SQL[dtype]: kind for dtype, kind in ARROW.items()}
+_KINDS = frozenset(ARROW.values())
 hash_array: Any = pandas_hash_array
 WAIT = 60
 """Seconds to wait for a transaction of another process; they take milliseconds. A writer then says so and waits on."""
@@ -145,10 +147,14 @@ def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) 
     values: dict[str, object] = {"step": step}
     for table in _SCHEMA:
         rows = tables.get(table, pa.table({}))
+        if not len(rows):
+            values |= {f"{table}_rows": 0, f"{table}_sums": b""}
+            continue
         if table == "steps":  # say which numbers are NaN or infinite: Parquet tells NaN from null, frames do not
-            numbers = [field.name for field in rows.schema if pa.types.is_floating(field.type)]
-            finite = {name: call_function("is_finite", [rows[name]]).to_pylist() for name in numbers}
-            named = [", ".join(n for n in numbers if finite[n][row] is False) or None for row in range(len(rows))]
+            named = [
+                ", ".join(name for name, x in row.items() if isinstance(x, float) and not isfinite(x)) or None
+                for row in rows.to_pylist()
+            ]
             column: Any = pa.array(named, pa.string())
             if "not_finite" in rows.column_names:  # of an earlier run
                 column = call_function("coalesce", [rows["not_finite"].cast(pa.string()), column])
@@ -174,15 +180,14 @@ def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, by
                 if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
                     raise  # of the disk
                 raise InputError(f"{table} cannot have a column {field.name!r} ({error}); rename it.") from error
-    if len(rows):
-        columns = [column.to_pylist() for column in rows.columns]
-        for at, field in enumerate(rows.schema):
-            if pa.types.is_floating(field.type):  # SQLite would store NaN as null
-                columns[at] = ["nan" if v != v else v for v in columns[at]]
-        places = f"({', '.join(map(quoted, rows.column_names))}) VALUES ({', '.join('?' * len(columns))})"
-        db.executemany(f"INSERT INTO {table} {places}", zip(*columns, strict=True))
-    found = {name: column_sums(name, rows[name], [0, len(rows)])[0] for name in rows.column_names}
-    return len(rows), np.array([found.get(name, 0) for name in types], dtype="<u8").tobytes()
+    columns = [column.to_pylist() for column in rows.columns]
+    for at, field in enumerate(rows.schema):
+        if pa.types.is_floating(field.type):  # SQLite would store NaN as null
+            columns[at] = ["nan" if v != v else v for v in columns[at]]
+    places = f"({', '.join(map(quoted, rows.column_names))}) VALUES ({', '.join('?' * len(columns))})"
+    db.executemany(f"INSERT INTO {table} {places}", zip(*columns, strict=True))
+    sums = column_sums(dict(zip(rows.column_names, rows.columns, strict=True)), [0, len(rows)])
+    return len(rows), np.array([sums[name][0] if name in sums else 0 for name in types], dtype="<u8").tobytes()
 
 
 def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
@@ -191,16 +196,15 @@ def _fitting(table: str, rows: pa.Table, types: Mapping[str, str]) -> pa.Table:
     for name, column in zip(rows.column_names, rows.columns, strict=True):
         if column.null_count == len(column):  # null is what a column holds that is left out
             continue
-        if pa.types.is_float16(column.type):
-            column = column.cast(pa.float32())
-        elif pa.types.is_integer(column.type) and column.type != pa.int32():
+        if column.type not in _KINDS:
+            wider = pa.string() if pa.types.is_large_string(column.type) else None
+            wider = pa.float32() if pa.types.is_float16(column.type) else wider
+            wider = pa.int64() if pa.types.is_integer(column.type) else wider
             try:
-                column = column.cast(pa.int64())
+                column = column.cast(wider) if wider else column
             except pa.ArrowInvalid as error:
                 raise InputError(f"column {name!r} of {table} cannot be stored ({error}); pass it as text.") from error
-        elif pa.types.is_large_string(column.type):
-            column = column.cast(pa.string())
-        if column.type not in ARROW.values() or (types.get(name) == "TEXT" and not pa.types.is_string(column.type)):
+        if column.type not in _KINDS or (types.get(name) == "TEXT" and not pa.types.is_string(column.type)):
             texts = [None if value is None else json.dumps(value, default=str) for value in column.to_pylist()]
             column = pa.chunked_array([pa.array(texts, pa.string())])
         elif pa.types.is_string(column.type) and types.get(name, "TEXT") != "TEXT":
@@ -338,7 +342,7 @@ class _Expected:
         if len(of_rows) != n or (of_rows != np.repeat(self.steps, np.diff(self.ends))).any():
             raise _changed(self.where, f"it has {len(of_rows)} rows of {self.name} where {n} were written")
         for name, column in arrays.items():
-            wrong = np.flatnonzero(column_sums(name, column, self.ends) != self.sums[name])
+            wrong = np.flatnonzero(column_sums({name: column}, self.ends)[name] != self.sums[name])
             if len(wrong):
                 step = self.steps[wrong[0]]
                 raise _changed(self.where, f"{name} of {self.name} at step {step} is not what was written")
@@ -359,26 +363,41 @@ def _array(values: Sequence[Any], kind: str) -> pa.Array:
     return found if pa.types.is_integer(arrow) and pa.types.is_floating(found.type) else found.cast(arrow)
 
 
-def column_sums(name: str, column: pa.ChunkedArray | pa.Array, ends: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return a sum over each run of rows of a column [len(ends) − 1] that changes with any value, null or order.
+def column_sums(
+    columns: Mapping[str, pa.ChunkedArray | pa.Array], ends: Sequence[int] | np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return, of each column, a sum over each run of rows [len(ends) − 1] that changes with any value, null or order.
 
     Args:
         ends: Where the runs begin, then where the last one ends.
     """
-    if column.null_count == len(column):
-        return np.zeros(len(ends) - 1, np.uint64)
-    valid = column.is_valid().to_numpy(zero_copy_only=False)
-    if pa.types.is_string(column.type):
-        seen = hash_array(column.fill_null("").to_numpy(zero_copy_only=False), categorize=False)
-    else:  # flags and whole numbers as floats: a later step may make floats of a column
-        whole = column.cast(pa.int64()) if not pa.types.is_floating(column.type) else column
-        values = whole.fill_null(0).to_numpy().astype(np.float64) + 0.0  # −0 is stored as 0
-        seen = hash_array(np.where(np.isnan(values), np.nan, values))  # one kind of NaN
-    place = np.arange(len(seen)) - np.repeat(np.asarray(ends)[:-1], np.diff(ends))
+    where, n = np.asarray(ends), int(ends[-1])
+    filled = [name for name, column in columns.items() if column.null_count < len(column)]
+    texts = [name for name in filled if pa.types.is_string(columns[name].type)]
+    names = [*texts, *(name for name in filled if name not in texts)]
+    seen, values = np.zeros((len(names), n), np.uint64), np.zeros((len(names) - len(texts), n))
+    if texts:
+        whole = (column.fill_null("") if column.null_count else column for column in (columns[name] for name in texts))
+        of_texts = [column.to_numpy(zero_copy_only=False) for column in whole]
+        seen[: len(texts)] = hash_array(np.concatenate(of_texts), categorize=False).reshape(-1, n)
+    # Flags and whole numbers as floats, and null as NaN: a later step may make floats of a column.
+    for row, name in zip(values, names[len(texts) :], strict=True):
+        row[:] = columns[name].to_numpy(zero_copy_only=False)
+    values += 0.0  # −0 is stored as 0
+    values[np.isnan(values)] = np.nan  # one kind of it
+    seen[len(texts) :] = hash_array(values.ravel()).reshape(values.shape)
+    place = np.arange(n) - np.repeat(where[:-1], np.diff(where))
+    keys = np.array([crc32(name.encode()) + 1 for name in names], np.uint64)
     with np.errstate(over="ignore"):
-        seen = seen ^ np.uint64(crc32(name.encode()) + 1)
-        seen = np.where(valid, seen * (2 * place.astype(np.uint64) + np.uint64(1)), np.uint64(0))
-        return np.diff(np.concatenate([[np.uint64(0)], np.cumsum(seen, dtype=np.uint64)])[np.asarray(ends)])
+        seen = (seen ^ keys[:, None]) * (2 * place.astype(np.uint64) + np.uint64(1))
+        for row, name in zip(seen, names, strict=True):
+            if columns[name].null_count:
+                row[~columns[name].is_valid().to_numpy(zero_copy_only=False)] = 0
+        total = np.zeros((len(names), n + 1), np.uint64)
+        np.cumsum(seen, axis=1, out=total[:, 1:])
+        sums = np.diff(total[:, where], axis=1)
+    none = np.zeros(len(where) - 1, np.uint64)
+    return {name: none for name in columns} | dict(zip(names, sums, strict=True))
 
 
 def stamp(db: sqlite3.Connection, tables: Collection[str]) -> str:

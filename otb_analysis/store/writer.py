@@ -266,9 +266,14 @@ class RunWriter:
                 note(f"{self.path} keeps a file for each step ({error}); otb compact tries again.")
 
     def _write(self, step: int, table: str, rows: pa.Table, written: list[Path]) -> Part:
-        """Write the Parquet file of a table, and return what the catalogue is to say of it."""
+        """Write the Parquet file of a table, and return what the catalogue is to say of it.
+
+        A column of the schema that is not there is written as null throughout, so that all files are alike.
+        """
+        given = dict(zip(rows.column_names, rows.columns, strict=True))
+        rows = pa.table({c.name: pa.nulls(len(rows), ARROW[c.dtype]) for c in TABLES[table]} | given)
         buffer = pa.BufferOutputStream()  # a file has hundreds of pieces, each a call of Python otherwise
-        with pq.ParquetWriter(buffer, rows.schema, **parquet_options(rows.schema)) as writer:
+        with pq.ParquetWriter(buffer, rows.schema, **parquet_options(rows.schema, lasting=False)) as writer:
             writer.write_table(rows, row_group_size=ROW_GROUP)
         content, path = buffer.getvalue().to_pybytes(), self.path / table / f"part-{step:08d}-r{self.rank}.parquet"
         path.parent.mkdir(exist_ok=True)
@@ -291,8 +296,8 @@ class RunWriter:
 def _encoded(table: str, step: int, columns: Columns) -> pa.Table:
     """Return the rows of one step as an Arrow table in the schema's order and dtypes.
 
-    None and masked entries become null and mean *not measured*; NaN stays NaN. A column of the schema that is not
-    passed is null throughout; `step` may be left out; columns beyond the schema are kept as they are.
+    None and masked entries become null and mean *not measured*; NaN stays NaN. `step` may be left out; columns beyond
+    the schema are kept as they are.
 
     Raises:
         InputError: A key column is missing or holds a null, lengths differ, or values do not fit the dtype.
@@ -305,7 +310,8 @@ def _encoded(table: str, step: int, columns: Columns) -> pa.Table:
             array: Any = columns[key]  # pa.array would take what is chunked apart, a Python object a value
             array = array if isinstance(array, pa.ChunkedArray) else pa.array(array, from_pandas=False)
             array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-            arrays[name] = array.cast(ARROW[kinds[name]]) if name in kinds else array
+            kind = ARROW[kinds[name]] if name in kinds else array.type
+            arrays[name] = array if array.type == kind else array.cast(kind)
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise InputError(
@@ -330,7 +336,7 @@ def _encoded(table: str, step: int, columns: Columns) -> pa.Table:
     if (steps != step).any():
         wrong = steps[steps != step][0]
         raise InputError(f"column 'step' of {table} holds {wrong} but step {step} is being written; leave it out.")
-    return pa.table({name: pa.nulls(n_rows, ARROW[kind]) for name, kind in kinds.items()} | arrays)
+    return pa.table({name: arrays[name] for name in [*(name for name in kinds if name in arrays), *arrays]})
 
 
 def _refuse_second_writer(path: Path) -> None:

@@ -82,13 +82,15 @@ def test_added_column_is_kept_and_null_in_steps_without_it(writer):
     assert read["reward_format"].tolist()[1] == 0.25
 
 
-def test_store_floats_are_byte_stream_split_and_zstd(writer, tables):
+def test_floats_are_byte_stream_split_and_what_lasts_is_packed_tightly(writer, tables):
     writer.write_step(0, tables(0))
-    group = pq.ParquetFile(next((writer.path / "tokens").iterdir())).metadata.row_group(0)
-    chunks = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
-    assert "BYTE_STREAM_SPLIT" in chunks["logprob"].encodings
-    assert "RLE_DICTIONARY" not in chunks["logprob"].encodings
-    assert {chunk.compression for chunk in chunks.values()} == {"ZSTD"}
+    for path, compression in (("tokens/part-00000000-r0.parquet", "SNAPPY"), ("tokens.parquet", "ZSTD")):
+        group = pq.ParquetFile(writer.path / path).metadata.row_group(0)
+        chunks = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+        assert "BYTE_STREAM_SPLIT" in chunks["logprob"].encodings
+        assert "RLE_DICTIONARY" not in chunks["logprob"].encodings
+        assert {chunk.compression for chunk in chunks.values()} == {compression}
+        writer.finish()
 
 
 def test_empty_run_gives_empty_frames_with_all_columns(writer):

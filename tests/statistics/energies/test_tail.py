@@ -17,6 +17,26 @@ def test_a_bounded_quantity_has_a_negative_index():
     assert k is not None and k < -0.5
 
 
+@pytest.mark.parametrize("k", [-0.4, -0.2, 0.0, 0.5, 2.0, 8.0])
+@pytest.mark.parametrize("n", [300, 5000])
+def test_no_shape_and_scale_fit_better(k, n):
+    x = stats.genpareto.rvs(k, size=n, random_state=3)
+    excess = x[x > np.quantile(x, 0.9)] - np.quantile(x, 0.9)
+    found = pareto_k(x)
+    scales = np.geomspace(1e-3, 1e3, 20_001) * np.median(excess)
+
+    def best(shape):
+        with np.errstate(invalid="ignore"):  # beyond the end of the law
+            loss = np.log(scales) + (1 + 1 / shape) * np.log1p(shape * excess[:, None] / scales).mean(axis=0)
+        return np.nanmin(loss)
+
+    assert found is not None and best(found) <= min(best(shape) for shape in found + np.array([-0.3, -0.1, 0.1, 0.3]))
+
+
+def test_a_tail_that_falls_off_faster_than_any_law_is_at_the_bound():
+    assert pareto_k(1 - np.random.default_rng(0).random(4000) ** 3) == -1
+
+
 def test_pareto_k_does_not_depend_on_the_unit():
     x = np.random.default_rng(1).pareto(2, size=2000)
     assert pareto_k(1e6 * x) == pytest.approx(pareto_k(x), rel=1e-6)
