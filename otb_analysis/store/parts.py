@@ -174,7 +174,8 @@ def parquet_options(schema: pa.Schema, *, lasting: bool = True) -> dict[str, Any
     coded = [name for name in others if name != "token_id"]  # of thousands of values a dictionary is no smaller
     # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
     return {
-        "compression": "zstd" if lasting else "snappy", "use_byte_stream_split": floats, "use_dictionary": coded, "write_statistics": others
+        "compression": "zstd" if lasting else "snappy", "use_byte_stream_split": floats, "use_dictionary": coded,
+        "write_statistics": others,
     }  # fmt: skip
 
 
