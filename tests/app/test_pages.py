@@ -268,7 +268,7 @@ def test_broken_token_part_spoils_only_its_page(store_root, monkeypatch, tmp_pat
     part.write_bytes(b"nothing")
     assert not open_page(tmp_path, "triage", monkeypatch).warning
     collapse = open_page(tmp_path, "run", monkeypatch, step="10")
-    assert part.name in texts(collapse) and "Rollouts that teach nothing" in [h.value for h in collapse.subheader]
+    assert part.name in texts(collapse) and "Rollouts that teach nothing" in [part.label for part in collapse.expander]
     app = open_page(tmp_path, "tokens", monkeypatch)
     assert not app.exception
     assert part.name in texts(app)
