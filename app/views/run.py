@@ -81,6 +81,15 @@ def all_detectors(findings: list[Finding]) -> None:
         place.table(cells(findings), hide_index=True)
 
 
+@st.fragment
+def teaches_nothing(run: Run, steps: pd.DataFrame) -> None:
+    """Count what nothing could be learned from, once that is asked for: a browser takes a while to draw a table."""
+    place = st.expander("Rollouts that teach nothing", key="nothing", on_change="rerun")
+    if place.open:
+        place.caption("How often nothing could be learned or measured, over all steps. It is allowed, and no error.")
+        place.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")
+
+
 def curves(info: TimelineInfo, color: str) -> None:
     """Show the first curves small, each with its last value, its first one, and the alarms that are about it."""
     for place, series in zip(st.columns(CURVES), info.series[:CURVES], strict=False):
@@ -201,6 +210,4 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     if st.toggle("Compare all baselines on this run's own rollouts", key="advise", bind="query-params"):
         with frame():
             st.markdown("  \n".join(map(plain, data.answers(data.measured(run)).lines)))
-    st.subheader("Rollouts that teach nothing", anchor=False)
-    st.caption("How often nothing could be learned or measured, counted over all steps. It is allowed, and no error.")
-    st.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")
+    teaches_nothing(run, steps)

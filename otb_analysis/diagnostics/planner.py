@@ -9,7 +9,7 @@ whether dead ones were left out before the rollouts were recorded.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from math import comb
 from typing import Any
@@ -81,6 +81,12 @@ def dead_share_of(counts: tuple[int, ...], size: int) -> float:
     return sum(comb(k, size) for k in counts) / comb(sum(counts), size)
 
 
+@lru_cache(4096)
+def _counts(rewards: tuple[float, ...]) -> tuple[int, ...]:
+    """Return how often each distinct reward was met."""
+    return tuple(sorted(Counter(rewards).values()))
+
+
 def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadGroups, ...]:
     """Return the share of dead groups at 2, 4, 8, … and at the largest recorded size, from (prompt, rewards) of groups.
 
@@ -89,16 +95,18 @@ def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadG
     error: there it is Clopper and Pearson's. A mean of values from 0 to 1 that is μ gives K zeros with probability
     (1 − μ)^K at most: 1 − .025^(1/K) bounds it.
     """
-    largest = max((len(rewards) for _, rewards in groups), default=0)
-    counted = [(prompt, tuple(sorted(Counter(rewards).values())), len(rewards)) for prompt, rewards in groups]
+    recorded = np.array([len(rewards) for _, rewards in groups], np.int64)
+    largest, numbers, kinds = int(recorded.max(initial=0)), dict[object, int](), dict[tuple[int, ...], int]()
+    prompt = np.array([numbers.setdefault(name, len(numbers)) for name, _ in groups], np.int64)
+    kind = np.array([kinds.setdefault(_counts(tuple(rewards)), len(kinds)) for _, rewards in groups], np.int64)
     sizes = sorted({2**k for k in range(1, largest.bit_length()) if 2**k <= largest} | ({largest} - {0, 1}))
     rows = []
     for size in sizes:
-        shares: dict[object, list[float]] = {}
-        for prompt, counts, recorded in counted:
-            if recorded >= size:
-                shares.setdefault(prompt, []).append(dead_share_of(counts, size))
-        table = np.array([[sum(each), len(each)] for each in shares.values()])
+        chosen = recorded >= size
+        share_of = np.array([dead_share_of(counts, size) if sum(counts) >= size else np.nan for counts in kinds])
+        total = np.bincount(prompt[chosen], share_of[kind[chosen]], len(numbers))
+        table = np.stack([total, np.bincount(prompt[chosen], minlength=len(numbers))], axis=1)
+        table = table[table[:, 1] > 0]
         share = cluster_jackknife(table, lambda mean: mean[..., 0] / mean[..., 1], f"dead groups of {size}", "linear")
         assert share is not None
         low, high = share.low, share.high

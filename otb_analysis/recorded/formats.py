@@ -52,6 +52,7 @@ NOT_AS_WRITTEN = (TypeError, LookupError, AttributeError, ValueError, OverflowEr
 EVALUATIONS = r"(^|/)(eval|validation|val[-_./])"
 """How files or folders begin that hold rollouts that nothing trained on."""
 LEFT = "file of evaluations beside those of training was left out; pass it alone"
+NO_ROLLOUTS = "file without rollouts beside those with them was left out"
 OPTIONAL = ("group", "step", "prompt", "prompt_ids", "ids", "mask", "completion", "grad_norm")
 """Fields that all records of a source have, or none, beside their columns."""
 Reader = Callable[[Fields, Tally, Mapping[str, float]], RecordedRollout | None]
@@ -79,6 +80,14 @@ class Format:
     fold: Callable[[Iterable[tuple[Place, Row]], Sequence[Path], Tally], Iterable[tuple[Place, Row]]] = (
         lambda rows, files, tally: rows
     )
+
+    def fits(self, row: Row) -> bool:
+        """Return whether a row has every field."""
+        return all(name in row or self.instead.get(name) in row for name in self.fields)
+
+    def resembles(self, row: Row) -> bool:
+        """Return whether a row has any field but the reward, which metrics have, too."""
+        return any(name in row or self.instead.get(name) in row for name in self.fields - {self.reward})
 
 
 FORMATS: dict[str, Format] = {
@@ -280,8 +289,15 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
 
     # A package's formats come before `plain`, which many files fit.
     tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
+    files: tuple[Path, ...] = ()
     fields: Row = {}  # Of the first rollout; none where a file has no rows
     first = dict[Path, Row]()  # Of each file: every format asks, and a file of one array is parsed whole
+
+    def first_of(file: Path, kind: Format) -> Row:
+        if file not in first:
+            first[file] = next((row for _, row in rows_of(file, Tally())), {})
+        return next(kind.unfold(first[file]), {})
+
     for one in tried:
         try:
             kind = format_of(one)
@@ -291,17 +307,20 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
             note(str(error))
             continue
         files = _files(path, kind, tally := Tally())
-        fields = {}
-        if files and name == "auto":
-            if files[0] not in first:
-                first[files[0]] = next((row for _, row in rows_of(files[0], Tally())), {})
-            fields = next(kind.unfold(first[files[0]]), {})
-        fits = all(field in fields or kind.instead.get(field) in fields for field in kind.fields)
+        if "*" in kind.names and len(alike := {_unnumbered(file): file for file in reversed(files)}) > 1:
+            # What else lies in the folder, as metrics.jsonl does; of numbered files one is looked at.
+            others = {name for name, file in alike.items() if not kind.resembles(first_of(file, kind))}
+            for file in files if len(others) < len(alike) else ():
+                if _unnumbered(file) in others:
+                    tally.note(NO_ROLLOUTS, file.relative_to(path))
+                    files = tuple(other for other in files if other != file)
+        fields = first_of(files[0], kind) if files and name == "auto" else {}
+        fits = kind.fits(fields)
         if kind.never in fields and not any(files[0].match(pattern) for pattern in kind.names):
             continue
         if files and (fits or name != "auto"):
             return Source(path, one, files, tally)
-    files = _files(path, FORMATS["plain"], Tally())
+    files = files if name == "auto" else _files(path, FORMATS["plain"], Tally())  # the last that were tried
     if not files:
         raise InputError(
             f"{path} has no file that ends in {', '.join(SUFFIXES)}; pass what another trainer wrote, or convert it to "
@@ -314,6 +333,11 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
         f"{path} is in no known format: {files[0].name} has {', '.join(sorted(fields)) or 'nothing'}; write prompt, "
         f"completion, reward (and group) into each record, or name the format by --format: {', '.join(FORMATS)}."
     )
+
+
+def _unnumbered(file: Path) -> str:
+    """Return the name of a file without its numbers."""
+    return re.sub(r"\d+", "", file.name)
 
 
 def _files(path: Path, kind: Format, tally: Tally) -> tuple[Path, ...]:

@@ -50,6 +50,8 @@ TOGETHER = "rollouts of one row"
 """A field that such a row's rollouts get: they are a group, whatever its prompt."""
 PADDING = re.compile(r"pad[0-9a-f]{32}")
 """How the uid of a row begins that verl made up to fill a batch."""
+SESSION = re.compile(r"((.+)_\d+)_(\d+)")
+"""What verl's V1 puts into a uid: prompt, session and output. Elsewhere it names a prompt, as `gsm8k_12` does."""
 PADDED = "synthetic padding row of verl was left out"
 UNSCORED = "reward function of TRL gave no number (NaN) and counts as 0, as TRL counts it"
 UNSCORABLE = "completion that no reward function could score is left out, as TRL leaves it out of the baseline"
@@ -118,7 +120,7 @@ def plain(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorde
         reward=parts[total] if total else sum(parts.values()),
         reward_parts=parts if isinstance(paid, dict) else {},
         prompt=None if messages or not prompted else fields.text("prompt"),
-        answer=fields.text("answer") if "answer" in fields else None,
+        answer=str(fields.key("answer")) if "answer" in fields else None,
         completion=None if messages or not given else fields.text("completion"),
         messages=tuple(messages),
         group=str(place) if TOGETHER in fields and "group" not in fields else fields.key("group"),
@@ -427,6 +429,7 @@ def verl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorded
     V1 names prompt, session and output in `uid`; V0 has none, and the prompt decides.
     """
     uid = fields.text("uid") if "uid" in fields else None
+    session = SESSION.fullmatch(uid or "")
     if uid is not None and PADDING.match(uid):
         tally[PADDED] += 1
         return None
@@ -441,7 +444,7 @@ def verl(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recorded
         prompt=fields.text("input"),
         completion=fields.text("output"),
         special="removed",
-        group=None if uid is None else uid.rsplit("_", 2)[0],
+        group=session[2] if session else uid,
         step=fields.whole_number("step"),
     )
 
@@ -454,9 +457,9 @@ def last_outputs(rows: Iterable[tuple[Place, Row]], files: Sequence[Path], tally
     for _, part in groupby(rows, key=lambda one: one[0].file):
         sessions: dict[str, list[tuple[int, Place, Row]]] = {}
         for place, row in part:
-            session, _, output = str(row.get("uid") or "").rpartition("_")
-            if session.count("_") and output.isdecimal() and not PADDING.match(session):
-                sessions.setdefault(session, []).append((int(output), place, row))
+            session = SESSION.fullmatch(str(row.get("uid") or ""))
+            if session and not PADDING.match(session[1]):
+                sessions.setdefault(session[1], []).append((int(session[3]), place, row))
             else:
                 yield place, row
         for outputs in sessions.values():

@@ -13,10 +13,12 @@ import re
 import sqlite3
 import sys
 import zipfile
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -221,6 +223,8 @@ def _json_rows(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
     else:
         opened = io.BufferedReader(path.open("rb", buffering=0), READ)
     with opened as file:
+        if file.peek(3).startswith(BOM_UTF8):
+            file.read(3)
         first = file.peek(1)[:1]
         while first.isspace():
             file.read(1)
@@ -530,6 +534,7 @@ class Fields:
         value = self._value(name)
         while isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
+        value = float(value) if isinstance(value, Decimal) else value  # as databases write Parquet
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._unfit(name, value, "a number")
         if abs(value) > sys.float_info.max:
@@ -564,7 +569,7 @@ class Fields:
         """Return a whole number from 0 that a table can hold, also where it was written as a text."""
         value = self._value(name)
         try:
-            whole = int(str(value))
+            whole = int(value) if isinstance(value, float) and value.is_integer() else int(str(value))
         except ValueError:
             raise self._unfit(name, value, "a whole number") from None
         if not 0 <= whole < 2**63:

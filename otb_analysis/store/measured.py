@@ -1,6 +1,7 @@
 """What pages and commands read of a run's measurements: exact norms, and the attribution of a step."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -61,8 +62,8 @@ def exact_steps(store: RunStore) -> list[int]:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    query = "SELECT step FROM steps WHERE n_measured_prompts > 0 ORDER BY step"
-    return [int(step) for step in store.sql(query)["step"]]
+    rows: Any = store.rows("steps", ["step", "n_measured_prompts"]).to_pandas()
+    return rows["step"][rows["n_measured_prompts"] > 0].tolist()
 
 
 def first_step(steps: Sequence[int], exact: Sequence[int]) -> int:

@@ -160,7 +160,10 @@ class RunStore:
         """
         with self._reading() as db:
             if table not in SMALL:
-                return sorted({p.step for p in listed(db, self.path, table) if column in p.recorded.split(",")})
+                found = catalogue.read(db, self.path, "parts", None, ["step", "table", "recorded"])
+                texts = [text for text in found["recorded"].unique().to_pylist() if column in (text or "").split(",")]
+                chosen = (pc.field("table") == table) & pc.field("recorded").isin(pa.array(texts, pa.string()))
+                return sorted(set(found.filter(chosen)["step"].to_pylist()))
             if column not in catalogue.column_names(db, table):
                 return []
             rows = catalogue.read(db, self.path, table, columns=["step", column])

@@ -235,6 +235,12 @@ def test_verl_names_groups_by_uid_and_its_padding_rows_are_left_out_and_counted(
     assert [record.group for record in read(jsonl(verl_rows(1), "2.jsonl"))] == [None, None]
 
 
+@pytest.mark.parametrize("uid", ["gsm8k_12", "math_train_7", "gsm8k"])
+def test_a_uid_of_verl_that_names_a_prompt_is_its_group_whole(jsonl, uid):
+    rows = [row | {"uid": name} for row in verl_rows(2) for name in (uid, f"{uid}1")]
+    assert [record.group for record in read(jsonl(rows, "1.jsonl"))] == [uid, f"{uid}1"] * 2
+
+
 def test_a_multi_turn_dump_of_verl_is_refused_with_the_reason(jsonl):
     with pytest.raises(InputError, match=r"record 1 has 4 turns, but verl's dumps hold no masks"):
         read(jsonl(verl_rows(1, num_turns=4)))

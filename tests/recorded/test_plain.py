@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from otb_analysis.config import ImportConfig
 from otb_analysis.errors import InputError
 from otb_analysis.phases import NOTES
 from otb_analysis.recorded.encoding import chat_text
-from otb_analysis.recorded.formats import LEFT, find_source
+from otb_analysis.recorded.formats import LEFT, NO_ROLLOUTS, find_source
 from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.recorded.readers import BY_NAME, ERRED, FAILED
 from otb_analysis.store import RunStore
@@ -45,6 +46,32 @@ def test_token_ids_without_texts_are_rollouts(jsonl, tmp_path):
     assert store.tokens_df()["token_id"].tolist() == [3, 4, 3, 5] and store.steps_df()["n_prompts"].tolist() == [1]
     with pytest.raises(InputError, match="record 1: completion is null"):
         read(jsonl([{"prompt": "p", "prompt_ids": [1], "reward": 1.0, "completion": None, "ids": None}], "none.jsonl"))
+
+
+def test_what_other_programs_write_for_the_same_numbers_and_texts_is_read(tmp_path):
+    rows = [{"prompt": "1+1", "completion": "2", "answer": 2, "step": 3.0, "reward": 0.5}]
+    (tmp_path / "bom.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(rows).encode())  # as Excel and .NET begin a file
+    pq.write_table(pa.Table.from_pylist([{**rows[0], "reward": Decimal("0.50")}]), tmp_path / "decimal.parquet")
+    for path in tmp_path.iterdir():
+        (record,), _ = read(path)
+        assert (record.answer, record.step, record.reward) == ("2", 3, 0.5)
+    (tmp_path / "half.jsonl").write_text(json.dumps({**rows[0], "step": 3.5}))
+    with pytest.raises(InputError, match=r"step is 3\.5; it must be a whole number"):
+        read(tmp_path / "half.jsonl")
+
+
+def test_what_lies_beside_rollouts_is_left_out_and_named(jsonl, tmp_path):
+    folder = tmp_path / "run"
+    for step in (1, 2):
+        jsonl([{"prompt": "p", "completion": str(n), "reward": n} for n in range(2)], f"run/rollouts_{step}.jsonl")
+    jsonl([{"step": 1, "reward": 0.5, "loss": 1.0}], "run/metrics.jsonl")
+    (folder / "config.json").write_text(json.dumps({"lr": 1}, indent=1))
+    records, tally = read(folder)
+    assert len(records) == 4
+    assert tally == {NO_ROLLOUTS: 2} and tally.places[NO_ROLLOUTS] == ["config.json", "metrics.jsonl"]
+    jsonl([{"prompt": "p", "completion": "c"}], "run/more.jsonl")  # what lacks a field alone is refused
+    with pytest.raises(InputError, match=r"in no known format: more\.jsonl has completion, prompt"):
+        read(folder)
 
 
 def test_named_parts_of_a_reward_are_its_sum_and_kept(jsonl, tmp_path):
