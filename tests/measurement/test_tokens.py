@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 
 from otb_analysis.energies import calibrate
-from otb_analysis.measurement.table import DrawnTokens, TokenMeasurements, TokenTable, rollout_rows, token_rows
+from otb_analysis.measurement.table import (
+    DrawnTokens,
+    TokenMeasurements,
+    TokenTable,
+    rollout_rows,
+    token_rows,
+    token_texts,
+)
+from otb_analysis.rollouts.models import character_tokenizer
 from otb_analysis.tasks import Prompt
 from otb_analysis.types import Estimate, LogitStats
 
@@ -66,8 +74,20 @@ def test_estimates_fill_only_what_nobody_measured():
     assert found.drawn is not None
 
 
+def test_each_tokenizer_has_texts_of_its_own_and_is_asked_once(monkeypatch):
+    one, other = character_tokenizer("abc"), character_tokenizer("xyz")
+    ids = list(range(len(one)))
+    alone = {tokenizer: [tokenizer.decode([i]) for i in ids] for tokenizer in (one, other)}
+    assert token_texts(one, []) == []
+    assert (
+        token_texts(one, ids[:2]) + token_texts(one, ids[2:]) == alone[one] != alone[other] == token_texts(other, ids)
+    )
+    monkeypatch.setattr(one, "batch_decode", None)
+    assert token_texts(one, ids[::-1]) == alone[one][::-1]
+
+
 def test_columns_leave_what_is_no_policy_token_unmeasured():
-    columns = token_rows(TABLE, Estimate(ZERO, ZERO, ZERO > 0), exact(), SimpleNamespace(decode=str))
+    columns = token_rows(TABLE, Estimate(ZERO, ZERO, ZERO > 0), exact(), character_tokenizer("0123456789"))
     assert np.ma.getmaskarray(columns["grad_norm_sq"]).tolist() == [False, False, False, True] + [True] * 4
     assert columns["measured_by"].tolist()[:4] == ["exact", "exact", "exact", "none"]
     assert "grad_norm_sq_stderr" not in columns and "energy_calibrated" not in columns
