@@ -246,12 +246,8 @@ def _level_rows(
         yield {"what": what, "seconds": seconds, "rate": rate, "share": seconds / step}
     for level in levels() if model == "small" else {}:
         seconds, measured = _level_cost(config, level, ours.clock)
-        yield {
-            "what": f"level {level}",
-            "seconds": seconds,
-            "rate": measured / seconds or None,
-            "share": seconds / step,
-        }
+        rate = measured / seconds or None
+        yield {"what": f"level {level}", "seconds": seconds, "rate": rate, "share": seconds / step}
 
 
 def _level_cost(config: TrainConfig, level: str, clock: Callable[[], float] = perf_counter) -> tuple[float, int]:

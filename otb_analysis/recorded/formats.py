@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -282,6 +282,11 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
         if name not in ("auto", "plain"):
             raise InputError(f"--fields renames the fields of plain, but --format is {name!r}; leave one of them out.")
         files = _files(path, FORMATS["plain"], tally := Tally())
+
+        def has_named(file: Path) -> bool:
+            return any(theirs in row for _, row in islice(rows_of(file, Tally()), 1) for theirs in renamed.values())
+
+        files = _with_rollouts(files, has_named, tally)
         has = frozenset(next((row for file in files for _, row in rows_of(file, Tally())), {}))
         if lacking := [theirs for theirs in renamed.values() if theirs not in has]:
             raise InputError(f"--fields names {lacking[0]!r}, but the first record of {path} has {', '.join(has)}.")
@@ -307,13 +312,8 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
             note(str(error))
             continue
         files = _files(path, kind, tally := Tally())
-        if "*" in kind.names and len(alike := {_unnumbered(file): file for file in reversed(files)}) > 1:
-            # What else lies in the folder, as metrics.jsonl does; of numbered files one is looked at.
-            others = {name for name, file in alike.items() if not kind.resembles(first_of(file, kind))}
-            for file in files if len(others) < len(alike) else ():
-                if _unnumbered(file) in others:
-                    tally.note(NO_ROLLOUTS, file.relative_to(path))
-                    files = tuple(other for other in files if other != file)
+        if "*" in kind.names:
+            files = _with_rollouts(files, lambda file, kind=kind: kind.resembles(first_of(file, kind)), tally)
         fields = first_of(files[0], kind) if files and name == "auto" else {}
         fits = kind.fits(fields)
         if kind.never in fields and not any(files[0].match(pattern) for pattern in kind.names):
@@ -335,9 +335,20 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
     )
 
 
-def _unnumbered(file: Path) -> str:
-    """Return the name of a file without its numbers."""
-    return re.sub(r"\d+", "", file.name)
+def _with_rollouts(files: tuple[Path, ...], looks: Callable[[Path], bool], tally: Tally) -> tuple[Path, ...]:
+    """Leave out what else lies in a folder, as metrics.jsonl does; of files that differ in a number, one is looked at.
+
+    Where none looks like rollouts all stay, and are refused with a reason.
+    """
+    unnumbered = {file: re.sub(r"\d+", "", file.name) for file in files}
+    alike = {name: file for file, name in reversed(unnumbered.items())}
+    others = {name for name, file in alike.items() if not looks(file)} if len(alike) > 1 else set()
+    if len(others) == len(alike):
+        return files
+    for file in files:
+        if unnumbered[file] in others:
+            tally.note(NO_ROLLOUTS, file.name)
+    return tuple(file for file in files if unnumbered[file] not in others)
 
 
 def _files(path: Path, kind: Format, tally: Tally) -> tuple[Path, ...]:

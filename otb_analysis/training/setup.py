@@ -120,8 +120,10 @@ class Trainer:
         """Load or make everything a run needs, on its device; refuse what cannot work before anything is written.
 
         Raises:
-            InputError: Device, task, estimator, options, sizes or model directory do not exist or do not fit.
+            InputError: Device, task, estimator, options, sizes or model directory do not exist or do not fit, or
+                another process has another configuration.
         """
+        refuse_disagreement(config, processes)
         levels = config.measure.budget or any(plan.every for plan in config.measure.schedules.values())
         device = processes.device or device_of(config.device, bool(levels) or trains_on_exact(config.estimator))
         check(config, processes.size)
@@ -390,6 +392,22 @@ def refuse_other_configuration(config: TrainConfig) -> None:
                 f"{name} is {value!r} but run {config.run_name!r} was made with {old.get(name)!r}; "
                 "pass the run's own configuration to resume it, or another --run."
             )
+
+
+def refuse_disagreement(config: TrainConfig, processes: Processes) -> None:
+    """Refuse to train where processes were started with different settings; each may name a device of its own.
+
+    Raises:
+        InputError: The first field that differs, with both values, on every process.
+    """
+    first, *others = processes.gather(dict(_flat(plain_config(config))))
+    for rank, theirs in enumerate(others, start=1):
+        for name in first:
+            if name != "device" and theirs.get(name) != first[name]:
+                raise InputError(
+                    f"{name} is {theirs.get(name)!r} on process {rank} and {first[name]!r} on process 0; launch all "
+                    "processes with one configuration."
+                )
 
 
 def interruption_sentence(config: TrainConfig) -> str:

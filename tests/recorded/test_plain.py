@@ -69,6 +69,11 @@ def test_what_lies_beside_rollouts_is_left_out_and_named(jsonl, tmp_path):
     records, tally = read(folder)
     assert len(records) == 4
     assert tally == {NO_ROLLOUTS: 2} and tally.places[NO_ROLLOUTS] == ["config.json", "metrics.jsonl"]
+    for step in (1, 2):
+        jsonl([{"q": "p", "a": str(n), "r": n} for n in range(2)], f"named/rollouts_{step}.jsonl")
+    jsonl([{"step": 1, "loss": 1.0}], "named/metrics.jsonl")
+    records, tally = read(tmp_path / "named", ("prompt=q", "completion=a", "reward=r"))
+    assert len(records) == 4 and tally == {NO_ROLLOUTS: 1}
     jsonl([{"prompt": "p", "completion": "c"}], "run/more.jsonl")  # what lacks a field alone is refused
     with pytest.raises(InputError, match=r"in no known format: more\.jsonl has completion, prompt"):
         read(folder)

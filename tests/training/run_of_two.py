@@ -163,6 +163,13 @@ def failure(folder, checkpoint):
     sys.exit(cli.main(["train", "--config", str(file)]))
 
 
+def disagreement(folder, checkpoint):
+    file = folder / f"disagree-{os.environ['RANK']}.toml"
+    steps = 2 + int(os.environ["RANK"])
+    file.write_text(f'model = "{checkpoint}"\nroot = "{folder}"\nrun = "disagree"\n[optimize]\nsteps = {steps}\n')
+    sys.exit(cli.main(["train", "--config", str(file)]))
+
+
 def forked(rank, port, folder, name, run, environment):
     """Start one of two processes; return its number."""
     pid = os.fork()
@@ -205,6 +212,7 @@ def main():
     two(folder, "runs", lambda: runs(folder, checkpoint))
     for rank in "01":
         two(folder, f"fails{rank}", lambda: failure(folder, checkpoint), FAILS=rank)
+    two(folder, "disagree", lambda: disagreement(folder, checkpoint))
 
 
 if __name__ == "__main__":

@@ -160,6 +160,17 @@ def test_a_failure_on_one_process_ends_both_with_its_sentence(folder, fails):
     assert "the grader is out" in str(info["reason"])
 
 
+@pytest.mark.slow
+def test_processes_that_disagree_on_the_configuration_are_refused_before_anything_is_written(folder):
+    codes, words = ends(folder, "disagree")
+    assert codes == [2, 2], "\n".join(words)
+    sentence = "optimize.steps is 3 on process 1 and 2 on process 0; launch all processes with one configuration."
+    for error in words:
+        said = [line for line in error.splitlines() if line.startswith("otb: ")]
+        assert len(said) == 1 and said[0].endswith(sentence)
+    assert not (folder / "disagree").exists()
+
+
 def test_a_process_alone_shares_and_gathers_nothing():
     rows, x = np.arange(5), np.ones((5, 2))
     assert SINGLE_PROCESS.shard(rows).tolist() == [0, 1, 2, 3, 4]
