@@ -125,6 +125,12 @@ def measured(before: Path, after: Path, steps: int, grams: int, turns: int) -> l
     return rows
 
 
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout, shortened."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Measure two checkouts and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -139,7 +145,8 @@ def main() -> None:
     words = f"--out docs/results --steps {asked.steps} --grams {asked.grams} --turns {asked.turns}"
     command = f"python -m benchmarks.versions ../before . {words}"
     how = "Every call is a process of its own, in turn; the least of some turns, by the clock, imports left out."
-    report = Report("store_versions", command, {}, "The store of two checkouts", COLUMNS, rows, notes=(how,))
+    commits = f"Before: commit {commit_of(asked.before)}. After: commit {commit_of(asked.after)}."
+    report = Report("store_versions", command, {}, "The store of two checkouts", COLUMNS, rows, notes=(how, commits))
     (asked.out / "store_versions.md").write_text(markdown(report))
 
 
