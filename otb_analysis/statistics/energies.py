@@ -293,7 +293,8 @@ def pareto_k(values: ArrayLike) -> float | None:
     def fit(u: float) -> tuple[float, float]:
         """Return the best k of θ = k/σ = eᵘ − 1, and −log L / n − 1 = log σ + k."""
         theta = np.expm1(u)
-        k = np.log1p(theta * excess).mean()
+        # log(1 + θ) is u itself where θ rounds to −1: the search looks far below 0 on bounded values.
+        k = np.where(excess == 1, u, np.log1p(theta * excess)).mean()
         return k, k + np.log(k / theta if theta else excess.mean())
 
     def loss(u: float) -> float:

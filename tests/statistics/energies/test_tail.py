@@ -37,6 +37,13 @@ def test_a_tail_that_falls_off_faster_than_any_law_is_at_the_bound():
     assert pareto_k(1 - np.random.default_rng(0).random(4000) ** 3) == -1
 
 
+def test_values_that_crowd_at_their_bound_give_an_index():
+    # The search looks so far below 0 on these that θ = eᵘ − 1 rounds to −1, where the largest value has log 0.
+    for seed in range(300):
+        k = pareto_k(np.random.default_rng(seed).beta(0.2, 0.2, size=700))
+        assert k is not None and -1 <= k < 0
+
+
 def test_pareto_k_does_not_depend_on_the_unit():
     x = np.random.default_rng(1).pareto(2, size=2000)
     assert pareto_k(1e6 * x) == pytest.approx(pareto_k(x), rel=1e-6)
