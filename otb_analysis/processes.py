@@ -197,6 +197,14 @@ class Processes:
                 on_its_way[1].wait()
             yield on_its_way[0]
 
+    def added(self, run: Callable[[], Float]) -> Float:
+        """Run a function on every process; return the sum of all their arrays on each.
+
+        Raises:
+            ProcessError: It failed on another process.
+        """
+        return np.sum(self.gather(self.agreed(run)), axis=0)
+
     def barrier(self) -> None:
         """Wait until every process is here."""
         self.gather(None)
@@ -209,15 +217,23 @@ class Processes:
         if self.size == 1:
             return
         import torch
-        import torch.distributed as dist
 
-        sums = []
-        with exchanging():
+        def gradients() -> "Iterator[Tensor]":
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                sums.append(dist.all_reduce(parameter.grad, async_op=True))
-            for work in sums:
+                yield parameter.grad
+
+        self.add_up(gradients())
+
+    def add_up(self, tensors: "Iterable[Tensor]") -> None:
+        """Sum contiguous tensors over processes, in place; each process passes the same shapes in the same order."""
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        with exchanging():
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 if work is not None:
                     work.wait()
 

@@ -6,6 +6,7 @@ once, by forward mode or by differences of two points.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,11 +15,20 @@ from torch import Tensor, nn
 
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.gradients.batch.forward import Direction, Functional, check_direction
-from otb_analysis.gradients.batch.inputs import Batch, Rollout, Weights, check_group, check_weight_row, measured
+from otb_analysis.gradients.batch.inputs import (
+    Batch,
+    Rollout,
+    Weights,
+    check_group,
+    check_weight_row,
+    measured,
+    shared_out,
+)
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.attention import forward_slopes
 from otb_analysis.gradients.exact.gram import norm_sq_of
 from otb_analysis.phases import counted
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.types import Attribution, Float, SignalNoise
 
 TRIAL = 1e-4
@@ -94,8 +104,16 @@ def difference(function: Functional, rollouts: tuple[Rollout, ...], direction: S
     return Slopes(slopes, step, error)
 
 
+def jvp_or_difference(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence[Tensor]) -> Slopes:
+    """Exact slopes where all operations of the model have a forward mode, else differences."""
+    try:
+        return jvp(function, rollouts, direction)
+    except NotImplementedError:  # how torch says that an operation has none
+        return difference(function, rollouts, direction)
+
+
 Method = Callable[[Functional, tuple[Rollout, ...], Sequence[Tensor]], Slopes]
-METHODS: dict[str, Method] = {"jvp": jvp, "difference": difference}
+METHODS: dict[str, Method] = {"auto": jvp_or_difference, "jvp": jvp, "difference": difference}
 
 
 def _trial(
@@ -148,6 +166,7 @@ def gradient_attribution(
     engine: str = "auto",
     scope: str = "all",
     temperature: float = 1.0,
+    processes: Processes = SINGLE_PROCESS,
 ) -> Attribution:
     """Exact signed share of every token in the squared norm of the batch gradient.
 
@@ -169,25 +188,35 @@ def gradient_attribution(
         direction: Tensors by parameter name, any of a tied parameter's names; a held-out gradient from
             `batch_gradient`, say. What is left out is zero; None means ḡ.
         method: "jvp" (forward mode, exact) or "difference" (two points, correct to about 3e-4, which takes forward
-            passes only and checks its step).
+            passes only and checks its step) or "auto" (forward mode where all operations of the model have one).
         engine: "auto" runs `method`; "reference" is its slow twin, one backward pass per token.
+        processes: Share out the rollouts: each holds the whole model, calls with the same arguments, and gets the whole
+            result. They add up ḡ, as large as the weights.
 
     Raises:
         InputError: An argument does not fit, or the log-probabilities are too rough for differences.
         NonFiniteError: A logit, a weight or the direction is NaN or infinite.
+        ProcessError: Another process failed.
     """
     run = _method(method, engine)
-    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
+    with ExitStack() as copies:
+        arguments = model, Batch(input_ids, mask, attention_mask), scope, temperature
+        batch = processes.agreed(lambda: copies.enter_context(measured(*arguments)))
         row, function = check_weight_row(weights, batch.mask), Functional(batch)
-        along = function.gradient(row, batch.rollouts) if direction is None else check_direction(direction, function)
-        slopes, norm_sq = run(function, batch.rollouts, along), norm_sq_of(along)
+        own = shared_out(batch, processes).rollouts
+        if direction is None:
+            along = [x.contiguous() for x in processes.agreed(lambda: function.gradient(row, own))]
+            processes.add_up(along)
+        else:
+            along = check_direction(direction, function)
+        slopes, norm_sq = _slopes(processes, run, function, own, along), norm_sq_of(along)
         off = abs((row * slopes.value).sum() - norm_sq)
-        if method == "difference" and direction is None and off > SUM_ERROR * norm_sq:
+        if slopes.step is not None and direction is None and off > SUM_ERROR * norm_sq:
             _log.warning(
                 "Differences miss the gradient's squared norm by more than %.1g: forward mode is used.", SUM_ERROR
             )
-            method, slopes = "jvp", jvp(function, batch.rollouts, along)
-    ran = engine if engine == "reference" else method
+            slopes = _slopes(processes, jvp, function, own, along)
+    ran = engine if engine == "reference" else "jvp" if slopes.step is None else "difference"
     share = row * slopes.value
     if direction is None:
         _refuse_sum(share, norm_sq, ROUNDED)
@@ -209,6 +238,7 @@ def signal_noise(
     engine: str = "auto",
     scope: str = "all",
     temperature: float = 1.0,
+    processes: Processes = SINGLE_PROCESS,
 ) -> SignalNoise:
     """Split every token's share of ‖ḡ‖² into what points along other prompts' gradients and along its own prompt's.
 
@@ -220,31 +250,43 @@ def signal_noise(
     batch whatever the number of prompts, since ḡ_p is differentiated along on its own rollouts only.
 
     `signal` and `noise` are [N, L], float64, zero outside the mask; `group_norm_sq` is ‖ḡ_p‖² [P]. `group` holds the
-    prompt of each rollout [N], any integers; the other arguments are those of `gradient_attribution`.
+    prompt of each rollout [N], any integers; the other arguments are those of `gradient_attribution`. Several
+    `processes` share out the prompts.
 
     Raises:
         InputError: An argument does not fit, or the log-probabilities are too rough for differences.
         NonFiniteError: A logit or a weight is NaN or infinite.
+        ProcessError: Another process failed.
     """
     run = _method(method, engine)
-    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
+    with ExitStack() as copies:
+        arguments = model, Batch(input_ids, mask, attention_mask), scope, temperature
+        batch = processes.agreed(lambda: copies.enter_context(measured(*arguments)))
         row, prompt = check_weight_row(weights, batch.mask), check_group(group, batch.shape[0])
-        function = Functional(batch)
-        total = [torch.zeros_like(p) for p in function.parameters]
-        weighted = [r for r in batch.rollouts if row[r.row].any()]  # the others have neither share nor gradient
-        noise, power = np.zeros(batch.shape), []
-        for p in counted(np.unique(prompt).tolist(), "prompt"):
-            members = tuple(r for r in weighted if prompt[r.row] == p)
-            gradient = function.gradient(row, members)
-            # Only a prompt's own rollouts: elsewhere this direction's slopes are not needed.
-            noise += row * run(function, members, gradient).value
-            power.append(norm_sq_of(gradient))
-            for into, part in zip(total, gradient, strict=True):
-                into.add_(part)
-        gradient = part = None  # as large as the weights, and no part of the pass below
-        share, norm_sq = row * run(function, tuple(weighted), total).value, norm_sq_of(total)
-    _refuse_sum(share, norm_sq, SUM_ERROR if method == "difference" else ROUNDED)
-    return SignalNoise(share - noise, noise, norm_sq, np.array(power))
+        function, prompts = Functional(batch), processes.shard(np.unique(prompt))
+        noise = np.zeros(batch.shape)
+        total = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in function.parameters]
+        # Rollouts without a weight have neither share nor gradient.
+        weighted = tuple(r for r in batch.rollouts if row[r.row].any() and prompt[r.row] in prompts)
+
+        def of_prompts() -> Float:
+            power = []
+            for p in counted(prompts.tolist(), "prompt"):
+                members = tuple(r for r in weighted if prompt[r.row] == p)
+                gradient = function.gradient(row, members)
+                # Only a prompt's own rollouts: elsewhere this direction's slopes are not needed.
+                noise[:] += row * run(function, members, gradient).value
+                power.append(norm_sq_of(gradient))
+                for into, part in zip(total, gradient, strict=True):
+                    into.add_(part)
+            return np.array(power)
+
+        power = np.concatenate(processes.gather(processes.agreed(of_prompts)))
+        processes.add_up(total)
+        slopes, norm_sq = _slopes(processes, run, function, weighted, total), norm_sq_of(total)
+    share, noise = row * slopes.value, processes.added(lambda: noise)
+    _refuse_sum(share, norm_sq, ROUNDED if slopes.step is None else SUM_ERROR)
+    return SignalNoise(share - noise, noise, norm_sq, power)
 
 
 @torch.inference_mode(False)
@@ -273,6 +315,16 @@ def batch_gradient(
     with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
         gradient = Functional(batch).gradient(check_weight_row(weights, batch.mask), batch.rollouts)
     return dict(zip(batch.scope.names, gradient, strict=True))
+
+
+def _slopes(
+    processes: Processes, run: Method, function: Functional, own: tuple[Rollout, ...], direction: Sequence[Tensor]
+) -> Slopes:
+    """Slopes of all processes' rollouts, with the longest step and the largest error of any."""
+    parts = processes.gather(processes.agreed(lambda: run(function, own, direction)))
+    steps = [part.step for part in parts if part.step is not None]
+    errors = [part.step_error for part in parts if part.step_error is not None]
+    return Slopes(np.sum([part.value for part in parts], axis=0), max(steps, default=None), max(errors, default=None))
 
 
 def _refuse_sum(share: Float, norm_sq: float, limit: float) -> None:

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from otb_analysis.devices import GRAPH, working_set
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.gradients.batch.inputs import Batch, Rollout, ScoreBatch, measured, microbatches, restricted
+from otb_analysis.gradients.batch.inputs import (
+    Batch,
+    Rollout,
+    ScoreBatch,
+    measured,
+    microbatches,
+    restricted,
+    shared_out,
+)
 from otb_analysis.gradients.batch.kernels import layers_of
 from otb_analysis.gradients.exact import generic, reference
 from otb_analysis.gradients.exact.gram import norm_sq
@@ -38,8 +46,9 @@ from otb_analysis.gradients.exact.plan import ParameterUse, Plan, traced
 from otb_analysis.gradients.exact.reference import Asked
 from otb_analysis.gradients.manual import fast
 from otb_analysis.phases import advance, count_to
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.statistics import inclusion_probabilities, systematic_sample
-from otb_analysis.types import Float, SampledNorms
+from otb_analysis.types import Bool, Float, SampledNorms
 
 Layer = tuple[ParameterUse, nn.Module, Tensor, Tensor]
 """One use in a pass: the parameter, its module, the module's input and the signal at its output, rows first."""
@@ -206,6 +215,7 @@ def sampled_score_norms(
     seed: int = 0,
     scope: str = "all",
     temperature: float = 1.0,
+    processes: Processes = SINGLE_PROCESS,
 ) -> SampledNorms:
     """Exact squared norms of the scores of randomly drawn tokens, in their whole context, with inclusion probabilities.
 
@@ -224,20 +234,29 @@ def sampled_score_norms(
         by: Size measure: "above_cut" (‖s‖² restricted to the layers above the last attention), "proxy" or "uniform".
         proxy: Energies to draw in proportion to with by="proxy" [N, L], such as those of `logit_stats`.
         seed: Seed of the draw; torch's random state is left alone.
+        processes: Share out the rollouts: each holds the whole model, calls with the same arguments, and gets the whole
+            result, of one draw.
 
     Raises:
         InputError: An argument does not fit, or "above_cut" is asked of a model without rules or of a scope with
             nothing up there; the sentence says what to do.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
+        ProcessError: Another process failed.
     """
     if by not in SIZES:
         raise InputError(f"by is {by!r}; {nearest(by, SIZES)}")
-    with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature) as batch:
-        size = _size(batch, by, proxy)
-        prob = np.zeros(batch.shape)
-        prob[batch.mask] = inclusion_probabilities(size[batch.mask], tokens) if batch.mask.any() else 0.0
-        drawn = np.zeros(batch.shape, bool)
-        drawn[batch.mask] = systematic_sample(prob[batch.mask], seed)
+    with ExitStack() as copies:
+        arguments = model, Batch(input_ids, mask, attention_mask), scope, temperature
+        batch = processes.agreed(lambda: copies.enter_context(measured(*arguments)))
+        size = _size(batch, by, proxy, processes)
+
+        def draw() -> tuple[Float, Bool]:
+            prob, drawn = np.zeros(batch.shape), np.zeros(batch.shape, bool)
+            prob[batch.mask] = inclusion_probabilities(size[batch.mask], tokens) if batch.mask.any() else 0.0
+            drawn[batch.mask] = systematic_sample(prob[batch.mask], seed)
+            return prob, drawn
+
+        prob, drawn = processes.broadcast_from_main(draw)
         # Whole rollouts with fewer tokens marked: a score needs all of its context.
         some = restricted(batch, drawn)
         length = sum(r.length for r in some.rollouts) / max(len(some.rollouts), 1)
@@ -247,14 +266,18 @@ def sampled_score_norms(
             engine = reference
         else:
             engine = generic
-        if engine is generic and length <= POSITIONS // 2:
-            found, name = token_norms(some, generic.plan_for(some)), "scattered"
-        else:
-            found, name = engine.norms(some, Asked.of_tokens(some)).norm_sq, engine.NAME
+        own, scattered = shared_out(some, processes), engine is generic and length <= POSITIONS // 2
+
+        def norms() -> Float:
+            if scattered:
+                return token_norms(own, generic.plan_for(some))
+            return engine.norms(own, Asked.of_tokens(own)).norm_sq
+
+        found, name = processes.added(norms), "scattered" if scattered else engine.NAME
     return SampledNorms(np.where(drawn, found, np.where(batch.mask, np.nan, 0.0)), prob, size, name)
 
 
-def _size(batch: ScoreBatch, by: str, proxy: Float | None) -> Float:
+def _size(batch: ScoreBatch, by: str, proxy: Float | None, processes: Processes) -> Float:
     if by == "uniform" or not batch.rollouts:
         return np.where(batch.mask, 1.0, 0.0)
     if by == "proxy":
@@ -267,7 +290,7 @@ def _size(batch: ScoreBatch, by: str, proxy: Float | None) -> Float:
     try:
         plan = generic.plan_for(batch)
         if plan.above:
-            return norms_above_cut(batch, plan)
+            return processes.added(lambda: norms_above_cut(shared_out(batch, processes), plan))
     except UnfitError as reason:
         raise InputError(
             f'the norm above the cut is not available for this model, pass by="proxy": {reason}'

@@ -6,7 +6,7 @@ known.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +29,7 @@ from otb_analysis.gradients import (
     token_score_norms,
 )
 from otb_analysis.measurement.table import DrawnTokens, TokenMeasurements, TokenTable
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Bool, Float, Int
 
@@ -41,7 +42,6 @@ class MeasuredPolicy:
     scope: str
     temperature: float
     engine: str = "auto"  # The engine of exact norms; what is estimated or drawn has one of its own
-    slopes: str = "jvp"  # How slopes are taken; "difference" once the attention turned out to have no forward mode
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -59,12 +59,15 @@ class MeasuredStep:
     table: TokenTable
     # Returns what multiplies each score in the first update [N, T], zero outside the mask; by default that is A/N.
     weights: Callable[[], Float]
+    processes: Processes  # Those that call a `shared` level together
 
 
 class Level(ABC):
     """One way of measuring. Its schedule is the field of `MeasureConfig` of the same name, or stands in `further`."""
 
     phase: str  # What is measured, in words: its phase on the screen, and its name in a warning
+    # Whether it shares its work out over `step.processes` and returns the same on each; else the first one calls it
+    shared: bool = False
 
     @abstractmethod
     def measure(self, step: MeasuredStep, plan: Any, known: TokenMeasurements) -> TokenMeasurements:
@@ -85,6 +88,21 @@ def by_policy_token(rollouts: Rollouts, by_column: Float, rows: Bool | Int | sli
     out = np.full(inside.shape, np.nan)
     out[rows] = np.where(inside[rows], rollouts.by_token(by_column, rows), np.nan)
     return out
+
+
+def over_processes(
+    processes: Processes, group: Int, rows: Bool, run: Callable[[Bool], tuple[Float, ...]]
+) -> Iterator[Float]:
+    """Return what `run` finds of some rollouts, whose groups several processes share out, as arrays [N, …] on each.
+
+    `run` takes the rollouts of some groups [N], and returns arrays that are NaN elsewhere.
+
+    Raises:
+        ProcessError: It failed on another process.
+    """
+    own = rows & np.isin(group, processes.shard(np.unique(group[rows])))
+    parts = processes.gather(processes.agreed(lambda: run(own) if own.any() else None))
+    return map(np.fmax.reduce, zip(*filter(None, parts), strict=True))  # NaN is not measured there
 
 
 def first_groups(group: Int, left: Bool, prompts: int) -> Bool:
@@ -163,31 +181,48 @@ def fitted_rows(group: Int, right: Bool, half: Int, number: int) -> tuple[Int, I
     return rows[0], rows[1]
 
 
-def contrasts(model: PreTrainedModel, rollouts: Rollouts, right: Bool, plan: ContrastSchedule, seed: int) -> Float:
+def contrasts(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    right: Bool,
+    plan: ContrastSchedule,
+    seed: int,
+    processes: Processes = SINGLE_PROCESS,
+) -> Float:
     """Return the contrast of every policy token [N, T], NaN elsewhere; the model and the random state stay as they are.
 
-    `right` [N] tells the right rollouts from the wrong ones.
+    `right` [N] tells the right rollouts from the wrong ones. Of several `processes` every second one fits the copies of
+    one half, and those of a half share its scoring.
 
     Raises:
         InputError: A half has too few right or wrong rollouts to fit a copy.
+        ProcessError: Another process failed.
     """
     half = halves(rollouts.group, right, seed)
     # Both halves are refused or accepted before the first copy is fitted.
     rows = {number: fitted_rows(rollouts.group, right, half, number) for number in (0, 1)}
-    out = np.full(rollouts.input_ids.shape, np.nan)
-    for number, (good, bad) in rows.items():
-        random = np.random.default_rng([seed, number])
-        copies = [fitted(model, rollouts, some, plan, random) for some in (good, bad)]
-        others = np.flatnonzero(half != number)
-        for start in range(0, len(others), AT_ONCE):
-            some = others[start : start + AT_ONCE]
-            ids, _, attention = rollouts.tensors(model.device, some)
-            with torch.no_grad():
-                logits = [c(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1] for c in copies]
-            found = token_contrast(logits[0], logits[1], ids[:, 1:]).cpu().numpy()
-            del logits  # those of the next rollouts would stand beside them
-            out[some, 1 : 1 + found.shape[1]] = found
-    return by_policy_token(rollouts, out)
+
+    def scored() -> Float:
+        out = np.full(rollouts.input_ids.shape, np.nan)
+        for number, (good, bad) in rows.items():
+            at_it = range(number % processes.size, processes.size, len(rows)) if processes.size > 1 else (0,)
+            if processes.rank not in at_it:
+                continue
+            random = np.random.default_rng([seed, number])
+            copies = [fitted(model, rollouts, some, plan, random) for some in (good, bad)]
+            others = np.array_split(np.flatnonzero(half != number), len(at_it))[at_it.index(processes.rank)]
+            for start in range(0, len(others), AT_ONCE):
+                some = others[start : start + AT_ONCE]
+                ids, _, attention = rollouts.tensors(model.device, some)
+                inputs = {"input_ids": ids, "attention_mask": attention, "use_cache": False}
+                with torch.no_grad():
+                    logits = [copy(**inputs).logits[:, :-1] for copy in copies]
+                found = token_contrast(logits[0], logits[1], ids[:, 1:]).cpu().numpy()
+                del logits  # those of the next rollouts would stand beside them
+                out[some, 1 : 1 + found.shape[1]] = found
+        return out
+
+    return by_policy_token(rollouts, np.fmax.reduce(processes.gather(processes.agreed(scored))))
 
 
 def fitted(
@@ -219,6 +254,7 @@ class Contrast(Level):
     """The contrast of every policy token, column `contrast` of `tokens`."""
 
     phase = "contrast of right and wrong"
+    shared = True
 
     def measure(self, step: MeasuredStep, plan: ContrastSchedule, known: TokenMeasurements) -> TokenMeasurements:
         """Fit the copies and score all tokens, unless the update needed that before.
@@ -229,7 +265,7 @@ class Contrast(Level):
         found = step.table.contrast
         if found is None:
             right = step.table.total_reward >= plan.threshold
-            found = contrasts(step.policy.model, step.rollouts, right, plan, step.step)
+            found = contrasts(step.policy.model, step.rollouts, right, plan, step.step, step.processes)
         return known.with_columns({"contrast": found})
 
     def passes(self, plan: ContrastSchedule, rollouts: Rollouts, rows: Bool) -> float:
@@ -271,6 +307,7 @@ class Sampled(Level):
     """Exact norms of drawn tokens, and the proxy calibrated on all that was measured at this step."""
 
     phase = "drawn tokens"
+    shared = True
 
     def measure(self, step: MeasuredStep, plan: SampledSchedule, known: TokenMeasurements) -> TokenMeasurements:
         """Draw tokens of the groups that are not measured whole.
@@ -284,12 +321,12 @@ class Sampled(Level):
         rows = first_groups(table.group, ~whole, plan.prompts)
         prob = np.where(table.mask & whole[:, None], 1.0, np.nan)
         if table.mask[rows].any():
-            policy, rollouts = step.policy, step.rollouts
-            ids, mask, attention = rollouts.tensors(policy.model.device, rows)
+            policy, rollouts, processes = step.policy, step.rollouts, step.processes
+            ids, mask, attention = processes.agreed(lambda: rollouts.tensors(policy.model.device, rows))
             norms = sampled_score_norms(
                 policy.model, ids, mask, attention, tokens=max(1, round(plan.share * int(table.mask[rows].sum()))),
                 by=plan.by, proxy=rollouts.by_column(table.stats.energy[None, rows], rows)[:, 0], seed=step.step,
-                **policy.settings,
+                processes=processes, **policy.settings,
             )  # fmt: skip
             drawn = (by_policy_token(rollouts, x, rows)[rows] for x in (norms.norm_sq, norms.inclusion_prob))
             norm_sq[rows], prob[rows] = drawn
@@ -315,6 +352,7 @@ class Sketch(Level):
     """
 
     phase = "sketched norms"
+    shared = True
 
     def measure(self, step: MeasuredStep, plan: SketchSchedule, known: TokenMeasurements) -> TokenMeasurements:
         """Project scores on random directions, which the step draws.
@@ -329,19 +367,24 @@ class Sketch(Level):
         rows = first_groups(group, ~np.isin(group, group[measured.any(axis=1)]), plan.prompts)
         if not rows.any():
             return known
-        ids, mask, attention = rollouts.tensors(policy.model.device, rows)
         count = len(np.unique(group[rows]))
-        share = count / len(rollouts.prompts)
-        if _exact_is_cheaper(plan, rollouts, rows, policy.engine):
-            exact = token_score_norms(policy.model, ids, mask, attention, engine=policy.engine, **policy.settings)
-            return known.with_groups(by_policy_token(rollouts, exact.norm_sq, rows), share)
+        share, is_exact = count / len(rollouts.prompts), _exact_is_cheaper(plan, rollouts, rows, policy.engine)
         method = "hybrid" if plan.method == "auto" else plan.method
-        norms = sketch_score_norms(
-            policy.model, ids, mask, attention, directions=plan.directions, method=method, seed=step.step,
-            **policy.settings,
-        )  # fmt: skip
-        assert norms.norm_sq_stderr is not None
-        norm_sq, stderr = (by_policy_token(rollouts, x, rows) for x in (norms.norm_sq, norms.norm_sq_stderr))
+
+        def norms(own: Bool) -> tuple[Float, ...]:
+            batch = policy.model, *rollouts.tensors(policy.model.device, own)
+            if is_exact:
+                found = token_score_norms(*batch, engine=policy.engine, **policy.settings)
+            else:
+                drawn = {"directions": plan.directions, "method": method, "seed": step.step}
+                found = sketch_score_norms(*batch, **drawn, **policy.settings)
+            columns = found.norm_sq, found.norm_sq_stderr
+            return tuple(by_policy_token(rollouts, x, own) for x in columns if x is not None)
+
+        norm_sq, *stderrs = over_processes(step.processes, group, rows, norms)
+        if is_exact:
+            return known.with_groups(norm_sq, share)
+        (stderr,) = stderrs
         return replace(known.with_groups(norm_sq, share, "sketch"), stderr=stderr, n_sketched=count)
 
     def passes(self, plan: SketchSchedule, rollouts: Rollouts, rows: Bool) -> float:
@@ -359,31 +402,28 @@ class Attribution(Level):
     """Every token's share of ‖ḡ‖², ḡ = Σ weights·s the gradient that the first update follows."""
 
     phase = "attribution"
+    shared = True
 
     def measure(self, step: MeasuredStep, plan: AttributionSchedule, known: TokenMeasurements) -> TokenMeasurements:
         """Attribute by forward mode where the model's attention has one, else by differences."""
-        policy, weights = step.policy, step.weights()
-        try:
-            return known.with_columns(shares(policy, step.rollouts, weights, plan.split))
-        except NotImplementedError:  # how torch says that an operation has no forward mode
-            if policy.slopes == "difference":
-                raise
-            policy.slopes = "difference"
-            return known.with_columns(shares(policy, step.rollouts, weights, plan.split))
+        return known.with_columns(shares(step.policy, step.rollouts, step.weights(), plan.split, step.processes))
 
     def passes(self, plan: AttributionSchedule, rollouts: Rollouts, rows: Bool) -> float:
         """Return the cost with or without the split."""
         return (ATTRIBUTION + SPLIT * plan.split) * read_once(rollouts, rows)
 
 
-def shares(policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, split: bool) -> dict[str, Float]:
+def shares(
+    policy: MeasuredPolicy, rollouts: Rollouts, weights: Float, split: bool, processes: Processes = SINGLE_PROCESS
+) -> dict[str, Float]:
     """Return every token's signed share of ‖Σ weights·s‖² [N, T], to which the shares sum.
 
     `weights` [N, T] is zero outside the mask. `split` also tells the part of each share along the other prompts'
     gradients (`signal`) from that along its own prompt's (`noise`), for one more pass.
     """
-    ids, mask, attention = rollouts.tensors(policy.model.device)
-    row, settings = rollouts.by_column(weights[None])[:, 0], {"method": policy.slopes, **policy.settings}
+    ids, mask, attention = processes.agreed(lambda: rollouts.tensors(policy.model.device))
+    row = rollouts.by_column(weights[None])[:, 0]
+    settings: dict[str, Any] = {"method": "auto", "processes": processes, **policy.settings}
     if split:
         parts = signal_noise(policy.model, ids, mask, row, rollouts.group, attention, **settings)
         columns = {"attribution": parts.signal + parts.noise, "signal": parts.signal, "noise": parts.noise}

@@ -27,7 +27,15 @@ from otb_analysis.gradients.groups.blocks import structure_of
 from otb_analysis.gradients.groups.layered import INPUT_BYTES
 from otb_analysis.gradients.groups.vocabulary import LOGIT_BYTES, SLICE_BYTES
 from otb_analysis.gradients.sketched.sketch import KEPT
-from otb_analysis.measurement.level import MeasuredPolicy, MeasuredStep, by_policy_token, level_of, positions, read_once
+from otb_analysis.measurement.level import (
+    MeasuredPolicy,
+    MeasuredStep,
+    by_policy_token,
+    level_of,
+    over_processes,
+    positions,
+    read_once,
+)
 from otb_analysis.measurement.table import TokenMeasurements, TokenTable
 from otb_analysis.objectives.ratios import mismatch_scalars
 from otb_analysis.phases import phase
@@ -213,20 +221,17 @@ class GradientMeasurer:
 
     def norms(self, rollouts: Rollouts, groups: Int) -> TokenMeasurements:
         """Return exact norms of every token and of every whole rollout of some groups, shared out over processes."""
-        rows = np.isin(rollouts.group, self.processes.shard(groups))
         settings = {**self.settings, "soft": rollouts.soft}
 
-        def own() -> tuple[Float, Float] | None:
-            if not rows.any():
-                return None
-            ids, mask, attention = rollouts.tensors(self.model.device, rows)
+        def norms(own: Bool) -> tuple[Float, Float]:
+            ids, mask, attention = rollouts.tensors(self.model.device, own)
             found = token_score_norms(self.model, ids, mask, attention, whole=True, **settings)
-            total = np.full(len(rows), np.nan)
-            total[rows] = found.rollout_norm_sq
-            return by_policy_token(rollouts, found.norm_sq, rows), total
+            total = np.full(len(own), np.nan)
+            total[own] = found.rollout_norm_sq
+            return by_policy_token(rollouts, found.norm_sq, own), total
 
-        parts = [part for part in self.processes.gather(self.processes.agreed(own)) if part]
-        norm_sq, total = (np.fmax.reduce(each) for each in zip(*parts, strict=True))  # NaN is not measured there
+        rows = np.isin(rollouts.group, groups)
+        norm_sq, total = over_processes(self.processes, rollouts.group, rows, norms)
         return TokenMeasurements.exact(norm_sq, total, rollouts.group)
 
     def gram(
@@ -267,7 +272,8 @@ class GradientMeasurer:
         if dim is None:
             inner = group_gradient_gram(*batch, **self.settings, soft=rollouts.soft, processes=self.processes)
         else:
-            inner = main(lambda: sketched_group_gram(*batch, dim=dim, seed=seed, **self.policy.settings))
+            hashed = {"dim": dim, "seed": seed, "processes": self.processes}
+            inner = sketched_group_gram(*batch, **hashed, **self.policy.settings)
         if (parts := inner.shape[-1] // len(groups)) > 1:
             inner = mean_over_subgroups(inner, parts)
         back, prompts = back.reshape(-1), tuple(rollouts.prompts[p].id for p in groups)
@@ -298,14 +304,15 @@ class GradientMeasurer:
     ) -> Measurement:
         """Return what is due at a step; a measurement that fails is a warning and a gap, and the run goes on.
 
-        Several processes share out exact norms and Gram matrices, prompt by prompt, and get the same result; the other
-        levels and the statistics are the first one's work.
+        Several processes share out every level but those of one's own, and get the same result; the statistics are the
+        first one's work.
 
         The step seeds what is drawn. `known` holds exact norms of all groups where the training estimator needed them.
         `weights` returns what multiplies each score in the first update [N, T]; it is called only where that is used.
         """
         # A budget's clock runs apart on every machine: the first process says what is due.
-        self.config = self.processes.broadcast_from_main(lambda: self.config)
+        main = self.processes.broadcast_from_main
+        self.config = main(lambda: self.config)
         gaps, first = 0, self.processes.first
 
         def attempt(what: str, run: Callable[[], T], otherwise: T) -> T:
@@ -332,11 +339,11 @@ class GradientMeasurer:
                     copies.enter_context(widened(self.model))  # once for all of them
             if len(normed) and known is None:
                 tokens = attempt("exact norms", lambda: self.norms(rollouts, normed), tokens)
-            seen = MeasuredStep(self.policy, step, rollouts, table, weights)
+            seen = MeasuredStep(self.policy, step, rollouts, table, weights, self.processes)
             for name, plan in due.items():
                 level = level_of(name)
-                alone = partial(self.processes.broadcast_from_main, partial(level.measure, seen, plan, tokens))
-                tokens = attempt(level.phase, alone, tokens)
+                run = partial(level.measure, seen, plan, tokens)
+                tokens = attempt(level.phase, run if level.shared else partial(main, run), tokens)
             if len(groups):
                 gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
             if gram is not None and self.config.subgroups:

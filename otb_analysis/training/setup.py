@@ -207,7 +207,8 @@ class Trainer:
             return table
         plan = self.config.measure.contrast
         try:
-            contrast = contrasts(self.measurer.model, rollouts, table.total_reward >= plan.threshold, plan, step)
+            right = table.total_reward >= plan.threshold
+            contrast = contrasts(self.measurer.model, rollouts, right, plan, step, self.processes)
         except InputError as error:
             note(f"step {step} weighs all tokens alike: {error}")
             contrast = np.full(table.mask.shape, np.nan)

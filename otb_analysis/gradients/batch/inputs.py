@@ -18,6 +18,7 @@ from otb_analysis.errors import InputError, NonFiniteError
 from otb_analysis.gradients.batch.kernels import plain_attention, replaced, unwrapped
 from otb_analysis.gradients.batch.scope import Scope, end_of, select_scope
 from otb_analysis.gradients.batch.soft import SoftTokens, embeddings_of
+from otb_analysis.processes import Processes
 from otb_analysis.types import Bool, Float, Int
 
 _LIMIT, _USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
@@ -266,6 +267,14 @@ def restricted(batch: ScoreBatch, mask: Bool) -> ScoreBatch:
         if len(at):
             rollouts.append(replace(rollout, targets=rollout.targets[at], columns=rollout.columns[at]))
     return replace(batch, rollouts=tuple(rollouts), mask=mask)
+
+
+def shared_out(batch: ScoreBatch, processes: Processes) -> ScoreBatch:
+    """This process's part of a batch: some of its rollouts, equal in number up to one."""
+    if processes.size == 1:
+        return batch
+    rows = processes.shard(np.array([r.row for r in batch.rollouts], dtype=np.int64))
+    return restricted(batch, batch.mask & np.isin(np.arange(len(batch.mask)), rows)[:, None])
 
 
 def microbatches(rollouts: Sequence[Rollout], positions: int | None = None) -> Iterator[tuple[Rollout, ...]]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from hashlib import sha256
 
 import numpy as np
@@ -34,7 +35,8 @@ from otb_analysis.gradients.batch.inputs import (
 from otb_analysis.gradients.batch.soft import SoftTokens
 from otb_analysis.gradients.exact.gram import add_products
 from otb_analysis.gradients.exact.verdicts import first_told
-from otb_analysis.gradients.groups.group_gram import basis_weights, of_all_rows, prompts_of
+from otb_analysis.gradients.groups.group_gram import Basis, basis_weights, of_all_rows, prompts_of
+from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.types import Float
 
 CHUNK = 1 << 15
@@ -343,6 +345,7 @@ def sketched_group_gram(
     seed: int = 0,
     scope: str = "all",
     temperature: float = 1.0,
+    processes: Processes = SINGLE_PROCESS,
 ) -> Float:
     """Estimate what `group_gradient_gram` returns [M, M, P, P], from `gradient_sketch` of each prompt's basis rows.
 
@@ -352,20 +355,36 @@ def sketched_group_gram(
 
     Costs a forward pass of every rollout and r + 1 passes of a prompt's rollouts, r ≤ M the rank of its rows. It holds
     one gradient, one micro-batch and 4·r·P·dim bytes, whereas `group_gradient_gram` holds the backward signals of all
-    prompts. The arguments are those of `group_gradient_gram` and `gradient_sketch`.
+    prompts. The arguments are those of `group_gradient_gram` and `gradient_sketch`; `processes` share the prompts.
 
     Raises:
         InputError: An argument does not fit, or so many buckets do not fit in memory; the sentence says what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
+        ProcessError: Another process failed.
     """
     options = {"scope": scope, "temperature": temperature}
-    with widened_if_it_fits(model):
-        batch = prepare(model, Batch(input_ids, mask, attention_mask), **options)
+    with ExitStack() as copies:
+        copies.enter_context(widened_if_it_fits(model))
+        batch = processes.agreed(lambda: prepare(model, Batch(input_ids, mask, attention_mask), **options))
         checked, member = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
         prompts = prompts_of(batch, checked, member)
-        basis = basis_weights(batch, prompts, checked.shape)
-        sketch = gradient_sketch(model, input_ids, mask, basis, member, attention_mask, dim=dim, seed=seed, **options)
-    rows = [row for prompt, part in zip(prompts, sketch, strict=True) for row in part[: len(prompt.basis.rows)]]
+        values = np.unique(member)
+
+        def sketched() -> list[tuple[Basis, Float]]:
+            own = processes.shard(np.arange(len(prompts)))
+            if not len(own):
+                return []
+            mine, rows = [prompts[i] for i in own], np.isin(member, values[own])
+            basis = basis_weights(batch, mine, checked.shape)[rows]
+            some = torch.from_numpy(rows)
+            real = None if attention_mask is None else attention_mask[some]
+            arguments = model, input_ids[some], mask[some], basis, member[rows], real
+            found = gradient_sketch(*arguments, dim=dim, seed=seed, **options)
+            return [(p.basis, part[: len(p.basis.rows)]) for p, part in zip(mine, found, strict=True)]
+
+        found = [one for part in processes.gather(processes.agreed(sketched)) for one in part]
+    prompts = [replace(prompt, basis=basis) for prompt, (basis, _) in zip(prompts, found, strict=True)]
+    rows = [row for _, part in found for row in part]
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     if rows:
         add_products(total, [torch.from_numpy(row)[None] for row in rows])
