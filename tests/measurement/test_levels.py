@@ -9,6 +9,7 @@ import torch
 from otb_analysis.config import AttributionSchedule, EvaluateConfig, MeasureConfig, SampledSchedule, Schedule
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
+from otb_analysis.gradients import attribution
 from otb_analysis.measurement import level as levels
 from otb_analysis.measurement.level import Level
 from otb_analysis.rollouts.models import load_policy
@@ -178,21 +179,17 @@ def test_attribution_alone_leaves_signal_and_noise_open(trained):
     assert tokens["signal"].isna().all() and tokens["noise"].isna().all()
 
 
-def test_attention_without_forward_mode_is_measured_by_differences_from_then_on(trainer, monkeypatch):
-    asked, honest = [], levels.shares
+def test_attention_without_forward_mode_is_measured_by_differences(trainer, monkeypatch):
+    def without_forward_mode(*args):
+        raise NotImplementedError("Trying to use forward AD with _flash_attention that does not support it")
 
-    def without_forward_mode(policy, *args):
-        asked.append(policy.slopes)
-        if policy.slopes == "jvp":
-            raise NotImplementedError("Trying to use forward AD with _flash_attention that does not support it")
-        return honest(policy, *args)
-
-    monkeypatch.setattr(levels, "shares", without_forward_mode)
+    monkeypatch.setattr(attribution, "forward_slopes", without_forward_mode)
     trainer.measurer.config = WATCHED
-    norm = train_step(trainer, 0).steps["grad_norm"]
-    shares = train_step(trainer, 1).tokens["attribution"]
-    assert asked == ["jvp", "difference", "difference"]
-    assert norm > 0 and not np.ma.getmaskarray(shares).any()
+    for step in range(2):
+        tables = train_step(trainer, step)
+        shares, norm = tables.tokens["attribution"], tables.steps["grad_norm"]
+        assert norm > 0 and not np.ma.getmaskarray(shares).any()
+        assert shares.sum() == pytest.approx(norm**2, rel=1e-3)
 
 
 @pytest.mark.parametrize("broken", ["sampled", "attribution"])

@@ -1,4 +1,4 @@
-"""Two processes of a run, started by `test_processes.py`: single updates, whole runs, failures.
+"""Two processes of a run, started by `test_processes.py`: single updates, levels, whole runs, failures.
 
 Usage: run_of_two.py FOLDER CHECKPOINT. Libraries are imported once, then each pair of processes is forked and meets
 through gloo, in an environment like the one that `accelerate launch` sets. What a process says goes to
@@ -21,6 +21,7 @@ from otb_analysis.commands import cli
 from otb_analysis.config import (
     AttributionSchedule,
     CheckpointConfig,
+    ContrastSchedule,
     CriticConfig,
     EstimatorConfig,
     EvaluateConfig,
@@ -28,12 +29,21 @@ from otb_analysis.config import (
     ObjectiveConfig,
     OptimizeConfig,
     SampleConfig,
+    SampledSchedule,
     Schedule,
+    SketchSchedule,
     TrainConfig,
 )
+from otb_analysis.gradients import attribution, sampled
+from otb_analysis.gradients.sketched import sketch
+from otb_analysis.measurement import level
+from otb_analysis.measurement.forward import forward_statistics
+from otb_analysis.measurement.measurer import GradientMeasurer
+from otb_analysis.measurement.table import compute_rewards, token_table
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.generation import Generation
 from otb_analysis.rollouts.models import load_policy
+from otb_analysis.rollouts.sampling import sample
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.loop import train, train_step
 from otb_analysis.training.setup import Trainer
@@ -88,10 +98,10 @@ class Odd:
 class Fixed:
     """Continues the k-th of all contexts by the k-th of given answers, whichever process asks."""
 
-    def __init__(self, end, processes):
+    def __init__(self, end, processes, count=9):
         draw = np.random.default_rng(5)
-        rows = [[*draw.integers(3, 13, size=draw.integers(1, 6)).tolist(), end] for _ in range(9)]
-        self.rows = [rows[k] for k in processes.shard(np.arange(9))]
+        rows = [[*draw.integers(3, 13, size=draw.integers(1, 6)).tolist(), end] for _ in range(count)]
+        self.rows = [rows[k] for k in processes.shard(np.arange(count))]
 
     def generate(self, contexts, max_new_tokens, temperature):
         assert len(contexts) == len(self.rows)
@@ -140,6 +150,80 @@ def updates(folder, checkpoint):
                 found = one_step(config, processes)
                 results |= {f"{sharded} {case} {name} {key}": value for key, value in found.items()}
     np.savez(folder / f"{together.rank}.npz", **results)
+    together.end()
+
+
+class Alone(level.Level):
+    """A level of one's own, which knows nothing of other processes: it notes who ran it."""
+
+    phase = "alone"
+
+    def measure(self, step, plan, known):
+        return known.with_columns({"alone": np.full(step.table.mask.shape, float(os.environ["RANK"]))})
+
+    def passes(self, plan, rollouts, rows):
+        return 0.0
+
+
+ALONE = Alone()
+EVERY_LEVEL = MeasureConfig(
+    exact=Schedule(1, 2),
+    sampled=SampledSchedule(1, 3, share=0.3),
+    sketch=SketchSchedule(1, 0, directions=4, method="hybrid"),
+    attribution=AttributionSchedule(1),
+    contrast=ContrastSchedule(1, steps=2, batch=4, learning_rate=0.01),
+    further={"run_of_two:ALONE": 1},
+    gram="sketch",
+)
+# What fails on the second process, by the level that it leaves out.
+BROKEN = {
+    "sampled": (sampled, "norms_above_cut"),
+    "sketch": (level, "sketch_score_norms"),
+    "attribution": (attribution, "forward_slopes"),
+    "contrast": (level, "fitted"),
+    "gram": (sketch, "gradient_sketch"),
+}
+
+
+def levels(folder, checkpoint):
+    """Measure one batch by every level, by one process and by two; then with one level broken on one of the two."""
+    together, results = Processes.joined(sharded=False), {}
+    model, tokenizer = load_policy(checkpoint)
+    shape = replace(SHAPE, prompts=7, group_size=8)
+    prompts = [Odd().prompt("train", k) for k in range(7)]
+    rollouts = sample(Fixed(tokenizer.eos_token_id, SINGLE_PROCESS, 56), tokenizer, Odd(), prompts, shape)
+    rollouts = compute_rewards(Odd(), rollouts)
+    table = token_table(rollouts, forward_statistics(model, rollouts, 1.0), None)
+    weights = np.where(table.mask, np.random.default_rng(1).normal(size=table.mask.shape), 0.0)
+
+    def measured(processes, config=EVERY_LEVEL):
+        measurer = GradientMeasurer(model, config, 1.0, processes=processes)
+        found = measurer.measure(3, rollouts, table, None, lambda: weights)
+        drawn = {} if found.tokens.drawn is None else {"prob": found.tokens.drawn.probability}
+        columns = {"norms": found.tokens.norm_sq, "stderr": found.tokens.stderr, **drawn, **found.tokens.further}
+        gram = {} if found.gram is None else {"gram": found.gram.inner}
+        return columns | gram | {"gaps": np.array(found.gaps), "groups": rollouts.group}
+
+    def keep(case, found):
+        results.update({f"{case} {name}": x for name, x in found.items()})
+
+    def broken(*args, **named):
+        raise error("out of memory")
+
+    for by in ("above_cut", "proxy", "uniform"):
+        config = replace(EVERY_LEVEL, sampled=replace(EVERY_LEVEL.sampled, by=by))
+        for name, processes in {"one": SINGLE_PROCESS, "two": together}.items():
+            keep(f"{by} {name}", measured(processes, config))
+    for name, (module, attribute) in BROKEN.items():
+        kept, error = getattr(module, attribute), RuntimeError
+        if together.rank:
+            setattr(module, attribute, broken)
+        keep(f"{name} broken", measured(together))
+        if name == "attribution":  # how torch says that an operation has no forward mode: differences take its place
+            error = NotImplementedError
+            keep("differences", measured(together))
+        setattr(module, attribute, kept)
+    np.savez(folder / f"levels{together.rank}.npz", **results)
     together.end()
 
 
@@ -209,6 +293,7 @@ def main():
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # whatever other libraries say about a process group on a CPU
     two(folder, "updates", lambda: updates(folder, checkpoint))
+    two(folder, "levels", lambda: levels(folder, checkpoint))
     two(folder, "runs", lambda: runs(folder, checkpoint))
     for rank in "01":
         two(folder, f"fails{rank}", lambda: failure(folder, checkpoint), FAILS=rank)

@@ -114,6 +114,63 @@ def test_exact_statistics_of_two_processes_are_those_of_one(updates, sharded, ca
         np.testing.assert_allclose(together, first[f"{key} one {name}"], rtol=2e-5, atol=1e-7)
 
 
+@pytest.fixture(scope="module")
+def measured(folder):
+    """One batch measured by every level, by two processes and by one, as either process saw it."""
+    codes, words = ends(folder, "levels")
+    assert codes == [0, 0], "\n".join(words)
+    return [dict(np.load(folder / f"levels{rank}.npz")) for rank in range(2)]
+
+
+LEVELS = ("norms", "stderr", "prob", "attribution", "signal", "noise", "contrast", "alone", "gram")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["above_cut", "proxy", "uniform"])
+def test_two_processes_measure_every_level_as_one_does(measured, by):
+    for found in measured:
+        assert found[f"{by} one gaps"] == found[f"{by} two gaps"] == 0
+        for name in set(LEVELS) - {"alone"}:
+            one, two = (found[f"{by} {who} {name}"] for who in ("one", "two"))
+            scale = np.abs(one[np.isfinite(one)]).max()
+            np.testing.assert_allclose(two, one, rtol=2e-5, atol=1e-6 * scale, err_msg=name)
+        # groups measured whole, drawn from, and sketched
+        exact, drawn, sketched = (np.isin(found[f"{by} one groups"], some) for some in ([0, 1], [2, 3, 4], [5, 6]))
+        known, chance = (np.isfinite(found[f"{by} two {name}"]) for name in ("norms", "prob"))
+        assert known[exact].any(axis=1).all() and 0 < known[drawn].sum() < chance[drawn].sum()
+        assert np.isfinite(found[f"{by} two stderr"])[sketched].any(axis=1).all()
+        assert (found[f"{by} two alone"] == 0).all()  # a level of one's own runs on the first process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["sampled", "sketch", "attribution", "contrast", "gram"])
+def test_a_level_that_fails_on_one_process_is_missing_from_both_and_alone(measured, level):
+    lost = {"sampled": {"prob"}, "sketch": {"stderr"}, "attribution": {"attribution", "signal", "noise"}}
+    for found in measured:
+        assert found[f"{level} broken gaps"] == 1
+        for name in set(LEVELS) - lost.get(level, {level}):
+            if level in ("sampled", "sketch") and name in ("norms", "stderr", "gram"):
+                continue  # what one level left, the next one measures
+            np.testing.assert_allclose(found[f"{level} broken {name}"], found[f"above_cut two {name}"], rtol=1e-6)
+        for name in lost.get(level, {level}):
+            kept = found.get(f"{level} broken {name}")
+            assert kept is None or level in ("sampled", "sketch")
+    for name in LEVELS:
+        first, second = (found.get(f"{level} broken {name}") for found in measured)
+        assert (first is None) == (second is None)
+        if first is not None:
+            np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.slow
+def test_a_process_without_forward_mode_takes_differences_and_the_other_does_not_care(measured):
+    for found in measured:
+        assert found["differences gaps"] == 0
+        exact = found["above_cut two attribution"]
+        near = 3e-3 * np.nansum(exact)
+        np.testing.assert_allclose(found["differences attribution"], exact, atol=abs(near), rtol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_parts_of_both_processes_make_every_step(runs, kind):
