@@ -1,10 +1,11 @@
-"""What several processes save of a measured step: norms and every estimator's gradient, shared out by prompt."""
+"""What several processes save of a measured step, level by level."""
 
 import tempfile
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,14 @@ from benchmarks.config import ProcessesConfig
 from benchmarks.engine import model_of
 from benchmarks.long import random_rollouts
 from benchmarks.publish import Report, notes_of, report_of
-from otb_analysis.config import MeasureConfig, Schedule
+from otb_analysis.config import (
+    AttributionSchedule,
+    ContrastSchedule,
+    MeasureConfig,
+    SampledSchedule,
+    Schedule,
+    SketchSchedule,
+)
 from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import token_table
@@ -23,36 +31,45 @@ from otb_analysis.rollouts.models import gathered
 from otb_analysis.training.runtime import shard
 
 COLUMNS = {
-    "processes": "{processes}", "weights": "{weights}", "seconds": "{seconds:.1f}", "÷ one process": "{ratio:.2f}",
+    "level": "{level}", "processes": "{processes}", "weights": "{weights}", "seconds": "{seconds:.1f}",
+    "÷ one process": "{ratio:.2f}",
     "÷ whole weights": lambda row: None if row["sharded_ratio"] is None else f"{row['sharded_ratio']:.2f}",
 }  # fmt: skip
 WEIGHTS = {False: "whole", True: "FSDP2"}
+PLANS = {
+    "exact": Schedule(1), "sampled": SampledSchedule(1), "sketch": SketchSchedule(1, method="hybrid"),
+    "attribution": AttributionSchedule(1), "contrast": ContrastSchedule(1),
+}  # fmt: skip
 
 
 def run(config: ProcessesConfig) -> Report:
     """Time one measured step by every number of processes, a thread each; they take turns."""
-    cases = [(size, sharded) for size in config.processes for sharded in (False, True) if size > 1 or not sharded]
+    ways = [(size, sharded) for size in config.processes for sharded in (False, True) if size > 1 or not sharded]
+    cases = [(level, *way) for level in config.levels for way in ways]
     least = dict.fromkeys(cases, float("inf"))
     for _ in range(config.repeats):
         for case in cases:
             least[case] = min(least[case], seconds(config, *case))
     rows = [
-        {"processes": size, "weights": WEIGHTS[sharded], "seconds": found, "ratio": found / least[1, False]}
-        | {"sharded_ratio": found / least[size, False] if sharded else None}
-        for (size, sharded), found in least.items()
+        {"level": level, "processes": size, "weights": WEIGHTS[sharded], "seconds": found}
+        | {"ratio": found / least[level, 1, False]}
+        | {"sharded_ratio": found / least[level, size, False] if sharded else None}
+        for (level, size, sharded), found in least.items()
     ]
     step = f"{config.prompts} prompts × {config.group_size} rollouts of {config.tokens} tokens"
-    return report_of(config, f"Measuring {step} under {config.model}", COLUMNS, rows, notes=notes_of(config))
+    name = "processes" if config.levels == ("exact",) else "processes_levels"
+    title = f"Measuring {step} under {config.model}"
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config), name=name)
 
 
-def seconds(config: ProcessesConfig, size: int, sharded: bool) -> float:
+def seconds(config: ProcessesConfig, level: str, size: int, sharded: bool) -> float:
     """Seconds by the clock from when all processes are ready until the last has the result."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_measured, (config, size, sharded, folder), nprocs=size)
+        spawn(_measured, (config, level, size, sharded, folder), nprocs=size)
         return max(float((Path(folder) / str(rank)).read_text()) for rank in range(size))
 
 
-def _measured(rank: int, config: ProcessesConfig, size: int, sharded: bool, folder: str) -> None:
+def _measured(rank: int, config: ProcessesConfig, level: str, size: int, sharded: bool, folder: str) -> None:
     warnings.filterwarnings("ignore")  # whatever torch says about a process group on a CPU
     torch.set_num_threads(1)
     processes = SINGLE_PROCESS
@@ -64,8 +81,8 @@ def _measured(rank: int, config: ProcessesConfig, size: int, sharded: bool, fold
     table = token_table(rollouts, forward_statistics(model, rollouts, 1.0), None)
     if sharded:
         shard(model, processes)
-    every = Schedule(every=1)
-    measurer = GradientMeasurer(model, MeasureConfig(exact=every, subgroups=()), 1.0, processes=processes)
+    plan: Any = {"exact": Schedule()} | {level: PLANS[level]}
+    measurer = GradientMeasurer(model, MeasureConfig(subgroups=(), **plan), 1.0, processes=processes)
     processes.barrier()
     start = perf_counter()
     with gathered(model) if sharded else nullcontext():

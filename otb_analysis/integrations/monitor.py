@@ -41,7 +41,6 @@ from otb_analysis.integrations.trl_batch import (
     collated,
     drafts_of,
     ends_of,
-    evaluating,
     gathered_batch,
     refuse_lacking,
     scored,
@@ -64,7 +63,7 @@ from otb_analysis.measurement.forward import ForwardPass, PolicyLogits, forward_
 from otb_analysis.measurement.measurer import Measurement
 from otb_analysis.measurement.table import token_table
 from otb_analysis.measurement.worst import worst_tables
-from otb_analysis.rollouts.models import special_id
+from otb_analysis.rollouts.models import evaluating, special_id
 from otb_analysis.rollouts.sampling import Draft, Rollouts
 from otb_analysis.store import StepTables
 from otb_analysis.trackers import TRACKERS, send

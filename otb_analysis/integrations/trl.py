@@ -27,7 +27,6 @@ from otb_analysis.integrations.trl_batch import (
     collated,
     drafts_of,
     ends_of,
-    evaluating,
     gathered_batch,
     load_trl,
     local_rows,
@@ -50,7 +49,7 @@ from otb_analysis.integrations.trl_run import (
 )
 from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.rollouts.models import special_id
+from otb_analysis.rollouts.models import evaluating, special_id
 from otb_analysis.store import StepTables
 from otb_analysis.types import Estimate, NormalEquations, Tallies
 

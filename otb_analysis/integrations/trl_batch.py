@@ -7,8 +7,7 @@ import hashlib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from typing import Any
@@ -125,18 +124,6 @@ def scored(drafts: Sequence[Draft], rollouts: Rollouts, forward: ForwardPass) ->
         ScoredDraft(draft, {f.name: getattr(forward.stats, f.name)[n, :length] for f in fields(LogitStats)})
         for n, (draft, length) in enumerate(zip(drafts, rollouts.completion_length, strict=True))
     ]
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Turn off dropout and gradient checkpointing; every module is left as it was."""
-    before = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in before:
-            module.training = True
 
 
 def gathered_batch(

@@ -17,11 +17,11 @@ from otb_analysis.config import MeasureConfig
 from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.inputs import free_bytes, gibibytes
 from otb_analysis.integrations.run_log import RecordConfig, tell
-from otb_analysis.integrations.trl_batch import GatheredBatch, evaluating
+from otb_analysis.integrations.trl_batch import GatheredBatch
 from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, summarize
 from otb_analysis.measurement.table import TokenMeasurements, rollout_rows, token_rows
 from otb_analysis.processes import PATIENCE, SINGLE_PROCESS, Processes
-from otb_analysis.rollouts.models import gathered, is_shared_out, without_hooks
+from otb_analysis.rollouts.models import evaluating, gathered, is_shared_out, without_hooks
 from otb_analysis.store import StepTables, gram_rows, subgroup_rows
 from otb_analysis.types import Estimate, Float
 

@@ -7,13 +7,13 @@ known.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -30,6 +30,7 @@ from otb_analysis.gradients import (
 )
 from otb_analysis.measurement.table import DrawnTokens, TokenMeasurements, TokenTable
 from otb_analysis.processes import SINGLE_PROCESS, Processes
+from otb_analysis.rollouts.models import evaluating
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Bool, Float, Int
 
@@ -214,40 +215,48 @@ def contrasts(
             for start in range(0, len(others), AT_ONCE):
                 some = others[start : start + AT_ONCE]
                 ids, _, attention = rollouts.tensors(model.device, some)
-                inputs = {"input_ids": ids, "attention_mask": attention, "use_cache": False}
                 with torch.no_grad():
-                    logits = [copy(**inputs).logits[:, :-1] for copy in copies]
+                    logits = [copy(ids, attention) for copy in copies]
                 found = token_contrast(logits[0], logits[1], ids[:, 1:]).cpu().numpy()
                 del logits  # those of the next rollouts would stand beside them
                 out[some, 1 : 1 + found.shape[1]] = found
         return out
 
-    return by_policy_token(rollouts, np.fmax.reduce(processes.gather(processes.agreed(scored))))
+    with evaluating(model):
+        return by_policy_token(rollouts, np.fmax.reduce(processes.gather(processes.agreed(scored))))
 
 
 def fitted(
     model: PreTrainedModel, rollouts: Rollouts, rows: Int, plan: ContrastSchedule, random: np.random.Generator
-) -> PreTrainedModel:
-    """Return a copy of the model after some steps of AdamW on the policy tokens of some rollouts, mean −log p a token.
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Fit a copy of the model's weights by AdamW to the policy tokens of some rollouts, mean −log p a token.
 
-    Every step takes `plan.batch` of them, drawn anew when all were seen.
+    Every step takes `plan.batch` rollouts, drawn anew when all were seen. Returned are the copy's logits [n, L − 1, V]
+    as a function of token ids and attention mask [n, L].
     """
-    copy = deepcopy(model).eval().requires_grad_(True)
-    optimizer = torch.optim.AdamW(copy.parameters(), lr=plan.learning_rate, weight_decay=0.0)
+    # Copies of the weights alone: a model that FSDP2 shards is not copied, and holds whole ones here.
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(weights.values(), lr=plan.learning_rate, weight_decay=0.0)
+
+    def logits_of(ids: Tensor, attention: Tensor) -> Tensor:
+        inputs = {"input_ids": ids, "attention_mask": attention, "use_cache": False}
+        return functional_call(model, weights, (), inputs).logits[:, :-1]
+
     order: list[int] = []
     for _ in range(plan.steps):
         if len(order) < min(plan.batch, len(rows)):
             order = random.permutation(rows).tolist()
         batch, order = np.array(order[: plan.batch]), order[plan.batch :]
         with torch.enable_grad():
-            ids, mask, attention = rollouts.tensors(copy.device, batch)
-            logits = copy(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
+            ids, mask, attention = rollouts.tensors(model.device, batch)
+            logits = logits_of(ids, attention)
             labels = torch.where(mask[:, 1:], ids[:, 1:], _IGNORED)
             loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=_IGNORED)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
         optimizer.step()
-    return copy.requires_grad_(False)
+    weights = {name: p.detach() for name, p in weights.items()}  # read by `logits_of`
+    return logits_of
 
 
 class Contrast(Level):

@@ -155,6 +155,18 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Turn off dropout and gradient checkpointing; every module is left as it was."""
+    before = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in before:
+            module.training = True
+
+
+@contextmanager
 def without_hooks(model: nn.Module, of: str) -> Iterator[None]:
     """Take the hooks that a package put on a model's passes off, and put them back in the order of then."""
     every = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]

@@ -208,7 +208,8 @@ class Trainer:
         plan = self.config.measure.contrast
         try:
             right = table.total_reward >= plan.threshold
-            contrast = contrasts(self.measurer.model, rollouts, right, plan, step, self.processes)
+            with self.policy.whole_weights():
+                contrast = contrasts(self.measurer.model, rollouts, right, plan, step, self.processes)
         except InputError as error:
             note(f"step {step} weighs all tokens alike: {error}")
             contrast = np.full(table.mask.shape, np.nan)

@@ -125,8 +125,9 @@ def test_scores_are_those_of_the_copies_token_by_token(step):
     n = int(np.flatnonzero(half == 1)[0])
     ids, start = rollouts.input_ids[n], int(rollouts.prompt_length[n])
     for t in np.flatnonzero(rollouts.policy_tokens()[n]):
+        x = torch.tensor(ids[None, : start + t + 1])
         with torch.no_grad():
-            right_z, wrong_z = (c(torch.tensor(ids[None, : start + t])).logits[0, -1].double().numpy() for c in copies)
+            right_z, wrong_z = (c(x, torch.ones_like(x))[0, -1].double().numpy() for c in copies)
         assert found[n, t] == pytest.approx(softmax(2 * right_z - wrong_z)[ids[start + t]], rel=2e-5)
 
 

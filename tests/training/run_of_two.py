@@ -42,10 +42,11 @@ from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import compute_rewards, token_table
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.generation import Generation
-from otb_analysis.rollouts.models import load_policy
+from otb_analysis.rollouts.models import gathered, load_policy
 from otb_analysis.rollouts.sampling import sample
 from otb_analysis.tasks import Prompt
 from otb_analysis.training.loop import train, train_step
+from otb_analysis.training.runtime import shard
 from otb_analysis.training.setup import Trainer
 
 # 3 prompts of 3 rollouts for two processes: 5 and 4, so the second group spans both.
@@ -196,7 +197,7 @@ def levels(folder, checkpoint):
     table = token_table(rollouts, forward_statistics(model, rollouts, 1.0), None)
     weights = np.where(table.mask, np.random.default_rng(1).normal(size=table.mask.shape), 0.0)
 
-    def measured(processes, config=EVERY_LEVEL):
+    def measured(processes, config=EVERY_LEVEL, model=model):
         measurer = GradientMeasurer(model, config, 1.0, processes=processes)
         found = measurer.measure(3, rollouts, table, None, lambda: weights)
         drawn = {} if found.tokens.drawn is None else {"prob": found.tokens.drawn.probability}
@@ -214,6 +215,10 @@ def levels(folder, checkpoint):
         config = replace(EVERY_LEVEL, sampled=replace(EVERY_LEVEL.sampled, by=by))
         for name, processes in {"one": SINGLE_PROCESS, "two": together}.items():
             keep(f"{by} {name}", measured(processes, config))
+    sharded = load_policy(checkpoint)[0]
+    shard(sharded, replace(together, sharded=True))
+    with gathered(sharded):
+        keep("sharded two", measured(together, model=sharded))
     for name, (module, attribute) in BROKEN.items():
         kept, error = getattr(module, attribute), RuntimeError
         if together.rank:
