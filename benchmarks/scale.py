@@ -85,7 +85,7 @@ def run(config: ScaleConfig) -> Report:
         "a training step": (costs.training, None, None, config.processes),
         "forward: proxies, entropy, the sampling check": (0.0, None, None, config.processes),
         "every estimator's gradient": (costs.gram, weights + costs.signals, costs.sent, config.processes),
-        f"norms of {config.drawn} drawn tokens of a prompt": (costs.norms * drawn, weights, 0.0, 1),  # the first's work
+        f"norms of {config.drawn} drawn tokens of a prompt": (costs.norms * drawn, weights, 0.0, config.processes),
         "norms of all tokens": (costs.norms, weights, 0.0, config.processes),
     }
     rows = [
