@@ -103,9 +103,10 @@ def decision_lines(
     if config and path and "source" not in config:
         how = _again(best.label[0], options, path)
     verb = "Keep" if best.label in trained else "Train with"
-    shown = f"{count} of {m} are shown to be better than {names}, {worse} to be worse"
+    shown = f"{count} of {m} {'is' if count == 1 else 'are'} shown to be better than {names}, {worse} to be worse"
+    together = f"all {m} baselines looked at together, " * (m > 1)
     return (
-        f"{verb} {shown_name(best.label)}: {_by(best, names)}, all {m} baselines looked at together, {n} prompts.",
+        f"{verb} {shown_name(best.label)}: {_by(best, names)}, {together}{n} prompts.",
         f"{shown}, {m - count - worse} neither{unjudged}.",
         *against_rloo,
         f"Next: {how}; {FASTER}.",
@@ -120,6 +121,9 @@ def _none_better(decision: Decision, names: str, behind: str, more: str) -> tupl
         for one in decision.tested
         if not one.worse
     ]
+    none, together = f"none of {m} baselines is", f", all {m} together"
+    if m == 1:
+        none, together = "the other baseline is not", ""
     whole = len(decision.tested) == m  # one with an interval by itself may have none that holds with all others
     if decision.cause:
         why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
@@ -128,15 +132,14 @@ def _none_better(decision: Decision, names: str, behind: str, more: str) -> tupl
         hidden = ONE_PROMPT if decision.update == 1 else wide if decision.signal else hidden
         return f"no baseline can be told from {names} on {n} prompts. {hidden}", "", more
     if whole and lead is None:
-        return f"all {m} baselines are shown to be worse than {names} on {n} prompts.", "", ""
+        every = f"all {m} baselines are" if m > 1 else "the other baseline is"
+        return f"{every} shown to be worse than {names} on {n} prompts.", "", ""
     if whole and all((low or 0) > 1 - DIFFERENCE and (high or 2) < 1 / (1 - DIFFERENCE) for low, high in ends):
         what = f"no difference from {names} is larger than {PER_CENT}"
-        what = f"none of {m} baselines is better than {names} by more than {PER_CENT}" if behind else what
-        return f"{what} on {n} prompts, all {m} together{behind}.", "", ""
-    near = (
-        f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}, all {m} together." if lead else ""
-    )
-    return f"none of {m} baselines is shown to be better than {names} on {n} prompts{behind}.", near, more
+        what = f"{none} better than {names} by more than {PER_CENT}" if behind else what
+        return f"{what} on {n} prompts{together}{behind}.", "", ""
+    near = f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}{together}." if lead else ""
+    return f"{none} shown to be better than {names} on {n} prompts{behind}.", near, more
 
 
 def _against_rloo(decision: Decision, beside: Decision | None, trained: Sequence[Label]) -> list[str]:

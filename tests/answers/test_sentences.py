@@ -94,6 +94,19 @@ def test_each_case_says_what_it_is(cases, name, words):
     assert all(word in text for word in words), text
 
 
+@pytest.mark.parametrize(
+    ("sizes", "law", "words"),
+    [
+        ([1, 0.7], {}, ("1 of 1 is shown", "64 prompts.")),
+        ([1, 1.4], {}, ("the other baseline is shown to be worse than rloo on 64 prompts.",)),
+        ([1, 0.9], {"n_prompts": 32, "own": 0.5, "seed": 1}, ("the other baseline is not shown to be better",)),
+    ],
+)
+def test_one_baseline_is_not_all_of_them(gram, sizes, law, words):
+    text = " ".join(said(decide([gram(sizes, **{"n_prompts": 64} | law)], known=KNOWN)))
+    assert all(word in text for word in words) and "together" not in text and "1 baselines" not in text, text
+
+
 def test_the_interval_of_a_sentence_is_the_one_that_holds_for_all(cases):
     case = cases["better"]
     first = said(case)[0]
