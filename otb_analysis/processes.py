@@ -36,6 +36,8 @@ FAILED = "otb/failed"
 """Key under which the first process that fails publishes its error."""
 HEARD = "otb/heard/{}"
 """Key under which a process, by its rank, confirms that it has read that error."""
+TOLD = "otb_told"
+"""Attribute of an error that this process has told the others of."""
 LOOK, GRACE = 0.2, 5.0
 """Seconds between two looks at those keys, and seconds a process gets to end by itself before it is killed."""
 
@@ -100,7 +102,7 @@ class Processes:
         """Return the values of all processes, by rank.
 
         Raises:
-            ProcessError: Another process has ended.
+            ProcessError: Another process has ended, or failed inside `agreed` on its way here.
         """
         if self.size == 1:
             return [value]
@@ -114,7 +116,11 @@ class Processes:
             longest = torch.nn.functional.pad(own, (0, max(map(sum, every)) - len(own)))
             received = [torch.empty_like(longest) for _ in every]
             dist.all_gather(received, longest, group=self.host)
-        return [_unpacked(*one) for one in zip(every, received, strict=True)]
+        values = [_unpacked(*one) for one in zip(every, received, strict=True)]
+        for value in values:
+            if isinstance(value, _Failure):
+                raise ProcessError(value)
+        return values
 
     def broadcast_from_main(self, run: Callable[[], T]) -> T:
         """Run a function on the first process only; return its result on all, and raise on all where it fails.
@@ -138,6 +144,9 @@ class Processes:
     def agreed(self, run: Callable[[], T]) -> T:
         """Run a function on every process and return its result there; where it fails on one, raise on all.
 
+        It may exchange values, and be agreed on in parts: whoever fails anywhere tells it once, in the others' next
+        `gather`, so that all are at the same place again.
+
         Raises:
             ProcessError: It failed on another process.
         """
@@ -145,13 +154,13 @@ class Processes:
             return run()
         try:
             result = run()
-        except ExchangeError:
-            raise
         except Exception as error:
-            self.gather(f"process {self.rank} stopped: {str(error) or type(error).__name__}")
+            if not _is_told(error):
+                with suppress(ProcessError):
+                    self.gather(_Failure(f"process {self.rank} stopped: {str(error) or type(error).__name__}"))
+                error.__dict__[TOLD] = True
             raise
-        for sentence in filter(None, self.gather("")):
-            raise ProcessError(sentence)
+        self.gather("")
         return result
 
     def columns(self, slices: "Iterable[Sequence[Tensor]]", counts: Sequence[int]) -> "Iterator[Tensor]":
@@ -227,7 +236,10 @@ class Processes:
         self.add_up(gradients())
 
     def add_up(self, tensors: "Iterable[Tensor]") -> None:
-        """Sum contiguous tensors over processes, in place; each process passes the same shapes in the same order."""
+        """Sum contiguous tensors over processes, in place; each process passes the same shapes in the same order.
+
+        No two of them may share memory.
+        """
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -294,6 +306,19 @@ class Processes:
             sys.stderr.write(f"otb: {sentence}\n")
             sys.stderr.flush()
             os._exit(2)
+
+
+class _Failure(str):
+    """Why a process failed, in the place of what it would have exchanged."""
+
+
+def _is_told(error: BaseException | None) -> bool:
+    """Whether all processes know of an error, or of the one that it was raised from."""
+    while error is not None:
+        if isinstance(error, ProcessError) or TOLD in error.__dict__:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _packed(value: object) -> "tuple[list[int], Tensor]":

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from otb_analysis.gradients.batch.inputs import (
 from otb_analysis.gradients.exact import reference
 from otb_analysis.gradients.exact.attention import forward_slopes
 from otb_analysis.gradients.exact.gram import norm_sq_of
+from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.phases import counted
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.types import Attribution, Float, SignalNoise
@@ -106,12 +108,17 @@ def difference(function: Functional, rollouts: tuple[Rollout, ...], direction: S
 
 def jvp_or_difference(function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence[Tensor]) -> Slopes:
     """Exact slopes where all operations of the model have a forward mode, else differences."""
-    try:
-        return jvp(function, rollouts, direction)
-    except NotImplementedError:  # how torch says that an operation has none
-        return difference(function, rollouts, direction)
+    if function.batch.model not in _WITHOUT_FORWARD_MODE:
+        try:
+            return jvp(function, rollouts, direction)
+        except UnfitError as reason:
+            _log.info("Slopes are taken by differences: %s", reason)
+            _WITHOUT_FORWARD_MODE.add(function.batch.model)
+    return difference(function, rollouts, direction)
 
 
+_log = logging.getLogger(__name__)
+_WITHOUT_FORWARD_MODE = WeakSet[nn.Module]()
 Method = Callable[[Functional, tuple[Rollout, ...], Sequence[Tensor]], Slopes]
 METHODS: dict[str, Method] = {"auto": jvp_or_difference, "jvp": jvp, "difference": difference}
 
@@ -149,7 +156,6 @@ SUM_ERROR = 1e-3
 """How far the sum of differences' shares may be from ‖ḡ‖²: they are good to 3e-4."""
 ROUNDED = 0.02
 """The same by forward mode, which is exact but for what a model rounds to half precision."""
-_log = logging.getLogger(__name__)
 
 
 @torch.inference_mode(False)
@@ -204,14 +210,20 @@ def gradient_attribution(
         batch = processes.agreed(lambda: copies.enter_context(measured(*arguments)))
         row, function = check_weight_row(weights, batch.mask), Functional(batch)
         own = shared_out(batch, processes).rollouts
+
+        def gradient() -> Sequence[Tensor]:
+            found = function.gradient(row, own)
+            # Each in memory of its own, to be summed there: two parameters may have one gradient.
+            return found if processes.size == 1 else [x.clone(memory_format=torch.contiguous_format) for x in found]
+
         if direction is None:
-            along = [x.contiguous() for x in processes.agreed(lambda: function.gradient(row, own))]
+            along = processes.agreed(gradient)
             processes.add_up(along)
         else:
             along = check_direction(direction, function)
         slopes, norm_sq = _slopes(processes, run, function, own, along), norm_sq_of(along)
-        off = abs((row * slopes.value).sum() - norm_sq)
-        if slopes.step is not None and direction is None and off > SUM_ERROR * norm_sq:
+        off = direction is None and abs((row * slopes.value).sum() - norm_sq) > SUM_ERROR * norm_sq
+        if slopes.step is not None and any(processes.gather(off)):
             _log.warning(
                 "Differences miss the gradient's squared norm by more than %.1g: forward mode is used.", SUM_ERROR
             )

@@ -315,11 +315,11 @@ class GradientMeasurer:
         self.config = main(lambda: self.config)
         gaps, first = 0, self.processes.first
 
-        def attempt(what: str, run: Callable[[], T], otherwise: T) -> T:
+        def attempt(what: str, run: Callable[[], T], otherwise: T, alone: bool = False) -> T:
             nonlocal gaps
             try:
                 with phase(what):
-                    return run()
+                    return run() if alone else self.processes.agreed(run)
             except ExchangeError:  # processes that are no longer at the same place cannot go on
                 raise
             except Exception as error:  # no failure of measuring may stop the training
@@ -353,6 +353,7 @@ class GradientMeasurer:
                 "gradient statistics",
                 lambda: gradient_statistics(g.inner, g.labels, g.n_rollouts, known=proved(g.labels, self.run)),
                 [],
+                alone=True,
             )
         return Measurement(tokens, gram, cut, tuple(statistics), gaps)
 

@@ -354,6 +354,38 @@ def test_differences_of_a_rough_function_are_refused(make_model, sample, weights
     assert gradient_attribution(*args).share.sum() == pytest.approx(gradient_attribution(*args).norm_sq, rel=0.1)
 
 
+def test_an_operation_without_forward_mode_is_measured_by_differences(make_model, sample, weights):
+    class Plain(torch.autograd.Function):
+        """The identity, as somebody's own kernel: with a backward pass and nothing else."""
+
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, signal):
+            return signal
+
+    model, batch = make_model("qwen3"), sample["left"]
+    args = (model, *batch.args, weights, batch.attention_mask)
+    exact = gradient_attribution(*args, method="auto")
+    assert exact.method == "jvp"
+    model.model.norm.register_forward_hook(lambda _m, _a, output: Plain.apply(output))
+    with pytest.raises(InputError, match='method="difference"'):
+        gradient_attribution(*args, method="jvp")
+    for _ in range(2):
+        near = gradient_attribution(*args, method="auto")
+        assert near.method == "difference"
+        largest = np.abs(exact.share).max()
+        np.testing.assert_allclose(near.share, exact.share, rtol=0, atol=3 * DIFFERENCE * largest)
+    parts = signal_noise(model, *batch.args, weights, np.arange(5), batch.attention_mask, method="auto")
+    np.testing.assert_allclose(parts.signal + parts.noise, exact.share, rtol=0, atol=6 * DIFFERENCE * largest)
+
+
 def test_a_gradient_that_is_no_derivative_is_refused(make_model, sample, weights):
     class Halved(torch.autograd.Function):
         """The identity, whose backward pass gives half of the signal."""

@@ -10,6 +10,7 @@ from otb_analysis.config import AttributionSchedule, EvaluateConfig, MeasureConf
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import estimate
 from otb_analysis.gradients import attribution
+from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.measurement import level as levels
 from otb_analysis.measurement.level import Level
 from otb_analysis.rollouts.models import load_policy
@@ -181,7 +182,7 @@ def test_attribution_alone_leaves_signal_and_noise_open(trained):
 
 def test_attention_without_forward_mode_is_measured_by_differences(trainer, monkeypatch):
     def without_forward_mode(*args):
-        raise NotImplementedError("Trying to use forward AD with _flash_attention that does not support it")
+        raise UnfitError("the model has an operation without a forward-mode derivative")
 
     monkeypatch.setattr(attribution, "forward_slopes", without_forward_mode)
     trainer.measurer.config = WATCHED

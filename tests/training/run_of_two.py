@@ -35,6 +35,7 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.gradients import attribution, sampled
+from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.sketched import sketch
 from otb_analysis.measurement import level
 from otb_analysis.measurement.forward import forward_statistics
@@ -176,14 +177,23 @@ EVERY_LEVEL = MeasureConfig(
     further={"run_of_two:ALONE": 1},
     gram="sketch",
 )
-# What fails on the second process, by the level that it leaves out.
-BROKEN = {
-    "sampled": (sampled, "norms_above_cut"),
-    "sketch": (level, "sketch_score_norms"),
-    "attribution": (attribution, "forward_slopes"),
-    "contrast": (level, "fitted"),
-    "gram": (sketch, "gradient_sketch"),
-}
+# What fails on the second process, with the level that is then missing: between two exchanges, before the first one,
+# after the last one.
+BROKEN = [
+    ("sampled", sampled, "norms_above_cut"),
+    ("sampled", sampled, "_size"),
+    ("sampled", level, "calibrate"),
+    ("sketch", level, "sketch_score_norms"),
+    ("sketch", level, "_exact_is_cheaper"),
+    ("attribution", attribution, "forward_slopes"),
+    ("attribution", attribution, "check_group"),
+    ("attribution", attribution, "_refuse_sum"),
+    ("contrast", level, "fitted"),
+    ("contrast", level, "halves"),
+    ("gram", sketch, "gradient_sketch"),
+    ("gram", sketch, "check_weights"),
+    ("gram", sketch, "of_all_rows"),
+]
 
 
 def levels(folder, checkpoint):
@@ -209,7 +219,10 @@ def levels(folder, checkpoint):
         results.update({f"{case} {name}": x for name, x in found.items()})
 
     def broken(*args, **named):
-        raise error("out of memory")
+        raise RuntimeError("out of memory")
+
+    def without_forward_mode(*args):
+        raise UnfitError("an operation has no forward mode")
 
     for by in ("above_cut", "proxy", "uniform"):
         config = replace(EVERY_LEVEL, sampled=replace(EVERY_LEVEL.sampled, by=by))
@@ -219,15 +232,15 @@ def levels(folder, checkpoint):
     shard(sharded, replace(together, sharded=True))
     with gathered(sharded):
         keep("sharded two", measured(together, model=sharded))
-    for name, (module, attribute) in BROKEN.items():
-        kept, error = getattr(module, attribute), RuntimeError
+    for name, module, attribute in BROKEN:
+        kept = getattr(module, attribute)
         if together.rank:
             setattr(module, attribute, broken)
-        keep(f"{name} broken", measured(together))
-        if name == "attribution":  # how torch says that an operation has no forward mode: differences take its place
-            error = NotImplementedError
-            keep("differences", measured(together))
+        keep(f"{name} without {attribute}", measured(together))
         setattr(module, attribute, kept)
+    if together.rank:
+        attribution.forward_slopes = without_forward_mode
+    keep("differences", measured(together))
     np.savez(folder / f"levels{together.rank}.npz", **results)
     together.end()
 

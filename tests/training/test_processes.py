@@ -143,24 +143,29 @@ def test_two_processes_measure_every_level_as_one_does(measured, by):
         assert (found[f"{by} two alone"] == 0).all()  # a level of one's own runs on the first process
 
 
+LOST = {"sampled": {"prob"}, "sketch": {"stderr"}, "attribution": {"attribution", "signal", "noise"}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["sampled", "sketch", "attribution", "contrast", "gram"])
 def test_a_level_that_fails_on_one_process_is_missing_from_both_and_alone(measured, level):
-    lost = {"sampled": {"prob"}, "sketch": {"stderr"}, "attribution": {"attribution", "signal", "noise"}}
-    for found in measured:
-        assert found[f"{level} broken gaps"] == 1
-        for name in set(LEVELS) - lost.get(level, {level}):
-            if level in ("sampled", "sketch") and name in ("norms", "stderr", "gram"):
-                continue  # what one level left, the next one measures
-            np.testing.assert_allclose(found[f"{level} broken {name}"], found[f"above_cut two {name}"], rtol=1e-6)
-        for name in lost.get(level, {level}):
-            kept = found.get(f"{level} broken {name}")
-            assert kept is None or level in ("sampled", "sketch")
-    for name in LEVELS:
-        first, second = (found.get(f"{level} broken {name}") for found in measured)
-        assert (first is None) == (second is None)
-        if first is not None:
-            np.testing.assert_array_equal(first, second)
+    lost = LOST.get(level, {level})
+    cases = {key.rsplit(" ", 1)[0] for key in measured[0] if key.startswith(f"{level} without ")}
+    assert len(cases) > 1
+    for case in cases:
+        for found in measured:
+            assert found[f"{case} gaps"] == 1
+            for name in set(LEVELS) - lost:
+                if level in ("sampled", "sketch") and name in ("norms", "stderr", "gram"):
+                    continue  # what one level left, the next one measures
+                np.testing.assert_allclose(found[f"{case} {name}"], found[f"above_cut two {name}"], rtol=1e-6)
+        for name in LEVELS:
+            first, second = (found.get(f"{case} {name}") for found in measured)
+            assert (first is None) == (second is None)
+            if first is not None:
+                np.testing.assert_array_equal(first, second)
+            if name in lost:
+                assert first is None or np.isnan(first).all()
 
 
 @pytest.mark.slow

@@ -367,8 +367,9 @@ def sketched_group_gram(
         copies.enter_context(widened_if_it_fits(model))
         batch = processes.agreed(lambda: prepare(model, Batch(input_ids, mask, attention_mask), **options))
         checked, member = check_weights(weights, batch.mask), check_group(group, batch.shape[0])
-        prompts = prompts_of(batch, checked, member)
-        values = np.unique(member)
+        prompts, values = prompts_of(batch, checked, member), np.unique(member)
+        if len(set(processes.gather(str(batch.scope.parameters[0].dtype)))) > 1:
+            raise InputError("float32 copies of the weights fit on some processes only; free memory on the others.")
 
         def sketched() -> list[tuple[Basis, Float]]:
             own = processes.shard(np.arange(len(prompts)))
