@@ -379,8 +379,8 @@ def sketched_group_gram(
             basis = basis_weights(batch, mine, checked.shape)[rows]
             some = torch.from_numpy(rows)
             real = None if attention_mask is None else attention_mask[some.to(attention_mask.device)]
-            arguments = model, input_ids[some.to(input_ids.device)], mask[some.to(mask.device)], basis, member[rows], real
-            found = gradient_sketch(*arguments, dim=dim, seed=seed, **options)
+            ids, sampled = input_ids[some.to(input_ids.device)], mask[some.to(mask.device)]
+            found = gradient_sketch(model, ids, sampled, basis, member[rows], real, dim=dim, seed=seed, **options)
             return [(p.basis, part[: len(p.basis.rows)]) for p, part in zip(mine, found, strict=True)]
 
         found = [one for part in processes.gather(processes.agreed(sketched)) for one in part]
