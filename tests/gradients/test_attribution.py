@@ -354,22 +354,23 @@ def test_differences_of_a_rough_function_are_refused(make_model, sample, weights
     assert gradient_attribution(*args).share.sum() == pytest.approx(gradient_attribution(*args).norm_sq, rel=0.1)
 
 
+class Plain(torch.autograd.Function):
+    """The identity, as somebody's own kernel: with a backward pass and nothing else."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, signal):
+        return signal
+
+
 def test_an_operation_without_forward_mode_is_measured_by_differences(make_model, sample, weights):
-    class Plain(torch.autograd.Function):
-        """The identity, as somebody's own kernel: with a backward pass and nothing else."""
-
-        @staticmethod
-        def forward(x):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, signal):
-            return signal
-
     model, batch = make_model("qwen3"), sample["left"]
     args = (model, *batch.args, weights, batch.attention_mask)
     exact = gradient_attribution(*args, method="auto")
@@ -387,16 +388,8 @@ def test_an_operation_without_forward_mode_is_measured_by_differences(make_model
 
 
 def test_a_gradient_that_is_no_derivative_is_refused(make_model, sample, weights):
-    class Halved(torch.autograd.Function):
+    class Halved(Plain):
         """The identity, whose backward pass gives half of the signal."""
-
-        @staticmethod
-        def forward(x):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
 
         @staticmethod
         def backward(ctx, signal):
