@@ -21,6 +21,7 @@ from otb_analysis.phases import advance, count_to
 from otb_analysis.rollouts.models import is_shared_out
 
 ROOM, SHARE = 32, 4  # A full cache grows by ROOM columns or by one SHARE-th of its length, whichever is more
+LOOK = 16  # Tokens between two looks at who has ended, where a look would wait for an accelerator
 SPARSE = 0.8  # Rows that have ended leave the batch once no more than this share of it goes on
 READ = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 PREPARED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -93,12 +94,15 @@ def _draw(
     rows, ended = torch.arange(n, device=device), torch.zeros(n, dtype=torch.bool, device=device)
     tokens = torch.full((n, draw.max_new_tokens), draw.pad, device=device)
     logprobs = torch.zeros(n, draw.max_new_tokens, device=device)
+    first_bad = torch.full((n,), draw.max_new_tokens, device=device)  # first token of each row with logits not finite
+    width = torch.zeros((), dtype=torch.int64, device=device)  # tokens until all rows have ended
+    every = 1 if device.type == "cpu" else LOOK
     count_to(draw.max_new_tokens, "token", at_most=True)
     for t in range(draw.max_new_tokens):
         scores = batch.logits.float() / draw.temperature
         bad = ~scores.isfinite().all(-1) & ~ended
-        if bool(bad.any()):
-            raise NonFiniteLogits(int(rows[bad][0]), t)
+        first_bad[rows] = first_bad[rows].where(~bad, first_bad[rows].clamp(max=t))
+        width += ~ended.all()
         if thinking is not None and t < draw.soft:  # no row has ended yet, so all are there
             token, logprob = thinking.draw(scores, t)
         else:
@@ -109,9 +113,13 @@ def _draw(
             logprob = log_pi.gather(1, token[:, None])[:, 0]
         tokens[rows, t], logprobs[rows, t] = token, logprob
         ended |= torch.isin(token, ends)
-        left = int((~ended).sum())
-        if left == 0 or t + 1 == draw.max_new_tokens:
-            return tokens[:, : t + 1], logprobs[:, : t + 1]
+        left = len(rows)
+        if (t + 1) % every == 0 or t + 1 == draw.max_new_tokens:
+            left, count, worst = torch.stack([(~ended).sum(), width, first_bad.min()]).tolist()
+            if worst < draw.max_new_tokens:
+                raise NonFiniteLogits(int((first_bad == worst).nonzero()[0]), worst)
+            if left == 0 or t + 1 == draw.max_new_tokens:
+                return tokens[:, :count], logprobs[:, :count]
         if left <= SPARSE * len(rows):
             kept = (~ended).nonzero()[:, 0]
             batch.select(kept)

@@ -1,9 +1,11 @@
 """The loop over tokens draws what `generate` draws, from any cache-keeping architecture, and does less for it."""
 
 import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -16,8 +18,9 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from otb_analysis.rollouts.decoding import ROOM, unsupported_reason
+from otb_analysis.rollouts.decoding import LOOK, ROOM, Draw, NonFiniteLogits, decode, unsupported_reason
 from otb_analysis.rollouts.generation import TransformersGenerator
+from tests.second_device import There, second_device
 
 RAGGED = [[3, 4, 5], [7], [3, 4, 5], [9, 8, 7, 6, 5, 4, 3], [7], [12, 13]] * 3
 
@@ -143,3 +146,55 @@ def test_a_row_that_draws_any_of_several_end_tokens_stops_there_and_others_go_on
     lasts = {g.token_ids[-1] for g in found[0][0] if g.finished}
     assert lasts == {1, 5, 6}
     same(found)
+
+
+@contextmanager
+def reads():
+    """Count how often numbers are read from the second device, where each read would wait for it."""
+    counted = []
+
+    class Counted(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            reading = (torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.nonzero)
+            if func in reading and isinstance(args[0], There):
+                counted.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with second_device() as device, Counted():
+        yield device, counted
+
+
+def test_a_device_is_read_once_in_some_tokens_and_draws_the_same(tokenizer):
+    model, most, contexts = llama(tokenizer), 40, RAGGED[:4]
+    model.set_attn_implementation("eager")  # for sdpa transformers itself reads the mask, once a token
+    torch.manual_seed(5)
+    here = TransformersGenerator(model, tokenizer).generate(contexts, most, 1.0)
+    with reads() as (device, counted):
+        torch.manual_seed(5)
+        draw = Draw(most, 1.0, (1,), 0)
+        tokens, _, _ = decode(model.to(device), contexts, draw)
+        # Who has ended, and which rows are left once some have: at most twice a look.
+        assert len(counted) <= 2 * -(-most // LOOK)
+        drawn = tokens.tolist()
+    lengths = [len(one.token_ids) for one in here]
+    assert [row[:n] for row, n in zip(drawn, lengths, strict=True)] == [one.token_ids for one in here]
+    assert {len(row) for row in drawn} == {max(lengths)}  # what was drawn beyond the last end is left out
+
+
+@pytest.mark.parametrize("at", [2, 17])
+def test_a_logit_that_is_not_finite_is_found_later_and_named_where_it_was(tokenizer, at):
+    model = llama(tokenizer)
+    calls = []
+
+    def spoil(_module, _args, logits):
+        calls.append(None)
+        if len(calls) == at + 1:
+            logits = logits.clone()
+            logits[1] = torch.nan
+        return logits
+
+    with second_device() as device:
+        model.to(device).lm_head.register_forward_hook(spoil)
+        with pytest.raises(NonFiniteLogits) as caught:
+            decode(model, [[3, 4], [7, 8], [9, 3]], Draw(40, 1.0, (), 0))
+    assert (caught.value.row, caught.value.token) == (1, at)
