@@ -1,11 +1,13 @@
 """Sampling token by token: the same draws as `generate`, cheaper where many short texts are drawn at once.
 
-Equal contexts are run once, keys and values grow in place instead of being copied for every token, and rows that have
-ended leave the batch. A seed draws the tokens that `model.generate` would draw, up to rounding: like `multinomial`,
-y = argmax_v π_v / e_v with e ~ Exp(1), and e is drawn for every row whether it has ended or not.
+Equal contexts are run once, and so is a beginning that all share (examples, a system prompt). Keys and values grow in
+place instead of being copied for every token, and rows that have ended leave the batch. A seed draws the tokens that
+`model.generate` would draw, up to rounding: like `multinomial`, y = argmax_v π_v / e_v with e ~ Exp(1), and e is drawn
+for every row whether it has ended or not.
 """
 
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +24,7 @@ from otb_analysis.rollouts.models import is_shared_out
 
 ROOM, SHARE = 32, 4  # A full cache grows by ROOM columns or by one SHARE-th of its length, whichever is more
 LOOK = 16  # Tokens between two looks at who has ended, where a look would wait for an accelerator
+HEAD = 256  # A beginning that all share is read alone where that spares as many tokens; it costs one more pass
 SPARSE = 0.8  # Rows that have ended leave the batch once no more than this share of it goes on
 READ = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 PREPARED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -153,24 +156,34 @@ class _Batch:
 
     def __init__(self, model: PreTrainedModel, contexts: Sequence[Sequence[int]], pad: int):
         distinct = {context: i for i, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
-        width = max(map(len, distinct))
-        self.model, device = model, model.device
+        ends = [len(context) for context in distinct]
+        shared = min(len(os.path.commonprefix([*distinct])), min(ends) - 1)  # noqa: RUF071 - tokens, no paths
+        shared *= shared * (len(distinct) - 1) >= HEAD
+        self.model, width, device = model, max(ends), model.device
         self.layers = [_InPlace() for _ in DynamicCache(config=model.config).layers]
         self.cache = Cache(layers=[*self.layers])
-        ids = torch.tensor([[pad] * (width - len(c)) + list(c) for c in distinct], device=device)
-        self.real = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in distinct], device=device)
-        self.next = self.real.sum(1)
         self.last_only: dict[str, Any] = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
-        self._read(ids, (self.real.cumsum(1) - 1).clamp(min=0))
+        # padding stands between the shared beginning and the rest, so that both are without a gap
+        ids = torch.tensor([[*c[:shared], *[pad] * (width - len(c)), *c[shared:]] for c in distinct], device=device)
+        unseen = torch.tensor([width - end for end in ends], device=device)[:, None]
+        column = torch.arange(width, device=device)
+        self.real = ((column < shared) | (column >= shared + unseen)).long()
+        self.next = self.real.sum(1)
+        positions = (self.real.cumsum(1) - 1).clamp(min=0)
+        if shared:
+            self._read(ids[:1, :shared], positions[:1, :shared], self.real[:1, :shared])
+            for layer in self.layers:
+                layer.select(torch.zeros(len(distinct), dtype=torch.long, device=device))
+        self._read(ids[:, shared:], positions[:, shared:], self.real)
         if len(distinct) < len(contexts):
             self.select(torch.tensor([distinct[tuple(c)] for c in contexts], device=device))
 
     def append(self, token: Tensor) -> None:
         """Put one token [n] behind every row."""
         self.real = torch.cat([self.real, self.real.new_ones(len(token), 1)], dim=1)
-        self._read(token[:, None], self.next[:, None])
+        self._read(token[:, None], self.next[:, None], self.real)
         self.next = self.next + 1
 
     def select(self, rows: Tensor) -> None:
@@ -179,10 +192,10 @@ class _Batch:
             layer.select(rows)
         self.real, self.next, self.logits = self.real[rows], self.next[rows], self.logits[rows]
 
-    def _read(self, ids: Tensor, positions: Tensor) -> None:
+    def _read(self, ids: Tensor, positions: Tensor, real: Tensor) -> None:
         self.logits = self.model(
             input_ids=ids,
-            attention_mask=self.real,
+            attention_mask=real,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,

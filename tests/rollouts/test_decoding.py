@@ -18,7 +18,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from otb_analysis.rollouts.decoding import LOOK, ROOM, Draw, NonFiniteLogits, decode, unsupported_reason
+from otb_analysis.rollouts.decoding import HEAD, LOOK, ROOM, Draw, NonFiniteLogits, decode, unsupported_reason
 from otb_analysis.rollouts.generation import TransformersGenerator
 from tests.second_device import There, second_device
 
@@ -122,6 +122,24 @@ def test_equal_contexts_are_read_once_and_rows_that_ended_leave(tiny_model, toke
     lengths = [len(g.token_ids) for g in drawn]
     running = [sum(length > t for length in lengths) for t in range(1, max(lengths))]
     assert all(left <= held <= max(left / 0.8, left + 1) for left, held in zip(running, rows[1:], strict=True))
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_beginning_that_all_share_is_read_once(build, attention, tokenizer):
+    model, head = build(tokenizer), [3 + k % 12 for k in range(HEAD // 3 + 2)]
+    model.set_attn_implementation(attention)
+    generator, read = TransformersGenerator(model, tokenizer), []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].shape))
+    same(both(generator, [head + rest for rest in RAGGED], 12))
+    assert read[:2] == [(1, len(head)), (4, 7)]
+    read.clear()
+    same(both(generator, [head[2:] + rest for rest in RAGGED], 12))  # spares less than a pass is worth
+    assert read[0] == (4, len(head) + 5)
+    read.clear()
+    same(both(generator, [head, [*head, 5], [*head, 6, 7], [*head, 8, 9]], 12))  # one is the beginning of the others
+    assert read[:2] == [(1, len(head) - 1), (4, 3)]
+    hook.remove()
 
 
 def test_one_row_alone_draws_what_generate_draws(tiny_model, tokenizer):
