@@ -31,7 +31,7 @@ COLORS = {"energy_across_loo": BLUE}
 CUT = 2.0
 """Ratio at which the figure cuts intervals."""
 AGAINST = "rloo"
-LATE = 20
+LATE = 8
 """Updates at the end of training whose rewards are also shown alone."""
 STUDIES = Path(__file__).parent.parent
 
@@ -93,12 +93,12 @@ def toy_agreement() -> Rows:
     return [dict(row) | {"source": "hybrid" if row["source"] == "sketch" else row["source"]} for row in kept]
 
 
-def arms_of(training: Rows) -> Rows:
-    """Return a row per arm: its rate, held-out success before and after, reward, clipping, differences from `rloo`."""
-    last = max(row["step"] for row in training)
+def arms_of(tables: Mapping[str, Rows]) -> Rows:
+    """Return a row per arm: its rate, held-out success after training, rewards, clipping, differences from `rloo`."""
+    training = tables["training"]
+    last = max((row["step"] for row in training), default=0)
     measures = {
-        "before": ("heldout", select(training, step=0)),
-        "after": ("heldout", select(training, step=last)),
+        "after": ("success", tables["heldout"]),
         "reward": ("reward", training),
         "late": ("reward", [row for row in training if row["step"] > last - LATE]),
     }

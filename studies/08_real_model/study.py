@@ -147,7 +147,8 @@ def policy_of(settings: Mapping[str, Any], size: Size, start: TrainConfig | None
         path = work.parent / "adapter"  # kept beside the cells
         if not (path / "model" / "adapter").is_dir():
             lora = None if start is None else replace(start, lora=LoraConfig(rank=LORA.rank))
-            config = config_of(replace(TRAINED, steps=size.updates), "rloo", 3e-4, 0, lora)
+            teaching = replace(TRAINED, steps=size.updates, precision="bfloat16")
+            config = config_of(teaching, "rloo", 3e-4, 0, lora)
             if size is SMALL:
                 sample = SampleConfig(prompts=4, group_size=4, max_new_tokens=size.tokens)
                 config = replace(config, sample=sample, optimize=OptimizeConfig(steps=size.updates, learning_rate=1e-3))

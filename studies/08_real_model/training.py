@@ -1,13 +1,14 @@
-"""Training the real model with four baselines: a sweep of rates per arm, then seeds at the best and at a common one."""
+"""Training the real model with four baselines: a sweep of rates, seeds at the best one, and held-out success."""
 
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from otb_analysis.config import (
     CheckpointConfig,
@@ -22,9 +23,15 @@ from otb_analysis.config import (
     Schedule,
     TrainConfig,
 )
-from otb_analysis.training.loop import train
+from otb_analysis.measurement.table import compute_rewards
+from otb_analysis.rollouts.generation import TransformersGenerator
+from otb_analysis.rollouts.sampling import sample
+from otb_analysis.tasks.task_calls import distinct_prompts
+from otb_analysis.training.loop import heldout_columns, train
 from otb_analysis.training.runtime import Bar
+from otb_analysis.types import Float
 from studies.lib import Cell, Tables, rounded
+from studies.lib.policies import pretrained
 from studies.lib.record import training_steps
 from studies.lib.seeds import best_rate
 
@@ -35,15 +42,14 @@ SUMS = ReasoningGymConfig(
     name=("chain_sum",), config=('{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}',), shots=1
 )
 """What is trained: sums of two or three digits. Tasks with one frequent answer are soon answered by it alone."""
-MODEL = "smollm2"
+MODEL, AGAINST = "smollm2", "rloo"
 LORA = LoraConfig(rank=16)
 
-COLUMNS = {
-    "reward": "reward_mean", "heldout": "heldout_success", "heldout_low": "heldout_success_low",
-    "heldout_high": "heldout_success_high", "grad_norm": "grad_norm", "clipped": "CAST(clipped AS DOUBLE)",
-    "entropy": "entropy_mean", "length": "length_mean",
-}  # fmt: skip
+COLUMNS = {"reward": "reward_mean", "grad_norm": "grad_norm", "clipped": "CAST(clipped AS DOUBLE)",
+           "entropy": "entropy_mean", "length": "length_mean"}  # fmt: skip
 """What is kept of each update, by its name in a run's `steps`."""
+AT_ONCE = 64
+"""Held-out prompts that are answered together."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +57,24 @@ class Size:
     """How much is trained."""
 
     arms: tuple[str, ...] = ARMS
-    seeds: tuple[int, ...] = (0, 1, 2)
-    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    sweep_seeds: tuple[int, ...] = (100,)
-    sweep_steps: int = 20
-    steps: int = 60
+    seeds: tuple[int, ...] = tuple(range(8))
+    rates: tuple[float, ...] = (2e-4, 4e-4, 8e-4)
+    sweep_seeds: tuple[int, ...] = (100, 101, 102)
+    sweep_steps: int = 10
+    steps: int = 16
     prompts: int = 8
     group_size: int = 4
     tokens: int = 16
-    heldout: int = 96
+    heldout: int = 1000  # Prompts, all different; of `SUMS` there are 437
+    answers: int = 3  # To each of them
+    precision: Literal["float32", "bfloat16"] = "float32"
 
 
 FULL = Size()
-SMALL = Size(arms=("rloo", "none"), seeds=(0, 1), rates=(1e-3, 3e-3), sweep_steps=2, steps=2, prompts=4, heldout=8)
+SMALL = Size(
+    arms=("rloo", "none"), seeds=(0, 1), rates=(1e-3, 3e-3), sweep_seeds=(100,), sweep_steps=2, steps=2, prompts=4,
+    heldout=8, answers=2,
+)  # fmt: skip
 
 
 def config_of(size: Size, arm: str, rate: float, seed: int, start: TrainConfig | None = None) -> TrainConfig:
@@ -73,53 +84,64 @@ def config_of(size: Size, arm: str, rate: float, seed: int, start: TrainConfig |
         start, seed=seed,
         sample=SampleConfig(prompts=size.prompts, group_size=size.group_size, max_new_tokens=size.tokens),
         estimator=EstimatorConfig(name=arm, options={k: str(v) for k, v in MEMORY.get(arm, {}).items()}),
-        optimize=OptimizeConfig(steps=size.steps, learning_rate=rate, precision="bfloat16"),
+        optimize=OptimizeConfig(steps=size.steps, learning_rate=rate, precision=size.precision),
         critic=CriticConfig(enabled=False), measure=MeasureConfig(exact=Schedule()),
-        evaluate=EvaluateConfig(every=size.steps, prompts=size.heldout), checkpoint=CheckpointConfig(every=0),
+        evaluate=EvaluateConfig(every=0), checkpoint=CheckpointConfig(every=0),
     )  # fmt: skip
 
 
 def cells(size: Size, common: Mapping[str, Any]) -> list[Cell]:
-    """Return the sweep of each arm, its seeds at the rate that was best, and at the middle rate, the same for all."""
+    """Return success before training, the sweep of each arm, and its seeds at the rate that was best."""
     constants = {**common, "size": asdict(size), "task": asdict(SUMS), "lora": asdict(LORA)}
-    made = []
+    made = [Cell("untrained", {**constants, "arm": ""})]
     for arm in size.arms:
-        facts = {**constants, "arm": arm, "options": MEMORY.get(arm, {})}
-        sweep = Cell(f"sweep-{arm.replace('_', '-')}", facts)
-        made.append(sweep)
-        for seed in size.seeds:
-            run = Cell(f"run-{arm.replace('_', '-')}-s{seed}", {**facts, "seed": seed}, after=(sweep,))
-            common = {**facts, "seed": seed, "rate": size.rates[1]}
-            made += [run, Cell(f"common-{arm.replace('_', '-')}-s{seed}", common, after=(run,))]
+        facts, name = {**constants, "arm": arm, "options": MEMORY.get(arm, {})}, arm.replace("_", "-")
+        sweep = Cell(f"sweep-{name}", facts)
+        runs = [Cell(f"run-{name}-s{seed}", {**facts, "seed": seed}, after=(sweep,)) for seed in size.seeds]
+        made += [sweep, *runs]
     return made
 
 
 def measure(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar: Bar) -> Tables:
-    """Sweep an arm's learning rate, or train it at the one that was best."""
-    arm = cell.settings["arm"]
+    """Answer held-out prompts without training, sweep an arm's learning rate, or train it at the one that was best."""
+    arm, seed = cell.settings["arm"], cell.settings.get("seed", 0)
+    if not arm:
+        config = config_of(size, AGAINST, size.rates[0], seed, start)
+        return {"untrained": [heldout(config, config.model, size)]}
     if "seed" not in cell.settings:
-        short = replace(size, steps=size.sweep_steps)
-        sweep = []
-        for rate, seed in product(size.rates, size.sweep_seeds):
-            rewards = [row["reward"] for row in trained(config_of(short, arm, rate, seed, start), work, 0, bar)]
-            sweep.append({"arm": arm, "rate": rate, "seed": seed, "reward": float(np.mean(rewards))})
+        short, sweep = replace(size, steps=size.sweep_steps), []
+        for rate, other in product(size.rates, size.sweep_seeds):
+            path = trained(config_of(short, arm, rate, other, start), work, bar)
+            reward = float(np.mean([row["reward"] for row in training_steps(path, **COLUMNS)]))
+            sweep.append({"arm": arm, "rate": rate, "seed": other, "reward": reward})
+            shutil.rmtree(path)  # a model takes half a gigabyte
         return {"sweep": sweep}
-    if "rate" not in cell.settings:
-        table, rate = "training", best_rate(cell.given["sweep"], "reward")
-    elif cell.given["training"][0]["rate"] == cell.settings["rate"]:
-        return {"common_rate": cell.given["training"]}
-    else:
-        table, rate = "common_rate", cell.settings["rate"]
-    seed = cell.settings["seed"]
-    rows = trained(config_of(size, arm, rate, seed, start), work, size.heldout, bar)
-    return {table: [{"arm": arm, "seed": seed, "rate": rate} | row for row in rows]}
+    rate = best_rate(cell.given["sweep"], "reward")
+    config, key = config_of(size, arm, rate, seed, start), {"arm": arm, "seed": seed, "rate": rate}
+    path = trained(config, work, bar)
+    success = heldout(config, str(path / "model"), size)
+    rows = [key | {name: rounded(value) for name, value in row.items()} for row in training_steps(path, **COLUMNS)]
+    shutil.rmtree(path / "model")
+    return {"training": rows, "heldout": [key | success]}
 
 
-def trained(config: TrainConfig, work: Path, heldout: int, bar: Bar) -> list[dict[str, Any]]:
-    """Train; return a row per update, with held-out success where it was evaluated."""
-    every = config.evaluate if heldout else replace(config.evaluate, every=0)
+def trained(config: TrainConfig, work: Path, bar: Bar) -> Path:
+    """Train, and return where the run and its model are."""
     name = f"{config.estimator.name}-{config.optimize.learning_rate:g}-{config.seed}"
-    path = train(replace(config, evaluate=every, root=work, run=name), bar)
-    shutil.rmtree(path / "model")  # half a gigabyte each
-    rows = training_steps(path, **COLUMNS)
-    return [{"step": row["step"]} | {name: rounded(row[name]) for name in COLUMNS} for row in rows]
+    return train(replace(config, root=work, run=name), bar)
+
+
+def heldout(config: TrainConfig, model: str, size: Size) -> dict[str, Any]:
+    """Return the success of a model on held-out prompts, several answers to each, with an interval over prompts."""
+    policy = pretrained(replace(config, model=model))
+    generator = TransformersGenerator(policy.model, policy.tokenizer)
+    prompts, rewards = distinct_prompts(policy.task, "heldout", size.heldout), list[Float]()
+    torch.manual_seed(config.seed)
+    for first in range(0, len(prompts), AT_ONCE):
+        some = prompts[first : first + AT_ONCE]
+        group = np.repeat(np.arange(len(some)), size.answers)
+        rollouts = sample(generator, policy.tokenizer, policy.task, some, config.sample, group)
+        rewards.append(compute_rewards(policy.task, rollouts).rewards().sum(axis=1))
+    found = heldout_columns(np.concatenate(rewards).reshape(len(prompts), size.answers), config.evaluate.threshold)
+    facts = {name: rounded(found[f"heldout_{name}"]) for name in ("success", "success_low", "success_high")}
+    return {"prompts": len(prompts), "answers": size.answers} | facts
