@@ -106,8 +106,9 @@ class Trainer:
         self.measurer = GradientMeasurer(model, measured.measure, temperature, trained, stored, processes)
         self.worst: dict[str, dict[str, object]] = {}  # Tables for trackers, at the steps that have some
         self.cut_noted = False  # that every answer of some step was cut off
-        self.budget = Budget(measured, self.trains_on_exact) if config.measure.budget else None
-        self.forecast = Forecast(measured, self.trains_on_exact)
+        priced = measured, self.trains_on_exact, processes.size
+        self.budget = Budget(*priced) if config.measure.budget else None
+        self.forecast = Forecast(*priced)
         self.announced = False  # what measuring will cost
         self.machine = {"device": words_of(self.model.device), "precision": self.precision}  # for run.json
         if self.budget is not None:
