@@ -165,6 +165,11 @@ class _Batch:
         self.last_only: dict[str, Any] = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
+        # Padding is hidden from a new token by the mask itself, where the model takes one: of what is real transformers
+        # would make it for sdpa, and read it back once a token.
+        settings, usual = model.config, hasattr(inspect.getmodule(type(model)), "create_causal_mask")
+        self.is_masked = usual and settings._attn_implementation == "sdpa" and not getattr(settings, "alibi", False)
+        self.is_even = len({*ends}) == 1
         # padding stands between the shared beginning and the rest, so that both are without a gap
         ids = torch.tensor([[*c[:shared], *[pad] * (width - len(c)), *c[shared:]] for c in distinct], device=device)
         unseen = torch.tensor([width - end for end in ends], device=device)[:, None]
@@ -183,7 +188,8 @@ class _Batch:
     def append(self, token: Tensor) -> None:
         """Put one token [n] behind every row."""
         self.real = torch.cat([self.real, self.real.new_ones(len(token), 1)], dim=1)
-        self._read(token[:, None], self.next[:, None], self.real)
+        mask = self.real[:, None, None].bool() if self.is_masked else self.real
+        self._read(token[:, None], self.next[:, None], None if self.is_even else mask)
         self.next = self.next + 1
 
     def select(self, rows: Tensor) -> None:
@@ -192,10 +198,10 @@ class _Batch:
             layer.select(rows)
         self.real, self.next, self.logits = self.real[rows], self.next[rows], self.logits[rows]
 
-    def _read(self, ids: Tensor, positions: Tensor, real: Tensor) -> None:
+    def _read(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> None:
         self.logits = self.model(
             input_ids=ids,
-            attention_mask=real,
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,

@@ -94,7 +94,7 @@ class Trainer:
             else TransformersGenerator(model, tokenizer)
         )
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
-        precision = "float32" if processes.sharded else config.precision  # sharded weights are not measured
+        precision = "float32" if processes.sharded else config.precision  # not tried out on shards
         # Of products of matrices, where gradients are measured
         self.precision, self.why = arithmetic(model, precision, config.measure.scope, config.sample.temperature)
         custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if name not in ESTIMATORS}
