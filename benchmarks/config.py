@@ -177,7 +177,6 @@ class ScaleConfig(BenchConfig):
     rows: int = 12  # Rank of all estimators' weights on a prompt, as it is for 8 rollouts.
     drawn: int = 32  # Tokens that are drawn of a prompt.
     processes: int = 64  # GPUs.
-    memory: float = 80.0  # Of a GPU, in 10⁹ bytes.
     teraflops: int = 40  # Operations per second that a GPU reaches, in 10¹², in float32 with TF32 products.
     gigabytes: int = 50  # Sent by a GPU in a second, in 10⁹ bytes.
 

@@ -3,7 +3,6 @@
 `tests/benchmarks/test_scale.py` holds the operations and the bytes against calls of the library at two sizes.
 """
 
-import math
 from dataclasses import dataclass
 
 from benchmarks.config import ScaleConfig
@@ -53,36 +52,9 @@ class Costs(ScaleConfig):
 
     @property
     def gram(self) -> float:
-        """Every estimator's gradient in one round: two passes forward, `rows` backward ones, products of all rows."""
-        return self.passes + self.products
-
-    @property
-    def passes(self) -> float:
-        """Its passes."""
-        inside, ends = self.inside * self.read, self.ends * self.sampled
-        return float((4 + 4 * self.rows) * inside + (6 + 2 * self.rows) * ends)
-
-    @property
-    def products(self) -> float:
-        """Its products."""
-        return float((self.prompts * self.rows) ** 2 * (self.inside + 2 * self.ends))
-
-    @property
-    def bins(self) -> int:
-        """Into how many bins the signals of a GPU's prompts go: one, where half of what weights leave holds them."""
-        room = (self.memory * 1e9 - self.weights) / 2
-        return 1 if self.signals <= room else math.ceil(2 * self.signals / room)
-
-    @property
-    def weights(self) -> float:
-        """Bytes of all weights."""
-        return FLOAT * (self.inside + 2.0 * self.ends)
-
-    @property
-    def in_rounds(self) -> float:
-        """Every estimator's gradient where any two of several bins go back together in a round."""
-        bins = self.bins
-        return (bins - 1) * self.passes + 2 * (bins - 1) / bins * self.products
+        """Every estimator's gradient: two passes forward and `rows` backward ones, and the products of all rows."""
+        passes = (4 + 4 * self.rows) * self.inside * self.read + (6 + 2 * self.rows) * self.ends * self.sampled
+        return float(passes + (self.prompts * self.rows) ** 2 * (self.inside + 2 * self.ends))
 
     @property
     def norms(self) -> float:
@@ -108,19 +80,14 @@ def run(config: ScaleConfig) -> Report:
     costs = Costs(**vars(config))
     speed, link = config.teraflops * 1e12, config.gigabytes * 1e9
     drawn = min(1.0, config.drawn / (config.group_size * config.tokens))
-    weights, bins = costs.weights, costs.bins
+    weights = FLOAT * (costs.inside + 2.0 * costs.ends)
     levels = {
         "a training step": (costs.training, None, None, config.processes),
         "forward: proxies, entropy, the sampling check": (0.0, None, None, config.processes),
         "every estimator's gradient": (costs.gram, weights + costs.signals, costs.sent, config.processes),
-        f"the same on GPUs of {config.memory:g} GB, in {math.comb(bins, 2)} rounds": (
-            *(costs.in_rounds, weights + 2 * costs.signals / bins, (bins - 1) * costs.sent, config.processes),
-        ),
         f"norms of {config.drawn} drawn tokens of a prompt": (costs.norms * drawn, weights, 0.0, config.processes),
         "norms of all tokens": (costs.norms, weights, 0.0, config.processes),
     }
-    if bins == 1:
-        levels = {what: level for what, level in levels.items() if "rounds" not in what}
     rows = [
         {"what": what, "flops": flops, "ratio": flops / costs.training, "held": held, "sent": sent}
         | {"seconds": flops / (speed * workers) + (sent or 0.0) / link}

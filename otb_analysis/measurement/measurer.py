@@ -118,8 +118,9 @@ def gram_method(
     except UnfitError:  # the gradients are formed whole
         needed, signals, inputs = size * count * total, 0, 0
     else:
-        needed = size * count * max((sum(entries[name] for name in names) for names in structure.inside), default=0)
         own = -(-prompts // processes) / max(prompts, 1)  # the share of the prompts that one process has, at most
+        largest = max((sum(entries[name] for name in names) for names in structure.inside), default=0)
+        needed = round(size * count * own) * largest
         output = round(size * width * read * once * own)  # of one block, for all of them
         blocks = len(structure.blocks)
         inputs = output * blocks if output * blocks <= INPUT_BYTES else output * blocks // math.isqrt(blocks)
@@ -348,7 +349,7 @@ class GradientMeasurer:
             for name, plan in due.items():
                 level = level_of(name)
                 run = partial(level.measure, seen, plan, tokens)
-                tokens = attempt(level.phase, run if level.shared else partial(main, run), tokens)
+                tokens = attempt(level.phase, run if level.sharers > 1 else partial(main, run), tokens)
             if len(groups):
                 gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
             if gram is not None and self.config.subgroups:

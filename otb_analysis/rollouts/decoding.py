@@ -1,7 +1,7 @@
 """Sampling token by token: the same draws as `generate`, cheaper where many short texts are drawn at once.
 
-Equal contexts are run once, and so is a beginning that all share (examples, a system prompt). Keys and values grow in
-place instead of being copied for every token, and rows that have ended leave the batch. A seed draws the tokens that
+Equal contexts are run once, and so is a long beginning that all share (examples, a system prompt). Keys and values grow
+in place instead of being copied for every token, and rows that have ended leave the batch. A seed draws the tokens that
 `model.generate` would draw, up to rounding: like `multinomial`, y = argmax_v π_v / e_v with e ~ Exp(1), and e is drawn
 for every row whether it has ended or not.
 """
@@ -46,7 +46,7 @@ class Draw:
     max_new_tokens: int  # Budget of each row
     temperature: float  # τ of softmax(logits / τ)
     ends: Sequence[int]  # Tokens that end a row
-    pad: int  # Fills the left of shorter contexts, unseen
+    pad: int  # Fills shorter contexts, unseen
     soft: int = 0  # How many of the first tokens are soft
     noise: float = 0.0  # Their σ, in root-mean-square entries of the table of embeddings
 
@@ -65,6 +65,16 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return f"its forward pass takes no {missing[0]}"
     overridden = [name for name in PREPARED if getattr(type(model), name) is not getattr(GenerationMixin, name)]
     return f"it has a {overridden[0]} of its own" if overridden else None
+
+
+def keeps_beginnings(model: PreTrainedModel) -> bool:
+    """Whether a beginning has the same keys and values alone as before any rest, with padding between them.
+
+    Not where the length of the whole text turns its positions, or where a window counts columns of the cache.
+    """
+    settings = model.config.to_dict()
+    turns = str([settings.get("rope_parameters"), settings.get("rope_scaling")])
+    return settings.get("model_type") != "gpt_neo" and "dynamic" not in turns and "longrope" not in turns
 
 
 def decode(
@@ -152,13 +162,13 @@ class _Thinking:
 
 
 class _Batch:
-    """Contexts in a model's cache, left-padded, and the `logits` [n, V] of the token that follows each."""
+    """Contexts in a model's cache, padded behind what all share, and the `logits` [n, V] of what follows each."""
 
     def __init__(self, model: PreTrainedModel, contexts: Sequence[Sequence[int]], pad: int):
         distinct = {context: i for i, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         ends = [len(context) for context in distinct]
         shared = min(len(os.path.commonprefix([*distinct])), min(ends) - 1)  # noqa: RUF071 - tokens, no paths
-        shared *= shared * (len(distinct) - 1) >= HEAD
+        shared *= shared * (len(distinct) - 1) >= HEAD and keeps_beginnings(model)
         self.model, width, device = model, max(ends), model.device
         self.layers = [_InPlace() for _ in DynamicCache(config=model.config).layers]
         self.cache = Cache(layers=[*self.layers])

@@ -8,6 +8,7 @@ length of the answers; then drawn tokens, the norms of whole groups, and attribu
 are kept, and their cost is taken off first, as is that of the level forward.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ class PlannedLevel:
     due: Callable[[int], bool]  # Whether it runs at a step
     multiple: float  # Its cost in forward and backward passes of its rollouts
     rows: Bool  # True at those rollouts [N]
-    shared: bool = True  # Whether several processes share it out
+    sharers: float = math.inf  # Processes that can share it out, at most
 
     def seconds(self, rollouts: Rollouts, per_position: float) -> float:
         """Return what one event takes where a forward and backward pass takes so many seconds per position."""
@@ -98,8 +99,8 @@ def levels(
     """Return everything that a run measures, with its cost on rollouts such as these.
 
     `exact_always`: the training estimator reads exact norms of all rollouts at each step. `gram`: how the Gram matrix
-    is measured, by default exactly unless the configuration asks for sketches. `processes` share out the prompts of all
-    levels but those of one's own.
+    is measured, by default exactly unless the configuration asks for sketches. Of several `processes` the one with most
+    prompts sets the price.
     """
     measure, group, every = config.measure, rollouts.group, np.ones(len(rollouts.group), bool)
     exact, gradients, planned = measure.exact, measure.gradients, list[PlannedLevel]()
@@ -130,9 +131,12 @@ def levels(
             level = level_of(name)
             rows = first_groups(group, ~normed, plan.prompts) if isinstance(plan, Schedule) else every
             cost = level.passes(plan, rollouts, rows)
-            planned.append(PlannedLevel(level.phase, level.words(plan), plan.due, cost, rows, level.shared))
-    at_it = [min(processes, len(np.unique(group[one.rows]))) if one.shared else 1 for one in planned]
-    return [replace(one, multiple=one.multiple / max(count, 1)) for one, count in zip(planned, at_it, strict=True)]
+            planned.append(PlannedLevel(level.phase, level.words(plan), plan.due, cost, rows, level.sharers))
+    for i, one in enumerate(planned):
+        # whole prompts are dealt out, so that the slowest process sets the pace
+        count, workers = max(len(np.unique(group[one.rows])), 1), int(min(processes, one.sharers))
+        planned[i] = replace(one, multiple=one.multiple * -(-count // workers) / count)
+    return planned
 
 
 def seconds_per_position(
@@ -287,7 +291,8 @@ class Budget:
         """Return the seconds of one event of a level, by the prompt where it measures whole groups."""
         plans = {n: replace(plan, every=0) for n, plan in self.given.schedules.items() if n not in self.given.further}
         if name in plans:
-            once = {"every": 1, "first": 0} | ({"prompts": 0} if isinstance(plans[name], Schedule) else {})
+            few = PAIR if self.processes > 1 else 0  # what the first events measure, which few processes can share
+            once = {"every": 1, "first": 0} | ({"prompts": few} if isinstance(plans[name], Schedule) else {})
             plans[name] = replace(plans[name], **once)
         alone = replace(self.given, **plans, further={} if name in plans else {name: 1})
         events = levels(replace(self.config, measure=alone), rollouts, processes=self.processes)

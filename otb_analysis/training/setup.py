@@ -181,7 +181,7 @@ class Trainer:
             self.announced = True
             # One update needs the backward pass alone; several take whole passes in every epoch.
             passes = 2 / 3 if self.one_update else self.config.objective.epochs
-            EXPECTED["update"] = passes * each * float(rollouts.attention_mask.sum())
+            EXPECTED["update"] = passes * each * float(rollouts.attention_mask.sum()) / self.processes.size
             usual = sum(self.seconds.values()) - self.seconds.get("evaluate", 0.0) + EXPECTED["update"]
             if self.budget is None:
                 self.forecast.announce(step, rollouts, each, usual)

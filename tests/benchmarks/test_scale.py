@@ -1,7 +1,5 @@
 """The formulas of `otb bench scale` against what calls of the library do, operation by operation."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from benchmarks.publish import run_bench
 from benchmarks.scale import Costs
 from otb_analysis.gradients import group_gradient_gram, token_score_norms
 from otb_analysis.gradients.batch.inputs import Batch, measured
-from otb_analysis.gradients.groups import group_gram
 from otb_analysis.gradients.groups.group_gram import prompts_of
 
 SIZES = {"small": (2, 64, 176, 256), "larger": (4, 128, 352, 512)}
@@ -74,23 +71,6 @@ def test_operations_of_every_estimators_gradient(case):
     assert counted(lambda: group_gradient_gram(model, ids, mask, weights, group)) == pytest.approx(costs.gram, rel=0.1)
 
 
-def test_operations_in_rounds_where_memory_holds_the_signals_of_two_prompts(case, monkeypatch):
-    model, ids, mask, costs = case
-    weights = np.random.default_rng(0).normal(size=(len(ids), ROWS, ids.shape[1])) * mask.numpy()[:, None]
-    free, bins_of = int(4 * costs.signals / PROMPTS), group_gram.bins_of
-    costs = replace(costs, memory=(free + costs.weights) / 1e9)
-    assert costs.bins == PROMPTS
-
-    def with_little_memory(*args):  # a pass has room for a prompt all the same, so that prompts are read once
-        with monkeypatch.context() as short:
-            short.setattr(group_gram, "free_bytes", lambda device: free)
-            return bins_of(*args)
-
-    monkeypatch.setattr(group_gram, "bins_of", with_little_memory)
-    call = (model, ids, mask, weights, np.repeat(np.arange(PROMPTS), GROUP))
-    assert counted(lambda: group_gradient_gram(*call)) == pytest.approx(costs.in_rounds, rel=0.1)
-
-
 def test_operations_of_all_norms_are_at_most_those_of_the_formula(case):
     model, ids, mask, costs = case
     found = counted(lambda: token_score_norms(model, ids, mask, engine="generic"))
@@ -115,6 +95,4 @@ def test_more_processes_hold_less_and_send_more():
 def test_the_table_has_a_row_for_each_level():
     report = run_bench(ScaleConfig())
     assert [row["ratio"] for row in report.rows][:2] == [1.0, 0.0]
-    assert "in 10 rounds" in report.rows[3]["what"] and len(report.rows) == 6
-    assert len(run_bench(ScaleConfig(memory=200.0)).rows) == 5
     assert report.title.startswith("On paper: 6.7 billion parameters")

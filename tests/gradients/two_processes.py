@@ -21,6 +21,7 @@ from transformers import (
 
 from otb_analysis.errors import InputError, ProcessError
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
+from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups import group_gram, layered
 from otb_analysis.processes import Processes
 from otb_analysis.rollouts.models import gathered
@@ -147,17 +148,22 @@ def grams(together):
         sketched = together.broadcast_from_main(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, dim=64))
     results["gathered"] = sketched
     results["whole"] = gradient_sketch(MODELS["tied"](), ids, mask, weights, CLUSTER, dim=64)
-    for at in ("extent", "_through", "add"):
+    for at, kind in (
+        ("extent", RuntimeError),
+        ("_through", RuntimeError),
+        ("add", RuntimeError),
+        ("_through", UnfitError),
+    ):
         whole = getattr(layered.Layered, at)
 
         def broken(*args, **kwargs):
-            raise RuntimeError("out of memory")
+            raise kind("out of memory")  # noqa: B023
 
         if together.rank:
             setattr(layered.Layered, at, broken)
         call = (shards, ids, mask, weights, CLUSTER)
         with gathered(shards):
-            said = refusal(lambda: group_gradient_gram(*call, processes=together), (RuntimeError, ProcessError))  # noqa: B023
+            said = refusal(lambda: group_gradient_gram(*call, processes=together), (kind, ProcessError))  # noqa: B023
             assert not any(isinstance(parameter, DTensor) for parameter in shards.parameters())
         assert said == ("out of memory" if together.rank else "process 1 stopped: out of memory")
         setattr(layered.Layered, at, whole)

@@ -12,13 +12,25 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
-from otb_analysis.rollouts.decoding import HEAD, LOOK, ROOM, Draw, NonFiniteLogits, decode, unsupported_reason
+from otb_analysis.measurement.forward import supports_prefix_cache
+from otb_analysis.rollouts.decoding import (
+    HEAD,
+    LOOK,
+    ROOM,
+    Draw,
+    NonFiniteLogits,
+    decode,
+    keeps_beginnings,
+    unsupported_reason,
+)
 from otb_analysis.rollouts.generation import TransformersGenerator
 from tests.second_device import There, second_device
 
@@ -32,8 +44,8 @@ def gpt2(tokenizer):
 
 def llama(tokenizer, kind=LlamaForCausalLM, config=LlamaConfig, **settings):
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
-    return kind(config(**sizes, **heads, bos_token_id=None, eos_token_id=1, **settings)).eval()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1} | {"max_position_embeddings": 128} | settings
+    return kind(config(**sizes, **heads, bos_token_id=None, eos_token_id=1)).eval()
 
 
 def sliding(tokenizer):
@@ -140,6 +152,32 @@ def test_a_beginning_that_all_share_is_read_once(build, attention, tokenizer):
     same(both(generator, [head, [*head, 5], [*head, 6, 7], [*head, 8, 9]], 12))  # one is the beginning of the others
     assert read[:2] == [(1, len(head) - 1), (4, 3)]
     hook.remove()
+
+
+def gpt_neo(tokenizer):
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_layers": 2, "num_heads": 2, "window_size": 16}
+    kinds = {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128}
+    return GPTNeoForCausalLM(GPTNeoConfig(**sizes, **kinds, bos_token_id=None, eos_token_id=1)).eval()
+
+
+def turned_by_length(tokenizer):
+    turn = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return llama(tokenizer, max_position_embeddings=64, rope_parameters=turn)
+
+
+@pytest.mark.parametrize("build", [gpt_neo, turned_by_length])
+def test_a_beginning_that_what_follows_changes_is_read_with_it(build, tokenizer):
+    model, head = build(tokenizer), [3 + k % 12 for k in range(HEAD // 3 + 2)]
+    for name, weight in model.named_parameters():  # far from uniform, so that what is seen shows
+        weight.data *= 20 if "norm" not in name and "ln" not in name else 1
+    generator = TransformersGenerator(model, tokenizer)
+    generator.ends = [len(tokenizer)]
+    contexts = [head + rest for rest in RAGGED]
+    same(both(generator, contexts, 12))
+    assert not keeps_beginnings(model) and not supports_prefix_cache(model)
+    for context, found in zip(contexts, generator.generate(contexts, 12, 1.0), strict=True):
+        whole = model(torch.tensor([context + found.token_ids[:1]])).logits[0, len(context) - 1].log_softmax(-1)
+        assert whole[found.token_ids[0]].item() == pytest.approx(found.logprobs[0], abs=1e-4)
 
 
 def test_one_row_alone_draws_what_generate_draws(tiny_model, tokenizer):

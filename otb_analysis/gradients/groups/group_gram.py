@@ -157,6 +157,8 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int, processes
         many = f"{rounds} rounds of passes, because the signals of all rollouts do not fit in memory together"
         way = f"is measured block by block, in {'one round of passes' if rounds == 1 else many}"
     except UnfitError as reason:
+        if processes.size > 1 and not isinstance(reason, _UnfitForAllError):  # the others are at another place
+            raise
         way = f"is not measured block by block: {reason}"
         inner = None
     if processes.first and first_told(batch.model, way):
@@ -248,11 +250,15 @@ def _by_blocks(
     return total, [one for each in mixes for one in each], len(rounds)
 
 
+class _UnfitForAllError(UnfitError):
+    """A model is not measured block by block, on some process, and all know it."""
+
+
 def _fitting(processes: Processes, run: Callable[[], T]) -> T:
     """Run a function on every process; where a model does not fit on one, raise that on all.
 
     Raises:
-        UnfitError: It does not fit.
+        _UnfitForAllError: It does not fit.
         ProcessError: Another process failed.
     """
 
@@ -264,7 +270,7 @@ def _fitting(processes: Processes, run: Callable[[], T]) -> T:
 
     found, own = processes.agreed(tried)
     if reason := next(filter(None, processes.gather(own)), None):
-        raise UnfitError(reason)
+        raise _UnfitForAllError(reason)
     return cast("T", found)
 
 
