@@ -148,12 +148,7 @@ def grams(together):
         sketched = together.broadcast_from_main(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, dim=64))
     results["gathered"] = sketched
     results["whole"] = gradient_sketch(MODELS["tied"](), ids, mask, weights, CLUSTER, dim=64)
-    for at, kind in (
-        ("extent", RuntimeError),
-        ("_through", RuntimeError),
-        ("add", RuntimeError),
-        ("_through", UnfitError),
-    ):
+    for at, kind in (*((at, RuntimeError) for at in ("extent", "_through", "add")), ("_through", UnfitError)):
         whole = getattr(layered.Layered, at)
 
         def broken(*args, **kwargs):

@@ -262,7 +262,7 @@ def test_all_ranks_of_a_step_are_read(tmp_path, tables, ranks):
         assert store.rollouts_df([1])["rollout"].tolist() == list(range(4 * ranks))
         assert store.rollouts_df([1])["mine"].isna().sum() == 4 and store.steps_df()["loss"].tolist() == [1.0, 1.0]
         first.finish()
-    assert not (store.path / "rollouts").exists() and len(list(store.path.glob("*.parquet"))) == 1
+    assert not (store.path / "rollouts").exists()
 
 
 def test_a_rank_whose_file_is_not_seen_is_no_smaller_step(tmp_path, tables):
