@@ -238,11 +238,11 @@ def levels(folder, checkpoint, name="levels"):
     shard(sharded, replace(together, sharded=True))
     with gathered(sharded):
         keep("sharded two", measured(together, model=sharded))
-    for level, module, attribute in BROKEN:
+    for broken_level, module, attribute in BROKEN:
         kept = getattr(module, attribute)
         if together.rank:
             setattr(module, attribute, broken)
-        keep(f"{level} without {attribute}", measured(together))
+        keep(f"{broken_level} without {attribute}", measured(together))
         setattr(module, attribute, kept)
     if together.rank:
         attribution.forward_slopes = without_forward_mode
