@@ -21,7 +21,7 @@ from otb_analysis.errors import NonFiniteError
 from otb_analysis.gradients.batch.soft import drawn_logprobs, soft_inputs
 from otb_analysis.logit_stats import logit_stats
 from otb_analysis.phases import advance, count_to
-from otb_analysis.rollouts.decoding import unsupported_reason
+from otb_analysis.rollouts.decoding import keeps_beginnings, unsupported_reason
 from otb_analysis.rollouts.models import chosen_states, is_shared_out, output_layer
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.types import Int, LogitStats
@@ -71,9 +71,11 @@ class _Continued(DynamicLayer):
 def supports_prefix_cache(model: PreTrainedModel) -> bool:
     """Return whether completions of a model can be scored behind prompts that were read before.
 
-    Its cache must keep every key and value, its inputs be prepared as most models' are, its attention take any mask.
+    Its cache must keep every key and value, as they are before any completion; its inputs be prepared as most models'
+    are, its attention take any mask.
     """
-    return getattr(model.config, "_attn_implementation", None) in MASKED and unsupported_reason(model) is None
+    is_masked = getattr(model.config, "_attn_implementation", None) in MASKED
+    return is_masked and unsupported_reason(model) is None and keeps_beginnings(model)
 
 
 def read_prompts(model: PreTrainedModel, rollouts: Rollouts) -> PrefixCache | None:

@@ -5,6 +5,7 @@ of ‖ḡ‖², `contrast` which tokens right rollouts write. All numbers are pe
 known.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -60,15 +61,15 @@ class MeasuredStep:
     table: TokenTable
     # Returns what multiplies each score in the first update [N, T], zero outside the mask; by default that is A/N.
     weights: Callable[[], Float]
-    processes: Processes  # Those that call a `shared` level together
+    processes: Processes  # Those that call a level together that they can share
 
 
 class Level(ABC):
     """One way of measuring. Its schedule is the field of `MeasureConfig` of the same name, or stands in `further`."""
 
     phase: str  # What is measured, in words: its phase on the screen, and its name in a warning
-    # Whether it shares its work out over `step.processes` and returns the same on each; else the first one calls it
-    shared: bool = False
+    # How many of `step.processes` can share its work out; each returns the same. Of 1 the first one alone calls it
+    sharers: float = 1
 
     @abstractmethod
     def measure(self, step: MeasuredStep, plan: Any, known: TokenMeasurements) -> TokenMeasurements:
@@ -263,7 +264,7 @@ class Contrast(Level):
     """The contrast of every policy token, column `contrast` of `tokens`."""
 
     phase = "contrast of right and wrong"
-    shared = True
+    sharers = 2  # those that fit the copies of one half; more only help to score
 
     def measure(self, step: MeasuredStep, plan: ContrastSchedule, known: TokenMeasurements) -> TokenMeasurements:
         """Fit the copies and score all tokens, unless the update needed that before.
@@ -316,7 +317,7 @@ class Sampled(Level):
     """Exact norms of drawn tokens, and the proxy calibrated on all that was measured at this step."""
 
     phase = "drawn tokens"
-    shared = True
+    sharers = math.inf
 
     def measure(self, step: MeasuredStep, plan: SampledSchedule, known: TokenMeasurements) -> TokenMeasurements:
         """Draw tokens of the groups that are not measured whole.
@@ -361,7 +362,7 @@ class Sketch(Level):
     """
 
     phase = "sketched norms"
-    shared = True
+    sharers = math.inf
 
     def measure(self, step: MeasuredStep, plan: SketchSchedule, known: TokenMeasurements) -> TokenMeasurements:
         """Project scores on random directions, which the step draws.
@@ -411,7 +412,7 @@ class Attribution(Level):
     """Every token's share of ‖ḡ‖², ḡ = Σ weights·s the gradient that the first update follows."""
 
     phase = "attribution"
-    shared = True
+    sharers = math.inf
 
     def measure(self, step: MeasuredStep, plan: AttributionSchedule, known: TokenMeasurements) -> TokenMeasurements:
         """Attribute by forward mode where the model's attention has one, else by differences."""

@@ -92,8 +92,11 @@ def gram_method(
     rows: Bool,
     wanted: Literal["auto", "exact", "sketch"],
     scope: str = "all",
+    processes: int = 1,
 ) -> GramMethod:
     """Return how to measure some rows' groups: as wanted, or by `auto` exactly where memory and time allow it.
+
+    Of several `processes` each holds the signals of its own prompts.
 
     The decision depends on the model and on the rollouts' lengths alone, so that it can be told before anything runs.
     """
@@ -115,8 +118,10 @@ def gram_method(
     except UnfitError:  # the gradients are formed whole
         needed, signals, inputs = size * count * total, 0, 0
     else:
-        needed = size * count * max((sum(entries[name] for name in names) for names in structure.inside), default=0)
-        output = round(size * width * read * once)  # of one block, for all prompts
+        own = -(-prompts // processes) / max(prompts, 1)  # the share of the prompts that one process has, at most
+        largest = max((sum(entries[name] for name in names) for names in structure.inside), default=0)
+        needed = round(size * count * own) * largest
+        output = round(size * width * read * once * own)  # of one block, for all of them
         blocks = len(structure.blocks)
         inputs = output * blocks if output * blocks <= INPUT_BYTES else output * blocks // math.isqrt(blocks)
         # Signals of every row at a block's output, at its input and at the embedding's output.
@@ -268,7 +273,8 @@ class GradientMeasurer:
         batch = (self.model, ids, mask, weights, group[rows], attention)
         dim = None  # of sketches; soft tokens have none
         if rollouts.soft is None:
-            dim = main(lambda: gram_method(self.model, rollouts, rows, self.config.gram, self.config.scope).dim)
+            wanted = self.config.gram, self.config.scope, self.processes.size
+            dim = main(lambda: gram_method(self.model, rollouts, rows, *wanted).dim)
         if dim is None:
             inner = group_gradient_gram(*batch, **self.settings, soft=rollouts.soft, processes=self.processes)
         else:
@@ -343,7 +349,7 @@ class GradientMeasurer:
             for name, plan in due.items():
                 level = level_of(name)
                 run = partial(level.measure, seen, plan, tokens)
-                tokens = attempt(level.phase, run if level.shared else partial(main, run), tokens)
+                tokens = attempt(level.phase, run if level.sharers > 1 else partial(main, run), tokens)
             if len(groups):
                 gram = attempt("Gram matrix", lambda: self.gram(rollouts, table, tokens, groups, step), None)
             if gram is not None and self.config.subgroups:

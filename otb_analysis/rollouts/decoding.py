@@ -1,7 +1,7 @@
 """Sampling token by token: the same draws as `generate`, cheaper where many short texts are drawn at once.
 
-Equal contexts are run once, and so is a beginning that all share (examples, a system prompt). Keys and values grow in
-place instead of being copied for every token, and rows that have ended leave the batch. A seed draws the tokens that
+Equal contexts are run once, and so is a long beginning that all share (examples, a system prompt). Keys and values grow
+in place instead of being copied for every token, and rows that have ended leave the batch. A seed draws the tokens that
 `model.generate` would draw, up to rounding: like `multinomial`, y = argmax_v π_v / e_v with e ~ Exp(1), and e is drawn
 for every row whether it has ended or not.
 """
@@ -46,7 +46,7 @@ class Draw:
     max_new_tokens: int  # Budget of each row
     temperature: float  # τ of softmax(logits / τ)
     ends: Sequence[int]  # Tokens that end a row
-    pad: int  # Fills the left of shorter contexts, unseen
+    pad: int  # Fills shorter contexts, unseen
     soft: int = 0  # How many of the first tokens are soft
     noise: float = 0.0  # Their σ, in root-mean-square entries of the table of embeddings
 
@@ -65,6 +65,16 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return f"its forward pass takes no {missing[0]}"
     overridden = [name for name in PREPARED if getattr(type(model), name) is not getattr(GenerationMixin, name)]
     return f"it has a {overridden[0]} of its own" if overridden else None
+
+
+def keeps_beginnings(model: PreTrainedModel) -> bool:
+    """Whether a beginning has the same keys and values alone as before any rest, with padding between them.
+
+    Not where the length of the whole text turns its positions, or where a window counts columns of the cache.
+    """
+    settings = model.config.to_dict()
+    turns = str([settings.get("rope_parameters"), settings.get("rope_scaling")])
+    return settings.get("model_type") != "gpt_neo" and "dynamic" not in turns and "longrope" not in turns
 
 
 def decode(
@@ -152,19 +162,24 @@ class _Thinking:
 
 
 class _Batch:
-    """Contexts in a model's cache, left-padded, and the `logits` [n, V] of the token that follows each."""
+    """Contexts in a model's cache, padded behind what all share, and the `logits` [n, V] of what follows each."""
 
     def __init__(self, model: PreTrainedModel, contexts: Sequence[Sequence[int]], pad: int):
         distinct = {context: i for i, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         ends = [len(context) for context in distinct]
         shared = min(len(os.path.commonprefix([*distinct])), min(ends) - 1)  # noqa: RUF071 - tokens, no paths
-        shared *= shared * (len(distinct) - 1) >= HEAD
+        shared *= shared * (len(distinct) - 1) >= HEAD and keeps_beginnings(model)
         self.model, width, device = model, max(ends), model.device
         self.layers = [_InPlace() for _ in DynamicCache(config=model.config).layers]
         self.cache = Cache(layers=[*self.layers])
         self.last_only: dict[str, Any] = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
+        # Padding is hidden from a new token by the mask itself, where the model takes one: of what is real transformers
+        # would make it for sdpa, and read it back once a token.
+        settings, usual = model.config, hasattr(inspect.getmodule(type(model)), "create_causal_mask")
+        self.is_masked = usual and settings._attn_implementation == "sdpa" and not getattr(settings, "alibi", False)
+        self.is_even = len({*ends}) == 1
         # padding stands between the shared beginning and the rest, so that both are without a gap
         ids = torch.tensor([[*c[:shared], *[pad] * (width - len(c)), *c[shared:]] for c in distinct], device=device)
         unseen = torch.tensor([width - end for end in ends], device=device)[:, None]
@@ -183,7 +198,8 @@ class _Batch:
     def append(self, token: Tensor) -> None:
         """Put one token [n] behind every row."""
         self.real = torch.cat([self.real, self.real.new_ones(len(token), 1)], dim=1)
-        self._read(token[:, None], self.next[:, None], self.real)
+        mask = self.real[:, None, None].bool() if self.is_masked else self.real
+        self._read(token[:, None], self.next[:, None], None if self.is_even else mask)
         self.next = self.next + 1
 
     def select(self, rows: Tensor) -> None:
@@ -192,10 +208,10 @@ class _Batch:
             layer.select(rows)
         self.real, self.next, self.logits = self.real[rows], self.next[rows], self.logits[rows]
 
-    def _read(self, ids: Tensor, positions: Tensor, real: Tensor) -> None:
+    def _read(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> None:
         self.logits = self.model(
             input_ids=ids,
-            attention_mask=real,
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,

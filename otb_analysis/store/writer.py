@@ -3,7 +3,7 @@
 import os
 import shutil
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -90,6 +90,7 @@ class RunWriter:
     rank: int = 0
     size: int = 1  # Processes that write parts of the same steps
     _last_step: int | None = field(default=None, init=False)
+    _process: object = field(default=None, init=False)  # Who writes it, as run.json says; None where nobody is known
 
     @cached_property
     def _steps(self) -> set[int]:
@@ -142,7 +143,7 @@ class RunWriter:
                     catalogue.make(db)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot make {path} ({_why(error)}); pass a writable parent.") from error
-        return cls(path)
+        return cls._of(path)
 
     @classmethod
     def resume(cls, path: Path, from_step: int, machine: Mapping[str, object] | None = None) -> "RunWriter":
@@ -172,38 +173,63 @@ class RunWriter:
             write_reserve(path)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot continue {path} ({_why(error)}); free some space or make it writable.") from error
-        return cls(path)
+        return cls._of(path)
 
-    def write_step(self, step: int, tables: StepTables) -> None:
-        """Write one step; readers see it once rank 0 has written it. A step that is written again is replaced.
+    @classmethod
+    def _of(cls, path: Path) -> "RunWriter":
+        writer = cls(path)
+        writer._process = read_run_file(path).get("process")
+        return writer
+
+    def _info(self) -> dict[str, object]:
+        """Return run.json, unless another process, maybe on another machine, has gone on with the run since."""
+        info: dict[str, Any] = read_run_file(self.path)
+        if self._process not in (None, other := info.get("process")):
+            who = (
+                f"process {other.get('pid')} on {other.get('host')}"
+                if isinstance(other, Mapping)
+                else "another process"
+            )
+            raise StoreError(f"{self.path} is written by {who}, which went on with it; end that one, then resume.")
+        return info
+
+    def write_step(self, step: int, tables: StepTables, others: Sequence[str] | None = None) -> list[str]:
+        """Write one step, and return its files; readers see it once rank 0 has written it.
+
+        A step that is written again is replaced.
+
+        Args:
+            others: For rank 0, the files that other ranks wrote of this step; by default those that are there.
 
         Raises:
             InputError: Columns do not fit the schema; nothing is written.
-            StoreError: The disk refuses; what was written of this step is removed, earlier steps stay readable.
+            StoreError: The disk refuses, another rank's file is not there, or another process has gone on with the run;
+                what was written of this step is removed, earlier steps stay readable.
         """
+        config: Any = {} if self.rank else self._info().get("config") or {}
         rows = {name: some for name, some in tables.encoded(step).items() if not (self.rank and name == "steps")}
         written, of_others = list[Path](), list[Path]()
         try:
             if self.rank:  # rank 0 lists these files, and puts small tables into the catalogue
-                for table in rows:
-                    self._write(step, table, rows[table], written)
-                return
+                return [self._write(step, table, rows[table], written).file for table in rows]
             if step in self._steps:
                 self._remove(step)
             parts = [self._write(step, table, rows[table], written) for table in LARGE if table in rows]
-            for table, rank in [(t, rank) for t in TABLES for rank in range(1, self.size)]:
-                path = self.path / table / f"part-{step:08d}-r{rank}.parquet"
+            every = [f"{table}/part-{step:08d}-r{rank}.parquet" for table in TABLES for rank in range(1, self.size)]
+            for file in [file for file in every if (self.path / file).exists()] if others is None else others:
+                table, path = file.split("/")[0], self.path / file
                 if not path.exists():
-                    continue
+                    raise FileNotFoundError(
+                        f"another process wrote {file}, which is not there: all must see one folder"
+                    )
                 content = path.read_bytes()
                 other = pq.read_table(pa.BufferReader(content))
                 if table in LARGE:
-                    parts.append(described(step, table, f"{table}/{path.name}", other, crc32(content)))
+                    parts.append(described(step, table, file, other, crc32(content)))
                     continue
                 both = [rows[table], other] if table in rows else [other]
                 rows[table] = pa.concat_tables(both, promote_options="default")
                 of_others.append(path)
-            config: Any = read_run_file(self.path).get("config") or {}
             products = list(derived(config, rows))
             with transaction(self.path, write=True) as db:
                 small = {table: rows[table] for table in SMALL if table in rows}
@@ -226,6 +252,7 @@ class RunWriter:
                 path.unlink()
         self._steps.add(step)
         self._last_step = step
+        return [part.file for part in parts]
 
     def finish(
         self,
@@ -248,7 +275,7 @@ class RunWriter:
         with transaction(self.path) as db:
             steps = catalogue.written_steps(db, self.path)
         ended = {"number": len(steps), "first": steps[0], "last": steps[-1]} if steps else {"number": 0}
-        info = read_run_file(self.path) | {"status": status, "reason": reason, "updated": now(), "steps": ended}
+        info = self._info() | {"status": status, "reason": reason, "updated": now(), "steps": ended}
         info |= {"machine": dict(machine)} if machine else {}
         try:
             (self.path / RESERVE).unlink(missing_ok=True)

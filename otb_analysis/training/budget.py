@@ -8,6 +8,7 @@ length of the answers; then drawn tokens, the norms of whole groups, and attribu
 are kept, and their cost is taken off first, as is that of the level forward.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -81,6 +82,7 @@ class PlannedLevel:
     due: Callable[[int], bool]  # Whether it runs at a step
     multiple: float  # Its cost in forward and backward passes of its rollouts
     rows: Bool  # True at those rollouts [N]
+    sharers: float = math.inf  # Processes that can share it out, at most
 
     def seconds(self, rollouts: Rollouts, per_position: float) -> float:
         """Return what one event takes where a forward and backward pass takes so many seconds per position."""
@@ -88,12 +90,17 @@ class PlannedLevel:
 
 
 def levels(
-    config: TrainConfig, rollouts: Rollouts, exact_always: bool = False, gram: GramMethod | None = None
+    config: TrainConfig,
+    rollouts: Rollouts,
+    exact_always: bool = False,
+    gram: GramMethod | None = None,
+    processes: int = 1,
 ) -> list[PlannedLevel]:
     """Return everything that a run measures, with its cost on rollouts such as these.
 
     `exact_always`: the training estimator reads exact norms of all rollouts at each step. `gram`: how the Gram matrix
-    is measured, by default exactly unless the configuration asks for sketches.
+    is measured, by default exactly unless the configuration asks for sketches. Of several `processes` the one with most
+    prompts sets the price.
     """
     measure, group, every = config.measure, rollouts.group, np.ones(len(rollouts.group), bool)
     exact, gradients, planned = measure.exact, measure.gradients, list[PlannedLevel]()
@@ -124,7 +131,11 @@ def levels(
             level = level_of(name)
             rows = first_groups(group, ~normed, plan.prompts) if isinstance(plan, Schedule) else every
             cost = level.passes(plan, rollouts, rows)
-            planned.append(PlannedLevel(level.phase, level.words(plan), plan.due, cost, rows))
+            planned.append(PlannedLevel(level.phase, level.words(plan), plan.due, cost, rows, level.sharers))
+    for i, one in enumerate(planned):
+        # whole prompts are dealt out, so that the slowest process sets the pace
+        count, workers = max(len(np.unique(group[one.rows])), 1), int(min(processes, one.sharers))
+        planned[i] = replace(one, multiple=one.multiple * -(-count // workers) / count)
     return planned
 
 
@@ -152,15 +163,15 @@ def seconds_per_position(
 class Forecast:
     """Notes before a run's first measured step what its schedules will take, and corrects itself afterwards."""
 
-    def __init__(self, config: TrainConfig, exact_always: bool):
-        self.config, self.exact_always = config, exact_always
+    def __init__(self, config: TrainConfig, exact_always: bool, processes: int = 1):
+        self.config, self.exact_always, self.processes = config, exact_always, processes
         self.levels: list[PlannedLevel] = []
         self.seconds: dict[str, float] = {}  # Of one event, by phase
         self.corrected = False
 
     def announce(self, step: int, rollouts: Rollouts, per_position: float, usual: float) -> None:
         """Note what measuring will take from a step on; a step takes `usual` seconds without it."""
-        self.levels = levels(self.config, rollouts, self.exact_always)
+        self.levels = levels(self.config, rollouts, self.exact_always, processes=self.processes)
         self.seconds = {level.name: level.seconds(rollouts, per_position) for level in self.levels}
         EXPECTED.update(self.seconds)
         steps, together = self.steps(step), dict[tuple[int, ...], list[str]]()
@@ -241,8 +252,8 @@ def prompts_due(measure: MeasureConfig, name: str, step: int, most: int) -> int:
 class Budget:
     """Seconds that measuring may take, saved step by step, and what is measured for them at the next step."""
 
-    def __init__(self, config: TrainConfig, exact_always: bool):
-        self.config, self.exact_always = config, exact_always
+    def __init__(self, config: TrainConfig, exact_always: bool, processes: int = 1):
+        self.config, self.exact_always, self.processes = config, exact_always, processes
         self.share, self.steps, self.most = config.measure.budget, config.optimize.steps, config.sample.prompts
         self.levels = planned_levels(config.measure, exact_always)
         default = MeasureConfig()
@@ -280,10 +291,11 @@ class Budget:
         """Return the seconds of one event of a level, by the prompt where it measures whole groups."""
         plans = {n: replace(plan, every=0) for n, plan in self.given.schedules.items() if n not in self.given.further}
         if name in plans:
-            once = {"every": 1, "first": 0} | ({"prompts": 0} if isinstance(plans[name], Schedule) else {})
+            few = PAIR if self.processes > 1 else 0  # what the first events measure, which few processes can share
+            once = {"every": 1, "first": 0} | ({"prompts": few} if isinstance(plans[name], Schedule) else {})
             plans[name] = replace(plans[name], **once)
         alone = replace(self.given, **plans, further={} if name in plans else {name: 1})
-        events = levels(replace(self.config, measure=alone), rollouts)
+        events = levels(replace(self.config, measure=alone), rollouts, processes=self.processes)
         seconds = sum(lv.seconds(rollouts, per_position) for lv in events if lv.name in phases_of(name))
         return MARGIN * seconds / prompts_due(alone, name, 0, len(rollouts.prompts))
 

@@ -236,11 +236,9 @@ def write_step(writer: RunWriter, step: int, tables: StepTables, processes: Proc
     Raises:
         StoreError: The disk refuses.
     """
-    if not processes.first:
-        writer.write_step(step, tables)
-    processes.barrier()
+    others = processes.gather([] if processes.first else writer.write_step(step, tables))
     if processes.first:
-        writer.write_step(step, tables)
+        writer.write_step(step, tables, [file for files in others for file in files])
 
 
 def train_step(trainer: Trainer, step: int) -> StepTables:

@@ -94,7 +94,7 @@ class Trainer:
             else TransformersGenerator(model, tokenizer)
         )
         select_scope(model, config.measure.scope)  # refuses a scope that holds nothing, before the run begins
-        precision = "float32" if processes.sharded else config.precision  # sharded weights are not measured
+        precision = "float32" if processes.sharded else config.precision  # not tried out on shards
         # Of products of matrices, where gradients are measured
         self.precision, self.why = arithmetic(model, precision, config.measure.scope, config.sample.temperature)
         custom = {name: options_from_dict(name, {}) for name in config.measure.subgroups if name not in ESTIMATORS}
@@ -106,8 +106,9 @@ class Trainer:
         self.measurer = GradientMeasurer(model, measured.measure, temperature, trained, stored, processes)
         self.worst: dict[str, dict[str, object]] = {}  # Tables for trackers, at the steps that have some
         self.cut_noted = False  # that every answer of some step was cut off
-        self.budget = Budget(measured, self.trains_on_exact) if config.measure.budget else None
-        self.forecast = Forecast(measured, self.trains_on_exact)
+        priced = measured, self.trains_on_exact, processes.size
+        self.budget = Budget(*priced) if config.measure.budget else None
+        self.forecast = Forecast(*priced)
         self.announced = False  # what measuring will cost
         self.machine = {"device": words_of(self.model.device), "precision": self.precision}  # for run.json
         if self.budget is not None:
@@ -180,7 +181,7 @@ class Trainer:
             self.announced = True
             # One update needs the backward pass alone; several take whole passes in every epoch.
             passes = 2 / 3 if self.one_update else self.config.objective.epochs
-            EXPECTED["update"] = passes * each * float(rollouts.attention_mask.sum())
+            EXPECTED["update"] = passes * each * float(rollouts.attention_mask.sum()) / self.processes.size
             usual = sum(self.seconds.values()) - self.seconds.get("evaluate", 0.0) + EXPECTED["update"]
             if self.budget is None:
                 self.forecast.announce(step, rollouts, each, usual)

@@ -21,6 +21,7 @@ from transformers import (
 
 from otb_analysis.errors import InputError, ProcessError
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
+from otb_analysis.gradients.exact.layers import UnfitError
 from otb_analysis.gradients.groups import group_gram, layered
 from otb_analysis.processes import Processes
 from otb_analysis.rollouts.models import gathered
@@ -106,12 +107,28 @@ def grams(together):
         setattr(where, *value)
         both(name, MODELS["tied"], GROUPS["three"])
         setattr(where, value[0], kept)
-    kept = group_gram.free_bytes
-    # Too little memory for one rollout's signals, and for a prompt's: the first does all
-    for name, free in {"no room": 1, "little room": 4 * 8 * 16 * 3 * 9 - 1}.items():
-        group_gram.free_bytes = lambda device: free  # noqa: B023
-        both(name, MODELS["tied"], GROUPS["one" if free == 1 else "two"])
-    group_gram.free_bytes = kept
+    # Numbers of 4 bytes in rows of 16, at a block's output and at its input, for three rows of nine positions
+    one, kept, ran, run = 2 * 4 * 16 * 3 * 9, group_gram.free_bytes, [], group_gram._block_by_block
+
+    def counted(*args):
+        ran.append(args[-1].size)
+        return run(*args)
+
+    group_gram._block_by_block = counted
+    # No rollout's signals fit: the first process does all. Two do: every two of process 0's meet process 1's.
+    for name, (free, group, rounds) in {
+        "no room": (1, "one", 0), "little room": (2 * one - 1, "two", 0), "rounds, first": (4 * one, "one", 6),
+        "rounds, both": (4 * one, "three", 3),
+    }.items():  # fmt: skip
+        group_gram.free_bytes, ran[:] = lambda device: free, []  # noqa: B023
+        both(name, MODELS["tied"], GROUPS[group])
+        assert (ran.count(1), ran.count(2)) == (6 if rounds else 0, rounds), (name, ran)
+    with gathered(shards := sharded(True)):
+        arguments = ids, mask, weights, GROUPS["three"]
+        results["gram rounds, sharded two"] = group_gradient_gram(shards, *arguments, processes=together)
+    results["gram rounds, sharded one"] = results["gram rounds, both one"]
+    assert ran[-3:] == [2, 2, 2]
+    group_gram.free_bytes, group_gram._block_by_block = kept, run
     shards, through, whole = sharded(True), layered.Layered._through, []
 
     def watched(*args, **kwargs):
@@ -131,17 +148,17 @@ def grams(together):
         sketched = together.broadcast_from_main(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, dim=64))
     results["gathered"] = sketched
     results["whole"] = gradient_sketch(MODELS["tied"](), ids, mask, weights, CLUSTER, dim=64)
-    for at in ("extent", "_through", "add"):
+    for at, kind in (*((at, RuntimeError) for at in ("extent", "_through", "add")), ("_through", UnfitError)):
         whole = getattr(layered.Layered, at)
 
         def broken(*args, **kwargs):
-            raise RuntimeError("out of memory")
+            raise kind("out of memory")  # noqa: B023
 
         if together.rank:
             setattr(layered.Layered, at, broken)
         call = (shards, ids, mask, weights, CLUSTER)
         with gathered(shards):
-            said = refusal(lambda: group_gradient_gram(*call, processes=together), (RuntimeError, ProcessError))  # noqa: B023
+            said = refusal(lambda: group_gradient_gram(*call, processes=together), (kind, ProcessError))  # noqa: B023
             assert not any(isinstance(parameter, DTensor) for parameter in shards.parameters())
         assert said == ("out of memory" if together.rank else "process 1 stopped: out of memory")
         setattr(layered.Layered, at, whole)

@@ -130,9 +130,9 @@ def drawn(prompts, size, length):
     return collate(drafts, names, np.repeat(np.arange(prompts), size), 0)
 
 
-def method(model, wanted="auto", prompts=2, length=4):
+def method(model, wanted="auto", prompts=2, length=4, processes=1):
     batch = drawn(prompts, 4, length)
-    return gram_method(model, batch, np.ones(len(batch.group), bool), wanted)
+    return gram_method(model, batch, np.ones(len(batch.group), bool), wanted, processes=processes)
 
 
 def test_a_method_is_chosen_by_memory_and_by_rounds(tiny_model, monkeypatch):
@@ -164,6 +164,15 @@ def test_signals_that_memory_does_not_hold_cost_rounds_of_passes_instead(tiny_mo
     # 85, 42, 28 and 11 MB fit, and a bin holds half: 2, 3, 4 and 10 of them, each with every other one.
     np.testing.assert_allclose(np.diff(costs) / base, [1, 1, 6], atol=0.1)
     assert method(tiny_model, prompts=4, length=2000).reason  # so many rounds take longer than a sketch
+
+
+def test_of_several_processes_each_holds_the_signals_of_its_own_prompts(tiny_model, monkeypatch):
+    alone, shared = (method(tiny_model, prompts=4, length=2000, processes=n) for n in (1, 2))
+    assert shared.memory < 0.6 * alone.memory and shared.passes == alone.passes
+    assert shared == method(tiny_model, prompts=4, length=2000, processes=3)  # one of them has two prompts
+    monkeypatch.setattr(methods, "memory_bytes", lambda device: 2 * shared.memory)
+    assert method(tiny_model, "exact", prompts=4, length=2000).passes > alone.passes  # in rounds
+    assert method(tiny_model, prompts=4, length=2000, processes=2) == shared
 
 
 def test_exact_memory_grows_with_the_rollouts_and_sketched_with_prompts_alone(tiny_model):

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
 
+import duckdb
 import fsspec
 import numpy as np
 import pandas as pd
@@ -253,6 +254,10 @@ def test_parts_may_lie_on_object_storage(config, s3):
     for task in (0, 1):
         score_in_blocks(config, BlocksConfig(parts=s3, task=task, tasks=2))
     same(score(replace(config, run="one")), score_in_blocks(config, BlocksConfig(parts=s3, finish=True)))
+    (database := duckdb.connect()).register_filesystem(fsspec.filesystem("s3"))  # as docs/distributed.md has it
+    rows = "SELECT count(*), sum(logprob) FROM (SELECT unnest(tokens, recursive := true) FROM '%s/block-*.parquet')"
+    one = RunStore(config.root / "one").tokens_df(columns=["logprob"])["logprob"]
+    assert database.sql(rows % s3).fetchone() == (len(one), pytest.approx(one.sum()))
     with pytest.raises(StoreError, match="s3://elsewhere/parts cannot be used"):
         score_in_blocks(replace(config, run="two"), BlocksConfig(parts="s3://elsewhere/parts"))
 

@@ -12,13 +12,25 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
-from otb_analysis.rollouts.decoding import HEAD, LOOK, ROOM, Draw, NonFiniteLogits, decode, unsupported_reason
+from otb_analysis.measurement.forward import supports_prefix_cache
+from otb_analysis.rollouts.decoding import (
+    HEAD,
+    LOOK,
+    ROOM,
+    Draw,
+    NonFiniteLogits,
+    decode,
+    keeps_beginnings,
+    unsupported_reason,
+)
 from otb_analysis.rollouts.generation import TransformersGenerator
 from tests.second_device import There, second_device
 
@@ -32,8 +44,8 @@ def gpt2(tokenizer):
 
 def llama(tokenizer, kind=LlamaForCausalLM, config=LlamaConfig, **settings):
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
-    return kind(config(**sizes, **heads, bos_token_id=None, eos_token_id=1, **settings)).eval()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1} | {"max_position_embeddings": 128} | settings
+    return kind(config(**sizes, **heads, bos_token_id=None, eos_token_id=1)).eval()
 
 
 def sliding(tokenizer):
@@ -142,6 +154,32 @@ def test_a_beginning_that_all_share_is_read_once(build, attention, tokenizer):
     hook.remove()
 
 
+def gpt_neo(tokenizer):
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_layers": 2, "num_heads": 2, "window_size": 16}
+    kinds = {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128}
+    return GPTNeoForCausalLM(GPTNeoConfig(**sizes, **kinds, bos_token_id=None, eos_token_id=1)).eval()
+
+
+def turned_by_length(tokenizer):
+    turn = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return llama(tokenizer, max_position_embeddings=64, rope_parameters=turn)
+
+
+def test_a_beginning_that_what_follows_changes_is_read_with_it(tokenizer):
+    assert not keeps_beginnings(turned_by_length(tokenizer)) and keeps_beginnings(llama(tokenizer))
+    model, head = gpt_neo(tokenizer), [3 + k % 12 for k in range(HEAD // 3 + 2)]
+    for name, weight in model.named_parameters():  # far from uniform, so that what is seen shows
+        weight.data *= 20 if "norm" not in name and "ln" not in name else 1
+    generator = TransformersGenerator(model, tokenizer)
+    generator.ends = [len(tokenizer)]
+    contexts = [head + rest for rest in RAGGED]
+    same(both(generator, contexts, 12))
+    assert not keeps_beginnings(model) and not supports_prefix_cache(model)
+    for context, found in zip(contexts, generator.generate(contexts, 12, 1.0), strict=True):
+        whole = model(torch.tensor([context + found.token_ids[:1]])).logits[0, len(context) - 1].log_softmax(-1)
+        assert whole[found.token_ids[0]].item() == pytest.approx(found.logprobs[0], abs=1e-4)
+
+
 def test_one_row_alone_draws_what_generate_draws(tiny_model, tokenizer):
     same(both(TransformersGenerator(tiny_model, tokenizer), [[3, 4, 5]], 20))
 
@@ -182,17 +220,21 @@ def reads():
         yield device, counted
 
 
-def test_a_device_is_read_once_in_some_tokens_and_draws_the_same(tokenizer):
-    model, most, contexts = llama(tokenizer), 40, RAGGED[:4]
-    model.set_attn_implementation("eager")  # for sdpa transformers itself reads the mask, once a token
+@pytest.mark.parametrize("contexts", [RAGGED[:4], [[3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14]]])
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_device_is_read_once_in_some_tokens_and_draws_the_same(build, attention, contexts, tokenizer):
+    model, most = build(tokenizer), 40
+    model.set_attn_implementation(attention)
     torch.manual_seed(5)
     here = TransformersGenerator(model, tokenizer).generate(contexts, most, 1.0)
     with reads() as (device, counted):
         torch.manual_seed(5)
         draw = Draw(most, 1.0, (1,), 0)
         tokens, _, _ = decode(model.to(device), contexts, draw)
-        # Who has ended, and which rows are left once some have: at most twice a look.
-        assert len(counted) <= 2 * -(-most // LOOK)
+        # Who has ended, and which rows are left once some have: at most twice a look. Transformers reads the mask of
+        # the contexts themselves.
+        assert len(counted) <= 2 * -(-most // LOOK) + 1
         drawn = tokens.tolist()
     lengths = [len(one.token_ids) for one in here]
     assert [row[:n] for row, n in zip(drawn, lengths, strict=True)] == [one.token_ids for one in here]

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from otb_analysis.errors import InputError
+from otb_analysis.errors import InputError, StoreError
 from otb_analysis.store import RunStore, RunWriter, StepTables, layout, runs_df
 from otb_analysis.store.layout import standing, this_process
 
@@ -119,3 +119,24 @@ def test_run_that_nobody_is_known_to_write_may_be_taken_over(tmp_path, gone, tol
     (path / "run.json").write_text(json.dumps(info))
     RunWriter.resume(path, 0)
     RunWriter.create(tmp_path, "demo", {}, if_exists="replace")
+
+
+@pytest.mark.parametrize("if_exists", ["resume", "replace"])
+def test_a_writer_stops_once_one_on_another_machine_has_gone_on_with_its_run(tmp_path, monkeypatch, if_exists):
+    old = RunWriter.create(tmp_path, "demo", {})
+    old.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+    with monkeypatch.context() as there:  # its number says nothing there, so it may be taken for gone
+        there.setattr(layout, "_place", lambda: "there")
+        there.setattr(layout.platform, "node", lambda: "far")
+        again = (tmp_path, "demo", {}) if if_exists == "replace" else (old.path, 1)
+        new = RunWriter.create(*again, if_exists="replace") if if_exists == "replace" else RunWriter.resume(*again)
+    before = sorted(old.path.rglob("*"))
+    for late in (lambda: old.write_step(1, StepTables(steps={"reward_mean": 9.0})), lambda: old.finish("failed")):
+        with pytest.raises(
+            StoreError, match=rf"demo is written by process {os.getpid()} on far, which went on with it"
+        ):
+            late()
+    assert sorted(old.path.rglob("*")) == before and RunStore(new.path).standing[0] == "running"
+    new.write_step(1, StepTables(steps={"reward_mean": 1.0}))
+    new.finish()
+    assert RunStore(new.path).steps_df()["reward_mean"].tolist() == [0.5, 1.0][if_exists == "replace" :]

@@ -244,22 +244,38 @@ def test_step_that_was_not_finished_is_invisible(store, writer):
     assert left == ["notes.txt", *(f"part-0000000{step}-r0.parquet" for step in range(3))]
 
 
-def test_all_ranks_of_a_step_are_read(tmp_path, tables):
-    first = RunWriter.create(tmp_path, "two", {})
-    first.size, second = 2, RunWriter(first.path, rank=1, size=2)
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_all_ranks_of_a_step_are_read(tmp_path, tables, ranks):
+    first = RunWriter.create(tmp_path, "many", {})
+    first.size, others = ranks, [RunWriter(first.path, rank=rank, size=ranks) for rank in range(1, ranks)]
     for step in range(2):
-        other = tables(step + 5)
-        rollouts = other.rollouts | {"rollout": range(4, 8), "mine": ["x"] * 4}
-        second.write_step(step, StepTables(other.tokens, rollouts, {"loss": 9.0}))
+        files = list[str]()
+        for writer in others:
+            other = tables(step + 4 + writer.rank)
+            rollouts = other.rollouts | {"rollout": range(4 * writer.rank, 4 * writer.rank + 4), "mine": ["x"] * 4}
+            files += writer.write_step(step, StepTables(other.tokens, rollouts, {"loss": 9.0}))
         assert RunStore(first.path).complete_steps() == list(range(step))
-        first.write_step(step, tables(step, loss=1.0))
+        first.write_step(step, tables(step, loss=1.0), [None, files][step])
     store = RunStore(first.path)
     for _ in range(2):
-        assert store.tokens_df()["step"].value_counts().to_dict() == {0: 20, 1: 20}
-        assert store.rollouts_df([1])["rollout"].tolist() == list(range(8))
+        assert store.tokens_df()["step"].value_counts().to_dict() == {0: 10 * ranks, 1: 10 * ranks}
+        assert store.rollouts_df([1])["rollout"].tolist() == list(range(4 * ranks))
         assert store.rollouts_df([1])["mine"].isna().sum() == 4 and store.steps_df()["loss"].tolist() == [1.0, 1.0]
         first.finish()
     assert not (store.path / "rollouts").exists()
+
+
+def test_a_rank_whose_file_is_not_seen_is_no_smaller_step(tmp_path, tables):
+    first = RunWriter.create(tmp_path, "two", {})
+    second = RunWriter(first.path, rank=1, size=2)
+    first.size, files = 2, second.write_step(0, tables(5))
+    (first.path / files[0]).rename(tmp_path / "elsewhere")  # a folder of the other machine's own
+    with pytest.raises(StoreError, match=rf"cannot write step 0 .*another process wrote {files[0]}, which is not"):
+        first.write_step(0, tables(0), files)
+    assert RunStore(first.path).complete_steps() == []
+    (tmp_path / "elsewhere").rename(first.path / files[0])
+    first.write_step(0, tables(0), files)
+    assert len(RunStore(first.path).tokens_df()) == 20
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "gone", "another"])

@@ -196,8 +196,8 @@ BROKEN = [
 ]
 
 
-def levels(folder, checkpoint):
-    """Measure one batch by every level, by one process and by two; then with one level broken on one of the two."""
+def levels(folder, checkpoint, name="levels"):
+    """Measure one batch by every level, by one process and by several; of two then with a level broken on one."""
     together, results = Processes.joined(sharded=False), {}
     model, tokenizer = load_policy(checkpoint)
     shape = replace(SHAPE, prompts=7, group_size=8)
@@ -224,24 +224,30 @@ def levels(folder, checkpoint):
     def without_forward_mode(*args):
         raise UnfitError("an operation has no forward mode")
 
+    if together.size > 2:  # three have two of the 7 prompts, and two fit the copies of one half
+        for processes in (SINGLE_PROCESS, together):
+            keep(["one", "four"][processes.size > 1], measured(processes))
+        np.savez(folder / f"{name}{together.rank}.npz", **results)
+        together.end()
+        return
     for by in ("above_cut", "proxy", "uniform"):
         config = replace(EVERY_LEVEL, sampled=replace(EVERY_LEVEL.sampled, by=by))
-        for name, processes in {"one": SINGLE_PROCESS, "two": together}.items():
-            keep(f"{by} {name}", measured(processes, config))
+        for who, processes in {"one": SINGLE_PROCESS, "two": together}.items():
+            keep(f"{by} {who}", measured(processes, config))
     sharded = load_policy(checkpoint)[0]
     shard(sharded, replace(together, sharded=True))
     with gathered(sharded):
         keep("sharded two", measured(together, model=sharded))
-    for name, module, attribute in BROKEN:
+    for broken_level, module, attribute in BROKEN:
         kept = getattr(module, attribute)
         if together.rank:
             setattr(module, attribute, broken)
-        keep(f"{name} without {attribute}", measured(together))
+        keep(f"{broken_level} without {attribute}", measured(together))
         setattr(module, attribute, kept)
     if together.rank:
         attribution.forward_slopes = without_forward_mode
     keep("differences", measured(together))
-    np.savez(folder / f"levels{together.rank}.npz", **results)
+    np.savez(folder / f"{name}{together.rank}.npz", **results)
     together.end()
 
 
@@ -272,12 +278,17 @@ def disagreement(folder, checkpoint):
     sys.exit(cli.main(["train", "--config", str(file)]))
 
 
-def forked(rank, port, folder, name, run, environment):
-    """Start one of two processes; return its number."""
+def forked(rank, size, port, folder, name, run, environment):
+    """Start one of some processes; return its number."""
     pid = os.fork()
     if pid:
         return pid
-    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "ACCELERATE_USE_CPU": "true",
+    }
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} | environment
     said = os.open(folder / f"{name}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
@@ -295,12 +306,12 @@ def forked(rank, port, folder, name, run, environment):
     os._exit(code)
 
 
-def two(folder, name, run, **environment):
-    """Run a function in two processes and note how each ended."""
+def two(folder, name, run, size=2, **environment):
+    """Run a function in two processes, or more, and note how each ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    started = [forked(rank, port, folder, name, run, environment) for rank in range(2)]
+    started = [forked(rank, size, port, folder, name, run, environment) for rank in range(size)]
     for rank, pid in enumerate(started):
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         (folder / f"{name}-{rank}.code").write_text(str(code))
@@ -312,6 +323,7 @@ def main():
     warnings.filterwarnings("ignore")  # whatever other libraries say about a process group on a CPU
     two(folder, "updates", lambda: updates(folder, checkpoint))
     two(folder, "levels", lambda: levels(folder, checkpoint))
+    two(folder, "four", lambda: levels(folder, checkpoint, "four"), size=4)
     two(folder, "runs", lambda: runs(folder, checkpoint))
     for rank in "01":
         two(folder, f"fails{rank}", lambda: failure(folder, checkpoint), FAILS=rank)

@@ -15,7 +15,7 @@ from otb_analysis.config import (
     SketchSchedule,
     TrainConfig,
 )
-from otb_analysis.measurement.level import level_of
+from otb_analysis.measurement.level import Level, level_of
 from otb_analysis.phases import EXPECTED, NOTES
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.store import RunStore
@@ -95,6 +95,35 @@ def test_levels_cover_the_groups_that_they_will_measure():
     assert rows["drawn tokens"] == [False] * 2 + [True] * 4 + [False] * 2
     assert rows["sketched norms"] == [False] * 2 + [True] * 6
     assert rows["attribution"] == [True] * 8
+
+
+class Alone(Level):
+    """A level of one's own, which one process measures."""
+
+    phase = "alone"
+
+    def measure(self, step, plan, known):
+        """Measure nothing."""
+        return known
+
+    def passes(self, plan, rollouts, rows):
+        """Take a pass."""
+        return 1.0
+
+
+def test_the_process_with_most_prompts_sets_the_price_of_a_level(monkeypatch):
+    monkeypatch.setattr(
+        "otb_analysis.training.budget.level_of", lambda name: Alone() if name == "own" else level_of(name)
+    )
+    levels_of = {
+        "exact": Schedule(every=1, prompts=2),
+        "attribution": AttributionSchedule(every=1),
+        "further": {"own": 1},
+    }
+    config = config_of(**levels_of)
+    one, three = ({x.name: x.multiple for x in levels(config, batch(), processes=n)} for n in (1, 3))
+    shares = {name: one[name] / three[name] for name in one}
+    assert shares == pytest.approx({"exact norms": 2, "Gram matrix": 2, "attribution": 2, "alone": 1})
 
 
 def test_nothing_is_forecast_where_nothing_is_measured():

@@ -48,10 +48,10 @@ def folder(tmp_path_factory, checkpoint):
     return folder
 
 
-def ends(folder, what):
-    """Return exit codes and words of two processes."""
-    words = [(folder / f"{what}-{rank}.txt").read_text() for rank in range(2)]
-    return [int((folder / f"{what}-{rank}.code").read_text()) for rank in range(2)], words
+def ends(folder, what, size=2):
+    """Return exit codes and words of some processes."""
+    words = [(folder / f"{what}-{rank}.txt").read_text() for rank in range(size)]
+    return [int((folder / f"{what}-{rank}.code").read_text()) for rank in range(size)], words
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +141,20 @@ def test_two_processes_measure_every_level_as_one_does(measured, by):
         assert known[exact].any(axis=1).all() and 0 < known[drawn].sum() < chance[drawn].sum()
         assert np.isfinite(found[f"{by} two stderr"])[sketched].any(axis=1).all()
         assert (found[f"{by} two alone"] == 0).all()  # a level of one's own runs on the first process
+
+
+@pytest.mark.slow
+def test_four_processes_measure_every_level_as_one_does(folder):
+    codes, words = ends(folder, "four", 4)
+    assert codes == [0] * 4, "\n".join(words)
+    for rank in range(4):
+        found = np.load(folder / f"four{rank}.npz")
+        assert found["one gaps"] == found["four gaps"] == 0
+        for name in set(LEVELS) - {"alone"}:
+            one, four = found[f"one {name}"], found[f"four {name}"]
+            scale = np.abs(one[np.isfinite(one)]).max()
+            np.testing.assert_allclose(four, one, rtol=2e-5, atol=1e-6 * scale, err_msg=name)
+        assert (found["four alone"] == 0).all()
 
 
 LOST = {"sampled": {"prob"}, "sketch": {"stderr"}, "attribution": {"attribution", "signal", "noise"}}

@@ -25,26 +25,34 @@ _LIMIT, _USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memor
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All memory of a device, or of this machine."""
+    """All memory of a device, or of this machine, of which processes of one run have equal parts."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     try:
-        return psutil.virtual_memory().total
+        return psutil.virtual_memory().total // _beside()
     except OSError:  # /proc is closed
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _beside()
+
+
+def _beside() -> int:
+    """How many processes of this run are on this machine, as whoever launched them says."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated on a device, or on this machine within the limit of its container."""
+    """What can still be allocated on a device, or on this machine within the limit of its container.
+
+    Processes of one run on a machine share its memory in equal parts.
+    """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    free = memory_bytes(device)
+    free = memory_bytes(device) * _beside()
     with suppress(OSError):
         free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # a system without such files, or "max", where there is no limit
         free = min(free, int(_LIMIT.read_text()) - int(_USED.read_text()))
-    return free
+    return free // _beside()
 
 
 def gibibytes(count: int) -> str:

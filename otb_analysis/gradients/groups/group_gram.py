@@ -1,10 +1,10 @@
 """The Gram matrix of group gradients at the price of the weights' rank, in one round of passes over the model."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -74,6 +74,7 @@ def basis_of(weights: Float, scale: Float) -> Basis:
 
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 EXCHANGED = 1 << 24
 """Bytes of gradients that processes exchange at a time."""
 BLOCK_COPIES = 4
@@ -145,57 +146,52 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int, processes
     Signals that do not fit in memory go back in rounds: parts of the batch, each of whole prompts or of some of a
     prompt's rollouts, run two by two. Which way a model takes is said once.
 
-    Several processes share out the prompts, where each can hold the signals of its own; else the first does all.
+    Several processes share out the prompts; where the model is not measured block by block, the first does all.
     """
     prompts = prompts_of(batch, weights, group)
     refuse_many(sum(int(p.weights.any(-1).sum()) for p in prompts))
-    if processes.size > 1:
-        found = _shared(batch, [p for p in prompts if p.weights.any()], processes)
-        if found is None:
-            return processes.broadcast_from_main(lambda: group_gradient_gram(batch, weights, group))
-        return of_all_rows(*found, len(prompts), weights.shape[1])
-    parts = list[PromptRows]()
+    shape = len(prompts), weights.shape[1]
     try:
-        structure = verified_structure(batch)
-        parts, rounds = rounds_of(batch, [p for p in prompts if p.weights.any()])
-        # A part passes forward, and through each block that signals must go through.
-        count_to(sum(map(len, rounds)) * (1 + len(structure.blocks) - structure.first), "pass")
-        found = [_block_by_block(batch, structure, [parts[i] for i in some]) for some in rounds]
-        place = np.repeat(np.arange(len(parts)), [len(part.basis.rows) for part in parts])
-        total = np.zeros((len(place), len(place)))
-        for some, products in zip(rounds, found, strict=True):
-            at = np.flatnonzero(np.isin(place, some))
-            total[np.ix_(at, at)] = products
-        many = f"{len(rounds)} rounds of passes, because the signals of all rollouts do not fit in memory together"
-        way = f"is measured block by block, in {'one round of passes' if len(rounds) == 1 else many}"
+        total, mixes, rounds = _by_blocks(batch, [p for p in prompts if p.weights.any()], processes)
+        inner = of_all_rows(total, mixes, *shape)
+        many = f"{rounds} rounds of passes, because the signals of all rollouts do not fit in memory together"
+        way = f"is measured block by block, in {'one round of passes' if rounds == 1 else many}"
     except UnfitError as reason:
+        if processes.size > 1 and not isinstance(reason, _UnfitForAllError):  # the others are at another place
+            raise
         way = f"is not measured block by block: {reason}"
-        total = None
-    if first_told(batch.model, way):
+        inner = None
+    if processes.first and first_told(batch.model, way):
         _log.info("%s %s.", type(batch.model).__name__, way)
         note(f"Gram matrix: {type(batch.model).__name__} {way}.")
-    if total is None:
-        inner = reference.group_gradient_gram(batch, basis_weights(batch, prompts, weights.shape), group)
+
+    def plainly() -> Float:
+        found = reference.group_gradient_gram(batch, basis_weights(batch, prompts, weights.shape), group)
         where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
         m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
-        total, parts = inner[m[:, None], m[None, :], p[:, None], p[None, :]], prompts
-    return of_all_rows(total, parts, len(prompts), weights.shape[1])
+        products = found[m[:, None], m[None, :], p[:, None], p[None, :]]
+        return of_all_rows(products, [(prompt.place, prompt.basis.mix) for prompt in prompts], *shape)
+
+    return processes.broadcast_from_main(plainly) if inner is None else inner
 
 
-def of_all_rows(total: Float, parts: Sequence[PromptRows], prompts: int, size: int) -> Float:
-    """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P], from those of the basis [R, R]."""
+def of_all_rows(total: Float, mixes: Sequence[tuple[int, Float]], prompts: int, size: int) -> Float:
+    """Products of all M rows, mix · total · mixᵀ, prompt by prompt [M, M, P, P], from those of the basis [R, R].
+
+    `mixes` holds the prompt and the coefficients [M, r] of every part that has a basis.
+    """
     # Another prompt's basis has no part in a prompt's rows, and the parts of one prompt add up.
-    mix, start = np.zeros((prompts, size, len(total))), 0
-    for part in parts:
-        mix[part.place, :, start : (start := start + len(part.basis.rows))] = part.basis.mix
-    return np.ascontiguousarray(np.tensordot(mix @ total, mix, axes=(2, 2)).transpose(1, 3, 0, 2))
+    whole, start = np.zeros((prompts, size, len(total))), 0
+    for place, mix in mixes:
+        whole[place, :, start : (start := start + mix.shape[1])] = mix
+    return np.ascontiguousarray(np.tensordot(whole @ total, whole, axes=(2, 2)).transpose(1, 3, 0, 2))
 
 
-def rounds_of(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> tuple[list[PromptRows], list[list[int]]]:
-    """Return the parts of a batch, and which of them run together, round by round.
+def bins_of(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> tuple[list[PromptRows], list[list[int]]]:
+    """Return the parts of some prompts, and which of them go together.
 
-    In one round run all prompts, where half of the free memory holds their signals; else every two bins of parts that
-    a quarter holds, so that each part meets each other one. A prompt that is larger is cut into its rollouts.
+    All prompts do, where half of the free memory holds their signals; else bins of parts that a quarter holds, of which
+    two run in a round, so that each part meets each other one. A prompt that is larger is cut into its rollouts.
 
     Raises:
         UnfitError: The signals of one rollout do not fit.
@@ -217,46 +213,86 @@ def rounds_of(batch: ScoreBatch, prompts: Sequence[PromptRows]) -> tuple[list[Pr
         bins[-1].append(len(parts))
         parts.append(part)
         left -= needed
-    return parts, [[*one, *other] for one, other in combinations(bins, 2)] if len(bins) > 1 else bins
+    return parts, bins
 
 
-def _block_by_block(batch: ScoreBatch, structure: BlockStructure, prompts: Sequence[PromptRows]) -> Float:
-    """Products [R, R] of the basis rows' gradients of some prompts, in one round of passes."""
-    layered = _signals(batch, structure, prompts)
-    device = batch.scope.parameters[0].device
-    total = torch.zeros(layered.rows, layered.rows, dtype=torch.float64, device=device)
-    for _, gradients in layered.gradients() if layered.rows else ():
-        add_products(total, gradients)
-    return total.cpu().numpy()
-
-
-def _shared(
+def _by_blocks(
     batch: ScoreBatch, prompts: Sequence[PromptRows], processes: Processes
-) -> tuple[Float, list[PromptRows]] | None:
-    """Products [R, R] of the basis rows' gradients, and the prompts they are of; None where they cannot be shared out.
+) -> tuple[Float, list[tuple[int, Float]], int]:
+    """Products [R, R] of the basis rows' gradients; the prompt and the coefficients of every part; how many rounds.
+
+    Each process measures the parts of its own prompts: in a round those of two of its bins, the same two on all. So any
+    two parts meet in some round, whichever processes have them.
+
+    Raises:
+        UnfitError: The model is not measured block by block, or the signals of one rollout do not fit; on all.
+        ProcessError: Another process failed.
+        ExchangeError: This one failed in the middle of an exchange.
+    """
+    own = [prompts[i] for i in processes.shard(np.arange(len(prompts)))]
+    structure, (parts, bins) = _fitting(processes, lambda: (verified_structure(batch), bins_of(batch, own)))
+    every = processes.gather(bins)
+    rounds = [*combinations(range(max(map(len, every))), 2)] or [(0,)]
+
+    def together(of: Sequence[Sequence[int]], numbers: tuple[int, ...]) -> list[int]:
+        return [part for number in numbers if number < len(of) for part in of[number]]
+
+    ran = [together(bins, numbers) for numbers in rounds]
+    # A part passes forward, and through each block that signals must go through.
+    count_to(sum(map(len, ran)) * (1 + len(structure.blocks) - structure.first), "pass")
+    found = [_block_by_block(batch, structure, [parts[i] for i in some], processes) for some in ran]
+    mixes = processes.gather([(part.place, part.basis.mix) for part in parts])
+    width = [(rank, i, mix.shape[1]) for rank, each in enumerate(mixes) for i, (_, mix) in enumerate(each)]
+    total = np.zeros((sum(rows for *_, rows in width),) * 2)
+    for numbers, products in zip(rounds, found, strict=True):
+        at = np.flatnonzero(np.concatenate([np.full(n, i in together(every[r], numbers)) for r, i, n in width] or [[]]))
+        total[np.ix_(at, at)] = products
+    return total, [one for each in mixes for one in each], len(rounds)
+
+
+class _UnfitForAllError(UnfitError):
+    """A model is not measured block by block, on some process, and all know it."""
+
+
+def _fitting(processes: Processes, run: Callable[[], T]) -> T:
+    """Run a function on every process; where a model does not fit on one, raise that on all.
+
+    Raises:
+        _UnfitForAllError: It does not fit.
+        ProcessError: Another process failed.
+    """
+
+    def tried() -> tuple[T, str] | tuple[None, str]:
+        try:
+            return run(), ""
+        except UnfitError as reason:
+            return None, str(reason)
+
+    found, own = processes.agreed(tried)
+    if reason := next(filter(None, processes.gather(own)), None):
+        raise _UnfitForAllError(reason)
+    return cast("T", found)
+
+
+def _block_by_block(
+    batch: ScoreBatch, structure: BlockStructure, prompts: Sequence[PromptRows], processes: Processes
+) -> Float:
+    """Products [R, R] of the basis rows' gradients of every process's prompts or parts, in one round of passes.
 
     Each process forms the gradients of its own prompts. Of every slice [R, n] of all of them it then gets some columns,
     and their products add up over processes. So passes and products are both shared out.
 
     Raises:
-        ProcessError: Another process failed.
-        ExchangeError: This one failed in the middle of an exchange.
+        UnfitError, ProcessError, ExchangeError: As `_by_blocks`.
     """
-    own = [prompts[i] for i in processes.shard(np.arange(len(prompts)))]
-
-    def planned() -> BlockStructure | None:
-        with suppress(UnfitError):
-            structure = verified_structure(batch)
-            parts, rounds = rounds_of(batch, own)
-            return structure if len(rounds) == 1 and len(parts) == len(own) else None
-
-    structure = processes.agreed(planned)
-    if not all(processes.gather(structure is not None)) or structure is None:
-        return None
-    layered = processes.agreed(lambda: _signals(batch, structure, own))
+    layered = _fitting(processes, lambda: _signals(batch, structure, prompts))
     counts = processes.gather(layered.rows)
     device = batch.scope.parameters[0].device
     total = torch.zeros(sum(counts), sum(counts), dtype=torch.float64, device=device)
+    if processes.size == 1:
+        for _, gradients in layered.gradients() if layered.rows else ():
+            add_products(total, gradients)
+        return total.cpu().numpy()
 
     def slices(gradients: Gradients) -> Iterator[list[Tensor]]:
         while (found := processes.agreed(lambda: next(gradients, None))) is not None:
@@ -279,10 +315,7 @@ def _shared(
             hold(structure.blocks, whole=True)
         raise
     hold(structure.blocks, whole=True)  # as whoever measures next expects it
-    bases = processes.gather([(prompt.place, prompt.basis) for prompt in own])
-    by_place = {place: basis for each in bases for place, basis in each}
-    whole = [replace(prompt, basis=by_place[prompt.place]) for prompt in prompts]
-    return np.sum(processes.gather(total.cpu().numpy()), axis=0), whole
+    return np.sum(processes.gather(total.cpu().numpy()), axis=0)
 
 
 def _signals(batch: ScoreBatch, structure: BlockStructure, prompts: Sequence[PromptRows]) -> Layered:

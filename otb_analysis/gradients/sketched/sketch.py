@@ -389,4 +389,5 @@ def sketched_group_gram(
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     if rows:
         add_products(total, [torch.from_numpy(row)[None] for row in rows])
-    return of_all_rows(total.numpy(), prompts, len(prompts), checked.shape[1])
+    mixes = [(prompt.place, prompt.basis.mix) for prompt in prompts]
+    return of_all_rows(total.numpy(), mixes, len(prompts), checked.shape[1])

@@ -212,9 +212,9 @@ def test_signals_that_do_not_fit_leave_the_matrix_to_whole_gradients(make_model,
 def test_signals_that_do_not_fit_together_go_back_in_rounds_of_parts(case, batch, monkeypatch, caplog, fits, rounds):
     ran, run = [], group_gram._block_by_block
 
-    def spy(prepared, structure, some):
+    def spy(prepared, structure, some, processes):
         ran.append([[rollout.row for rollout in part.rollouts] for part in some])
-        return run(prepared, structure, some)
+        return run(prepared, structure, some, processes)
 
     monkeypatch.setattr(group_gram, "_block_by_block", spy)
     # Numbers of 8 bytes in rows of 16, at a block's output and at its input; half of what is free is for them.
