@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.estimators.spec import RegressionOptions
 from otb_analysis.figures.styles import BLUE, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
@@ -17,7 +16,7 @@ from studies.lib.seeds import paired_difference
 
 from .compare import SIZES
 from .study import FULL as POOL
-from .training import ARMS, FULL, MEMORY
+from .training import AGAINST, ARMS, MEMORY
 
 SHOWN = ("none", "value", "otb_loo", "sequence_optimal_loo", "energy_across_loo", "energy_regression")
 """Unbiased estimators of the figure, with the proxy: their variance needs no correction by c."""
@@ -30,7 +29,6 @@ COLORS = {"energy_across_loo": BLUE}
 """Where two estimators of the figure have one colour."""
 CUT = 2.0
 """Ratio at which the figure cuts intervals."""
-AGAINST = "rloo"
 LATE = 8
 """Updates at the end of training whose rewards are also shown alone."""
 STUDIES = Path(__file__).parent.parent
@@ -39,26 +37,19 @@ STUDIES = Path(__file__).parent.parent
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return what differs from `rloo`, what small models showed in other studies, and training over seeds."""
     rows = tables["estimators"]
-    trainings = {name: arms_of(tables[name]) for name in ("training", "common_rate")}
-    regression = next((row for row in trainings["training"] if row["arm"] == "energy_regression"), None)
-    rewards = sorted(column(select(tables["sweep"], arm="energy_regression"), "reward"))
-    # Arms of which an interval of the difference from `rloo`, in success or in reward, leaves 0 out
-    told = dict[str, list[str]]()
-    for name, arms in trainings.items():
-        over = {row["arm"]: [row["after_over"], row["reward_over"], row["late_over"]] for row in arms}
-        told[name] = [arm for arm, three in over.items() if any(above(x, 0) or below(x, 0) for x in three)]
-    # Today's default ridge in training: without memory; with the memory of the arm first, and later
-    remembering = RegressionOptions(memory=MEMORY["energy_regression"]["memory"])
-    ridges = [RegressionOptions().ridge_for(FULL.prompts)]
-    ridges += [remembering.ridge_for(FULL.prompts, later) for later in (False, True)]
+    arms = arms_of(tables)
+    others = [row for row in arms if row["arm"] != AGAINST]
+    # Arms of which an interval of the difference from `rloo`, held out or in reward, leaves 0 out
+    over = {row["arm"]: [row["after_over"], row["reward_over"], row["late_over"]] for row in others}
+    told = [arm for arm, three in over.items() if any(above(x, 0) or below(x, 0) for x in three)]
     # Policies all of whose parameters are measured, in groups of 4, and where an interval shows a ratio below 1
     full = [row for row in select(rows, size=4) if not row["policy"].endswith("-lora")]
     across, toy = select(full, estimator="energy_regression", source="proxy"), toy_agreement()
-    at_eight = select(tables["regressions"], policy="sums", batch=FULL.prompts)
     return {
-        "memory": remembering.memory,
-        "ridges": ridges,
-        "at_eight": {row["ridge"]: row["variance"] for row in at_eight},
+        "memory": MEMORY["energy_regression"]["memory"],
+        "arms": arms,
+        "told": told,
+        "trained": {row["arm"]: row for row in arms},
         "longest": POOL.tokens,
         "regression": [row for row in across if below(row, 1, "sf")],
         "regression_bare": [row for row in across if below(row, 1, "sf_bare")],
@@ -68,13 +59,6 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "toy_log": column(select(toy, source="proxy", of="w"), "log_within"),
         "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]],
         "toy_agreement": toy,
-        "trainings": trainings,
-        "told": told,
-        "after": [row["after"].estimate for row in trainings["common_rate"]],
-        "own_rate": regression,
-        "sweep_lead": rewards[-1] - rewards[-2] if rewards else None,
-        "swept": sorted(distinct(tables["sweep"], "rate")),
-        "seeds": len(distinct(tables["training"], "seed")),
     }
 
 
@@ -132,16 +116,23 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             y, low, high = ([min(row[k], CUT) for row in known] for k in ("sf", "sf_low", "sf_high"))
             own.append(Curve(x, y, name, low, high, COLORS.get(name, estimator_style(name).color), width=0))
         panels.append(Panel(policy, note, "groups of 4, then groups of 8", own, [(1.0, "")], (0.0, CUT)))
-    learned, note = [], "reward of a batch, mean over seeds and 5 updates"
-    for name, title in {"training": "Each arm at its own rate", "common_rate": "All arms at one rate"}.items():
-        curves = []
-        for arm in ARMS:
-            mine, points = select(tables[name], arm=arm), dict[float, Interval | None]()
-            for start in range(0, max((row["step"] for row in mine), default=-1) + 1, 5):
-                some = [row for row in mine if start <= row["step"] < start + 5]
-                by_seed = [float(np.mean(column(select(some, seed=k), "reward"))) for k in distinct(some, "seed")]
-                points[start + 2.0] = seed_mean(by_seed, "reward", "logit")
-            style = estimator_style(arm)
-            curves.append(interval_curve(points, "", arm, style.color, dashed=style.dash != "solid"))
-        learned.append(Panel(title, note, "update", curves, percent=True))
+    curves = []
+    for arm in ARMS:
+        mine, points = select(tables["training"], arm=arm), dict[float, Interval | None]()
+        for start in range(0, max((row["step"] for row in mine), default=-1) + 1, 4):
+            some = [row for row in mine if start <= row["step"] < start + 4]
+            by_seed = [float(np.mean(column(select(some, seed=k), "reward"))) for k in distinct(some, "seed")]
+            points[start + 1.5] = seed_mean(by_seed, "reward", "logit")
+        style = estimator_style(arm)
+        curves.append(interval_curve(points, "", arm, style.color, dashed=style.dash != "solid"))
+    learned = [
+        Panel("Each arm at its own rate", "mean reward of 4 updates over seeds, 95 %", "update", curves, percent=True)
+    ]
+    over = [(row["arm"], row["after_over"]) for row in arms_of(tables) if row["arm"] != AGAINST]
+    marks = [
+        Curve([place], [x.estimate], arm, [x.low], [x.high], estimator_style(arm).color, width=0)
+        for place, (arm, x) in enumerate(over)
+        if x is not None and x.low is not None and x.high is not None
+    ]
+    learned.append(Panel("Held-out success − rloo's", "paired by seed, 95 %", "arm", marks, [(0.0, "")], percent=True))
     return {"variance.svg": svg(panels, columns=3), "training.svg": svg(learned, columns=2)}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -120,7 +120,10 @@ def measure(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar: 
     config, key = config_of(size, arm, rate, seed, start), {"arm": arm, "seed": seed, "rate": rate}
     path = trained(config, work, bar)
     success = heldout(config, str(path / "model"), size)
-    rows = [key | {name: rounded(value) for name, value in row.items()} for row in training_steps(path, **COLUMNS)]
+    rows = [
+        key | {"step": int(row["step"])} | {name: rounded(row[name]) for name in COLUMNS}
+        for row in training_steps(path, **COLUMNS)
+    ]
     shutil.rmtree(path / "model")
     return {"training": rows, "heldout": [key | success]}
 
@@ -143,5 +146,6 @@ def heldout(config: TrainConfig, model: str, size: Size) -> dict[str, Any]:
         rollouts = sample(generator, policy.tokenizer, policy.task, some, config.sample, group)
         rewards.append(compute_rewards(policy.task, rollouts).rewards().sum(axis=1))
     found = heldout_columns(np.concatenate(rewards).reshape(len(prompts), size.answers), config.evaluate.threshold)
-    facts = {name: rounded(found[f"heldout_{name}"]) for name in ("success", "success_low", "success_high")}
+    names = ("success", "success_low", "success_high")
+    facts = {name: rounded(cast("float | None", found[f"heldout_{name}"])) for name in names}
     return {"prompts": len(prompts), "answers": size.answers} | facts
