@@ -65,7 +65,7 @@ class Size:
     prompts: int = 8
     group_size: int = 4
     tokens: int = 16
-    heldout: int = 1000  # Prompts, all different; of `SUMS` there are 437
+    heldout: int = 1000  # Prompts, all different; of `SUMS` there are 436 or 437
     answers: int = 3  # To each of them
     precision: Literal["float32", "bfloat16"] = "float32"
 
