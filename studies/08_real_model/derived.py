@@ -134,5 +134,14 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         for place, (arm, x) in enumerate(over)
         if x is not None and x.low is not None and x.high is not None
     ]
-    learned.append(Panel("Held-out success − rloo's", "paired by seed, 95 %", "otb, energy_regression, none", marks, [(0.0, "")], percent=True))
+    learned.append(
+        Panel(
+            "Held-out success − rloo's",
+            "paired by seed, 95 %",
+            "otb, energy_regression, none",
+            marks,
+            [(0.0, "")],
+            percent=True,
+        )
+    )
     return {"variance.svg": svg(panels, columns=3), "training.svg": svg(learned, columns=2)}
