@@ -257,7 +257,7 @@ def test_parts_may_lie_on_object_storage(config, s3):
     (database := duckdb.connect()).register_filesystem(fsspec.filesystem("s3"))  # as docs/distributed.md has it
     rows = "SELECT count(*), sum(logprob) FROM (SELECT unnest(tokens, recursive := true) FROM '%s/block-*.parquet')"
     one = RunStore(config.root / "one").tokens_df(columns=["logprob"])["logprob"]
-    assert database.sql(rows % s3).fetchone() == (len(one), pytest.approx(one.sum()))
+    assert database.sql(rows % s3).fetchall() == [(len(one), pytest.approx(one.sum()))]
     with pytest.raises(StoreError, match="s3://elsewhere/parts cannot be used"):
         score_in_blocks(replace(config, run="two"), BlocksConfig(parts="s3://elsewhere/parts"))
 
