@@ -168,7 +168,8 @@ class _Batch:
         distinct = {context: i for i, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         ends = [len(context) for context in distinct]
         shared = min(len(os.path.commonprefix([*distinct])), min(ends) - 1)  # noqa: RUF071 - tokens, no paths
-        shared *= shared * (len(distinct) - 1) >= HEAD and keeps_beginnings(model)
+        if shared * (len(distinct) - 1) < HEAD or not keeps_beginnings(model):
+            shared = 0
         self.model, width, device = model, max(ends), model.device
         self.layers = [_InPlace() for _ in DynamicCache(config=model.config).layers]
         self.cache = Cache(layers=[*self.layers])

@@ -185,12 +185,9 @@ class RunWriter:
         """Return run.json, unless another process, maybe on another machine, has gone on with the run since."""
         info: dict[str, Any] = read_run_file(self.path)
         if self._process not in (None, other := info.get("process")):
-            who = (
-                f"process {other.get('pid')} on {other.get('host')}"
-                if isinstance(other, Mapping)
-                else "another process"
-            )
-            raise StoreError(f"{self.path} is written by {who}, which went on with it; end that one, then resume.")
+            pid, host = (other.get(name) if isinstance(other, Mapping) else "?" for name in ("pid", "host"))
+            who = f"process {pid} on {host}, which went on with it"
+            raise StoreError(f"{self.path} is written by {who}; end that one, then resume.")
         return info
 
     def write_step(self, step: int, tables: StepTables, others: Sequence[str] | None = None) -> list[str]:

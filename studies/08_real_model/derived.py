@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from otb_analysis.estimators.spec import RegressionOptions
 from otb_analysis.figures.styles import BLUE, estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
@@ -14,9 +15,9 @@ from studies.lib.formats import above, below, interval_curve
 from studies.lib.record import read_tables
 from studies.lib.seeds import paired_difference
 
-from .compare import SIZES
+from .compare import ACROSS, SIZES
 from .study import FULL as POOL
-from .training import AGAINST, ARMS, MEMORY
+from .training import AGAINST, ARMS, FULL, MEMORY
 
 SHOWN = ("none", "value", "otb_loo", "sequence_optimal_loo", "energy_across_loo", "energy_regression")
 """Unbiased estimators of the figure, with the proxy: their variance needs no correction by c."""
@@ -47,6 +48,10 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     across, toy = select(full, estimator="energy_regression", source="proxy"), toy_agreement()
     return {
         "memory": MEMORY["energy_regression"]["memory"],
+        # The default ridge of that memory in the first update, and later
+        "ridges": [
+            RegressionOptions(memory=MEMORY[ACROSS]["memory"]).ridge_for(FULL.prompts, later) for later in (False, True)
+        ],
         "arms": arms,
         "told": told,
         "trained": {row["arm"]: row for row in arms},

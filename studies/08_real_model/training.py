@@ -135,7 +135,10 @@ def trained(config: TrainConfig, work: Path, bar: Bar) -> Path:
 
 
 def heldout(config: TrainConfig, model: str, size: Size) -> dict[str, Any]:
-    """Return the success of a model on held-out prompts, several answers to each, with an interval over prompts."""
+    """Return the success of a model on held-out prompts, several answers to each, with an interval over prompts.
+
+    Not by the run's own evaluation, which also takes place before the first update, the same for all arms.
+    """
     policy = pretrained(replace(config, model=model))
     generator = TransformersGenerator(policy.model, policy.tokenizer)
     prompts, rewards = distinct_prompts(policy.task, "heldout", size.heldout), list[Float]()
