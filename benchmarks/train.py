@@ -43,9 +43,8 @@ from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.setup import Trainer
 
-REST = "rewards, statistics, advantages"
-PHASES = ("sampling", "update", "sampling + update", REST, f"{REST} without level forward", "whole step")
-"""TRL's entropy is part of its update, so that its other numbers are held against ours without those of the logits."""
+PHASES = ("sampling", "update", "sampling + update", "rewards, advantages, record", "whole step")
+"""Statistics of the logits are part of the update: TRL takes its entropies in that pass."""
 LEARNING_RATE = 1e-6
 """So small that the policy, and with it the length of what it writes, stays what it was."""
 QUICK = SampleConfig(prompts=3, group_size=4, max_new_tokens=8)
@@ -63,18 +62,17 @@ class Turn:
     """One step: seconds of its phases, and its sampled tokens."""
 
     sample: float
-    update: float  # Forward pass, loss, backward pass and optimizer
+    update: float  # Forward pass, statistics of its logits, loss, backward pass and optimizer
     whole: float
     tokens: int
-    statistics: float = 0.0  # Those of the level `forward`
+    statistics: float = 0.0  # Those of the level `forward`, within the update
     measured: float = 0.0  # All other levels
     outside: float = 0.0  # What belongs to no phase: rows and scalars of the record
 
     def rate(self, phase: str) -> float:
         """Return the tokens per second of a phase of `PHASES`."""
         both = self.sample + self.update
-        rest = self.whole - both
-        seconds = (self.sample, self.update, both, rest, rest - self.statistics, self.whole)
+        seconds = (self.sample, self.update, both, self.whole - both, self.whole)
         return self.tokens / seconds[PHASES.index(phase)]
 
 
@@ -129,7 +127,7 @@ class Steps:
         phases = ("sample", "update", "forward", "estimate", "measure")
         sample, update, forward, estimate, measure = (float(scalars[f"seconds_{phase}"]) for phase in phases)
         outside = whole - sample - update - forward - estimate - measure
-        return Turn(sample, update, whole, int(scalars["n_tokens"]), forward, measure, outside)
+        return Turn(sample, update + forward, whole, int(scalars["n_tokens"]), forward, measure, outside)
 
 
 OURS, TRL = "otb train", "TRL GRPOTrainer"

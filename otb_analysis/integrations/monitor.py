@@ -54,6 +54,7 @@ from otb_analysis.integrations.trl_run import (
     on_all,
     paid,
     policy_of,
+    processes_of,
     refuse_unreadable,
     step_tables,
     stored_config,
@@ -167,7 +168,8 @@ class OTBMonitor(TrainerCallback):
             if started is None or faults:
                 raise InputError(faults[0])  # on all processes, or some would wait for the others
             trainer, stored = started
-            self._measurer = batch_measurer(trainer, self._record.measure, stored, self._log is not None)
+            self._processes, plan = processes_of(trainer), self._record.measure
+            self._measurer = batch_measurer(trainer, plan, stored, self._log is not None, self._processes)
             if _catchable(trainer):
                 self._caught = CaughtStates(trainer, policy_of(trainer))
             self._watch(trainer)
@@ -235,8 +237,6 @@ class OTBMonitor(TrainerCallback):
 
     def _is_next_watched(self) -> bool:
         """Write the batch before, and return whether the next is looked at: by all processes or by none."""
-        from accelerate.utils import gather_object  # of an extra, which TRL brings
-
         self._look_back()  # where an update goes over several batches
         start = perf_counter()
         self._step += 1
@@ -250,7 +250,7 @@ class OTBMonitor(TrainerCallback):
         elif self._n_batches == 2:  # the first is read whole, and by a pass of ours, too
             self._first = self._spent
         allowed = max(self._share * max(now - self._begun - self._spent, 1e-9), FREE)
-        used = max(gather_object([(self._spent - self._first) / allowed]))  # the slowest process decides
+        used = max(self._processes.gather((self._spent - self._first) / allowed))  # the slowest process decides
         price = self._checking / max(self._checked_batches, 1e-12)  # of a whole batch
         self._rare = price / max(CHECKED * allowed - self._spent, 1e-12)
         return used <= 1
@@ -344,8 +344,6 @@ class OTBMonitor(TrainerCallback):
 
     def _look(self, batch: Mapping[str, Any], caught: bool) -> None:
         """Score this process's rollouts, send them to the others, and write; every process sends, whatever failed."""
-        from accelerate.utils import gather_object
-
         trainer, start = self._trainer, self._now()
         read, faults = on_all(lambda: self._rollouts_of(batch))  # before a pass that all must make together
         seen = None
@@ -358,7 +356,7 @@ class OTBMonitor(TrainerCallback):
                 self._catch_no_more()
                 self._check = SamplingCheck()
                 seen, faults = on_all(lambda: self._seen(batch, *read, caught=False))
-        parts: list[SeenBatch] = gather_object([] if faults else [seen])
+        parts = [part for part in self._processes.gather(None if faults else seen) if part is not None]
         if any(part.n_compared for part in parts):  # a batch without a token shows nothing
             self._compare_at = AGAIN if self._n_batches < AGAIN else math.inf
         gathered = found = None

@@ -43,6 +43,7 @@ from otb_analysis.integrations.trl_run import (
     on_all,
     paid,
     policy_of,
+    processes_of,
     refuse_unreadable,
     step_tables,
     stored_config,
@@ -108,13 +109,14 @@ class OTBGRPOTrainer(Trainer):
         self._rewards_by_function = torch.zeros(0)
         self._norms: list[float] = []  # ‖ḡ‖ of the updates since the last batch
         self._log: RunLog | None = None
+        self._processes = processes_of(self)
         self._measurer: GradientMeasurer | None = None
         if record is not None:
             trains = {"name": estimator, "energy": "proxy", "options": dict(options or {})}
             stored, trained = stored_config(self, record, trains, "OTBGRPOTrainer"), {estimator: self._options}
             if self.accelerator.is_main_process:
                 self._log = RunLog(record, Path(self.args.output_dir).name, stored)
-            self._measurer = batch_measurer(self, record.measure, stored, stores=True, options=trained)
+            self._measurer = batch_measurer(self, record.measure, stored, True, self._processes, trained)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as GRPOTrainer does; the run records how that ended."""
@@ -160,8 +162,6 @@ class OTBGRPOTrainer(Trainer):
             InputError: The batch holds images, or tool tokens that the estimator does not take.
             NonFiniteError: A logit is not finite.
         """
-        from accelerate.utils import gather_object  # of an extra, which TRL brings
-
         batch = super()._generate_and_score_completions(inputs)
         if "pixel_values" in batch:
             raise InputError("the batch holds images, which our forward pass does not read; train with GRPOTrainer.")
@@ -180,7 +180,8 @@ class OTBGRPOTrainer(Trainer):
         like = batch["completion_ids"]
         rewards, parts = paid(self, self._rewards_by_function)
         group = np.arange(len(rewards)) // (self.num_generations if training else self.num_generations_eval)
-        whole = gathered_batch(gather_object(local), rewards, parts, group, self._tokenizer)
+        every = [draft for own in self._processes.gather(local) for draft in own]
+        whole = gathered_batch(every, rewards, parts, group, self._tokenizer)
         if whole is None:
             message = f"step {self.state.global_step}: no rollout has a reward and a token to train on"
             warnings.warn(message, RuntimeWarning, stacklevel=2)

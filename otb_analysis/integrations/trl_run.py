@@ -150,21 +150,31 @@ def on_all(make: Callable[[], T]) -> tuple[T | None, list[str]]:
     return made, [text for text in gather_object([fault]) if text]
 
 
+def processes_of(trainer: Any) -> Processes:
+    """Return a trainer's processes, which exchange arrays beside what the training does; all call this together."""
+    state = trainer.accelerator.state
+    if state.num_processes == 1:
+        return SINGLE_PROCESS
+    host: Any = new_group(backend="gloo", timeout=PATIENCE)
+    return Processes(state.process_index, state.num_processes, state.device, host=host)
+
+
 def batch_measurer(
-    trainer: Any, plan: MeasureConfig, stored: Mapping[str, Any], stores: bool, options: Mapping[str, Any] | None = None
+    trainer: Any,
+    plan: MeasureConfig,
+    stored: Mapping[str, Any],
+    stores: bool,
+    processes: Processes,
+    options: Mapping[str, Any] | None = None,
 ) -> GradientMeasurer:
     """Return what measures a trainer's batches; all processes call it together.
 
     Where the main process, which writes, `stores` a run, they share a batch's prompts out. `options` are those of the
     estimator that trains, by its name.
     """
-    from accelerate.utils import gather_object
-
-    state, processes, is_stored = trainer.accelerator.state, SINGLE_PROCESS, gather_object([stores])[0]
-    if state.num_processes > 1 and is_stored and any(one.every for one in plan.schedules.values()):
-        host: Any = new_group(backend="gloo", timeout=PATIENCE)  # beside what the training exchanges
-        processes = Processes(state.process_index, state.num_processes, state.device, host=host)
-    return GradientMeasurer(policy_of(trainer), plan, trainer.temperature, options, stored, processes)
+    shared = processes.gather(stores)[0] and any(one.every for one in plan.schedules.values())
+    sharers = processes if shared else SINGLE_PROCESS
+    return GradientMeasurer(policy_of(trainer), plan, trainer.temperature, options, stored, sharers)
 
 
 def measured_batch(

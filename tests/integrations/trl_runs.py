@@ -26,7 +26,6 @@ from otb_analysis.integrations import monitor as watching
 from otb_analysis.integrations import trl_run
 from otb_analysis.integrations.monitor import OTBMonitor
 from otb_analysis.integrations.trl import OTBGRPOTrainer, RecordConfig, RolloutRecorder
-from otb_analysis.processes import SINGLE_PROCESS
 from otb_analysis.rollouts.models import character_tokenizer, small_model
 
 ODD = tuple("13579")
@@ -193,7 +192,8 @@ def train_alone(spec):
 
         OTBMonitor._is_next_watched = of_its_own
     if spec.pop("alone", False):
-        trl_run.Processes = lambda *_, **__: SINGLE_PROCESS  # each process measures all by itself
+        measurer = trl_run.GradientMeasurer
+        trl_run.GradientMeasurer = lambda *args: measurer(*args[:-1])  # each process measures all by itself
     if spec.pop("fails", None) == int(os.environ["RANK"]):
         watching.forward_statistics = failing_twice(watching.forward_statistics)
     if spec.pop("short", None) == int(os.environ["RANK"]):
