@@ -133,6 +133,8 @@ class LongConfig(ModelBenchConfig):
     tokens: tuple[int, ...] = (24, 64, 256, 1024)  # Tokens of an answer.
     precision: Literal["float32", "tf32"] = "float32"  # How products of float32 matrices are formed, also in training.
     norms: int = 1024  # Longest answer whose tokens' norms are all measured.
+    further: tuple[str, ...] = ("sketch", "attribution", "contrast")  # Levels that are timed, too.
+    further_to: int = 256  # Longest answer for which they are.
     prompts: int = 2  # Prompts of the step.
     group_size: int = 8  # Rollouts per prompt.
     threads: int = 1  # Threads.
@@ -176,6 +178,11 @@ class ScaleConfig(BenchConfig):
     tokens: int = 8192  # Tokens of an answer.
     rows: int = 12  # Rank of all estimators' weights on a prompt, as it is for 8 rollouts.
     drawn: int = 32  # Tokens that are drawn of a prompt.
+    directions: int = 32  # Of sketched norms.
+    steps: int = 16  # Steps by which each of four copies is fitted for contrasts.
+    batch: int = 16  # Rollouts of such a step.
+    memory: int = 80  # Of a GPU, in 10⁹ bytes.
+    rows_alone: int = 9  # Rank of the weights on a rollout by itself.
     processes: int = 64  # GPUs.
     teraflops: int = 40  # Operations per second that a GPU reaches, in 10¹², in float32 with TF32 products.
     gigabytes: int = 50  # Sent by a GPU in a second, in 10⁹ bytes.

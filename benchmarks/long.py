@@ -12,7 +12,14 @@ from benchmarks.engine import model_of
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, notes_of, report_of
 from benchmarks.timing import group_passes, least_seconds, threads
-from otb_analysis.config import MeasureConfig, SampledSchedule, Schedule
+from otb_analysis.config import (
+    AttributionSchedule,
+    ContrastSchedule,
+    MeasureConfig,
+    SampledSchedule,
+    Schedule,
+    SketchSchedule,
+)
 from otb_analysis.devices import device_of, products
 from otb_analysis.gradients import token_score_norms
 from otb_analysis.measurement.forward import forward_statistics
@@ -31,6 +38,11 @@ PASS, GRADIENTS, DRAWN, STEP, NORMS = (
     "a measured step: both",
     "norms of all tokens, of one rollout in {}",
 )
+PLANS = {
+    "exact": Schedule(1), "sampled": SampledSchedule(1), "sketch": SketchSchedule(1, method="hybrid"),
+    "attribution": AttributionSchedule(1), "contrast": ContrastSchedule(1),
+}  # fmt: skip
+"""What is due at every step, by level."""
 COLUMNS = {
     "T": "{tokens:,}",
     "what": "{what}",
@@ -101,6 +113,9 @@ def _calls(config: LongConfig, model: PreTrainedModel, rollouts: Rollouts) -> di
         DRAWN: measured(sampled=drawn),
         STEP: measured(gradients=Schedule(every=1), sampled=drawn),
     }
-    if int(mask[0].sum()) <= config.norms:
+    tokens = int(mask[0].sum())
+    if tokens <= config.further_to:
+        calls |= {name: measured(**{name: PLANS[name]}) for name in config.further}
+    if tokens <= config.norms:
         calls[NORMS] = partial(token_score_norms, model, ids[:1], mask[:1])
     return calls

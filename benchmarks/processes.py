@@ -13,16 +13,9 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.config import ProcessesConfig
 from benchmarks.engine import model_of
-from benchmarks.long import random_rollouts
+from benchmarks.long import PLANS, random_rollouts
 from benchmarks.publish import Report, notes_of, report_of
-from otb_analysis.config import (
-    AttributionSchedule,
-    ContrastSchedule,
-    MeasureConfig,
-    SampledSchedule,
-    Schedule,
-    SketchSchedule,
-)
+from otb_analysis.config import MeasureConfig, Schedule
 from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.measurer import GradientMeasurer
 from otb_analysis.measurement.table import token_table
@@ -36,10 +29,6 @@ COLUMNS = {
     "÷ whole weights": lambda row: None if row["sharded_ratio"] is None else f"{row['sharded_ratio']:.2f}",
 }  # fmt: skip
 WEIGHTS = {False: "whole", True: "FSDP2"}
-PLANS = {
-    "exact": Schedule(1), "sampled": SampledSchedule(1), "sketch": SketchSchedule(1, method="hybrid"),
-    "attribution": AttributionSchedule(1), "contrast": ContrastSchedule(1),
-}  # fmt: skip
 
 
 def run(config: ProcessesConfig) -> Report:

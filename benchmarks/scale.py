@@ -4,6 +4,9 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
 
 from benchmarks.config import ScaleConfig
 from benchmarks.publish import Report, notes_of, report_of
@@ -16,6 +19,17 @@ COLUMNS = {
 }  # fmt: skip
 FLOAT = 4
 """Bytes of a number: gradients are measured in float32."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """In which parts signals go back through the blocks, where they do not fit in memory together."""
+
+    rounds: int
+    times: int  # How often a part goes back: with each of the others once
+    rows: float  # Of a process in a round
+    held: float  # Bytes of their signals
+    cut: bool = False  # Whether prompts are cut into their rollouts
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,11 @@ class Costs(ScaleConfig):
         return self.prompts * (self.prompt_tokens + self.group_size * self.tokens)
 
     @property
+    def positions(self) -> int:
+        """The same, where every rollout reads its prompt."""
+        return self.prompts * self.group_size * (self.prompt_tokens + self.tokens)
+
+    @property
     def sampled(self) -> int:
         """Tokens that were sampled."""
         return self.prompts * self.group_size * self.tokens
@@ -50,11 +69,12 @@ class Costs(ScaleConfig):
         """One forward and backward pass."""
         return 6.0 * (self.inside * self.read + self.ends * self.sampled)
 
-    @property
-    def gram(self) -> float:
-        """Every estimator's gradient: two passes forward and `rows` backward ones, and the products of all rows."""
-        passes = (4 + 4 * self.rows) * self.inside * self.read + (6 + 2 * self.rows) * self.ends * self.sampled
-        return float(passes + (self.prompts * self.rows) ** 2 * (self.inside + 2 * self.ends))
+    def gram(self, way: Rounds) -> float:
+        """Every estimator's gradient: two passes forward and one backward a row, and the products of all rows."""
+        rows, read = (self.rows_alone, self.positions) if way.cut else (self.rows, self.read)
+        passes = (4 + 4 * rows) * self.inside * read + (6 + 2 * rows) * self.ends * self.sampled
+        products = (self.processes * way.rows) ** 2 * (self.inside + 2 * self.ends)
+        return way.times * float(passes) + way.rounds * products
 
     @property
     def norms(self) -> float:
@@ -62,31 +82,95 @@ class Costs(ScaleConfig):
         return 2.0 * self.inside * self.sampled * (self.prompt_tokens + self.tokens)
 
     @property
-    def signals(self) -> float:
-        """Bytes of the backward signals of one process's rows, at a block's output and at its input."""
-        own = -(-self.prompts // self.processes)
-        each = self.group_size * (self.prompt_tokens + self.tokens - 1)  # the last token is not read
-        return 2.0 * FLOAT * self.width * self.rows * own * each
+    def sketch(self) -> float:
+        """Sketched norms: two passes forward, and a backward signal of each direction through all blocks."""
+        return (4.0 + 2.0 * self.directions) * self.inside * self.read + 4.0 * self.ends * self.sampled
 
     @property
-    def sent(self) -> float:
+    def attribution(self) -> float:
+        """Attribution with its split: a backward pass and two forward-mode ones, of three products a weight each.
+
+        Every rollout reads its prompt.
+        """
+        return 18.0 * (self.inside * self.positions + self.ends * self.sampled)
+
+    @property
+    def contrast(self) -> tuple[float, float]:
+        """Fitting four copies, and scoring each rollout by two of them; a prompt's tokens get logits, too."""
+        fitted = 4 * self.steps * self.batch * (self.prompt_tokens + self.tokens)
+        each = float(self.inside + self.ends)
+        return 6.0 * each * fitted, 4.0 * each * self.positions
+
+    @property
+    def drawn_norms(self) -> float:
+        """Exact norms of the tokens that are drawn of each prompt."""
+        return self.norms * min(1.0, self.drawn / (self.group_size * self.tokens))
+
+    @property
+    def weights(self) -> float:
+        """Bytes of all weights."""
+        return FLOAT * (self.inside + 2.0 * self.ends)
+
+    @property
+    def own(self) -> int:
+        """Prompts of a process, of the one with most."""
+        return -(-self.prompts // self.processes)
+
+    def signals(self, rows: int, rollouts: int) -> float:
+        """Bytes of the backward signals of some rollouts' rows, at a block's output and at its input."""
+        each = self.prompt_tokens + self.tokens - 1  # the last token is not read
+        return 2.0 * FLOAT * self.width * rows * rollouts * each
+
+    @property
+    def one_round(self) -> Rounds:
+        """All at once."""
+        return Rounds(
+            1, 1, self.rows * self.prompts / self.processes, self.signals(self.rows, self.own * self.group_size)
+        )
+
+    def packed(self, free: float) -> Rounds:
+        """As many rounds as free bytes of a process take: half of them hold the signals of a round."""
+        if self.one_round.held <= free / 2:
+            return self.one_round
+        parts, rows, held = self.own, self.rows, self.signals(self.rows, self.group_size)
+        if cut := held > free / 4:
+            parts, rows, held = parts * self.group_size, self.rows_alone, self.signals(self.rows_alone, 1)
+        fit = int(free / 4 // held)
+        bins = -(-parts // fit)
+        return Rounds(bins * (bins - 1) // 2, bins - 1, 2.0 * fit * rows, 2 * fit * held, cut)
+
+    def sent(self, way: Rounds) -> float:
         """Bytes of gradients that one process sends to the others."""
-        own = self.rows * -(-self.prompts // self.processes)
-        return FLOAT * own * (self.inside + 2.0 * self.ends) * (1 - 1 / self.processes)
+        return way.rounds * way.rows * self.weights * (1 - 1 / self.processes)
+
+
+def costs_of_model(config: PretrainedConfig, **sizes: Any) -> Costs:
+    """Return the costs of a model, whose every head is taken to have keys and values of its own."""
+    shape: dict[str, Any] = {
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "inner": config.intermediate_size,
+    }
+    return Costs(vocabulary=config.vocab_size, processes=1, **shape, **sizes)
 
 
 def run(config: ScaleConfig) -> Report:
     """Print what every level of a measured step would take; nothing is run."""
-    costs = Costs(**vars(config))
-    speed, link = config.teraflops * 1e12, config.gigabytes * 1e9
-    drawn = min(1.0, config.drawn / (config.group_size * config.tokens))
-    weights = FLOAT * (costs.inside + 2.0 * costs.ends)
+    costs, every = Costs(**vars(config)), config.processes
+    speed, link, weights = config.teraflops * 1e12, config.gigabytes * 1e9, costs.weights
+    free, whole = 1e9 * config.memory - weights, costs.one_round
+    ways = {"every estimator's gradient": whole, f"the same in {config.memory} GB": costs.packed(free)}
+    fitted, scored = costs.contrast
+    fit_by = (fitted + scored) / (fitted / min(every, 2) + scored / every)  # two fit, all score
     levels = {
-        "a training step": (costs.training, None, None, config.processes),
-        "forward: proxies, entropy, the sampling check": (0.0, None, None, config.processes),
-        "every estimator's gradient": (costs.gram, weights + costs.signals, costs.sent, config.processes),
-        f"norms of {config.drawn} drawn tokens of a prompt": (costs.norms * drawn, weights, 0.0, config.processes),
-        "norms of all tokens": (costs.norms, weights, 0.0, config.processes),
+        "a training step": (costs.training, None, None, every),
+        "forward: proxies, entropy, the sampling check": (0.0, None, None, every),
+        **{what: (costs.gram(way), weights + way.held, costs.sent(way), every) for what, way in ways.items()},
+        f"norms of {config.drawn} drawn tokens of a prompt": (costs.drawn_norms, weights, 0.0, every),
+        "norms of all tokens": (costs.norms, weights, 0.0, every),
+        f"sketched norms, {config.directions} directions": (costs.sketch, None, 0.0, every),
+        "attribution, split": (costs.attribution, 3 * weights, 2 * weights * (1 - 1 / every), every),
+        "contrast": (fitted + scored, 6 * weights, 0.0, fit_by),
     }
     rows = [
         {"what": what, "flops": flops, "ratio": flops / costs.training, "held": held, "sent": sent}
@@ -96,4 +180,4 @@ def run(config: ScaleConfig) -> Report:
     model = f"{(costs.inside + 2 * costs.ends) / 1e9:.1f} billion parameters"
     step = f"{config.prompts} prompts × {config.group_size} rollouts of {config.tokens:,} tokens"
     title = f"On paper: {model}, {step}, {config.processes} GPUs"
-    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, costs=costs))
+    return report_of(config, title, COLUMNS, rows, notes=notes_of(config, way=costs.packed(free)))

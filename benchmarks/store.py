@@ -15,13 +15,14 @@ from benchmarks.config import StoreConfig
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, mebibytes_cell, notes_of, report_of
 from benchmarks.synthetic_run import Shape, synthetic_step, write_synthetic_run
-from benchmarks.timing import interleaved, timed
+from benchmarks.timing import interleaved, run_otb, timed
 from otb_analysis.estimators import standing_for_truth
 from otb_analysis.statistics import REFERENCE, pooled_statistics
 from otb_analysis.store import EXACT_ROWS, RolloutFilter, RunStore, find_rollouts, runs_df
 
 COLUMNS = {"what": "{what}", "seconds": "{seconds:.3f}", "extra memory, MiB": mebibytes_cell}
 DUCKDB, PANDAS = "variance by step and position, DuckDB", "variance by step and position, pandas"
+WHOLE = "`otb compare` of two runs: processor seconds, and all memory of the process"
 VARIANCE = """SELECT step, t // 64 AS bin, count(*) AS n, avg(entropy) AS mean, var_samp(entropy) AS variance
 FROM tokens WHERE mask GROUP BY step, bin ORDER BY step, bin"""
 
@@ -50,6 +51,10 @@ def run(config: StoreConfig) -> Report:
             {"what": name, "seconds": timing.minimum, "memory": peak(calls[name], "cpu")}
             for name, timing in timings.items()
         ]
+        if config.runs > 1:
+            words = ["compare", *(str(root / f"synthetic-{seed}") for seed in (0, 1))]
+            spent, _ = run_otb(words, {"OMP_NUM_THREADS": "1"})
+            rows.append({"what": WHOLE, "seconds": spent["processor"], "memory": int(1e9 * spent["peak"])})
     title = f"The store: {config.runs} runs of {shape.tokens:,} tokens, {shape.steps} steps, {shape.measured} measured"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config))
 

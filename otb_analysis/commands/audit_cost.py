@@ -47,7 +47,8 @@ class AuditCost:
         if self.gram and self.gram.dim is not None:
             method = f"; the Gram matrix is sketched ({self.gram.dim:,} buckets), because {self.gram.reason}"
         if self.measure.sampled.every:
-            method += f"; the norms of {self.measure.sampled.share:.0%} of the tokens, drawn (--norms whole: of all)"
+            share = f"{100 * self.measure.sampled.share:.3g}%"
+            method += f"; the norms of {share} of the tokens, drawn (--norms whole: of all)"
         return (
             f"{self.n_rollouts:,} rollouts with about {self.n_tokens:,} tokens in {plural(self.n_steps, 'step')}. "
             f"Measured: {', '.join(self.levels)}{method}. It takes about {rough_duration(self.seconds)}, and at most "

@@ -308,9 +308,12 @@ DRAWN_OF_PROMPT = 32
 
 
 def drawn_share(rollouts: Rollouts) -> float:
-    """Return the share of the tokens that is drawn: 32 of a prompt's, a tenth at most, but 16 where there are."""
+    """Return the share of the tokens that is drawn: 32 of a prompt's, a tenth at most, but 16 where there are.
+
+    However long the answers are: each drawn token's signal goes back over all tokens before it.
+    """
     tokens = max(float(rollouts.mask.sum()) / len(rollouts.prompts), 1.0)
-    return float(np.clip(DRAWN_OF_PROMPT / tokens, 0.01, min(1.0, max(0.1, 16 / tokens))))
+    return min(DRAWN_OF_PROMPT / tokens, max(0.1, 16 / tokens), 1.0)
 
 
 class Sampled(Level):
@@ -352,7 +355,7 @@ class Sampled(Level):
 
     def words(self, plan: SampledSchedule) -> str:
         """Return how many tokens are drawn."""
-        return f"{plan.share:.0%} of the tokens"
+        return f"{100 * plan.share:.3g}% of the tokens"
 
 
 class Sketch(Level):

@@ -6,6 +6,7 @@ finds it there does not make it again. Of all parts together comes the run that 
 
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -241,18 +242,16 @@ class BlockScorer:
         self.scorer = Scorer(self.config, *load(self.config), Tally(), stored)
         return self.scorer
 
-    def tried(self, block: int | None = None) -> str:
-        """Begin as an actor of Ray, or score a block; return the sentence of what stopped it, else an empty one."""
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Score a block as an actor of Ray Data; return its number and the sentence of what stopped it."""
         try:
             if self.scorer is None:  # begun anew, too, perhaps on another machine
                 here = f"the machine {socket.gethostname()} has"
                 self.parts.compare(identity_of(self.config), here, "give all machines the same files and packages.")
-                self.begin()
-            if block is not None:
-                self.score(block)
+            self.score(row["block"])
         except STOPS as error:
-            return str(error)
-        return ""
+            return dict(row) | {"error": str(error)}
+        return dict(row) | {"error": ""}
 
     def score(self, block: int) -> None:
         """Score a block and write its part.
@@ -284,7 +283,9 @@ def score_here(config: ScoreConfig, parts: Parts, blocks: Sequence[int]) -> Gene
 
 
 def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: BlocksConfig) -> Generator[int]:
-    """Score blocks by actors of Ray, each with a model of its own; yield each. One whose actor is killed begins again.
+    """Score blocks by actors of Ray Data, each with a model of its own; yield each.
+
+    A block whose actor is killed begins again.
 
     A Ray that begins here listens on the loopback interface only, unless it was imported before.
 
@@ -295,9 +296,10 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
     require("ray", "otb score --ray")
     address = " ".join(how.ray or ()) or os.environ.get("RAY_ADDRESS", "local")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # of what fails, we say a sentence
     if address == "local":  # else Ray listens on every address of this machine, whatever it is told; it reads this once
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    import ray  # pyright: ignore[reportMissingImports]
+    import ray.data  # pyright: ignore[reportMissingImports]
     from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -317,22 +319,17 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
         size = min(how.actors or int(there.get("GPU" if gpus else "CPU", 1)), len(blocks))
         # On another machine a relative path is one of another folder.
         same = replace(config, rollouts=config.rollouts.resolve(), model=str(place_of(config.model).resolve()))
-        kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=RETRIES)(BlockScorer)
-        # Each is given blocks once its model is there: where others use the cluster, it may never begin. It always has
-        # one more to go on with, since this process writes steps meanwhile.
-        actors = [kind.remote(same, parts) for _ in range(size)]
-        asked: dict[Any, tuple[Any, int | None]] = {actor.tried.remote(): (actor, None) for actor in actors}
-        left, n_left = iter(blocks), len(blocks)
-        while n_left:
-            (done,), _ = ray.wait(list(asked))
-            actor, block = asked.pop(done)
-            if error := ray.get(done):
-                raise ProcessError(f"a worker of Ray stopped: {error}")
-            for more in islice(left, 2 if block is None else 1):
-                asked[actor.tried.remote(more)] = actor, more
-            if block is not None:
-                n_left -= 1
-                yield block
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = context.print_on_execution_start = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        # A block is a task: whichever actor has its model gets the next one.
+        rows = ray.data.from_items([{"block": block} for block in blocks], override_num_blocks=len(blocks))
+        actors = {"compute": ray.data.ActorPoolStrategy(size=size), "num_cpus": 1, "num_gpus": gpus}
+        actors["ray_remote_args_fn"] = lambda: {"max_restarts": -1, "max_task_retries": RETRIES}
+        for row in rows.map(BlockScorer, fn_constructor_args=(same, parts), **actors).iter_rows():
+            if row["error"]:
+                raise ProcessError(f"a worker of Ray stopped: {row['error']}")
+            yield row["block"]
     except RayError as error:
         why = str(error).strip().splitlines()[-1]
         raise ProcessError(f"Ray at {address} stopped ({why}); the blocks that are there stay.") from error

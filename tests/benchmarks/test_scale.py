@@ -1,5 +1,8 @@
 """The formulas of `otb bench scale` against what calls of the library do, operation by operation."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,13 +10,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.config import ScaleConfig
+from benchmarks.config import LongConfig, ScaleConfig
+from benchmarks.long import BEFORE as BEFORE_LONG
+from benchmarks.long import random_rollouts
 from benchmarks.publish import run_bench
 from benchmarks.scale import Costs
-from otb_analysis.gradients import group_gradient_gram, token_score_norms
+from otb_analysis.config import ContrastSchedule
+from otb_analysis.gradients import group_gradient_gram, signal_noise, sketch_score_norms, token_score_norms
 from otb_analysis.gradients.batch.inputs import Batch, measured
+from otb_analysis.gradients.groups import group_gram
 from otb_analysis.gradients.groups.group_gram import prompts_of
+from otb_analysis.measurement.level import contrasts
 
+RESULTS = Path(__file__).parent.parent.parent / "docs" / "results"
 SIZES = {"small": (2, 64, 176, 256), "larger": (4, 128, 352, 512)}
 PROMPTS, GROUP, BEFORE, TOKENS, ROWS = 4, 2, 8, 24, 2
 
@@ -68,7 +77,8 @@ def test_operations_of_every_estimators_gradient(case):
     model, ids, mask, costs = case
     weights = np.random.default_rng(0).normal(size=(len(ids), ROWS, ids.shape[1]))
     group = np.repeat(np.arange(PROMPTS), GROUP)
-    assert counted(lambda: group_gradient_gram(model, ids, mask, weights, group)) == pytest.approx(costs.gram, rel=0.1)
+    found = counted(lambda: group_gradient_gram(model, ids, mask, weights, group))
+    assert found == pytest.approx(costs.gram(costs.one_round), rel=0.1)
 
 
 def test_operations_of_all_norms_are_at_most_those_of_the_formula(case):
@@ -77,19 +87,54 @@ def test_operations_of_all_norms_are_at_most_those_of_the_formula(case):
     assert 0.5 < found / costs.norms < 1.1
 
 
+def test_operations_of_sketched_norms_attribution_and_contrasts(case):
+    model, ids, mask, costs = case
+    for directions in (16, 32):
+        found = counted(lambda k=directions: sketch_score_norms(model, ids, mask, directions=k, method="hybrid"))
+        assert found == pytest.approx(replace(costs, directions=directions).sketch, rel=0.1)
+    weights, group = np.random.default_rng(0).normal(size=ids.shape), np.repeat(np.arange(PROMPTS), GROUP)
+    found = counted(lambda: signal_noise(model, ids, mask, weights, group))
+    assert found == pytest.approx(costs.attribution, rel=0.1)
+
+
+def test_operations_of_contrasts(case, monkeypatch):
+    model, *_, costs = case
+    monkeypatch.setattr("otb_analysis.measurement.level.FEWEST", 1)
+    shape = LongConfig(prompts=PROMPTS, group_size=4)
+    rollouts, right = random_rollouts(model.config.vocab_size, shape, TOKENS), np.arange(4 * PROMPTS) % 2 == 0
+    found = counted(lambda: contrasts(model, rollouts, right, ContrastSchedule(1, steps=3, batch=2), 0))
+    costs = replace(costs, group_size=4, prompt_tokens=BEFORE_LONG, steps=3, batch=2)
+    assert found == pytest.approx(sum(costs.contrast), rel=0.1)
+
+
 def test_signals_are_what_the_library_counts_before_it_shares_prompts_out(case):
     model, ids, mask, costs = case
     weights = np.random.default_rng(0).normal(size=(len(ids), ROWS, ids.shape[1])) * mask.numpy()[:, None]
     with measured(model, Batch(ids, mask), "all", 1.0) as batch:
         prompts = prompts_of(batch, weights, np.repeat(np.arange(PROMPTS), GROUP))
-    assert sum(prompt.signals(4 * costs.width) for prompt in prompts) == costs.signals
+    assert sum(prompt.signals(4 * costs.width) for prompt in prompts) == costs.one_round.held
+
+
+@pytest.mark.parametrize("share", [3, 1.9, 0.8, 0.6])
+def test_rounds_are_those_in_which_the_library_packs_signals(case, share, monkeypatch):
+    model, ids, mask, costs = case
+    costs, free = replace(costs, rows_alone=ROWS), int(costs.one_round.held * share)
+    monkeypatch.setattr(group_gram, "free_bytes", lambda device: free)
+    weights = np.random.default_rng(0).normal(size=(len(ids), ROWS, ids.shape[1])) * mask.numpy()[:, None]
+    with measured(model, Batch(ids, mask), "all", 1.0) as batch:
+        parts, bins = group_gram.bins_of(batch, prompts_of(batch, weights, np.repeat(np.arange(PROMPTS), GROUP)))
+    way = costs.packed(free)
+    assert way.rounds == max(len(bins) * (len(bins) - 1) // 2, 1)
+    assert (way.rounds == 1) == (share > 2)
+    assert way.cut == (len(parts) > PROMPTS)
 
 
 def test_more_processes_hold_less_and_send_more():
     sizes = {"layers": 2, "width": 64, "inner": 176, "vocabulary": 256, "prompts": 8}
     one, four = (costs_of(processes, **sizes) for processes in (1, 4))
-    assert one.sent == 0 and four.signals == one.signals / 4
-    assert four.sent == 4 * 2 * 2 * (four.inside + 2 * four.ends) * 3 / 4
+    whole, part = one.one_round, four.one_round
+    assert one.sent(whole) == 0 and part.held == whole.held / 4
+    assert four.sent(part) == 4 * 2 * 2 * (four.inside + 2 * four.ends) * 3 / 4
 
 
 def test_the_table_has_a_row_for_each_level():

@@ -50,3 +50,4 @@ def by_two_processes():
     for server in servers.values():
         server.stdin.close()
         server.wait(60)
+        server.stdout.close()
