@@ -107,29 +107,27 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         if len(cheap) > 1:
             source = box(controls, "Against exact", "source", cheap, help=CALIBRATED, look="buttons")
         info, compared, total = data.fidelity(run, kind, source)
-        share, rests_on = gain_lost_words(data.lost_by_proxy(data.measured(run), source))
-        places = st.columns([2, *(1 for _ in COEFFICIENTS)])
-        places[0].metric(
-            "OTB's gain lost by the proxy", share, rests_on, delta_color="off", delta_arrow="off", help=LOST
-        )
-        for place, (key, title) in zip(places[1:], COEFFICIENTS, strict=True):
-            within = getattr(info.overall.within, key) if info.overall.within else None
-            pooled = getattr(info.overall.pooled, key)
-            place.metric(
-                f"{title} within", number(within), f"{number(pooled)} pooled",
-                delta_color="off", delta_arrow="off", help=WITHIN,
-            )  # fmt: skip
+        titles = ["OTB's gain lost by the proxy", *(f"{title} within" for _, title in COEFFICIENTS)]
+        places = [place.empty() for place in st.columns([2, *(1 for _ in COEFFICIENTS)])]
+        for place, title in zip(places, titles, strict=True):  # their numbers follow the figure, which is there sooner
+            place.metric(title, "…", "…", delta_color="off", delta_arrow="off")
         st.caption("Judge the proxy by what it costs, not by a correlation.")
-        says = f"Exact norms against {source} energies: OTB's gain lost is {share}, {rests_on}"
         left, right = st.columns(2)
+        says = f"Exact norms against {source} energies of {info.n_tokens:,} tokens"
         with left:
             python = scripts.FIDELITY.format(path=run.path, kind=kind, source=source)
             chart(plot_fidelity(info), "fidelity", says, info.far, python, clicked=token_clicked)
+        share, rests_on = gain_lost_words(data.lost_by_proxy(data.measured(run), source))
+        shown = [(share, rests_on, LOST)]
+        for key, _ in COEFFICIENTS:
+            within = getattr(info.overall.within, key) if info.overall.within else None
+            shown.append((number(within), f"{number(getattr(info.overall.pooled, key))} pooled", WITHIN))
+        for place, title, (value, below, explained) in zip(places, titles, shown, strict=True):
+            place.metric(title, value, below, delta_color="off", delta_arrow="off", help=explained)
         with right:
             python = scripts.FIDELITY_STEPS.format(path=run.path, kind=kind, source=source)
-            chart(
-                plot_fidelity_steps(info), "fidelity-steps", f"{says}, by step", partial(fidelity_table, info), python
-            )
+            says = f"{says}, by step: OTB's gain lost is {share}, {rests_on}"
+            chart(plot_fidelity_steps(info), "fidelity-steps", says, partial(fidelity_table, info), python)
         loaded = "all" if compared == total else f"{compared:,} of"
         dashed = ""
         if info.line is not None:
