@@ -18,6 +18,7 @@ from otb_analysis.figures.comparison import (
     MEASURES,
     NOISE_SCALE,
     RATIOS,
+    ComparisonInfo,
     comparison_table,
     display_table,
     planner_display,
@@ -84,6 +85,21 @@ def over_steps(run: Run, against: Label, measured: dict[str, Label]) -> None:
         chart(plot_learning(info), "over-training", says, partial(curves_table, info), python)
     missing = " and ".join(title.lower() for name, title, _ in RATIOS if name not in shown)
     st.caption(f"{BANDS * bool(shown)}{UNTOLD.format(missing) * bool(missing and names)}")
+
+
+@st.fragment
+def numbers(info: ComparisonInfo) -> None:
+    """Show the numbers of the figure with their formulas, once that is asked for: a browser draws a table slowly."""
+    place = st.expander("Numbers, and what they are", key="numbers", on_change="rerun")
+    if place.open:
+        shown = display_table(info)
+        three = st.column_config.NumberColumn(format="%.3g")
+        columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, three)
+        columns["estimator"] = st.column_config.TextColumn(width=170)
+        place.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
+        formulas = [*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE]
+        lines = [f"**{plain(title)}** = {plain(formula)}" for title, formula in formulas]
+        place.markdown("\n\n".join([*lines, SHORTER]))
 
 
 def token_clicked() -> None:
@@ -171,15 +187,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         chart(plot_comparison(info), "comparison", info.words, partial(comparison_table, info), python)
         if whole.noise_scale_line:
             st.markdown(f"**{plain(whole.noise_scale_line)}**")
-        with st.expander("Numbers, and what they are"):
-            shown = display_table(info)
-            three = st.column_config.NumberColumn(format="%.3g")
-            columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, three)
-            columns["estimator"] = st.column_config.TextColumn(width=170)
-            st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
-            for title, formula in (*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE):
-                st.markdown(f"**{plain(title)}** = {plain(formula)}")
-            st.markdown(SHORTER)
+        numbers(info)
     with verdict.container(), frame():
         first, *rest = data.answers(run).lines
         st.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
