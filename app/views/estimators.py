@@ -51,6 +51,7 @@ USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "e
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
+THREE = st.column_config.NumberColumn(format="%.3g")
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
 ENERGY = "A token's energy w_t is its ‖∇ log π‖². OTB weights by W_t, the sum of w_j over the tokens so far."
 WITHIN = "Within: among rollouts of one prompt at one position, the only comparison OTB makes. Pooled: all tokens."
@@ -93,13 +94,11 @@ def numbers(info: ComparisonInfo) -> None:
     place = st.expander("Numbers, and what they are", key="numbers", on_change="rerun")
     if place.open:
         shown = display_table(info)
-        three = st.column_config.NumberColumn(format="%.3g")
-        columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, three)
+        columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, THREE)
         columns["estimator"] = st.column_config.TextColumn(width=170)
         place.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
         formulas = [*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE]
-        lines = [f"**{plain(title)}** = {plain(formula)}" for title, formula in formulas]
-        place.markdown("\n\n".join([*lines, SHORTER]))
+        place.markdown("\n\n".join([*(f"**{plain(title)}** = {plain(said)}" for title, said in formulas), SHORTER]))
 
 
 def token_clicked() -> None:

@@ -27,9 +27,7 @@ def position_cells(group: ArrayLike, length: int) -> Int:
 
 def deviation(x: Float, cells: Int) -> Float:
     """Subtract each cell's mean: x − x̄_c, exactly 0 throughout a cell whose values are all alike."""
-    if x.size == 0:
-        return x
-    scale = np.zeros(cells.max() + 1)
+    scale = np.zeros(cells.max(initial=-1) + 1)
     np.maximum.at(scale, cells, np.abs(x))
     centred = x - (np.bincount(cells, x) / np.maximum(np.bincount(cells), 1))[cells]
     # What rounding leaves of a constant is not a deviation, and would correlate with anything.
@@ -38,8 +36,6 @@ def deviation(x: Float, cells: Int) -> Float:
 
 def cell_ranks(x: Float, cells: Int) -> Float:
     """Rank values within their cells, ties averaged, scaled to (0, 1) so that cells of any size weigh alike."""
-    if x.size == 0:
-        return x
     # Ranking (cell, value) pairs at once; equal pairs share the mean of their ranks.
     pair = cells * x.size + np.unique(x, return_inverse=True)[1]
     _, place, ties = np.unique(pair, return_inverse=True, return_counts=True)
@@ -175,26 +171,23 @@ def _agreements(x: Float, y: Float, cells: Int, *partitions: Int) -> list[list[F
     A partition numbers the part of each value, ascending. A cell is within one part, so what deviates within cells is
     the same for all partitions.
     """
-    positive, every = (x > 0) & (y > 0), np.ones(x.size, bool)
-    logs, ranks = [np.log(v[positive]) for v in (x, y)], list[Float]()
-    # A value alone in its cell deviates from nothing.
-    shared = np.bincount(cells, minlength=1)[cells] > 1
-    for values in (x[shared], y[shared]):
-        # Rounded to a relative 2⁻¹⁰: rollouts that share a prefix share the energy up to rounding, which is no order.
-        mantissa, exponent = np.frexp(values)
-        ranks.append(cell_ranks(np.ldexp(np.round(mantissa * 1024) / 1024, exponent), cells[shared]))
+    positive = (x > 0) & (y > 0)
+    shared = np.bincount(cells, minlength=1)[cells] > 1  # a value alone in its cell deviates from nothing
+    logs = [np.log(v[positive]) for v in (x, y)]
+    # Rounded to a relative 2⁻¹⁰: rollouts that share a prefix share the energy up to rounding, which is no order.
+    rounded = (np.ldexp(np.round(m * 1024) / 1024, e) for m, e in map(np.frexp, (x[shared], y[shared])))
+    ranks = [cell_ranks(v, cells[shared]) for v in rounded]
     kinds = (shared, [x[shared], y[shared]]), (shared & positive, [v[shared[positive]] for v in logs]), (shared, ranks)
     within = [(of, [deviation(v, cells[of]) for v in pair]) for of, pair in kinds]
-    first = np.unique(cells[shared], return_index=True)[1]
-    found = list[list[Fidelity]]()
+    first, found = np.unique(cells[shared], return_index=True)[1], list[list[Fidelity]]()
     for part in partitions:
+        n, every = int(part.max(initial=0)) + 1, np.ones(part.size, bool)
         pooled = (every, [x, y]), (positive, logs), (every, [cell_ranks(v, part) for v in (x, y)])
-        n, columns = int(part.max(initial=0)) + 1, list[list[Association]]()
+        agreed = list[list[Association]]()
         for kind in (pooled, within):
             counts = np.bincount(part[kind[0][0]], minlength=n).tolist()
-            columns.append(list(map(Association, counts, *(_correlations(pair, part[of], n) for of, pair in kind))))
-        n_cells = np.bincount(part[shared][first], minlength=n).tolist()
-        found.append(list(map(Fidelity, *columns, n_cells)))
+            agreed.append(list(map(Association, counts, *(_correlations(pair, part[of], n) for of, pair in kind))))
+        found.append(list(map(Fidelity, *agreed, np.bincount(part[shared][first], minlength=n).tolist())))
     return found
 
 
