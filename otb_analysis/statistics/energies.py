@@ -217,8 +217,7 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
 def _correlations(variables: list[Float], part: Int, n: int) -> list[float | None]:
     """Return Pearson's r of two variables within each of n parts, of ascending number; None where it is undefined."""
     count, found = np.bincount(part, minlength=n), np.full(n, np.nan)
-    if not (known := count >= 3).any():
-        return [None] * n
+    known = count >= 3
     chosen, count = known[part], count[known]
     first, pair, varied = np.cumsum(count) - count, list[Float](), np.ones(len(count), bool)
     for v in (variable[chosen] for variable in variables):
