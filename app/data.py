@@ -28,7 +28,7 @@ from otb_analysis.errors import STOPS
 from otb_analysis.figures import pairs
 from otb_analysis.figures.comparison import ComparisonInfo
 from otb_analysis.figures.curves import CurvesInfo
-from otb_analysis.figures.fidelity import FidelityInfo, exact_norms, fidelity_columns, fidelity_info
+from otb_analysis.figures.fidelity import FidelityInfo, fidelity_columns, fidelity_info
 from otb_analysis.figures.runs import Pairing
 from otb_analysis.figures.styles import Style
 from otb_analysis.statistics import Interval, gain_lost
@@ -158,11 +158,12 @@ def over_training(run: Run, against: Label, chosen: tuple[Label, ...]) -> Curves
     return pairs.over_training(answers(run).grams, against, chosen, answers(run).known)
 
 
-@st.cache_data(max_entries=8, show_spinner="Comparing proxy and exact norms …")
+# As a resource: its correlations are made once, after the first figure was sent.
+@st.cache_resource(max_entries=4, show_spinner="Comparing proxy and exact norms …")
 def fidelity(run: Run, kind: str, source: str) -> tuple[FidelityInfo, int, int]:
     """Return the agreement of proxy and exact energies over a run, and of how many tokens with both it has how many."""
     table, total = exact_groups(store(run), fidelity_columns(source))
-    return fidelity_info(table, kind, source), int(exact_norms(table).count()), total
+    return fidelity_info(table, kind, source), len(table["grad_norm_sq"].dropna()), total
 
 
 @st.cache_data(max_entries=64, show_spinner=False)

@@ -273,7 +273,7 @@ def menu(chromium: Any, root: Path, port: int) -> dict[str, str]:
         pages = [(links.nth(i).inner_text(), links.nth(i).get_attribute("href")) for i in range(links.count())]
         tab.close()
     found = {name.split("\n")[-1].strip(): str(href).rsplit("/", 1)[-1] for name, href in pages}
-    return found | {"Proxy": f"{found['Estimators']}?part=proxy"}
+    return found | {"Proxy": f"{found['Estimators']}?part=Proxy"}
 
 
 def timed_page(chromium: Any, root: Path, path: str, config: DashboardBenchConfig) -> dict[str, Any]:

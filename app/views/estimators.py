@@ -18,6 +18,7 @@ from otb_analysis.figures.comparison import (
     MEASURES,
     NOISE_SCALE,
     RATIOS,
+    ComparisonInfo,
     comparison_table,
     display_table,
     planner_display,
@@ -50,6 +51,7 @@ USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "e
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
+THREE = st.column_config.NumberColumn(format="%.3g")
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
 ENERGY = "A token's energy w_t is its ‖∇ log π‖². OTB weights by W_t, the sum of w_j over the tokens so far."
 WITHIN = "Within: among rollouts of one prompt at one position, the only comparison OTB makes. Pooled: all tokens."
@@ -86,6 +88,19 @@ def over_steps(run: Run, against: Label, measured: dict[str, Label]) -> None:
     st.caption(f"{BANDS * bool(shown)}{UNTOLD.format(missing) * bool(missing and names)}")
 
 
+@st.fragment
+def numbers(info: ComparisonInfo) -> None:
+    """Show the numbers of the figure with their formulas, once that is asked for: a browser draws a table slowly."""
+    place = st.expander("Numbers, and what they are", key="numbers", on_change="rerun")
+    if place.open:
+        shown = display_table(info)
+        columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, THREE)
+        columns["estimator"] = st.column_config.TextColumn(width=170)
+        place.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
+        formulas = [*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE]
+        place.markdown("\n\n".join([*(f"**{plain(title)}** = {plain(said)}" for title, said in formulas), SHORTER]))
+
+
 def token_clicked() -> None:
     """Select the token whose circle was clicked; the page that is drawn next opens it."""
     if len(token := clicked_data("fidelity")) == 4:
@@ -107,29 +122,27 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         if len(cheap) > 1:
             source = box(controls, "Against exact", "source", cheap, help=CALIBRATED, look="buttons")
         info, compared, total = data.fidelity(run, kind, source)
-        share, rests_on = gain_lost_words(data.lost_by_proxy(data.measured(run), source))
-        places = st.columns([2, *(1 for _ in COEFFICIENTS)])
-        places[0].metric(
-            "OTB's gain lost by the proxy", share, rests_on, delta_color="off", delta_arrow="off", help=LOST
-        )
-        for place, (key, title) in zip(places[1:], COEFFICIENTS, strict=True):
-            within = getattr(info.overall.within, key) if info.overall.within else None
-            pooled = getattr(info.overall.pooled, key)
-            place.metric(
-                f"{title} within", number(within), f"{number(pooled)} pooled",
-                delta_color="off", delta_arrow="off", help=WITHIN,
-            )  # fmt: skip
+        titles = ["OTB's gain lost by the proxy", *(f"{title} within" for _, title in COEFFICIENTS)]
+        places = [place.empty() for place in st.columns([2, *(1 for _ in COEFFICIENTS)])]
+        for place, title in zip(places, titles, strict=True):  # their numbers follow the figure, which is there sooner
+            place.metric(title, "…", "…", delta_color="off", delta_arrow="off")
         st.caption("Judge the proxy by what it costs, not by a correlation.")
-        says = f"Exact norms against {source} energies: OTB's gain lost is {share}, {rests_on}"
         left, right = st.columns(2)
+        says = f"Exact norms against {source} energies of {info.n_tokens:,} tokens"
         with left:
             python = scripts.FIDELITY.format(path=run.path, kind=kind, source=source)
             chart(plot_fidelity(info), "fidelity", says, info.far, python, clicked=token_clicked)
+        share, rests_on = gain_lost_words(data.lost_by_proxy(data.measured(run), source))
+        shown = [(share, rests_on, LOST)]
+        for key, _ in COEFFICIENTS:
+            within = getattr(info.overall.within, key) if info.overall.within else None
+            shown.append((number(within), f"{number(getattr(info.overall.pooled, key))} pooled", WITHIN))
+        for place, title, (value, below, explained) in zip(places, titles, shown, strict=True):
+            place.metric(title, value, below, delta_color="off", delta_arrow="off", help=explained)
         with right:
             python = scripts.FIDELITY_STEPS.format(path=run.path, kind=kind, source=source)
-            chart(
-                plot_fidelity_steps(info), "fidelity-steps", f"{says}, by step", partial(fidelity_table, info), python
-            )
+            says = f"{says}, by step: OTB's gain lost is {share}, {rests_on}"
+            chart(plot_fidelity_steps(info), "fidelity-steps", says, partial(fidelity_table, info), python)
         loaded = "all" if compared == total else f"{compared:,} of"
         dashed = ""
         if info.line is not None:
@@ -173,15 +186,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         chart(plot_comparison(info), "comparison", info.words, partial(comparison_table, info), python)
         if whole.noise_scale_line:
             st.markdown(f"**{plain(whole.noise_scale_line)}**")
-        with st.expander("Numbers, and what they are"):
-            shown = display_table(info)
-            three = st.column_config.NumberColumn(format="%.3g")
-            columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, three)
-            columns["estimator"] = st.column_config.TextColumn(width=170)
-            st.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
-            for title, formula in (*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE):
-                st.markdown(f"**{plain(title)}** = {plain(formula)}")
-            st.markdown(SHORTER)
+        numbers(info)
     with verdict.container(), frame():
         first, *rest = data.answers(run).lines
         st.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))

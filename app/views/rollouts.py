@@ -55,6 +55,17 @@ def fill() -> None:
     st.session_state["sql"] = EXAMPLES.get(st.session_state["example"], st.session_state["sql"])
 
 
+@st.fragment
+def glossary() -> None:
+    """Explain the columns of a table, once that is asked for: a browser takes long to load what draws the first one."""
+    asked_for = "glossary" in st.query_params
+    place = st.expander("Tables and columns", expanded=asked_for, key="tables", on_change="rerun")
+    if place.open:
+        name = box(place, "Table", "glossary", list(TABLES), "rollouts", look="buttons")
+        rows = [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in TABLES[name]]
+        place.dataframe(pd.DataFrame(rows), hide_index=True, height=300)
+
+
 with frame("Rollouts", "What did the policy answer, and where is an answer like this one?"):
     run = one_run()
     facts = data.cached(run, facts_of_rollouts)
@@ -150,7 +161,4 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
             cut = f"The first {ASKED_ROWS:,} rows were read" if len(answer) == ASKED_ROWS else f"{len(answer):,} rows"
             st.caption(cut + (", the first 1,000 are shown." if len(answer) > 1000 else "."))
             download(answer, "query")
-    with st.expander("Tables and columns"):
-        name = box(st, "Table", "glossary", list(TABLES), "rollouts", look="buttons")
-        rows = [{"column": c.name, "unit": c.unit, "meaning": c.meaning} for c in TABLES[name]]
-        st.dataframe(pd.DataFrame(rows), hide_index=True, height=300)
+    glossary()

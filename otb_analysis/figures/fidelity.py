@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.curves import Quantity, curves_info, plot_learning
 from otb_analysis.figures.styles import BLUE, GREEN, ORANGE, RAMP, TEMPLATE, TOP, Style, log_axis, number
 from otb_analysis.statistics import MIN_CLUSTERS, Fidelity, Interval, fidelity_by_part
-from otb_analysis.types import Float, Float32
+from otb_analysis.types import Float, Float32, Int
 
 BINS, FAR = 60, 200
 KINDS = {"token": "token energy w_t", "realized": "realized energy W_t"}
@@ -39,8 +40,7 @@ class FidelityInfo:
     count: Float32  # Tokens per cell of the density [B, B] float32, rows are exact, NaN where there are none
     proxy_edges: Float  # log₁₀ of the bin edges along the proxy [B + 1]
     exact_edges: Float
-    overall: Fidelity
-    steps: dict[int, Fidelity]  # At each measured step
+    compared: tuple[Float, Float, Int, Int]  # Proxy, exact energy, cell and step of each token with both
     n_tokens: int  # Tokens with both energies
     n_zero: int  # Of these, tokens where one of them is 0 and the logarithmic axes cannot show them
     # True when they were drawn with unequal probabilities, so that large energies are over-represented.
@@ -49,6 +49,21 @@ class FidelityInfo:
     line: tuple[float, float] | None = None
     # Tokens furthest from the line [≤ FAR]: step, group, rollout, t, cheap and exact energy
     far: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+    @cached_property
+    def agreement(self) -> tuple[Fidelity, dict[int, Fidelity]]:
+        """Agreement over all tokens and at each measured step, made when it is first asked: the density needs none."""
+        return fidelity_by_part(*self.compared)
+
+    @property
+    def overall(self) -> Fidelity:
+        """Agreement over all tokens."""
+        return self.agreement[0]
+
+    @property
+    def steps(self) -> dict[int, Fidelity]:
+        """Agreement at each measured step."""
+        return self.agreement[1]
 
 
 def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "proxy") -> FidelityInfo:
@@ -73,7 +88,6 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
             "[measure] exact = {every = 10, prompts = 4}, or run `otb audit` on recorded rollouts."
         )
     proxy, exact = table["proxy"].to_numpy(np.float64), table["exact"].to_numpy(np.float64)
-    overall, per_step = fidelity_by_part(proxy, exact, table["cell"].to_numpy(), table["step"].to_numpy())
     positive = (proxy > 0) & (exact > 0)
     x, y = np.log10(proxy[positive]), np.log10(exact[positive])
     count, proxy_edges, exact_edges = np.histogram2d(x, y, bins=BINS)
@@ -84,8 +98,9 @@ def fidelity_info(tokens: pd.DataFrame, kind: str = "token", source: str = "prox
         furthest = np.argsort(-np.abs(y - level - slope * x), kind="stable")[:FAR]
         columns = ["step", "group", "rollout", "t", "proxy", "exact"]
         line, far = (level, slope), table.loc[positive, columns].iloc[furthest].reset_index(drop=True)
+    compared = proxy, exact, table["cell"].to_numpy(), table["step"].to_numpy()
     return FidelityInfo(
-        kind, source, density, proxy_edges, exact_edges, overall, per_step, len(table),
+        kind, source, density, proxy_edges, exact_edges, compared, len(table),
         int(np.count_nonzero(~positive)), drawn, line, far,
     )  # fmt: skip
 
@@ -107,7 +122,7 @@ def comparable(tokens: pd.DataFrame, fewest: int = 1) -> tuple[pd.DataFrame, boo
 
     Groups drawn with unequal probabilities are left out where at least `fewest` were measured whole.
     """
-    if "inclusion_prob" not in tokens:
+    if "inclusion_prob" not in tokens or tokens["inclusion_prob"].dropna().empty:
         return tokens, False
     groups = tokens.groupby(["step", "group"])["inclusion_prob"]
     high, low = (groups.transform(end).to_numpy(np.float64, na_value=np.nan) for end in ("max", "min"))

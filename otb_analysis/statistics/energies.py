@@ -27,9 +27,7 @@ def position_cells(group: ArrayLike, length: int) -> Int:
 
 def deviation(x: Float, cells: Int) -> Float:
     """Subtract each cell's mean: x − x̄_c, exactly 0 throughout a cell whose values are all alike."""
-    if x.size == 0:
-        return x
-    scale = np.zeros(cells.max() + 1)
+    scale = np.zeros(cells.max(initial=-1) + 1)
     np.maximum.at(scale, cells, np.abs(x))
     centred = x - (np.bincount(cells, x) / np.maximum(np.bincount(cells), 1))[cells]
     # What rounding leaves of a constant is not a deviation, and would correlate with anything.
@@ -38,11 +36,10 @@ def deviation(x: Float, cells: Int) -> Float:
 
 def cell_ranks(x: Float, cells: Int) -> Float:
     """Rank values within their cells, ties averaged, scaled to (0, 1) so that cells of any size weigh alike."""
-    if x.size == 0:
-        return x
-    # Ranking (cell, value) pairs at once: shifting a whole cell by more than any rank keeps cells apart and ties tied.
-    ranks = scipy.stats.rankdata(scipy.stats.rankdata(x) + cells * (2.0 * x.size))
-    count = np.bincount(cells)
+    # Ranking (cell, value) pairs at once; equal pairs share the mean of their ranks.
+    pair = cells * x.size + np.unique(x, return_inverse=True)[1]
+    _, place, ties = np.unique(pair, return_inverse=True, return_counts=True)
+    ranks, count = (np.cumsum(ties) - (ties - 1) / 2)[place], np.bincount(cells)
     return (ranks - (np.cumsum(count) - count)[cells]) / (count + 1)[cells]
 
 
@@ -135,26 +132,9 @@ def fidelity(
             shape = np.shape(value)
             raise InputError(f"{name} has shape {shape} but the energies {x.shape}; pass one per token.") from error
     chosen = np.isfinite(x) & np.isfinite(y) & shaped["mask"].astype(bool)
-    x, y, cells = x[chosen], y[chosen], np.unique(shaped["cell"][chosen], return_inverse=True)[1]
-    positive = (x > 0) & (y > 0)
-    logs = _correlation(np.log(x[positive]), np.log(y[positive]))
-    ranks = [scipy.stats.rankdata(v) for v in (x, y)]
-    pooled = Association(x.size, _correlation(x, y), logs, _correlation(*ranks))
-    if cell is None:
-        return Fidelity(pooled, None, 0)
-    # A value alone in its cell deviates from nothing.
-    shared = np.bincount(cells)[cells] > 1 if cells.size else np.zeros(0, bool)
-    x, y, cells = x[shared], y[shared], cells[shared]
-    positive = (x > 0) & (y > 0)
-    logs = (deviation(np.log(v[positive]), cells[positive]) for v in (x, y))
-    ranks = []
-    for values in (x, y):
-        # Rounded to a relative 2⁻¹⁰: rollouts that share a prefix share the energy up to rounding, which is no order.
-        mantissa, exponent = np.frexp(values)
-        ranks.append(deviation(cell_ranks(np.ldexp(np.round(mantissa * 1024) / 1024, exponent), cells), cells))
-    plain = _correlation(deviation(x, cells), deviation(y, cells))
-    within = Association(x.size, plain, _correlation(*logs), _correlation(*ranks))
-    return Fidelity(pooled, within, int(np.unique(cells).size))
+    cells = np.unique(shaped["cell"][chosen], return_inverse=True)[1]
+    ((found,),) = _agreements(x[chosen], y[chosen], cells, np.zeros(cells.size, np.int64))
+    return Fidelity(found.pooled, None, 0) if cell is None else found
 
 
 def fidelity_by_part(
@@ -177,12 +157,38 @@ def fidelity_by_part(
         )
     order = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
     order = order[np.argsort(parts[order], kind="stable")]
-    names, first = np.unique(parts[order], return_index=True)
-    places = dict(zip(names.tolist(), np.split(order, first[1:]), strict=False))  # of nothing one empty piece
-    if sum(np.unique(cells[at]).size for at in places.values()) > np.unique(cells[order]).size:
+    _, first, cells = np.unique(cells[order], return_index=True, return_inverse=True)
+    names, code = np.unique(parts[order], return_inverse=True)
+    if np.any(code != code[first][cells]):
         raise InputError("values of one cell are in several parts; number the cells of each part on their own.")
-    by_part = {name: fidelity(x[at], y[at], cell=cells[at]) for name, at in places.items()}
-    return fidelity(x[order], y[order], cell=cells[order]), by_part
+    (whole,), by_part = _agreements(x[order], y[order], cells, np.zeros(order.size, np.int64), code)
+    return whole, dict(zip(names.tolist(), by_part, strict=False))  # of nothing one empty part
+
+
+def _agreements(x: Float, y: Float, cells: Int, *partitions: Int) -> list[list[Fidelity]]:
+    """Return `fidelity` of each part, for several partitions of the same values.
+
+    A partition numbers the part of each value, ascending. A cell is within one part, so what deviates within cells is
+    the same for all partitions.
+    """
+    positive = (x > 0) & (y > 0)
+    shared = np.bincount(cells, minlength=1)[cells] > 1  # a value alone in its cell deviates from nothing
+    logs = [np.log(v[positive]) for v in (x, y)]
+    # Rounded to a relative 2⁻¹⁰: rollouts that share a prefix share the energy up to rounding, which is no order.
+    rounded = (np.ldexp(np.round(m * 1024) / 1024, e) for m, e in map(np.frexp, (x[shared], y[shared])))
+    ranks = [cell_ranks(v, cells[shared]) for v in rounded]
+    kinds = (shared, [x[shared], y[shared]]), (shared & positive, [v[shared[positive]] for v in logs]), (shared, ranks)
+    within = [(of, [deviation(v, cells[of]) for v in pair]) for of, pair in kinds]
+    first, found = np.unique(cells[shared], return_index=True)[1], list[list[Fidelity]]()
+    for part in partitions:
+        n, every = int(part.max(initial=0)) + 1, np.ones(part.size, bool)
+        pooled = (every, [x, y]), (positive, logs), (every, [cell_ranks(v, part) for v in (x, y)])
+        agreed = list[list[Association]]()
+        for kind in (pooled, within):
+            counts = np.bincount(part[kind[0][0]], minlength=n).tolist()
+            agreed.append(list(map(Association, counts, *(_correlations(pair, part[of], n) for of, pair in kind))))
+        found.append(list(map(Fidelity, *agreed, np.bincount(part[shared][first], minlength=n).tolist())))
+    return found
 
 
 def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group: ArrayLike) -> Fidelity:
@@ -208,14 +214,24 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
     return fidelity(running[0], running[1], chosen, cells)
 
 
-def _correlation(x: Float, y: Float) -> float | None:
-    # A spread of no more than what rounding leaves of a constant is none.
-    if x.size < 3 or not all(np.ptp(v) > 1e-12 * np.abs(v).max() for v in (x, y)):
-        return None
-    x, y = x - x.mean(), y - y.mean()
-    # Scaled so that squares of energies of any size neither overflow nor vanish.
-    x, y = x / np.abs(x).max(), y / np.abs(y).max()
-    return float(np.clip((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), -1, 1))
+def _correlations(variables: list[Float], part: Int, n: int) -> list[float | None]:
+    """Return Pearson's r of two variables within each of n parts, of ascending number; None where it is undefined."""
+    count, found = np.bincount(part, minlength=n), np.full(n, np.nan)
+    known = count >= 3
+    chosen, count = known[part], count[known]
+    first, pair, varied = np.cumsum(count) - count, list[Float](), np.ones(len(count), bool)
+    for v in (variable[chosen] for variable in variables):
+        # A spread of no more than what rounding leaves of a constant is none.
+        spread = np.maximum.reduceat(v, first) - np.minimum.reduceat(v, first)
+        varied &= spread > 1e-12 * np.maximum.reduceat(np.abs(v), first)
+        v = v - np.repeat(np.add.reduceat(v, first) / count, count)
+        # Scaled so that squares of energies of any size neither overflow nor vanish.
+        largest = np.maximum.reduceat(np.abs(v), first)
+        pair.append(v / np.repeat(np.where(varied, largest, 1.0), count))
+    xx, xy, yy = (np.add.reduceat(a * b, first) for a, b in ((pair[0],) * 2, pair, (pair[1],) * 2))
+    r = np.divide(xy, np.sqrt(xx * yy), out=np.full_like(xy, np.nan), where=varied)
+    found[known] = np.clip(r, -1, 1)
+    return [None if value != value else value for value in found.tolist()]
 
 
 @dataclass(frozen=True)

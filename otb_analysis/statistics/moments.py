@@ -157,9 +157,8 @@ def truth_of(grams: Sequence[Gram], reference: Label, known: Proved) -> Truth:
     With g the mean of M unbiased gradients of a prompt, ⟨g_p, g_q⟩ is the mean over all M² pairs of estimators, each of
     which has the expectation ‖∇J‖² where p ≠ q.
     """
-    measured = frozenset(label for gram in grams for label in gram.labels)
     # The mean of M unbiased gradients is unbiased too, and as a rule less noisy than any of them.
-    return known.truth & measured or reference
+    return frozenset(label for label in known.truth if any(label in gram.labels for gram in grams)) or reference
 
 
 def clusters(grams: Sequence[Gram]) -> tuple[list[Int], list[object]]:

@@ -19,7 +19,8 @@ MEASURED_BY = "the level attribution measures it: --measure.attribution.every 1 
 def exact_groups(store: RunStore, columns: Sequence[str]) -> tuple[pd.DataFrame, int]:
     """Return columns of the policy tokens of prompts with exact norms, and how many tokens of the run have one.
 
-    Of more than `MAX_TOKENS` a seeded choice of whole prompts is taken.
+    Of more than `MAX_TOKENS` a seeded choice of whole prompts is taken. Norms that are not exact are null, and
+    `measured_by`, a million texts, is left out.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
@@ -29,22 +30,20 @@ def exact_groups(store: RunStore, columns: Sequence[str]) -> tuple[pd.DataFrame,
     total = int(count["n"].iloc[0])
     share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
     groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
-    names = ", ".join(f'"{name}"' for name in columns)
+    exact = {"grad_norm_sq": f"CASE WHEN {EXACT_ROWS} THEN grad_norm_sq END AS grad_norm_sq"}
+    names = ", ".join(exact.get(name, f'"{name}"') for name in columns if name != "measured_by")
     query = f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})'
     return store.sql(query, steps=steps), total
 
 
 def cheap_energies(store: RunStore, sources: Mapping[str, str]) -> list[str]:
-    """Return which of some energies, by name and column, a run has beside exact norms.
+    """Return which of some energies, by name and column, a run has at steps with exact norms; no token is read.
 
     Raises:
-        StoreError: A part is broken or lacks a key column.
+        StoreError: The catalogue has changed.
     """
-    counts = ", ".join(f'count("{column}") AS "{name}"' for name, column in sources.items())
-    recorded = store.sql(
-        f"SELECT {counts} FROM tokens WHERE {EXACT_ROWS}", steps=store.steps_with("tokens", "grad_norm_sq")
-    )
-    return [name for name in sources if recorded[name].iloc[0]]
+    exact = set(store.steps_with("tokens", "grad_norm_sq"))
+    return [name for name, column in sources.items() if exact & set(store.steps_with("tokens", column))]
 
 
 def token_steps(store: RunStore) -> list[int]:

@@ -62,6 +62,7 @@ def test_compare_has_the_sentences_the_forest_the_noise_scale_and_the_planner_of
     store_root, printed, monkeypatch
 ):
     app = open_page(store_root, "estimators", monkeypatch, run=[RUN])
+    app.session_state["numbers"] = True  # drawn once it is asked for
     app.segmented_control(key="energy").set_value("both").run()
     next(box for box in app.multiselect if box.label == "Estimators").set_value(ALL).run()
     found, said = printed("compare", RUN), texts(app).replace("**", "")
