@@ -133,7 +133,7 @@ class LongConfig(ModelBenchConfig):
     tokens: tuple[int, ...] = (24, 64, 256, 1024)  # Tokens of an answer.
     precision: Literal["float32", "tf32"] = "float32"  # How products of float32 matrices are formed, also in training.
     norms: int = 1024  # Longest answer whose tokens' norms are all measured.
-    further: tuple[str, ...] = ("sketch", "attribution", "contrast")  # Levels that are timed, too.
+    further: tuple[str, ...] = ("sketch", "attribution")  # Levels that are timed, too.
     further_to: int = 256  # Longest answer for which they are.
     prompts: int = 2  # Prompts of the step.
     group_size: int = 8  # Rollouts per prompt.

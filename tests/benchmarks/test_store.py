@@ -30,7 +30,7 @@ def test_bench_times_every_page_of_all_runs_and_keeps_them_where_it_is_told(tmp_
     assert [row["what"] for row in report.rows][:3] == [
         "append a step of 500 tokens", "variance by step and position, DuckDB", "variance by step and position, pandas",
     ]  # fmt: skip
-    assert len(report.cells) == 9 and all(row["seconds"] > 0 for row in report.rows)
+    assert len(report.cells) == 10 and all(row["seconds"] > 0 for row in report.rows)
     assert runs_df(tmp_path)["run"].tolist() == ["synthetic-0", "synthetic-1"]
     with pytest.raises(InputError, match="already exists"):
         run_bench(config)
