@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from scipy.optimize import isotonic_regression
+import scipy
 
 from otb_analysis.figures.styles import (
     RULE,
@@ -141,7 +141,8 @@ def plot_learning(info: CurvesInfo, columns: int | None = None, height: int = 29
             )
             low, high = linear_range(scale(value), scale(np.concatenate(ends)), around=float(scale(value[0])))
             apart = 0.075 * (high - low) * np.arange(len(curves))
-            heights = isotonic_regression(scale([curve.smooth[-1] for curve in ordered]) - apart).x + apart
+            last = scale([curve.smooth[-1] for curve in ordered])
+            heights = scipy.optimize.isotonic_regression(last - apart).x + apart
             for curve, y in zip(ordered, heights.tolist(), strict=True):
                 style, name = info.styles[curve.run], curve.run[shared:]
                 look = f"<span style='color:{style.color}'>{LOOKS.get(style.dash, '┅')}</span>"
