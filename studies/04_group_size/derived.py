@@ -67,13 +67,17 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     worlds = [dict(row) for row in tables.get("worlds", ())]
     for row in worlds:
         row["least"] = min(ADVICE, key=lambda name: row[name])
+        row["ahead"] = row["energy_regression"] < row["james_stein"]
         row["before"] = advice_of({name: row[name] for name in ADVICE if name not in LATER})
         for name in ADVICE:
             worst[name, row["prompts"]] = max(row[name] / row[row["least"]], worst.get((name, row["prompts"]), 1.0))
+    few = [row for row in worlds if row["prompts"] <= 16 and row["spread"] <= 1]
+    alike = [row["energy_across_loo"] / row[row["least"]] - 1 for row in few]
     readings = {pair: reading(found) for pair, found in gains.items()}
     return {
         "LIMIT": SampleConfig().max_new_tokens, "shared": shared, "means": means, "finals": finals, "gains": gains,
-        "readings": readings, "advised": advised(readings), "worst": worst, "told": worlds, "chosen": rates,
+        "readings": readings, "advised": advised(readings), "worst": worst, "told": worlds,
+        "alike": max(alike, default=0.0), "chosen": rates,
         "at_the_edge": [name for name, rate in rates.items() if rate in (ARMS[name].rates[0], ARMS[name].rates[-1])],
     }  # fmt: skip
 
