@@ -124,13 +124,27 @@ def test_numbers_said_of_studies_are_those_of_a_study_that_is_linked():
     assert checked >= 30
 
 
-def test_every_finding_says_how_long_answers_were():
+def test_the_readme_advises_what_the_findings_advise():
+    advice = section("Should you use OTB?").split("Measure on your own model")[0]
+    points = text_of(DOCS / "findings.md").partition("## What we would use today")[2].split("\n- ")[1:3]
+    bold = " ".join(re.findall(r"\*\*(.+?)\*\*", " ".join(points))[0:2])
+    assert re.findall(r"`\w+`", advice) == re.findall(r"`\w+`", bold) != []
+    assert "16 prompts" in advice and "16 prompts" in bold  # whose size of updates it depends on
+
+
+def test_every_finding_says_how_long_answers_were_how_large_the_model_and_how_many_the_prompts():
     findings = text_of(DOCS / "findings.md")
     points = [" ".join(point.split()) for point in re.split(r"^- ", findings, flags=re.M)[1:]]
-    rows = [line for line in findings.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
-    assert len(points) >= 13 and len(rows) == 7
-    assert [point for point in points if not re.search(r"(At most|has) \d+ tokens\b", point)] == []
-    assert [row for row in rows if not re.search(r"\d (prompts( each)?|seeds) \| \d+ tokens \|$", row)] == []
+    head, *rows = [line for line in findings.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    assert len(points) >= 20 and len(rows) == 7
+    size = r"[\d.]+( to [\d.]+)? M"
+    ending = (
+        rf"(At most|has) [\d,]+ tokens[\w ,]*; ({size} parameters|no model); [\d,]+[\w ,]* prompts\b[\w ,]*\.($| #| \|)"
+    )
+    assert [point for point in points if not re.search(ending, point)] == []
+    assert head.endswith("| measured on | parameters | prompts | answers of at most |")
+    wanted = rf"\| {size} \| [\d,]+( to [\d,]+)?( an update)? \| [\d,]+ tokens \|$"
+    assert [row for row in rows if not re.search(wanted, row)] == []
 
 
 def test_numbers_of_the_estimators_benchmark_are_those_of_its_table():

@@ -160,7 +160,8 @@ def length_power(batch: Batch, options: LengthOptions, *, leave_one_out: bool = 
     """Centre by the mean total return of the group, weighted with a power of lengths.
 
     B = Σ_j L_j^α R_j / Σ_j L_j^α: `group_mean` for α = 0, `opo` for α = 1. The energy of a rollout grows more slowly
-    than its length where later tokens are surer. An exponent on `opo`; no public code of it was seen.
+    than its length where later tokens are surer. An exponent on `opo`, as in the α-weighted baseline of
+    faabian.github.io/blog/alpha.html; that page was seen without its formulas, and no public code was.
     """
     weight = batch.present * np.maximum(batch.length, 1.0) ** options.exponent
     return rollout_average(batch, weight, leave_one_out=leave_one_out)

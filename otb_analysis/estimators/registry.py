@@ -142,8 +142,8 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
     "opo": EstimatorSpec(group.opo, "Σ_j L_j R_j / Σ_j L_j", False, SELF, "OPO", "code"),
     "opo_loo": EstimatorSpec(group.opo_loo, "Σ_{j≠i} L_j R_j / Σ_{j≠i} L_j", True, IID, "opo without i", "proved"),
     "length_power": EstimatorSpec(
-        group.length_power, "Σ_j L_j^α R_j / Σ_j L_j^α", False, SELF, "opo with an exponent α on lengths", "guess",
-        options=LengthOptions,
+        group.length_power, "Σ_j L_j^α R_j / Σ_j L_j^α", False, SELF,
+        "α-weighted baseline, faabian.github.io/blog/alpha.html", "abstract", options=LengthOptions,
     ),
     "length_power_loo": EstimatorSpec(
         group.length_power_loo, "Σ_{j≠i} L_j^α R_j / Σ_{j≠i} L_j^α", True, IID, "length_power without i", "proved",

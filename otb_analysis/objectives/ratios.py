@@ -407,8 +407,8 @@ def icepop(inputs: RatioInputs, options: BandOptions) -> Ratio:
 def ipo(inputs: RatioInputs, options: ThresholdOptions) -> Ratio:
     """Weight by the token's ratio, and drop tokens whose probability moved far.
 
-    r_t = ρ_t where |π(y_t) − μ(y_t)| ≤ threshold, else no gradient, whatever the sign of A. Public code of prime-rl,
-    whose loss also has a small penalty log² ρ_t, which is left out.
+    r_t = ρ_t where |π(y_t) − μ(y_t)| ≤ threshold, else no gradient, whatever the sign of A. Public code of prime-rl
+    (559b4477, 2026-08-21), whose `ipo_threshold` is .1 by default. Its small penalty log² ρ_t is left out.
     """
     moved = np.abs(np.exp(inputs.logprob) - np.exp(inputs.behavior_logprob))
     return _ratio(inputs, inputs.log_ratio, kept=inputs.mask & (moved <= options.threshold))

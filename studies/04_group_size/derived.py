@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.config import SampleConfig
-from otb_analysis.figures.styles import BLUE, GREEN, GREY, INK, ORANGE, SKY
+from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
@@ -16,10 +16,10 @@ from studies.lib.seeds import best_rate, by_seed, later_success, paired_differen
 
 from .study import ARMS, MARGIN, RIVALS, UPDATES
 from .study import RIDGE as RIDGE
-from .worlds import ADVICE, GROUP
+from .worlds import ADVICE, GROUP, LATER, advice_of
 
 WORDS = {name: arm.words.replace(",", "") for name, arm in ARMS.items()}
-ADVISED = dict(zip((*ADVICE, "any"), (INK, SKY, BLUE, ORANGE, GREEN, GREY), strict=True))
+ADVISED = dict(zip((*ADVICE, "any"), (INK, SKY, BLUE, ORANGE, PINK, AMBER, GREEN, GREY), strict=True))
 """Colours of the advice in toy worlds; `any` where no two differ."""
 SMALL_GROUPS = tuple(name for name, arm in ARMS.items() if (arm.prompts, arm.group) == (16, 4))
 LARGE = ("mean32", "rloo4-wide")
@@ -64,13 +64,20 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         end = column(select(curves, arm=name, step=last[name]), "success")
         finals[name] = seed_mean(end, "held-out success", "logit")
     worst = dict[tuple[str, int], float]()
-    for row, name in product(tables.get("worlds", ()), ADVICE):
-        over = row[name] / min(row[other] for other in ADVICE)
-        worst[name, row["prompts"]] = max(over, worst.get((name, row["prompts"]), 1.0))
+    worlds = [dict(row) for row in tables.get("worlds", ())]
+    for row in worlds:
+        row["least"] = min(ADVICE, key=lambda name: row[name])
+        row["ahead"] = row["energy_regression"] < row["james_stein"]
+        row["before"] = advice_of({name: row[name] for name in ADVICE if name not in LATER})
+        for name in ADVICE:
+            worst[name, row["prompts"]] = max(row[name] / row[row["least"]], worst.get((name, row["prompts"]), 1.0))
+    few = [row for row in worlds if row["prompts"] <= 16 and row["spread"] <= 1]
+    alike = [row["energy_across_loo"] / row[row["least"]] - 1 for row in few]
     readings = {pair: reading(found) for pair, found in gains.items()}
     return {
         "LIMIT": SampleConfig().max_new_tokens, "shared": shared, "means": means, "finals": finals, "gains": gains,
-        "readings": readings, "advised": advised(readings), "worst": worst, "chosen": rates,
+        "readings": readings, "advised": advised(readings), "worst": worst, "told": worlds,
+        "alike": max(alike, default=0.0), "chosen": rates,
         "at_the_edge": [name for name, rate in rates.items() if rate in (ARMS[name].rates[0], ARMS[name].rates[-1])],
     }  # fmt: skip
 
@@ -99,7 +106,7 @@ def reading(gain: Interval | None) -> str:
 
 
 def advised(readings: Mapping[tuple[str, str], str]) -> str:
-    """Return the arm that the rule of the page gives, which was fixed before the rivals ran."""
+    """Return the arm that the rule of the page gives, settled before the rivals ran."""
     better = {pair for pair, words in readings.items() if words == "better"}
     rivals = [arm for arm in RIVALS if ("regression4", arm) in readings]
     enough = [arm for arm in rivals if (arm, "rloo4") in better and ("regression4", arm) not in better]

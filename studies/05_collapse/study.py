@@ -9,8 +9,9 @@ ratio of the token a constant exerts no force. `calm` shares the starts, but nei
 detector calls there is a false alarm.
 
 `regression` and `across` are the baselines that study 04 advises, `energy_regression` and `energy_across_loo`. They
-were added after the others had run, and what is asked of them was fixed before they ran: does either last longer than
-`rloo`, and does it last as long as `none`, whose B is 0? If only as long as `none`, what helps is again a lower B.
+were added after the others had run. The question was settled before they ran, if in the same commit as their numbers:
+does either last longer than `rloo`, and does it last as long as `none`, whose B is 0? If only as long as `none`, what
+helps is again a lower B.
 """
 
 from collections.abc import Sequence

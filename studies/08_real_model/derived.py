@@ -46,7 +46,12 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     # Policies all of whose parameters are measured, in groups of 4, and where an interval shows a ratio below 1
     full = [row for row in select(rows, size=4) if not row["policy"].endswith("-lora")]
     across, toy = select(full, estimator="energy_regression", source="proxy"), toy_agreement()
+    spent = [0.0, 0.0]  # Minutes of processor time before training and for it
+    for row in tables["cost"]:
+        spent[row["cell"].startswith(("sweep-", "run-", "untrained"))] += row["processor_minutes"]
     return {
+        "spent": spent,
+        "edge": [row["arm"] for row in arms if row["rate"] == max(FULL.rates)],
         "memory": MEMORY["energy_regression"]["memory"],
         # The default ridge of that memory in the first update, and later
         "ridges": [

@@ -1,7 +1,7 @@
 """What the page of The horizon needs beyond its tables: one row a policy, growth with length, and its figure."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from studies.lib import Row, Rows, distinct, select
 from studies.lib.formats import Measured, ends, interval_curve
 from studies.lib.seeds import later_success, paired_difference, steps_survived
 
+from .study import LINES, TRAINED_LENGTH
+
 COLORS = {
     "qwen3": BLUE, "gpt2": ORANGE, "branching": GREEN, "turns1": GREY, "turns3": AMBER, "turns10": PINK,
 }  # fmt: skip
@@ -23,7 +25,20 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     rows = [shown(tables, one) for one in tables["rollouts"]]
     names = distinct(rows, "policy")
     growths = {name: growth(select(rows, policy=name)) for name in names}
-    return {"shown": rows, "growth": growths, "gains": gains(tables)}
+    kinds = [select(rows, policy=name) for name in names if len(select(rows, policy=name)) > 1]
+    # Each policy that has more than one length: its row of the shortest answers, and of those that were trained on
+    trend = [(own[0], one) for own in kinds for one in select(own, length=TRAINED_LENGTH)]
+    minutes = [
+        sum(row["processor_minutes"] for row in tables["cost"] if part in f"{row['cell']}-")
+        for part in ("learn-", "last-", f"-qwen3-{max(LINES)}-")
+    ]
+    out = {"shown": rows, "growth": growths, "gains": gains(tables), "minutes": minutes}
+    return out | {"trend": trend, "fallen": fallen(trend)}
+
+
+def fallen(trend: Sequence[tuple[Row, Row]]) -> list[str]:
+    """Return the policies in whose longer answers `otb` is shown to leave less at equal progress."""
+    return [long["policy"] for short, long in trend if long["otb"]["sf_ratio_high"] < short["otb"]["sf_ratio_low"]]
 
 
 def gains(tables: Mapping[str, Rows]) -> dict[str, dict[str, Interval | None]]:
@@ -49,6 +64,7 @@ def shown(tables: Mapping[str, Rows], facts: Row) -> dict[str, Any]:
     return dict(facts) | {
         "noise": signal,
         "by": rows,
+        "otb": rows["otb_turn", sizes[-1]],
         "sizes": sizes,
         "norms": norms[0] if norms else None,
         "most": rows["rloo", sizes[-1]],

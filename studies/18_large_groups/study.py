@@ -1,7 +1,8 @@
 """Many rollouts of one prompt: how noise falls with the size of the group, as MaxRL (arXiv 2602.02710) draws it.
 
 All four estimators give every token of a rollout the same advantage, so one sketch per distinct rollout is enough.
-Question, prompts, sizes and columns were fixed before a number was seen.
+Question, prompts, sizes and columns were settled before a number was seen; one commit has both, so the history does not
+show it.
 """
 
 from dataclasses import asdict, dataclass, replace

@@ -46,6 +46,8 @@ UNKNOWN = "not recorded"
 TEMPLATE, INDEX = "README.md.j2", "index.md.j2"
 OPEN_ROWS = 10
 """Most rows of the one table of a page that is not folded."""
+OPEN = "<!-- open -->\n"
+"""What a template writes above that table where it is not the first of few rows."""
 OUTDATED = "None: the answer that was written here no longer holds in the tables. Read the numbers, and write another."
 """What a template says in place of its verdict where the tables do not bear it out."""
 CACHE = Path("runs") / "studies"
@@ -115,18 +117,19 @@ def study_page(
 
 
 def _folded(page: str) -> str:
-    """Return a page in which the first table of few rows is open and all others are folded."""
-    opened = False
+    """Return a page in which one table is open, the marked one or the first of few rows, and all others are folded."""
+    opened = OPEN in page
 
     def fold(table: re.Match[str]) -> str:
         nonlocal opened
-        rows = table[0].count("\n") - 2  # without its head
-        if rows <= OPEN_ROWS and not opened:
+        mark, text = table[1], table[2]
+        rows = text.count("\n") - 2  # without its head
+        if mark or (rows <= OPEN_ROWS and not opened):
             opened = True
-            return table[0]
-        return f"<details markdown><summary>Table of {rows} rows</summary>\n\n{table[0]}\n</details>\n"
+            return text
+        return f"<details markdown><summary>Table of {rows} rows</summary>\n\n{text}\n</details>\n"
 
-    return re.sub(r"(?:^\|.*\n)+", fold, page, flags=re.MULTILINE)
+    return re.sub(rf"({OPEN})?((?:^\|.*\n)+)", fold, page, flags=re.MULTILINE)
 
 
 def index_page(studies: Path) -> str:

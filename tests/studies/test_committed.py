@@ -58,6 +58,15 @@ def test_verdict_is_short_and_says_that_it_holds(one):
 
 
 @pytest.mark.parametrize("folder", WITH_RESULTS, ids=lambda path: path.name)
+def test_a_page_has_one_open_figure_and_one_open_table_of_at_most_ten_rows(folder):
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    seen = re.sub(r"<details.*?</details>", "", page, flags=re.S)
+    tables = re.findall(r"(?:^\|.*\n)+", seen, re.MULTILINE)
+    assert [table.count("\n") - 2 <= 10 for table in tables] == [True]
+    assert len(re.findall(r"^!\[", seen, re.MULTILINE)) <= 1
+
+
+@pytest.mark.parametrize("folder", WITH_RESULTS, ids=lambda path: path.name)
 def test_tables_are_small_and_cost_every_cell_of_the_study(folder):
     cost, study = read_tables(folder / "results")["cost"], load_study(folder)
     measured = [row["cell"] for row in cost]

@@ -422,3 +422,10 @@ def test_one_table_of_few_rows_is_open_and_the_others_are_folded(squares, tmp_pa
     assert page.index("words") < page.index(table(3)) < page.index(fold.format(3, table(3)))
     (study,) = committed_studies(squares.parent)
     assert study.body.count("| 3 |\n| - |") == 3 and "details" not in study.body
+    # a template may name the open one
+    (squares / "README.md.j2").write_text(
+        (squares / "README.md.j2").read_text().replace(table(11), "<!-- open -->\n" + table(11))
+    )
+    run_study(squares, setting(tmp_path))
+    page = (squares / "README.md").read_text()
+    assert page.count(fold.format(3, table(3))) == 3 and fold.format(11, table(11)) not in page and "<!--" not in page

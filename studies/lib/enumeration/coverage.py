@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otb_analysis.estimators import estimate
 from otb_analysis.statistics import moments as measures
 from otb_analysis.statistics.comparisons import NOTHING, paired_ratios
 from otb_analysis.statistics.gradients import pooled_statistics
@@ -20,6 +21,7 @@ from otb_analysis.statistics.intervals import Interval
 from otb_analysis.statistics.moments import REFERENCE, Moments
 from otb_analysis.types import Float, Gram, Label, Proved
 from studies.lib.enumeration.catalogue import page
+from studies.lib.enumeration.derailment import Derailment
 from studies.lib.enumeration.groups import group_gradients, multisets
 from studies.lib.enumeration.trees import TreeSpec, random_tree
 
@@ -52,13 +54,37 @@ def enumerated(seed: int, n_prompts: int = 4, size: int = 4, names: Sequence[str
         members, prob = multisets(tree, size)
         gradients.append(np.stack([group_gradients(name, tree, members) for name in names]))
         probabilities.append(prob / n_prompts)
-    g, p = np.concatenate(gradients, axis=1), np.concatenate(probabilities)
+    law = _discrete(np.concatenate(gradients, axis=1), np.concatenate(probabilities))
+    return replace(law, name=f"enumerated policies, noise scale {law.noise_scale[0]:.0f} prompts")
+
+
+def _discrete(g: Float, p: Float) -> Law:
+    """Build the law of finitely many outcomes: gradients [M, O, D] and their probabilities [O]."""
     cumulative = np.cumsum(p / p.sum())
     cumulative[-1] = 1.0  # rounding must not leave a gap at the end
     # Exact over outcomes; sampling a group is then one draw from the cumulative probabilities.
     mean, power = np.einsum("o,mod->md", p, g), np.einsum("o,mod->m", p, g**2)
-    law = Law("", lambda rng, n: g[:, np.searchsorted(cumulative, rng.random(n), side="right")], _moments(mean, power))
-    return Law(f"enumerated policies, noise scale {law.noise_scale[0]:.0f} prompts", law.draw, law.moments)
+    return Law("", lambda rng, n: g[:, np.searchsorted(cumulative, rng.random(n), side="right")], _moments(mean, power))
+
+
+LONG = Derailment(horizon=512, mistake=0.7 / 512, recovery=0.32 / 512)
+"""Half of its answers of 512 tokens are right, as of 64 with the rates of 64."""
+
+
+def long_answers(process: Derailment = LONG, groups: int = 4000, size: int = 4) -> Law:
+    """Build the law of `rloo` and `otb` on long answers of the derailment process, all positions sharing parameters.
+
+    A table for each position would leave hardly any signal in a position, so ∇J is the sum over positions. Its groups
+    are too many to enumerate: the law is that of this many drawn ones, each as likely, so its moments are exact.
+    """
+    rng, names, parts = np.random.default_rng(512), ("rloo", "otb"), []
+    for _ in range(groups // 500):
+        state, token, reward = process.sample(500 * size, rng)
+        inputs = process.inputs(state, token, reward, size)
+        found = [process.group_gradients(state, token, estimate(one, inputs).advantage, size) for one in names]
+        parts.append(np.stack(found).reshape(len(names), 500, process.horizon, -1).sum(axis=2))
+    law = _discrete(np.concatenate(parts, axis=1), np.full(groups, 1 / groups))
+    return replace(law, name=f"answers of {process.horizon} tokens, noise scale {law.noise_scale[0]:.0f} prompts")
 
 
 @dataclass(frozen=True)
@@ -113,6 +139,7 @@ LAWS: dict[str, Callable[[], Law]] = {
     "quiet": lambda: enumerated(8),
     "noisy": lambda: enumerated(2),
     **{name: noise.law for name, noise in NOISES.items()},
+    "long": long_answers,
 }
 
 
@@ -135,11 +162,12 @@ NAMES = ("variance", "projection", "sf", "relative_bias", "rollout_equivalents",
 """The first quantities by their names in `GradientStatistics.intervals`."""
 
 ROWS = (
-    *((law, 1, prompts) for law in LAWS for prompts in (24, 64)),
+    *((law, 1, prompts) for law in LAWS if law != "long" for prompts in (24, 64)),
     ("noisy", 1, 16),
     ("noisy", 16, 2),
     ("noisy", 8, 8),
     ("lognormal", 8, 8),
+    *(("long", 1, prompts) for prompts in (24, 64, 192)),
 )
 """Law, steps and prompts of each row of the first table, every prompt a new one; the seed of a row is its index."""
 
@@ -250,7 +278,7 @@ def _cell(coverage: Coverage) -> str:
 def coverage_page(rows: Sequence[str], by_scale: Sequence[Sequence[str]]) -> str:
     """Return the whole page as Markdown around the rows of its first table and of those of `BY_SCALE`."""
     stderr = {count: float(100 * np.sqrt(0.95 * 0.05 / count)) for count in (REPETITIONS, *PROMPTS.values())}
-    facts: dict[str, Any] = {"repetitions": REPETITIONS, "stderr": stderr[REPETITIONS]}
+    facts: dict[str, Any] = {"repetitions": REPETITIONS, "stderr": stderr[REPETITIONS], "long": LONG}
     facts["by_prompts"] = {prompts: (count, stderr[count]) for prompts, count in PROMPTS.items()}
     tables = {"quantities": QUANTITIES, "rows": rows, "by_scale": dict(zip(BY_SCALE, by_scale, strict=True))}
     return page("coverage.md.j2", floor=100 * NOMINAL_FLOOR, prompts=list(PROMPTS), **facts, **tables)
