@@ -1,14 +1,15 @@
-"""A pretrained model that writes more than a hundred tokens: does what study 17 finds on small models hold there?
+"""Pretrained models that write more than a hundred tokens: does what study 17 finds on small models hold there?
 
 SmolLM2-135M-Instruct is taught to write two kinds of answers out, until about half of its sampled answers are right.
-Then rollouts are drawn, and the gradients of their groups are formed as in study 17, over all its parameters.
+Then rollouts are drawn, and the gradients of their groups are formed as in study 17, over all its parameters. Gemma 3
+270M came later, on one of the tasks.
 
-The question and the settings were committed before anything was measured; a first look at how fast the model is taught
+The question and the settings were committed before anything was measured; a first look at how fast a model is taught
 came before.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import process_time
 
@@ -60,6 +61,9 @@ SMALL = Size(
     teach=WarmStartConfig(success_low=0.02, success_high=1.0, batch=32, max_steps=2000, check_prompts=64),
 )  # fmt: skip
 SMALL_TASKS = {"sums": (2, 2)}
+GEMMA = replace(FULL, model="gemma3-270m", blocks=2, norm_prompts=6)
+GEMMA_TASKS = {"sums-gemma": TASKS["sums"]}
+"""A task's name, and behind the dash that of the model where it is not SmolLM2."""
 
 
 def cells(tasks: Mapping[str, tuple[int, int]], size: Size) -> list[Cell]:
@@ -67,6 +71,7 @@ def cells(tasks: Mapping[str, tuple[int, int]], size: Size) -> list[Cell]:
     made = list[Cell]()
     for name, ends in tasks.items():
         known = {"task": name, "ends": list(ends), "quick": size is SMALL, "config": plain_config(config_of(size))}
+        known |= {"model": size.model} if size is GEMMA else {}
         teach = Cell(f"teach-{name}", known)
         measured = known | {"size": asdict(size), "tolerance": TOLERANCE, "compared": list(COMPARED)}
         norms = Cell(f"norms-{name}", measured, after=(teach,))
@@ -84,11 +89,12 @@ def config_of(size: Size) -> TrainConfig:
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Teach the model, measure it, or compare."""
     size, key = SMALL if cell.settings["quick"] else FULL, {"task": cell.settings["task"]}
+    size = GEMMA if cell.settings.get("model") else size
     kind, config = cell.name.partition("-")[0], config_of(size)
     cuts = Cuts(size.sizes, size.update, size.buckets)
     if kind == "compare":
         return compared(key, cell.after[1:], cuts, work)
-    task = WrittenOut(cell.settings["task"], *cell.settings["ends"])
+    task = WrittenOut(cell.settings["task"].partition("-")[0], *cell.settings["ends"])
     if size.model:
         model, tokenizer = load_policy(size.model)
     else:
@@ -115,6 +121,7 @@ STUDY = Study(
     question="On a pretrained model of 135 M parameters whose answers have more than a hundred tokens, what do `otb` "
     "and the other baselines take off the variance of `rloo`, and does the proxy hold?",
     cells=cells(TASKS, FULL),
+    later=cells(GEMMA_TASKS, GEMMA),
     quick=cells(SMALL_TASKS, SMALL),
     measure=measure,
 )
