@@ -1,5 +1,6 @@
 """The formulas of `otb bench scale` against what calls of the library do, operation by operation."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,13 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.config import LongConfig, ScaleConfig
+from benchmarks.engine import model_config
 from benchmarks.long import BEFORE as BEFORE_LONG
-from benchmarks.long import random_rollouts
+from benchmarks.long import DRAWN, GRADIENTS, random_rollouts
 from benchmarks.publish import run_bench
-from benchmarks.scale import Costs
+from benchmarks.scale import Costs, costs_of_model
 from otb_analysis.config import ContrastSchedule
 from otb_analysis.gradients import group_gradient_gram, signal_noise, sketch_score_norms, token_score_norms
 from otb_analysis.gradients.batch.inputs import Batch, measured
@@ -127,6 +129,25 @@ def test_rounds_are_those_in_which_the_library_packs_signals(case, share, monkey
     assert way.rounds == max(len(bins) * (len(bins) - 1) // 2, 1)
     assert (way.rounds == 1) == (share > 2)
     assert way.cut == (len(parts) > PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["long", "long_M_float32"])
+def test_seconds_of_measured_levels_follow_the_formulas(name):
+    """Their ratios to a forward and backward pass of the same rollouts, which each read their prompt."""
+    report = json.loads((RESULTS / f"{name}.json").read_text())
+    sizes = {"prompts": 2, "group_size": 8, "prompt_tokens": BEFORE_LONG}
+    config, seen = Qwen2Config(**model_config("M" if "_M_" in name else "S")), set()
+    for row in report["rows"]:
+        costs = costs_of_model(config, tokens=row["tokens"], **sizes)
+        each = {
+            GRADIENTS: costs.gram(costs.one_round), DRAWN: costs.drawn_norms, "sketch": costs.sketch,
+            "attribution": costs.attribution,
+        }  # fmt: skip
+        if row["what"] in each and row["tokens"] >= 64:
+            seen.add(row["what"])
+            whole = 6 * (costs.inside * costs.positions + costs.ends * costs.sampled)
+            assert 0.7 < row["passes"] / (each[row["what"]] / whole) < 2.5, row
+    assert seen == {GRADIENTS, DRAWN, "sketch", "attribution"}
 
 
 def test_more_processes_hold_less_and_send_more():
