@@ -137,6 +137,7 @@ typed = st.Page("views/triage.py", title="Triage", url_path="triage", visibility
 page = st.navigation([first, *pages[1:], typed])
 if target := st.session_state.pop("_page", None):
     st.switch_page(f"views/{target[0]}.py", query_params=target[1])
+st.session_state.update(_stayed=st.session_state.get("_shown") == page.title, _shown=page.title)
 without_runs = page.title == STUDIES
 # The browser loads Plotly, a second's work, while the server reads; without the file it waits for a figure.
 for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js") if not without_runs else ():

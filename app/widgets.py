@@ -113,9 +113,15 @@ def span(within: Any, label: str, key: str, low: Any, high: Any, **options: Any)
 
 
 def asked(name: str) -> str | None:
-    """Return what the address asks for where no widget is bound, if that is new: by a link, by hand, or by Back."""
-    text = st.query_params.get(name)
-    return None if text == st.session_state.get(f"_{name}") else text
+    """Return what the address asks for where no widget is bound, if that is new: by a link, by hand, or by Back.
+
+    Back to before the first choice on this page takes the choice with it.
+    """
+    text, written = st.query_params.get(name), st.session_state.get(f"_{name}")
+    if text is None and st.session_state["_stayed"] and st.session_state.get(name) == written:
+        for key in (name, f"_{name}"):  # a newer choice, which the address does not have yet, is none of them
+            st.session_state.pop(key, None)
+    return None if text == written else text
 
 
 def write(**values: object) -> None:
