@@ -150,7 +150,8 @@ class ComparisonInfo:
         elif not self.looked_at:
             read = f"What is judged has no interval here, so no estimator can be told from {self.against}."
         elif any(row.told for row in self.rows):
-            read = f"95 % intervals over prompts: thick, one look; thin, {self.together}. Proved step lengths first."
+            read = f"95 % intervals over prompts: thick, one look; thin, {self.together}."
+            read += " Proved step lengths first." * any(row.c_known for row in self.rows if row.decides)
         else:
             read = (
                 f"95 % intervals over prompts: thick, one look; thin, {self.together}. No interval of {self.together} "

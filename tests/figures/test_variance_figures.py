@@ -72,6 +72,13 @@ def test_intervals_against_what_trained_stand_under_the_ratio_that_decides(grams
             assert table.loc[label, column].startswith(expected)
 
 
+def test_the_caption_says_proved_first_only_where_something_is_proved(grams):
+    exact, steps = ("otb", "exact"), list(grams.values())
+    known = Proved({RLOO: 1.0, exact: 1.0}, frozenset((RLOO, exact)))
+    words = [comparison_info(steps, known=proved).words for proved in (known, Proved({}, frozenset()))]
+    assert ["Proved step lengths first" in one for one in words] == [True, False]
+
+
 def test_comparison_of_one_energy_source(grams):
     info = comparison_info(list(grams.values()), energy_source="proxy")
     assert {row.label for row in info.rows} == {"rloo", "group_mean", "otb"}
