@@ -50,6 +50,10 @@ function describe() {
   // The small curves of numbers are decoration without a name.
   for (const mark of document.querySelectorAll("[role=graphics-symbol]")) mark.setAttribute("aria-hidden", "true");
   for (const button of document.querySelectorAll(".modebar-btn:not([tabindex])")) button.tabIndex = -1;
+  // What scrolls is reached by Tab, so that keys can scroll it.
+  for (const box of document.querySelectorAll("[data-testid=stMarkdownContainer] > table, [data-testid=stTable] *")) {
+    if (box.scrollWidth > box.clientWidth && /auto|scroll/.test(getComputedStyle(box).overflowX)) box.tabIndex = 0;
+  }
 }
 
 export default function ({ setStateValue }) {
