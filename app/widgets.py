@@ -81,14 +81,18 @@ def box(
 ) -> Any:
     """Let the page choose one of several by a bound selectbox, by `buttons` or a `slider`; the first to begin with.
 
-    With `of`, the run that the choice is of, what was chosen of one run is not kept for another.
+    With `of`, the run that the choice is of, what was chosen of one run is not kept for another, and the first choice
+    moves on as the run grows.
     """
     words = choices if isinstance(choices, Mapping) else {one: str(one) for one in choices}
     first = default if default in words else next(iter(words))
     chosen = st.session_state.get(key, first)
-    before, st.session_state[f"_{key} of"] = st.session_state.get(f"_{key} of", (of, None)), (of, chosen)
-    if before[0] != of and before[1] == chosen:  # else Back or a link brought both
+    page = st.session_state["_shown"]  # each has a first choice of its own
+    before = st.session_state.get(f"_{key} of", (of, None, None, page))
+    grown = of and before == (of, chosen, chosen, page) and key not in st.query_params
+    if grown or (before[0] != of and before[1] == chosen):  # else Back or a link brought both
         st.session_state[key] = chosen = first
+    st.session_state[f"_{key} of"] = of, chosen, first, page
     if chosen != first and chosen in words and key not in st.query_params:
         st.session_state[key] = chosen  # the default of another run or step, and not this one's: into the address
     options |= {"format_func": lambda one: words.get(one, str(one)), "key": key, "bind": "query-params"}
