@@ -21,6 +21,10 @@ folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` 
 STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
+@media (min-width: 641px) and (max-width: 1100px) {
+  .st-key-curves [data-testid="stHorizontalBlock"] { flex-wrap: wrap; }
+  .st-key-curves [data-testid="stColumn"] { min-width: 30%; }
+}
 .st-key-ahead, .st-key-window-watch { display: none; }
 pre.raw { font-family: monospace; font-size: 14px; margin: 0; padding: 0; background: none; border: none;
   white-space: pre-wrap; overflow-wrap: anywhere; color: inherit; }

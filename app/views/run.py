@@ -99,7 +99,8 @@ def teaches_nothing(run: Run, steps: pd.DataFrame) -> None:
 
 def curves(info: TimelineInfo, color: str) -> None:
     """Show the first curves small, each with its last value, its first one, and the alarms that are about it."""
-    for place, series in zip(st.columns(CURVES), info.series[:CURVES], strict=False):
+    within = st.container(key="curves")  # in two rows where the window is narrow
+    for place, series in zip(within.columns(CURVES), info.series[:CURVES], strict=False):
         named = [e for e in info.events if e.kind in SIGNS and e.column == series.quantity.column]
         first, last = series.value[[0, -1]].tolist()
         with place.container(border=True, height="stretch"):
