@@ -21,9 +21,14 @@ folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` 
 STYLE = """<style>
 .stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
+@media (min-width: 641px) and (max-width: 1100px) {
+  .st-key-curves [data-testid="stHorizontalBlock"] { flex-wrap: wrap; }
+  .st-key-curves [data-testid="stColumn"] { min-width: 30%; }
+}
 .st-key-ahead, .st-key-window-watch { display: none; }
 pre.raw { font-family: monospace; font-size: 14px; margin: 0; padding: 0; background: none; border: none;
   white-space: pre-wrap; overflow-wrap: anywhere; color: inherit; }
+.st-key-token_view, .st-key-reader { min-height: 30rem; }
 .st-key-prompt-text { max-height: 9rem; overflow: auto; }
 [data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
 .st-key-token-panel { max-height: 40vh; overflow: auto; padding: 6px 12px; border-radius: 6px 6px 0 0; gap: 0.3rem;
@@ -137,6 +142,7 @@ typed = st.Page("views/triage.py", title="Triage", url_path="triage", visibility
 page = st.navigation([first, *pages[1:], typed])
 if target := st.session_state.pop("_page", None):
     st.switch_page(f"views/{target[0]}.py", query_params=target[1])
+st.session_state.update(_stayed=st.session_state.get("_shown") == page.title, _shown=page.title)
 without_runs = page.title == STUDIES
 # The browser loads Plotly, a second's work, while the server reads; without the file it waits for a figure.
 for script in Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js") if not without_runs else ():

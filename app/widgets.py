@@ -81,14 +81,18 @@ def box(
 ) -> Any:
     """Let the page choose one of several by a bound selectbox, by `buttons` or a `slider`; the first to begin with.
 
-    With `of`, the run that the choice is of, what was chosen of one run is not kept for another.
+    With `of`, the run that the choice is of, what was chosen of one run is not kept for another, and the first choice
+    moves on as the run grows.
     """
     words = choices if isinstance(choices, Mapping) else {one: str(one) for one in choices}
     first = default if default in words else next(iter(words))
     chosen = st.session_state.get(key, first)
-    before, st.session_state[f"_{key} of"] = st.session_state.get(f"_{key} of", (of, None)), (of, chosen)
-    if before[0] != of and before[1] == chosen:  # else Back or a link brought both
+    page = st.session_state["_shown"]  # each has a first choice of its own
+    before = st.session_state.get(f"_{key} of", (of, None, None, page))
+    grown = of and before == (of, chosen, chosen, page) and key not in st.query_params
+    if grown or (before[0] != of and before[1] == chosen):  # else Back or a link brought both
         st.session_state[key] = chosen = first
+    st.session_state[f"_{key} of"] = of, chosen, first, page
     if chosen != first and chosen in words and key not in st.query_params:
         st.session_state[key] = chosen  # the default of another run or step, and not this one's: into the address
     options |= {"format_func": lambda one: words.get(one, str(one)), "key": key, "bind": "query-params"}
@@ -113,9 +117,15 @@ def span(within: Any, label: str, key: str, low: Any, high: Any, **options: Any)
 
 
 def asked(name: str) -> str | None:
-    """Return what the address asks for where no widget is bound, if that is new: by a link, by hand, or by Back."""
-    text = st.query_params.get(name)
-    return None if text == st.session_state.get(f"_{name}") else text
+    """Return what the address asks for where no widget is bound, if that is new: by a link, by hand, or by Back.
+
+    Back to before the first choice on this page takes the choice with it.
+    """
+    text, written = st.query_params.get(name), st.session_state.get(f"_{name}")
+    if text is None and st.session_state["_stayed"] and st.session_state.get(name) == written:
+        for key in (name, f"_{name}"):  # a newer choice, which the address does not have yet, is none of them
+            st.session_state.pop(key, None)
+    return None if text == written else text
 
 
 def write(**values: object) -> None:

@@ -2,8 +2,8 @@
 // picture with its sentence and one stop of Tab, and what belongs to one click.
 
 // One click is one entry of the history, and one Back undoes it. A click that opens a page changes the address once for
-// the page and once for each box of it, and Streamlit makes an entry of every change: those that follow the first one of
-// a click replace it. On the way back to another page Streamlit drops what boxes of both pages are bound to, such as the
+// the page and once for each box of it, and Streamlit makes an entry of each, or of none where it is a box that was
+// changed: the first change of a click is the entry, those that follow replace it. On the way back to another page Streamlit drops what boxes of both pages are bound to, such as the
 // run: the address of the entry is asked for once more, when they are boxes of the page that is shown.
 function keepHistory() {
   if (history.kept) return;
@@ -21,7 +21,8 @@ function keepHistory() {
   history.replaceState = (state, title, url) => {
     const entry = wanted;
     wanted = "";
-    replace(state, title, url);
+    if (new URL(url, location).href === location.href) replace(state, title, url);
+    else history.pushState(state, title, url);
     if (!entry || location.href === entry) return;
     setTimeout(() => {
       replace(state, title, entry);
@@ -49,6 +50,10 @@ function describe() {
   // The small curves of numbers are decoration without a name.
   for (const mark of document.querySelectorAll("[role=graphics-symbol]")) mark.setAttribute("aria-hidden", "true");
   for (const button of document.querySelectorAll(".modebar-btn:not([tabindex])")) button.tabIndex = -1;
+  // What scrolls is reached by Tab, so that keys can scroll it.
+  for (const box of document.querySelectorAll("[data-testid=stMarkdownContainer] > table, [data-testid=stTable] *")) {
+    if (box.scrollWidth > box.clientWidth && /auto|scroll/.test(getComputedStyle(box).overflowX)) box.tabIndex = 0;
+  }
 }
 
 export default function ({ setStateValue }) {

@@ -82,7 +82,9 @@ def over_steps(run: Run, against: Label, measured: dict[str, Label]) -> None:
     shown = {quantity.column for quantity in info.quantities}
     if shown:
         python = scripts.OVER_TRAINING.format(path=run.path, against=against, chosen=chosen)
-        says = f"{', '.join(names)} divided by {against[0]}, by block of measured steps"
+        each = zip(info.quantities, info.curves, strict=True)
+        ends = [f"{q.title} of {one.run} {number(float(one.value[-1]))}" for q, curves in each for one in curves]
+        says = f"{', '.join(names)} divided by {against[0]}, by block of measured steps; in the last {', '.join(ends)}"
         chart(plot_learning(info), "over-training", says, partial(curves_table, info), python)
     missing = " and ".join(title.lower() for name, title, _ in RATIOS if name not in shown)
     st.caption(f"{BANDS * bool(shown)}{UNTOLD.format(missing) * bool(missing and names)}")

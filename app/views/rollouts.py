@@ -99,7 +99,7 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
             st.caption("Share of each reward among the rollouts of a step. Click a cell to list its rollouts.")
             python = scripts.REWARDS.format(path=run.path, asked=everywhere)
             clicked = partial(ask_for_cell, info, facts["last"], facts["high"])
-            title = "Share of each reward by step"
+            title = "Share of each reward, {low:.3g} to {high:.3g}, by step, {first} to {last}".format(**facts)
             chart(plot_rewards(info, steps, reward), "rewards", title, histogram, python, clicked=clicked)
         row = st.container(horizontal=True, vertical_alignment="bottom")
         order = box(row, "Order", "sort", list(ORDERS), width=290)

@@ -50,6 +50,11 @@ def clicked() -> None:
         st.session_state["step"] = int(points[0]["x"])
 
 
+def go_to_step(within: Any, label: str, step: int | None, key: str) -> None:
+    """Offer a step to the box of steps, whose address goes with it."""
+    within.button(label, key=key, type="tertiary", on_click=st.session_state.update, args=({"step": step},))
+
+
 def cells(findings: list[Finding]) -> pd.DataFrame:
     """Return alarms in this order, with their rates, as text that is no markup; a dash where nothing fired."""
     rows = [alarms_table({"": [finding]}).astype("string") for finding in findings]
@@ -66,7 +71,9 @@ def alarms(findings: list[Finding]) -> None:
     for one in fired:
         later = "" if one.alarm_step in (None, one.watch_step) else f", alarm at {one.alarm_step}"
         at = f"step {one.watch_step}{later}"
-        st.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
+        row = st.container(horizontal=True, vertical_alignment="center")
+        row.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
+        go_to_step(row, f"Go to step {one.watch_step}", one.watch_step, f"fired-{one.detector}")
     if not fired and (state := state_of(findings)) in UNFIRED:
         st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
     all_detectors([*fired, *rest])
@@ -92,7 +99,8 @@ def teaches_nothing(run: Run, steps: pd.DataFrame) -> None:
 
 def curves(info: TimelineInfo, color: str) -> None:
     """Show the first curves small, each with its last value, its first one, and the alarms that are about it."""
-    for place, series in zip(st.columns(CURVES), info.series[:CURVES], strict=False):
+    within = st.container(key="curves")  # in two rows where the window is narrow
+    for place, series in zip(within.columns(CURVES), info.series[:CURVES], strict=False):
         named = [e for e in info.events if e.kind in SIGNS and e.column == series.quantity.column]
         first, last = series.value[[0, -1]].tolist()
         with place.container(border=True, height="stretch"):
@@ -101,7 +109,12 @@ def curves(info: TimelineInfo, color: str) -> None:
                 delta_arrow="off",
             )  # fmt: skip
             st.html(sparkline(thinned(series.value, POINTS), color))
-            st.caption("  \n".join(f"{SIGNS[e.kind]} {plain(e.text)}, step {e.step}" for e in named) or "no alarm")
+            for e in named:
+                go_to_step(
+                    st, f"{SIGNS[e.kind]} {plain(e.text)}, step {e.step}", e.step, f"{e.kind}-{e.text}-{e.column}"
+                )
+            if not named:
+                st.caption("no alarm")
 
 
 @st.fragment  # its switches draw this part of the page again, and no other
@@ -121,10 +134,13 @@ def happened(run: Run, steps: pd.DataFrame, step: int) -> None:
 
 def worth_reading(run: Run, last: int) -> None:
     """Show rollouts new since this session last looked, else of the newest step, or from before a collapse."""
-    seen, since = st.session_state.setdefault("_seen", {}).get(run.path, (last, last))
-    if last != seen:  # fewer steps than before: another run of this name
-        since = seen + 1 if last > seen else last
-    st.session_state["_seen"][run.path] = last, since
+    looks = st.session_state.setdefault("_seen", {})  # a run's newest step as it was drawn, and the first new one
+    seen, since = looks.get(run.path, (last, 0))
+    visited = not (st.session_state["_stayed"] and st.session_state.get("_read") == run.path)
+    if visited or last < seen:  # while a page stays open what is new stays so; fewer steps: another run of this name
+        since = min(seen, last) + 1
+    looks[run.path], st.session_state["_read"] = (last, since), run.path
+    since = min(since, last)
     says = f"Of step {last}." if since == last else f"Of steps {since} to {last}, new since you last looked."
     if (fallen := data.answers(run).worth_reading) is not None:
         last, says = fallen
@@ -158,7 +174,7 @@ def attribution(run: Run, step: int) -> None:
         if found.command:
             st.code(found.command, language="bash", wrap_lines=True)
         if found.nearest is not None:
-            st.button(f"Go to step {found.nearest}", on_click=st.session_state.update, args=({"step": found.nearest},))
+            go_to_step(st, f"Go to step {found.nearest}", found.nearest, "nearest")
         return
     st.caption(plain(found.says))
     words = {name: HELD[name] for name in LEVELS}
@@ -192,7 +208,8 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     known = [int(step) for step in steps["step"]]
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
     facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, count]
-    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence)}.")
+    sure = [f" It fires in {false_alarms(one.detector)} of healthy runs." for one in fired_first(findings)[0][:1]]
+    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence + '.' + ''.join(sure))}")
     if told.alarm:
         st.warning(plain(told.alarm), icon=":material/warning:")
     alarms(findings)

@@ -200,11 +200,13 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
         figure = plot_tokens(drawn.info, titles[column], chosen[1:] if chosen and chosen[0] == p else None)
         width = grid_info(drawn.info).width
         many = f"Each cell holds {width} tokens and shows the one that stands out most. " if width > 1 else ""
+        known = [x for x in column_values(drawn.tokens, column) if np.isfinite(x)]
+        ends = f"from {number(min(known))} to {number(max(known))}" if known else "not measured"
         with side:
             chart(
                 figure,
                 key,
-                "Where in the answers such tokens stand",
+                f"{titles[column]} by rollout and position, {ends}",
                 python=python if can else "",
                 clicked=partial(on_cell, key, p),
             )

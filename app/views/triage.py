@@ -33,7 +33,7 @@ GROUPS = (
     "From seven runs on by the first setting with few values, to begin with."
 )
 # Columns of texts: as wide as the longest needs, at most so many pixels; a string below would be shown on the page.
-TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150, "what happened": 400}
+TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150}
 PIN = " "  # the column whose square pins
 # What a narrow window cuts off matters least.
 ORDER = (
@@ -48,7 +48,6 @@ ORDER = (
     "estimator",
     "reward fell",
     "detector spoke",
-    "what happened",
 )
 ORDER += ("first", "status")
 SETTING = "config."

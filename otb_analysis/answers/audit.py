@@ -20,6 +20,8 @@ from otb_analysis.statistics import REFERENCE, Decision, deleted_moments, sketch
 from otb_analysis.types import Label
 
 NONE: Label = ("none", "none")
+OWN = "this run's own"
+"""What was audited where no file was."""
 SCORE = "otb audit --model DIR --rollouts FILE --go"
 IN_TRL = ("attribution=AttributionSchedule", "exact=Schedule")
 
@@ -84,9 +86,10 @@ class AuditReport:
         exact = self.bookkeeping.advantages.exact if self.bookkeeping.advantages else ()
         if exact and not any(name.startswith(self.trained) for name in exact):
             trained += f" (--estimator.name), though its advantages are those of {' or '.join(exact)}"
+        source = f"{OWN} rollouts" if self.rollouts == OWN else self.rollouts
         return (
             f"{self.run}: {plural(self.n_rollouts, 'rollout')} of {plural(self.n_prompts, 'prompt')} in "
-            f"{plural(self.n_steps, 'step')}{model}{trained}; from {self.rollouts}"
+            f"{plural(self.n_steps, 'step')}{model}{trained}; from {source}"
         )
 
 
@@ -136,7 +139,7 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
         every = np.concatenate(errors)
         sketches = Sketches(len(dims), min(dims), float(np.nanmax(every)) if np.isfinite(every).any() else None)
     return AuditReport(
-        run=run.name, rollouts=str(section(config, "source").get("path") or "this run's own"),
+        run=run.name, rollouts=str(section(config, "source").get("path") or OWN),
         model=str(config.get("model") or ""), trained=trained, n_steps=len(steps),
         n_prompts=len(set(run.rewards["prompt_id"].dropna())) or len(run.rewards.drop_duplicates(["step", "group"])),
         n_rollouts=len(run.rewards), alarms=run.alarms, verdict=(*run.lines, *filter(None, [run.proxy_line])),

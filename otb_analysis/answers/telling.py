@@ -12,6 +12,8 @@ from otb_analysis.store.token_arrays import floats
 
 WRONG = "Newest wrong answer to a prompt it could solve"
 LONGEST = "Longest answer"
+MOST = 3
+"""Rollouts that are told."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ def telling_rollouts(store: RunStore, since: int, last: int | None = None) -> li
     """Return at most three rollouts of the steps from `since` to `last`, each once; empty where none were stored.
 
     They are the newest whose reward is below another one that its prompt has had in this run, the longest, and that of
-    the newest step's token with the smallest probability. `last` is by default the newest step.
+    the newest step's token with the smallest probability. One that is told already is told for a further reason, too,
+    and the next best of that reason comes beside it. `last` is by default the newest step.
 
     Raises:
         StoreError: The run cannot be read.
@@ -53,28 +56,34 @@ def telling_rollouts(store: RunStore, since: int, last: int | None = None) -> li
         short_of_best = best - reward
     chosen: dict[tuple[int, int], tuple[str, int]] = {}  # step and rollout → why, and the token
 
-    def choose(at: tuple[int, int], why: str, t: int = 0) -> None:
-        """Tell a rollout, or one that is told already for another reason, too."""
-        before = f"{chosen[at][0]}; " if at in chosen else ""
-        chosen[at] = before + (why[0].lower() + why[1:] if before else why), t
+    def choose(ranked: list[tuple[int, int, int, str]]) -> None:
+        """Tell the best of some (step, rollout, token, why), and if it is told already the next best, too."""
+        for step, rollout, t, why in ranked:
+            small, at = why[0].lower() + why[1:], (step, rollout)
+            if at not in chosen:
+                chosen[at] = (why if why is ranked[0][-1] else f"Next {small}"), t
+                return
+            if why is ranked[0][-1]:
+                chosen[at] = f"{chosen[at][0]}; {small}", t
 
+    at = list(zip(step.tolist(), rows["rollout"].tolist(), strict=True))
     if len(wrong := np.flatnonzero(short_of_best > 0)):
         worst = wrong[np.lexsort((-short_of_best[wrong], -step[wrong]))[0]]
-        choose((int(step[worst]), int(rows["rollout"].iloc[worst])), WRONG)
+        choose([(*at[worst], 0, WRONG)])
     length = floats(rows, "length")
-    if not np.isnan(length).all():
-        longest = np.nanargmax(length)
-        choose((int(step[longest]), int(rows["rollout"].iloc[longest])), f"{LONGEST}, {np.nanmax(length):,.0f} tokens")
+    longest = [k for k in np.argsort(-length, kind="stable")[:MOST] if not np.isnan(length[k])]
+    choose([(*at[k], 0, f"{LONGEST}, {length[k]:,.0f} tokens") for k in longest])
     newest = int(step.max())
     tokens: Any = store.tokens_df([newest], ["rollout", "t", "token", "logprob"], "mask AND logprob IS NOT NULL")
-    if len(tokens):
-        least = tokens.iloc[int(floats(tokens, "logprob").argmin())]
-        shown = "" if pd.isna(least["token"]) else f" {str(least['token'])!r}"
-        why = f"Most surprising token{shown}, probability {number(float(np.exp(least['logprob'])))}"
-        choose((newest, int(least["rollout"])), why, int(least["t"]))
+    ranked = []
+    for _, one in tokens.sort_values("logprob").drop_duplicates("rollout").head(MOST).iterrows():
+        shown = "" if pd.isna(one["token"]) else f" {str(one['token'])!r}"
+        why = f"Most surprising token{shown}, probability {number(float(np.exp(one['logprob'])))}"
+        ranked.append((newest, int(one["rollout"]), int(one["t"]), why))
+    choose(ranked)
     found = list[Telling]()
-    for (at, rollout), (why, t) in chosen.items():
-        row = store.rollouts_df([at], where="rollout = ?", params=[rollout]).iloc[0]
+    for (at_step, rollout), (why, t) in chosen.items():
+        row = store.rollouts_df([at_step], where="rollout = ?", params=[rollout]).iloc[0]
         prompt, completion = ("" if pd.isna(row[one]) else str(row[one]) for one in ("prompt", "completion"))
-        found.append(Telling(why, at, int(row["group"]), rollout, t, prompt, completion, float(row["reward"])))
+        found.append(Telling(why, at_step, int(row["group"]), rollout, t, prompt, completion, float(row["reward"])))
     return found

@@ -22,6 +22,12 @@ RATIO = 2.0
 AT_ONCE = 16
 """Steps whose texts are in memory at once."""
 
+ALONE = (
+    "Each group has one rollout, so no baseline can compare answers to one prompt, and nothing can be said of "
+    "baselines or of group sizes. Sample four or more answers to each prompt; where a file has them without naming "
+    "their prompt, --group-size says how many follow one another."
+)
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -69,6 +75,8 @@ class Traits:
             f"Dead groups, whose rewards are all equal: {self.n_dead:,} of {plural(self.n_groups, 'group')} {groups}, "
             f"{self.n_dead / self.n_groups:.0%}."
         ]
+        if self.sizes[0] == (1, self.n_groups):
+            lines = [ALONE]
         lines += [self.filtered.line] if self.filtered is not None else []
         if self.n_short:
             lines.append(f"Steps: {self.n_short:,} of {self.n_steps:,} fall short; the first is {self.first_short}.")

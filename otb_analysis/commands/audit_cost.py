@@ -11,7 +11,7 @@ from otb_analysis.measurement.level import drawn_share, first_groups, positions
 from otb_analysis.measurement.measurer import GramMethod, gram_method
 from otb_analysis.phases import phase, plural
 from otb_analysis.recorded.runs import Layout, source_of, steps_of, stored_config
-from otb_analysis.recorded.score import Policy, Scorer, check
+from otb_analysis.recorded.score import Policy, Scorer, check, check_groups
 from otb_analysis.rollouts.sampling import Rollouts
 from otb_analysis.training.budget import levels, rough_duration, seconds_per_position
 from otb_analysis.types import Float
@@ -69,6 +69,7 @@ def audit_cost(config: AuditConfig, policy: Policy) -> AuditCost:
     first = next(steps, None)
     if first is None:
         raise InputError(f"{config.rollouts} holds no rollout; pass a file with at least one.")
+    check_groups(config.estimator.name, first)  # before a price of what cannot be measured
     model, stored = policy[0], stored_config(config, source, "otb audit", {})
     rollouts = Scorer(config, *policy, source.tally, stored).encoder.rollouts(first)
     measure = with_norms(config, rollouts)

@@ -30,29 +30,31 @@ from otb_analysis.extras import require
 from otb_analysis.phases import phase
 
 USAGE = """\
-otb measures how noisy the gradient is in LLM reinforcement learning, and which baseline makes it less noisy.
+otb measures how noisy the gradient is in LLM reinforcement learning, and which
+baseline makes it less noisy.
 
-  otb demo         train a small model twice with every measurement, compare, serve the dashboard
-  otb train        train one run and measure it         (--config FILE.toml, every field on the command line too)
-  otb score        measure rollouts that another trainer recorded    (otb score --model DIR --rollouts FILE)
-  otb import       read recorded rollouts without a model: rewards, dead groups, lengths, alarms
-  otb audit        what recorded rollouts show; with a model, which baseline suits them   (otb audit FOLDER --model DIR)
-  otb model        fetch a pretrained model for --model    (otb model fetch smollm2)
-  otb compare      which baseline is less noisy, what was learned, whether the proxy will do
-  otb diagnose     whether a run is in trouble: alarms with reasons, change points, advice   (otb diagnose RUN…)
-  otb query        one read-only SELECT over a run's tables   (otb query RUN "SELECT …" --json)
-  otb tokens       one prompt's tokens under an estimator, and a token's formula   (otb tokens RUN --rollout 3 --t 5)
-  otb watch        follow a run or a folder; a status, a webhook or a message says when an alarm fires   (otb watch RUN)
-  otb attribution  the tokens, rollouts and prompts that make up a step's gradient   (otb attribution RUN --step S)
-  otb report       what these commands say as one self-contained HTML file, or Markdown   (otb report RUN… --out FILE)
+  otb demo         train a small model twice, compare, serve the dashboard
+  otb train        train one run and measure it: --config FILE.toml, or fields
+  otb score        measure recorded rollouts: --model DIR --rollouts FILE
+  otb import       read recorded rollouts without a model: rewards, alarms
+  otb audit        what recorded rollouts show: FOLDER --model DIR
+  otb model        fetch a pretrained model: otb model fetch smollm2
+  otb compare      which baseline is less noisy, and what was learned
+  otb diagnose     whether a run is in trouble: alarms, change points, advice
+  otb query        one read-only SELECT over a run's tables: RUN "SELECT …"
+  otb tokens       a token's formula: RUN --rollout 3 --t 5
+  otb watch        follow a run or a folder, and say when an alarm fires
+  otb attribution  the tokens that make up a step's gradient: RUN --step S
+  otb report       what these commands say as one file: RUN… --out FILE
   otb dashboard    serve the dashboard on a folder of runs, on loopback
-  otb compact      merge the many small files of finished runs into few with the same rows     (otb compact RUN…)
-  otb aggregate    count, mean and variance of per-token columns by run, steps and prompt
+  otb compact      merge the many small files of finished runs into few
+  otb aggregate    count, mean and variance of per-token columns
   otb licences     the packages that are installed, and the licence of each
-  otb bench        time, memory and errors on this machine, in a clone     (otb bench --help)
+  otb bench        time, memory and errors on this machine, in a clone
   otb study        repeat a study, or measure its missing cells, in a clone
 
-`otb COMMAND --help` explains itself, `otb train --help-all` every field; `otb --version` names the version.
+`otb COMMAND --help` explains itself, `otb train --help-all` every field;
+`otb --version` names the version.
 """
 
 Config = TypeVar("Config")

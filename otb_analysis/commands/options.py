@@ -9,12 +9,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from inspect import getdoc
+from textwrap import fill
 from typing import Annotated, Any, TypeVar
 
 import tyro
 from tyro.conf import Suppress
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
+from otb_analysis.commands.screen import line_width
 from otb_analysis.config import (
     AttributionSchedule,
     CheckpointConfig,
@@ -129,6 +132,9 @@ def parsed(
     kind: type[Config], command: str, words: Sequence[str], default: Config, description: str | None = None
 ) -> Config:
     """Return a command's configuration from the command line; of many options `--help` shows those in `USED`."""
+    # tyro breaks the lines of options alone, and joins others that begin with a letter.
+    paragraphs = (description or getdoc(kind) or "").split("\n\n")
+    description = "\n\n".join(fill(one, line_width(), subsequent_indent="  ") for one in paragraphs)
     if short := kind in USED and "--help-all" not in words and not {"-h", "--help"}.isdisjoint(words):
         few, whole = used_and_all(default)
         description = f"{description}\n\nThese are the {few} options that people use; --help-all shows all {whole}."

@@ -254,6 +254,8 @@ def vanished_gradient(series: StepSeries) -> Finding:
     reason = (
         f"‖ḡ‖ was exactly 0 at {int(zero[max(0, at - LASTING + 1) : at + 1].sum())} of the {LASTING} steps up to step "
         f"{step[at]}, and at {int(zero.sum())} of {len(step)} steps of the run{since}."
+        if zero.any()
+        else f"‖ḡ‖ was above 0 at all {len(step)} steps."
     )
     return finding_of("vanished_gradient", [one], reason)
 

@@ -228,11 +228,11 @@ def sampling_certificate(series: StepSeries) -> Finding:
     at = one.shown()
     recent = one.value[max(0, at - 19) : at + 1]
     score = one.score[at]
-    runs = f"10^{score:.0f}" if score > 3 else f"{10 ** max(score, 0):.2g}"
+    runs = f"10^{score:.0f}" if score > 3 else f"{10**score:.2g}"
+    rare = f" If the policy had drawn these tokens itself, at most one of {runs} runs would look like this."
     reason = (
         f"the z-scores of {one.column} averaged {recent.mean():+.2f} over the {recent.size} steps up to step "
-        f"{one.step[at]} (last {one.value[at]:+.1f}). If the policy had drawn these tokens itself, at most one of "
-        f"{runs} runs would look like this."
+        f"{one.step[at]} (last {one.value[at]:+.1f}).{rare if score > 0.5 else ''}"
     )
     return finding_of("sampling_certificate", evidence, reason)
 

@@ -139,8 +139,14 @@ class ComparisonInfo:
         return [k for k, _ in enumerate(RATIOS) if any(row.ratios[k] not in (None, _ONE) for row in self.rows)]
 
     @property
+    def marked(self) -> list[Row]:
+        """The rows that have a mark in the figure; all where none has."""
+        rows = [row for row in self.rows if any(one is not None and one.estimate > 0 for one in row.ratios)]
+        return rows or list(self.rows)
+
+    @property
     def words(self) -> str:
-        """What points, intervals and their order are, in words, and which ratios have no panel."""
+        """What points, intervals and their order are, in words, which ratios have no panel, and what has no mark."""
         of = f"{plural(self.n_prompts, 'prompt')} of {plural(self.n_steps, 'measured step')}"
         start = f"How noisy each estimator is beside {self.against}, on the same rollouts: {of}."
         if self.n_prompts < MIN_CLUSTERS:
@@ -150,7 +156,8 @@ class ComparisonInfo:
         elif not self.looked_at:
             read = f"What is judged has no interval here, so no estimator can be told from {self.against}."
         elif any(row.told for row in self.rows):
-            read = f"95 % intervals over prompts: thick, one look; thin, {self.together}. Proved step lengths first."
+            read = f"95 % intervals over prompts: thick, one look; thin, {self.together}."
+            read += " Proved step lengths first." * any(row.c_known for row in self.rows if row.decides)
         else:
             read = (
                 f"95 % intervals over prompts: thick, one look; thin, {self.together}. No interval of {self.together} "
@@ -158,6 +165,8 @@ class ComparisonInfo:
             )
         hidden = " and ".join(title.lower() for k, (_, title, _) in enumerate(RATIOS) if k not in self.shown)
         why = [UNDEFINED.format(hidden)] if hidden and self.sampled and len(self.rows) > 1 else []
+        bare = ", ".join(row.label for row in self.rows if row not in self.marked)
+        why += [f"Noise hides every ratio of {bare}, so the figure leaves them out."] if bare else []
         return " ".join([start, read, *why])
 
 
@@ -311,14 +320,14 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     have no interval. An arrow at the edge says that an interval goes on beyond it. A ratio that says nothing has no
     panel; the words say so.
     """
-    count, shown = len(info.rows), info.shown or [0]
+    count, shown = len(info.marked), info.shown or [0]
     height = 27 * count + 160
     titles = [RATIOS[index][1:] for index in shown]
     figure, places = panels(titles, len(shown), height=height - TOP, shared_x=False)
-    heights = {row.label: count - 1 - k for k, row in enumerate(info.rows)}
+    heights = {row.label: count - 1 - k for k, row in enumerate(info.marked)}
     for where, index in zip(places, shown, strict=True):
         name, title, _ = RATIOS[index]
-        drawn = [(row, ratio) for row in info.rows if (ratio := row.ratios[index]) is not None and ratio.estimate > 0]
+        drawn = [(row, ratio) for row in info.marked if (ratio := row.ratios[index]) is not None and ratio.estimate > 0]
         wide = {row.label: row.together for row, _ in drawn if row.decides == name}
         every = [one for one in (*(ratio for _, ratio in drawn), *wide.values()) if one is not None]
         ends = [end for ratio in every for end in (ratio.low, ratio.high) if end is not None]

@@ -109,7 +109,8 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
         template=TEMPLATE, height=height + 60, hovermode="x unified", hoversubplots="axis", showlegend=False,
         margin={"l": 64, "r": 16, "t": 24, "b": 36}, clickmode="event+select", dragmode="zoom",
     )  # fmt: skip
-    _lane(figure, info.events, 1 - LANE / height)
+    middle = float(np.mean([series.step[[0, -1]] for series in info.series])) if info.series else 0.0
+    _lane(figure, info.events, 1 - LANE / height, middle)
     for index, series in enumerate(info.series):
         end = 1 - (LANE + index * (PANEL + GAP) + GAP) / height
         single = [e.step for e in info.events if (e.kind, e.column) == ("outlier", series.quantity.column)]
@@ -134,7 +135,7 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
     return figure
 
 
-def _lane(figure: go.Figure, events: Sequence[Event], bottom: float) -> None:
+def _lane(figure: go.Figure, events: Sequence[Event], bottom: float, middle: float) -> None:
     """One row of marks: watches, alarms, change points and outliers, in the order in which they could be seen."""
     for kind, (name, symbol, color) in MARKS.items():
         marked = [event for event in events if event.kind == kind]
@@ -142,6 +143,12 @@ def _lane(figure: go.Figure, events: Sequence[Event], bottom: float) -> None:
             x=[event.step for event in marked], y=[0.5] * len(marked), mode="markers", name=name, yaxis="y",
             marker={"symbol": symbol, "size": 11, "color": color, "line": {"width": 1, "color": "#FFFFFF"}},
             text=[event.text for event in marked], hovertemplate=f"{name}: %{{text}}<extra></extra>",
+        )  # fmt: skip
+    # The first of all has its name above it; further names would hide each other, and stand where the mouse rests.
+    for event in [event for event in events if event.kind in ("watch", "alarm")][:1]:
+        figure.add_annotation(
+            x=event.step, y=0.5, yref="y", yshift=14, text=event.text, showarrow=False, font={"size": 11},
+            xanchor="right" if event.step > middle else "left",
         )  # fmt: skip
     lane = {"domain": (bottom, 1.0), "range": [0, 1], "showticklabels": False, "showgrid": False, "fixedrange": True}
     figure.update_layout(yaxis=lane)

@@ -122,6 +122,21 @@ def check(config: ScoreConfig) -> None:
         level_of(level)
 
 
+def check_groups(name: str, step: RecordedStep) -> None:
+    """Refuse rollouts of which every prompt has one, where the estimator compares those of one prompt.
+
+    Raises:
+        InputError: That is so.
+    """
+    if np.bincount(step.group).max() == 1 and not entry_of(name).takes_single:
+        whose = "the default of " * (name == ScoreConfig().estimator.name)
+        raise InputError(
+            f"{step.records[0].place}: step {step.step} has one rollout per prompt, but {whose}--estimator.name, "
+            f"{name!r}, compares rollouts of one prompt. Sample several answers to each prompt, or name what trained: "
+            f"set it to one of {', '.join(remaining_estimators())}."
+        )
+
+
 class Scorer:
     """A model and its settings, measuring one recorded step after the other."""
 
@@ -152,12 +167,7 @@ class Scorer:
             NonFiniteError: A logit is not finite.
         """
         name, seconds = self.config.estimator.name, dict[str, float]()
-        if np.bincount(step.group).max() == 1 and not entry_of(name).takes_single:
-            raise InputError(
-                f"{step.records[0].place}: step {step.step} has one rollout per prompt, but estimator.name is "
-                f"{name!r}, which compares rollouts of one prompt; set it to one of "
-                f"{', '.join(remaining_estimators())}."
-            )
+        check_groups(name, step)
         rollouts, start = self.encoder.rollouts(step), perf_counter()
         # A second look at the same tokens is no evidence: a direction learned from them agrees with itself.
         observe = None if step.repeated else self.sampling.observe

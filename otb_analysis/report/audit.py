@@ -19,6 +19,7 @@ from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.errors import StoreError
 from otb_analysis.figures.comparison import comparison_table, planner_display, plot_planner
 from otb_analysis.figures.styles import MISSING, interval_cell, number
+from otb_analysis.phases import plural
 from otb_analysis.report.compare import estimator_parts
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section, to_html
 from otb_analysis.report.records import following, written
@@ -46,6 +47,7 @@ AUDIT_FORMULAS = (
     ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),
     ("gain lost", "(e_exact − e_proxy)/(e_exact − e_rloo), e the efficiency"),
 )  # fmt: skip
+NO_GRADIENT = "The gradient was exactly 0 at all of {}, since all rewards of each group were equal: no token holds any."
 Z_SCORES = "Standard normal if the model drew the tokens: of Σ(log π_y + H), and of Σ(π_y − Σπ²)."
 
 
@@ -69,7 +71,9 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
         sketched = () if report.sketches is None else (report.sketches.words,)
         sections.append(Section("Estimators", (*estimator_parts(run.measured, top), *between, *sketched)))
     sections.append(Section("Budget planner", tuple(planner_parts(report.planner))))
-    if (tokens := report.tokens) is not None:
+    if (tokens := report.tokens) is not None and not tokens.half:
+        sections.append(Section("Tokens", (NO_GRADIENT.format(plural(tokens.steps, "attributed step")),)))
+    elif tokens is not None:
         caption = (
             f"Shares of Σ‖ḡ‖² over {tokens.steps} steps, {tokens.n_tokens:,} tokens; "
             f"{tokens.half:,} hold half of Σ|share|."

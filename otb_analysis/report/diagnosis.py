@@ -9,6 +9,7 @@ from otb_analysis.answers.holders import Attributed, NotAttributed
 from otb_analysis.answers.triage import Triage, triage_table, verdict
 from otb_analysis.diagnostics import LEVELS
 from otb_analysis.errors import InputError
+from otb_analysis.figures.alarms import TITLES
 from otb_analysis.figures.styles import MISSING
 from otb_analysis.report.document import Grid, Part
 
@@ -18,7 +19,7 @@ def diagnosis_parts(run: RunAnswers) -> list[Part]:
     series = run.series
     rows = pd.DataFrame(
         {
-            "level": finding.level, "detector": finding.detector,
+            "level": finding.level, "detector": TITLES[finding.detector],
             "first watch": MISSING if finding.watch_step is None else str(finding.watch_step),
             "first alarm": MISSING if finding.alarm_step is None else str(finding.alarm_step), "why": finding.reason,
         }

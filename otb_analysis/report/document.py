@@ -112,7 +112,7 @@ def to_markdown(document: Document, folder: str) -> tuple[str, dict[str, str]]:
             elif isinstance(part, Formulas):
                 parts.append("\n".join(f"- **{plain(name)}**: {plain(formula)}" for name, formula in part.rows))
             elif isinstance(part, str):
-                parts.append(plain(part))
+                parts.append("  \n".join(map(plain, part.split("\n"))))  # two blanks: a new line
             elif part.curves is None or find_spec("matplotlib") is None:  # a base install reports without pictures
                 elsewhere = "The figure is in the HTML form of this report and on the dashboard."
                 parts.append(f"*{plain(part.caption)} {elsewhere}*")
@@ -127,7 +127,8 @@ def grid_text(part: Grid) -> str:
     """Return a table as Markdown, its caption above it."""
     names = [plain(str(name)) for name in part.frame]
     rows = ["| " + " | ".join(plain(cell(x)) for x in row) + " |" for row in part.frame.itertuples(index=False)]
-    return "\n".join([plain(part.caption), "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names), *rows])
+    caption = "  \n".join(map(plain, part.caption.split("\n")))
+    return "\n".join([caption, "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names), *rows])
 
 
 def plain(text: str) -> str:

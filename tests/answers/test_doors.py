@@ -240,6 +240,27 @@ def test_pages_say_the_same_sentences(name, three_runs, answers, page):
         assert [line for line in lines if not has(said, line)] == [], view
 
 
+@pytest.mark.parametrize("names", [("demo", "few"), ("demo", "alarm")])
+def test_a_pair_is_told_alike_by_page_terminal_and_json(names, three_runs, capsys, monkeypatch):
+    root = three_runs["demo"].parent
+    pair = json.loads(otb(capsys, "compare", *names, "--root", root, "--json"))["pair"]
+    asked = {"run": list(names), "compare": "Two runs", "a": pair["a"], "b": pair["b"]}
+    app = open_page(root, "compare", monkeypatch, **asked)
+    assert not app.exception
+    texts = {"page": " ".join(one.value for kind in ("markdown", "caption") for one in app.get(kind))}
+    texts["terminal"] = otb(capsys, "compare", *names, "--root", root)
+    for line in (pair["verdict"], *pair["notes"]):
+        assert [door for door, text in texts.items() if not has(text, line)] == [], line
+
+
+def test_a_report_with_figures_says_of_each_run_what_the_run_says_and_draws_it(three_runs, answers, capsys, tmp_path):
+    root, out = three_runs["demo"].parent, tmp_path / "r.md"
+    otb(capsys, "report", *RUNS, "--root", root, "--out", out, "--figures", tmp_path / "figures")
+    text = out.read_text()
+    assert [line for name in RUNS for line in answers[name].lines if not has(text, line)] == []
+    assert {".pdf", ".svg"} <= {path.suffix for path in (tmp_path / "figures").iterdir()}
+
+
 def test_an_alarm_stands_in_the_first_lines_of_every_door_and_nothing_is_proved(three_runs, answers, doors):
     alarm = answers["alarm"].alarm
     assert "were not drawn by the stated sampler" in alarm

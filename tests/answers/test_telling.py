@@ -55,9 +55,10 @@ def test_a_prompt_that_was_solved_long_ago_could_be_solved(tmp_path):
     assert (told[0].why, told[0].step, told[0].rollout) == (WRONG, 1, 0)
 
 
-def test_one_rollout_can_be_told_for_two_reasons(tmp_path):
-    told = telling_rollouts(written(tmp_path, [([1, 1, 0, 1], [3, 3, 5, 3], 1.0)]), 0)
-    assert [one.rollout for one in told] == [2] and told[0].t == 1
+def test_one_rollout_can_be_told_for_all_reasons_and_the_next_best_of_each_comes_beside_it(tmp_path):
+    told = telling_rollouts(written(tmp_path, [([1, 1, 0, 1], [3, 4, 5, 3], 1.0)]), 0)
+    assert [one.rollout for one in told] == [2, 1, 0] and told[0].t == 1
+    assert told[1].why == "Next longest answer, 4 tokens" and told[2].why.startswith("Next most surprising token")
     assert told[0].why.startswith(f"{WRONG}; longest answer, 5 tokens; most surprising token")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.store import RunWriter, StepTables
-from tests.app.browsing import SECONDS, Watched, asked, click_row, finished, served, visit, watched
+from tests.app.browsing import SECONDS, Watched, asked, choose, click_row, finished, served, visit, watched
 from tests.app.token_runs import write_token_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.heavy]
@@ -119,6 +119,64 @@ def test_a_click_that_opens_a_page_is_one_entry_of_the_history_and_one_back_undo
     assert page.locator("text=Who holds the gradient of step 20").count() == 1
     page.go_forward()
     assert now("/tokens") == (there, after)
+
+
+def _pick(option: str):
+    return lambda page, label: choose(page, label, option)
+
+
+def _type(page, label: str) -> None:
+    page.locator(f"[data-testid=stTextInput]:has-text('{label}') input").first.fill("4")
+    page.keyboard.press("Enter")
+
+
+def _switch(page, label: str) -> None:
+    page.locator(f"[data-testid=stCheckbox] label:has-text('{label}')").first.click()
+
+
+def _press(page, label: str) -> None:
+    page.locator(f"[data-testid=stButtonGroup] button:has-text('{label}')").first.click()
+
+
+def _tick(page, label: str) -> None:
+    page.locator(f"[data-testid=stMultiSelect]:has-text('{label}') input").first.click()
+    page.locator("[role=option]").first.click()
+    page.keyboard.press("Escape")
+
+
+def _slide(page, label: str) -> None:
+    page.locator(f"[data-testid=stSlider]:has-text('{label}') input[type=range]").first.press("ArrowRight")
+
+
+def _click(page, selector: str) -> None:
+    page.locator(selector).nth(2).click()
+
+
+KINDS = {
+    "sort": ("rollouts", "Order", _pick("longest first")), "rendered": ("rollouts", "Rendered", _switch),
+    "text": ("rollouts", "Text", _type), "finish": ("rollouts", "Finish reason", _tick),
+    "steps": ("rollouts", "Steps", _slide), "rollout": ("rollouts", ".list tbody", _click),
+    "level": ("run", "prompts", _press), "log": ("run", "Log axes", _switch),
+    "focus": ("run", "Run", _pick("chain")), "smooth": ("", "Running mean", _slide),
+    "color": ("tokens", "Colour by", _pick("Entropy")), "token": ("tokens", ".tok", _click),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_box_is_one_entry_of_the_history_and_one_back_undoes_it(name, tab, address):
+    path, label, act = KINDS[name]
+    page = visit(tab, f"{address}/{path}?run=chain" + "&run=words" * (name == "focus"))
+    finished(page)
+    first, before = page.url, page.evaluate("history.length")
+    act(page, label)
+    page.wait_for_function("([name]) => new URL(location).searchParams.has(name)", arg=[name], timeout=20 * SECONDS)
+    finished(page)
+    assert page.evaluate("history.length") == before + 1
+    page.go_back()
+    page.wait_for_function("first => location.href === first", arg=first, timeout=20 * SECONDS)
+    finished(page)
+    page.wait_for_timeout(1 * SECONDS)
+    assert page.url == first  # and nothing writes it anew
 
 
 def test_ticking_another_run_does_not_choose_the_pinned_one(tab, address):

@@ -52,6 +52,26 @@ def test_a_step_that_is_written_while_a_page_is_drawn_is_not_missed(tmp_path, mo
     assert "· 3 steps" in texts(app.run())  # it sees at its end that the run has grown, and is drawn again
 
 
+def test_what_came_since_the_last_visit_stays_new_and_the_step_that_nobody_chose_moves_on(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "run", {"estimator": {"name": "rloo"}})
+    for step in range(3):
+        write(writer, step)
+    app = open_page(tmp_path, "run", monkeypatch)
+    assert "Of step 2." in texts(app) and app.select_slider(key="step").value == 2
+    app.switch_page("views/rollouts.py").run()
+    for step in (3, 4):
+        write(writer, step)
+    app.switch_page("views/run.py").run()
+    for last in (4, 5):
+        assert f"Of steps 3 to {last}, new since you last looked." in texts(app)
+        assert app.select_slider(key="step").value == last and "step" not in app.query_params
+        write(writer, last + 1)
+        app.run()
+    app.select_slider(key="step").set_value(1).run()
+    write(writer, 7)
+    assert app.run().select_slider(key="step").value == 1
+
+
 def test_what_is_loaded_for_good_is_left_out_of_the_collection_after_every_run(store_root, monkeypatch):
     app, seen = open_page(store_root, "run", monkeypatch), []
     monkeypatch.setattr(gc, "freeze", lambda: seen.append(gc.get_freeze_count()))

@@ -493,6 +493,9 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     firsts = fired["first watch"].astype(int)
     assert firsts.is_monotonic_increasing
     assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "5 of 93 before, 7 at all")
+    assert f"It fires in {fired['false alarms'].iloc[0]} of healthy runs." in texts(app)
+    app.button(key="fired-gradient_surge").click().run()
+    assert app.select_slider(key="step").value == int(surge["first watch"])
 
 
 def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeypatch):

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import suppress
 
 import pytest
 
@@ -42,3 +43,13 @@ def test_last_table_of_a_training_fits_too(root, capsys):
     *table, look = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 80 and "is complete; look at it with: otb compare first" in look
     assert {"run", "steps", "clipped", "measure"} <= set(" ".join(table).split())
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["audit", "--help"], ["demo", "--help"]], ids=" ".join
+)
+def test_no_line_of_a_help_is_wider_than_80(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with suppress(SystemExit):
+        main(words)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -49,6 +49,10 @@ def test_a_vanished_gradient_is_watched_at_three_of_five_steps_and_alarms_at_fiv
     assert "at every step since step 10" in found.reason
 
 
+def test_a_gradient_that_never_vanished_is_said_to_be_above_0(series):
+    assert vanished(series(grad_norm=[1.0] * 10)).reason == "‖ḡ‖ was above 0 at all 10 steps."
+
+
 def test_a_gradient_that_was_not_recorded_is_no_zero(series):
     norm = np.full(20, np.nan)
     norm[::2] = 1.0

@@ -85,3 +85,10 @@ def test_a_single_step_outlier_is_marked_in_the_lane_and_on_its_curve():
     assert found.events[0].text.startswith("gradient norm 30.0")
     marks = [t for t in plot_timeline(found).data if t.marker.symbol == "diamond" and len(t.x)]
     assert [(list(t.x), list(t.y)) for t in marks] == [([20], [0.5]), ([20], [30.0])]
+
+
+def test_the_first_watch_or_alarm_has_its_name_beside_its_mark():
+    of_run = info(STEPS)
+    first = next(event for event in of_run.events if event.kind in ("watch", "alarm"))
+    named = [(one.x, one.text) for one in plot_timeline(of_run).layout.annotations if one.yref == "y"]
+    assert named == [(first.step, first.text)]

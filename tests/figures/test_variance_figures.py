@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,22 @@ def test_intervals_against_what_trained_stand_under_the_ratio_that_decides(grams
         for by, column in judged.items():
             expected = f"{one.together.estimate:.2f} [" if by == one.by else "–"
             assert table.loc[label, column].startswith(expected)
+
+
+def test_the_caption_says_proved_first_only_where_something_is_proved(grams):
+    exact, steps = ("otb", "exact"), list(grams.values())
+    known = Proved({RLOO: 1.0, exact: 1.0}, frozenset((RLOO, exact)))
+    words = [comparison_info(steps, known=proved).words for proved in (known, Proved({}, frozenset()))]
+    assert ["Proved step lengths first" in one for one in words] == [True, False]
+
+
+def test_an_estimator_whose_ratios_noise_hides_has_no_row_in_the_figure_and_is_named(grams):
+    info = comparison_info(list(grams.values()))
+    bare = replace(info.rows[1], ratios=(None, None, None), together=None, decides="", told="")
+    info = replace(info, rows=(info.rows[0], bare, *info.rows[2:]))
+    axis = plot_comparison(info).layout.yaxis
+    assert list(axis.ticktext) == [row.label for row in info.rows if row is not bare]
+    assert f"every ratio of {bare.label}, so the figure leaves them out" in info.words
 
 
 def test_comparison_of_one_energy_source(grams):

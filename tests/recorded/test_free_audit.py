@@ -254,3 +254,9 @@ def test_what_was_measured_is_kept_when_stopped(rollouts, checkpoint, tmp_path, 
     assert "16 rollouts of 4 prompts in 1 step" in " ".join(capsys.readouterr().out.split())
     assert main([*words, "--if-exists", "resume"]) == 0
     assert RunStore(tmp_path / "a").complete_steps() == [0, 1, 2]
+
+
+def test_groups_of_one_rollout_are_said_to_compare_nothing_and_what_to_do(tmp_path):
+    rows = [{"prompt": f"{g}=", "completion": "x", "reward": g % 2, "group": g} for g in range(6)]
+    first = traits_of_rows(tmp_path, rows).lines[0]
+    assert "no baseline can compare" in first and "Sample four or more" in first and "0 of 6" not in first

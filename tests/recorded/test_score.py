@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +13,21 @@ import torch
 
 from otb_analysis.answers import opened
 from otb_analysis.checks.sampling_report import sampling_report
-from otb_analysis.config import AttributionSchedule, EstimatorConfig, MeasureConfig, SampleConfig, Schedule, ScoreConfig
+from otb_analysis.commands.audit_cost import audit_cost
+from otb_analysis.config import (
+    AttributionSchedule,
+    AuditConfig,
+    EstimatorConfig,
+    MeasureConfig,
+    SampleConfig,
+    Schedule,
+    ScoreConfig,
+)
 from otb_analysis.errors import InputError, Interrupted
 from otb_analysis.recorded import score as module
 from otb_analysis.recorded.records import Place, RecordedRollout
 from otb_analysis.recorded.runs import RecordedStep
-from otb_analysis.recorded.score import BEFORE, BEHIND, fault_of, refuse_wrong_logprobs, score
+from otb_analysis.recorded.score import BEFORE, BEHIND, fault_of, load, refuse_wrong_logprobs, score
 from otb_analysis.report.compare import comparison
 from otb_analysis.rollouts.generation import TransformersGenerator
 from otb_analysis.rollouts.models import load_policy
@@ -269,6 +278,9 @@ def test_one_rollout_per_prompt_names_the_estimators_that_remain(config, jsonl, 
     path = jsonl([sampled[n] for n in range(0, 12, 3)])
     with pytest.raises(InputError, match=r"one rollout per prompt, but .*'grpo', .* set it to one of none, batch_mean"):
         score(replace(config, rollouts=path))
+    audit = AuditConfig(**{one.name: getattr(config, one.name) for one in fields(config)} | {"rollouts": path})
+    with pytest.raises(InputError, match="has one rollout per prompt"):  # instead of a price
+        audit_cost(audit, load(audit))
     estimator = EstimatorConfig(name="batch_mean")
     assert RunStore(score(replace(config, rollouts=path, run="single", estimator=estimator))).complete_steps() == [0]
 
