@@ -302,7 +302,7 @@ class RecordedConfig:
 class ScoreConfig(MachineConfig, RecordedConfig):
     """Measure recorded rollouts under a model: a run with a token table, as if it had been trained here."""
 
-    rollouts: Path = Path()  # File or directory with the rollouts.
+    rollouts: Path = Path()  # File or directory with the rollouts, or a URL such as s3://bucket/rollouts.jsonl.
     model: str = ""  # Checkpoint that sampled them: a directory, a GGUF file or a name, as in `otb train --model`.
     text: Literal["auto", "plain", "chat"] = "auto"
     """How a prompt without token ids becomes tokens. plain: as it stands. chat: as the user's message in the model's

@@ -4,6 +4,7 @@ A part is named by the block's number and a digest of what it was made of: rollo
 finds it there does not make it again. Of all parts together comes the run that a single process makes.
 """
 
+import atexit
 import hashlib
 import json
 import logging
@@ -17,6 +18,8 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 from uuid import uuid4
 
@@ -59,15 +62,56 @@ PATIENCE = 10.0
 """Seconds within which a Ray address must answer; Ray itself asks for minutes."""
 
 
+@contextmanager
+def asked(url: str, to: str) -> Iterator[None]:
+    """Turn whatever a storage answers into a sentence.
+
+    Raises:
+        StoreError: It refuses.
+    """
+    try:
+        yield
+    except Exception as error:  # drivers of storages fail in ways of their own
+        why = (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
+        raise StoreError(
+            f"{url} cannot {to} ({why:.200}); check the address and its rights, or pass another."
+        ) from error
+
+
+URL = re.compile(r"(\w[\w+.-]+):/+(.+)")
+"""An address of fsspec, which a path holds with one slash less; a drive's letter alone is none."""
+
+
+def at_hand(config: ScoreConfig) -> ScoreConfig:
+    """Return settings whose rollouts and checkpoint are on this machine; of an address a copy, while the process lives.
+
+    Raises:
+        StoreError: The storage refuses.
+    """
+    found = dict[str, Any]()
+    for name in ("rollouts", "model"):
+        if match := URL.fullmatch(str(getattr(config, name))):
+            url, folder = f"{match[1]}://{match[2]}", mkdtemp(prefix="otb-")
+            atexit.register(rmtree, folder, ignore_errors=True)
+            with asked(url, "be read"), phase(f"copying {url}"):
+                storage, root = url_to_fs(url)
+                found[name] = f"{folder}/{Path(root).name}"
+                storage.get(root, found[name], recursive=True)
+    return replace(config, **{name: Path(path) if name == "rollouts" else path for name, path in found.items()})
+
+
 def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
     """Score the blocks that are due and missing; return the run made of them, None where other tasks have a share.
+
+    Rollouts and checkpoint may be addresses of fsspec, of which each process makes a copy.
 
     Raises:
         InputError: Model, rollouts or a setting cannot work, parts are of others, or blocks are missing at the end.
         NonFiniteError: A logit is not finite.
-        StoreError: The storage of the parts, or the store, refuses.
+        StoreError: A storage or the store refuses.
         ProcessError: A worker of Ray stopped.
     """
+    given, config = config, at_hand(config)
     check(config)
     if not 0 <= how.task < how.tasks:
         raise InputError(f"--task is {how.task} of {how.tasks} --tasks; pass a number from 0 up to below --tasks.")
@@ -90,7 +134,7 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
             f"{steps[lacking[0]]}); run the task that has it again, or leave --finish out to score what is missing."
         )
     on_ray = lacking and how.ray is not None
-    scored = score_on_ray(config, parts, [*lacking], how) if on_ray else score_here(config, parts, [*lacking])
+    scored = score_on_ray(given, parts, [*lacking], how) if on_ray else score_here(config, parts, [*lacking])
 
     def make(step: RecordedStep) -> StepTables:
         while step.block in lacking:
@@ -111,7 +155,10 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
             note(f"{parts.url} has the blocks of task {how.task}; when every task has ended, --finish makes the run.")
             return None
         source = source_of(config.rollouts, config)
-        stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
+        more = {"sample": {"temperature": config.temperature}}
+        if config != given:  # a copy is gone when this is read
+            more |= {"rollouts": str(given.rollouts), "model": given.model}
+        stored = stored_config(config, source, "otb score", more)
         record_run(path, config, stored, source, make, machine, len(steps))  # while later ones are scored
     note_tally(Tally(sum((Counter(one["seen"]) for one in found.values() if one), Counter())))
     return path
@@ -144,7 +191,7 @@ class Parts:
         self.url, self.identity, others = url, identity, list[Any]()
         text = json.dumps(identity, sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        with self._asked("be used"):
+        with asked(self.url, "be used"):
             self.storage, self.root = url_to_fs(url, use_listings_cache=False)
             self.local = isinstance(self.storage, LocalFileSystem)
             # Now, so that a storage that refuses says so before anything is scored
@@ -176,7 +223,7 @@ class Parts:
 
     def footer(self, block: int) -> dict[str, Any] | None:
         """Return what a part says of itself; None where it is missing, or a storage kept only some of it."""
-        with self._asked("be read"):
+        with asked(self.url, "be read"):
             try:
                 with self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
                     found = json.loads((pq.read_schema(file).metadata or {}).get(KEY, b"{}"))
@@ -193,12 +240,12 @@ class Parts:
         part = pa.table(lists).replace_schema_metadata({KEY: json.dumps({"digest": self.digest, **about})})
         content = pa.BufferOutputStream()
         pq.write_table(part, content, compression="zstd", write_page_checksum=True)
-        with self._asked("be written"):
+        with asked(self.url, "be written"):
             self._put(self.name(block), content.getvalue().to_pybytes())
 
     def read(self, block: int) -> tuple[StepTables, dict[str, Any]]:
         """Return everything to store of a block's step, and what its part says of itself."""
-        with self._asked("be read"), self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
+        with asked(self.url, "be read"), self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
             part = pq.read_table(file, page_checksum_verification=True, read_dictionary=TEXTS)
             about = json.loads((part.schema.metadata or {})[KEY])
         lists = {name: part[name].combine_chunks() for name in part.column_names}
@@ -214,17 +261,6 @@ class Parts:
         self.storage.pipe_file(draft, content)
         if self.local:
             os.replace(draft, path)
-
-    @contextmanager
-    def _asked(self, to: str) -> Iterator[None]:
-        """Turn whatever a storage answers into a sentence."""
-        try:
-            yield
-        except Exception as error:  # drivers of storages fail in ways of their own
-            why = (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
-            raise StoreError(
-                f"{self.url} cannot {to} ({why:.200}); check the address and its rights, or pass another --parts."
-            ) from error
 
 
 class BlockScorer:
@@ -246,7 +282,7 @@ class BlockScorer:
         """Score a block as an actor of Ray Data; return its number and the sentence of what stopped it."""
         try:
             if self.scorer is None:  # begun anew, too, perhaps on another machine
-                here = f"the machine {socket.gethostname()} has"
+                self.config, here = at_hand(self.config), f"the machine {socket.gethostname()} has"
                 self.parts.compare(identity_of(self.config), here, "give all machines the same files and packages.")
             self.score(row["block"])
         except STOPS as error:
@@ -318,7 +354,9 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
         gpus = int("GPU" in there and config.device in ("auto", "cuda"))
         size = min(how.actors or int(there.get("GPU" if gpus else "CPU", 1)), len(blocks))
         # On another machine a relative path is one of another folder.
-        same = replace(config, rollouts=config.rollouts.resolve(), model=str(place_of(config.model).resolve()))
+        paths = {} if URL.fullmatch(str(config.rollouts)) else {"rollouts": config.rollouts.resolve()}
+        paths |= {} if URL.fullmatch(config.model) else {"model": str(place_of(config.model).resolve())}
+        same = replace(config, **paths)
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)

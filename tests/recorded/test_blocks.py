@@ -51,7 +51,7 @@ def how(tmp_path):
     return BlocksConfig(parts=str(tmp_path / "parts"))
 
 
-def same(one, two):
+def same(one, two, but=("run",)):
     """Every table is the same to the last bit; tests of other weights learn from earlier blocks, so they are not."""
     one, two = RunStore(one), RunStore(two)
     for table in ("tokens", "rollouts", "steps", "gradients", "sampling"):
@@ -65,7 +65,7 @@ def same(one, two):
         np.testing.assert_array_equal(gram.inner, two.grams([step])[step].inner)
     for key in ("config", "machine", "status", "steps"):
         assert one.info[key] == two.info[key] or key == "config"
-    assert {**one.info["config"], "run": ""} == {**two.info["config"], "run": ""}
+    assert one.info["config"] | dict.fromkeys(but) == two.info["config"] | dict.fromkeys(but)
 
 
 def command(config, *words, code="from otb_analysis.commands.cli import main; sys.exit(main(sys.argv[1:]))"):
@@ -260,6 +260,19 @@ def test_parts_may_lie_on_object_storage(config, s3):
     assert database.sql(rows % s3).fetchall() == [(len(one), pytest.approx(one.sum()))]
     with pytest.raises(StoreError, match="s3://elsewhere/parts cannot be used"):
         score_in_blocks(replace(config, run="two"), BlocksConfig(parts="s3://elsewhere/parts"))
+
+
+def test_rollouts_and_checkpoint_may_lie_on_a_storage(config, how):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(config.rollouts), "/bucket/rollouts/rollouts.jsonl")
+    memory.put(config.model, "/bucket/checkpoint", recursive=True)
+    away = replace(config, rollouts=Path("memory://bucket/rollouts/rollouts.jsonl"), model="memory://bucket/checkpoint")
+    made = score_in_blocks(away, how)
+    same(score(replace(config, run="one")), made, ("run", "rollouts", "model", "source"))
+    stored = RunStore(made).info["config"]
+    assert (stored["rollouts"], stored["model"]) == ("memory:/bucket/rollouts/rollouts.jsonl", away.model)
+    with pytest.raises(StoreError, match=r"memory://bucket/gone cannot be read .*; check the address"):
+        score_in_blocks(replace(away, run="two", model="memory://bucket/gone"), how)
 
 
 def test_ray_that_is_not_installed_is_asked_for(config, how, monkeypatch):
