@@ -3,8 +3,9 @@
 
 // One click is one entry of the history, and one Back undoes it. A click that opens a page changes the address once for
 // the page and once for each box of it, and Streamlit makes an entry of each, or of none where it is a box that was
-// changed: the first change of a click is the entry, those that follow replace it. On the way back to another page Streamlit drops what boxes of both pages are bound to, such as the
-// run: the address of the entry is asked for once more, when they are boxes of the page that is shown.
+// changed: the first change of a click is the entry, those that follow replace it. On the way back to another page
+// Streamlit drops what boxes of both pages are bound to, such as the run: the address of the entry is asked for once
+// more, when they are boxes of the page that is shown.
 function keepHistory() {
   if (history.kept) return;
   const push = history.pushState.bind(history), replace = history.replaceState.bind(history), never = () => false;

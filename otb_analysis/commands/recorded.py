@@ -60,9 +60,9 @@ def score_command(words: Sequence[str]) -> None:
         raise InputError("several processes were launched; give each a share: --task $RANK --tasks $WORLD_SIZE.")
     with shown(), phase("otb score"):
         with models_loading("otb score"):
-            from otb_analysis.recorded.blocks import URL, score_in_blocks
+            from otb_analysis.recorded.blocks import score_in_blocks, url_of
             from otb_analysis.recorded.score import score
-        away = URL.fullmatch(str(config.rollouts)) or URL.fullmatch(config.model)
+        away = url_of(config.rollouts) or url_of(config.model)
         path = score_in_blocks(config, how) if away or how != BlocksConfig() else score(config)
     if path:
         tell(path)

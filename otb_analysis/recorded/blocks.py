@@ -82,6 +82,11 @@ URL = re.compile(r"(\w[\w+.-]+):/+(.+)")
 """An address of fsspec, which a path holds with one slash less; a drive's letter alone is none."""
 
 
+def url_of(place: str | Path) -> str:
+    """Return the address that a setting names, empty where it names a path."""
+    return f"{match[1]}://{match[2]}" if (match := URL.fullmatch(str(place))) else ""
+
+
 def at_hand(config: ScoreConfig) -> ScoreConfig:
     """Return settings whose rollouts and checkpoint are on this machine; of an address a copy, while the process lives.
 
@@ -90,8 +95,8 @@ def at_hand(config: ScoreConfig) -> ScoreConfig:
     """
     found = dict[str, Any]()
     for name in ("rollouts", "model"):
-        if match := URL.fullmatch(str(getattr(config, name))):
-            url, folder = f"{match[1]}://{match[2]}", mkdtemp(prefix="otb-")
+        if url := url_of(getattr(config, name)):
+            folder = mkdtemp(prefix="otb-")
             atexit.register(rmtree, folder, ignore_errors=True)
             with asked(url, "be read"), phase(f"copying {url}"):
                 storage, root = url_to_fs(url)
@@ -155,10 +160,11 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
             note(f"{parts.url} has the blocks of task {how.task}; when every task has ended, --finish makes the run.")
             return None
         source = source_of(config.rollouts, config)
-        more = {"sample": {"temperature": config.temperature}}
-        if config != given:  # a copy is gone when this is read
-            more |= {"rollouts": str(given.rollouts), "model": given.model}
-        stored = stored_config(config, source, "otb score", more)
+        stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
+        if config.model != given.model:  # a copy is gone when this is read
+            stored["model"] = given.model
+        if config.rollouts != given.rollouts:
+            stored["rollouts"] = stored["source"]["path"] = url_of(given.rollouts)
         record_run(path, config, stored, source, make, machine, len(steps))  # while later ones are scored
     note_tally(Tally(sum((Counter(one["seen"]) for one in found.values() if one), Counter())))
     return path
@@ -354,8 +360,8 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
         gpus = int("GPU" in there and config.device in ("auto", "cuda"))
         size = min(how.actors or int(there.get("GPU" if gpus else "CPU", 1)), len(blocks))
         # On another machine a relative path is one of another folder.
-        paths = {} if URL.fullmatch(str(config.rollouts)) else {"rollouts": config.rollouts.resolve()}
-        paths |= {} if URL.fullmatch(config.model) else {"model": str(place_of(config.model).resolve())}
+        paths: dict[str, Any] = {} if url_of(config.rollouts) else {"rollouts": config.rollouts.resolve()}
+        paths |= {} if url_of(config.model) else {"model": str(place_of(config.model).resolve())}
         same = replace(config, **paths)
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False

@@ -262,6 +262,15 @@ def test_parts_may_lie_on_object_storage(config, s3):
         score_in_blocks(replace(config, run="two"), BlocksConfig(parts="s3://elsewhere/parts"))
 
 
+def test_a_run_that_goes_on_keeps_the_paths_it_was_begun_with(config, how, monkeypatch):
+    monkeypatch.chdir(config.rollouts.parent)
+    relative = replace(config, rollouts=Path(config.rollouts.name))
+    made = score_in_blocks(relative, how)
+    stored = RunStore(made).info["config"]
+    monkeypatch.setattr(RunStore, "standing", ("stopped", ""))
+    assert RunStore(score_in_blocks(relative, how)).info["config"] == stored
+
+
 def test_rollouts_and_checkpoint_may_lie_on_a_storage(config, how):
     memory = fsspec.filesystem("memory")
     memory.put(str(config.rollouts), "/bucket/rollouts/rollouts.jsonl")
@@ -269,8 +278,9 @@ def test_rollouts_and_checkpoint_may_lie_on_a_storage(config, how):
     away = replace(config, rollouts=Path("memory://bucket/rollouts/rollouts.jsonl"), model="memory://bucket/checkpoint")
     made = score_in_blocks(away, how)
     same(score(replace(config, run="one")), made, ("run", "rollouts", "model", "source"))
-    stored = RunStore(made).info["config"]
-    assert (stored["rollouts"], stored["model"]) == ("memory:/bucket/rollouts/rollouts.jsonl", away.model)
+    stored, url = RunStore(made).info["config"], "memory://bucket/rollouts/rollouts.jsonl"
+    assert (stored["rollouts"], stored["source"]["path"], stored["model"]) == (url, url, away.model)
+    assert RunStore(score_in_blocks(replace(away, if_exists="resume"), how)).info["config"] == stored
     with pytest.raises(StoreError, match=r"memory://bucket/gone cannot be read .*; check the address"):
         score_in_blocks(replace(away, run="two", model="memory://bucket/gone"), how)
 
