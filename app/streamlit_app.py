@@ -28,7 +28,8 @@ STYLE = """<style>
 .st-key-ahead, .st-key-window-watch { display: none; }
 pre.raw { font-family: monospace; font-size: 14px; margin: 0; padding: 0; background: none; border: none;
   white-space: pre-wrap; overflow-wrap: anywhere; color: inherit; }
-.st-key-token_view, .st-key-reader { min-height: 30rem; }
+.st-key-token_view { min-height: 18rem; }
+.st-key-reader { min-height: 30rem; }
 .st-key-prompt-text { max-height: 9rem; overflow: auto; }
 [data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
 .st-key-token-panel { max-height: 40vh; overflow: auto; padding: 6px 12px; border-radius: 6px 6px 0 0; gap: 0.3rem;

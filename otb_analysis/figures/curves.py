@@ -25,6 +25,8 @@ from otb_analysis.figures.styles import (
 from otb_analysis.statistics import Interval
 from otb_analysis.types import Bool, Float32
 
+LINE, TITLES = 15, 72
+"""Pixels from one name at the end of a line to the next; of a panel that are not its axes, but titles."""
 LABELLED = 6
 """Most lines of a panel that have their names at their ends."""
 LOOKS = {"solid": "━", "dash": "╍"}
@@ -140,7 +142,7 @@ def plot_learning(info: CurvesInfo, columns: int | None = None, height: int = 29
                 sorted(curves, key=lambda c: float(c.smooth[-1])),
             )
             low, high = linear_range(scale(value), scale(np.concatenate(ends)), around=float(scale(value[0])))
-            apart = 0.075 * (high - low) * np.arange(len(curves))
+            apart = LINE / (height - TITLES) * (high - low) * np.arange(len(curves))
             last = scale([curve.smooth[-1] for curve in ordered])
             heights = scipy.optimize.isotonic_regression(last - apart).x + apart
             for curve, y in zip(ordered, heights.tolist(), strict=True):
