@@ -4,7 +4,6 @@ import html
 import io
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -132,8 +131,6 @@ def page(monkeypatch):
     """Open a page of the dashboard on one run."""
 
     def opened(path, name, **query):
-        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-        monkeypatch.setattr(sys, "path", list(sys.path))
         app = open_page(path.parent, name, monkeypatch, run=path.name, **query)
         assert not app.exception
         return app

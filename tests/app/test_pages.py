@@ -3,6 +3,7 @@ import json
 import pkgutil
 import re
 import shutil
+import sys
 from html import unescape
 from pathlib import Path
 
@@ -24,6 +25,9 @@ PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare")
 
 def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
     """A page as its address opens it."""
+    # AppTest leaves the page behind as `__main__`, which a later test's spawned process would run.
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("OTB_RUNS", str(root))
     app = AppTest.from_file(APP, default_timeout=60)
     for name, value in query.items():

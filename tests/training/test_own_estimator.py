@@ -87,8 +87,6 @@ def test_every_reader_shows_it_under_its_name_without_its_module(forgotten, caps
 
 @pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators"])
 def test_every_page_opens_it_without_its_module(forgotten, page, monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
     app = open_page(forgotten.parent, page, monkeypatch)
     assert not app.exception and not app.error
     shown = " ".join(element.value for element in [*app.caption, *app.markdown, *app.info]).replace("\\", "")
