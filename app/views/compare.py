@@ -10,7 +10,7 @@ import scripts
 import streamlit as st
 from widgets import box, chart, chosen_runs, download, frame, one_run, plain
 
-from otb_analysis.answers.pairs import Pair, estimator_names
+from otb_analysis.answers.pairs import Pair, estimator_names, zero_note
 from otb_analysis.figures.pairs import (
     SIDES,
     curves_rows,
@@ -18,7 +18,6 @@ from otb_analysis.figures.pairs import (
     noise_display,
     noise_table,
     plot_pair,
-    zero_note,
 )
 from otb_analysis.figures.runs import (
     Configs,

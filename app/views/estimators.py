@@ -12,7 +12,8 @@ import streamlit as st
 from data import Run
 from widgets import box, chart, chosen_runs, clicked_data, frame, go_to, one_run, plain
 
-from otb_analysis.answers.measured import NOT_MEASURED
+from otb_analysis.answers.measured import NOT_MEASURED, forest_words
+from otb_analysis.answers.proxy import gain_lost_words
 from otb_analysis.figures import pairs
 from otb_analysis.figures.comparison import (
     MEASURES,
@@ -30,7 +31,6 @@ from otb_analysis.figures.curves import curves_table, plot_learning
 from otb_analysis.figures.fidelity import (
     COEFFICIENTS,
     fidelity_table,
-    gain_lost_words,
     plot_fidelity,
     plot_fidelity_steps,
 )
@@ -183,9 +183,10 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         )
     else:
         info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
-        st.caption(plain(f"Rollouts of {run.name} alone. {info.words}"))
+        words = forest_words(info)
+        st.caption(plain(f"Rollouts of {run.name} alone. {words}"))
         python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
-        chart(plot_comparison(info), "comparison", info.words, partial(comparison_table, info), python)
+        chart(plot_comparison(info), "comparison", words, partial(comparison_table, info), python)
         if whole.noise_scale_line:
             st.markdown(f"**{plain(whole.noise_scale_line)}**")
         numbers(info)

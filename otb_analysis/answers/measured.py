@@ -17,7 +17,7 @@ import pandas as pd
 from otb_analysis.config import section
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.estimators import registered
-from otb_analysis.figures.comparison import ComparisonInfo, comparison_info, comparison_table
+from otb_analysis.figures.comparison import RATIOS, ComparisonInfo, comparison_info, comparison_table
 from otb_analysis.figures.styles import noise_scale_cell, shown_name
 from otb_analysis.phases import plural
 from otb_analysis.statistics import (
@@ -56,6 +56,7 @@ ANOTHER_SAMPLER = (
     "of the stated sampler. Next: state it right, or sample again."
 )
 ONE_PROMPT = "Most measured steps have one prompt, but variance and true gradient are seen between prompts of one step."
+UNDEFINED = "Not shown: {}, which noise hides on so few prompts; measure more prompts or pool more steps."
 FASTER = "a quieter gradient need not learn faster, so compare held-out reward over several seeds"
 
 
@@ -293,7 +294,7 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     size, own = planner.recorded_size, trained[0] if trained else REFERENCE
     measured: dict[Label, set[int]] = {}
     for label in dict.fromkeys((own, REFERENCE)):
-        cells = [one for one in planner.cells if (one.estimator, one.energy_source) == label and one.cut]
+        cells = [one for one in planner.cells if (one.estimator, one.energy_source) == label]
         measured[label] = {one.size for one in cells} - {size}
         costs = {one.size: one.cost for one in cells if one.size != size and one.cost and is_informative(one.cost)}
         less = {n: cost for n, cost in costs.items() if (cost.high or 1) < 1}
@@ -322,6 +323,31 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     # Groups of the largest size have no larger ones that they are cut from, so the share is a count.
     count = f"{round(share.estimate * dead.n_groups):,} of {plural(dead.n_groups, 'group')}"
     return f"In groups of {dead.size}, {count} ({share.estimate:.0%}{ends}) teach nothing: their rewards are equal."
+
+
+def forest_words(info: ComparisonInfo) -> str:
+    """Return what points, intervals and their order in the forest are, which ratios have no panel, what has no mark."""
+    of = f"{plural(info.n_prompts, 'prompt')} of {plural(info.n_steps, 'measured step')}"
+    start = f"How noisy each estimator is beside {info.against}, on the same rollouts: {of}."
+    if info.n_prompts < MIN_CLUSTERS:
+        read = f"Below {MIN_CLUSTERS} prompts these are points without intervals."
+    elif not info.sampled:
+        read = "Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
+    elif not info.looked_at:
+        read = f"What is judged has no interval here, so no estimator can be told from {info.against}."
+    elif any(row.told for row in info.rows):
+        read = f"95 % intervals over prompts: thick, one look; thin, {info.together}."
+        read += " Proved step lengths first." * any(row.c_known for row in info.rows if row.decides)
+    else:
+        read = (
+            f"95 % intervals over prompts: thick, one look; thin, {info.together}. No interval of {info.together} "
+            f"leaves out 1: no estimator can be told from {info.against}, and their order says nothing."
+        )
+    hidden = " and ".join(title.lower() for k, (_, title, _) in enumerate(RATIOS) if k not in info.shown)
+    why = [UNDEFINED.format(hidden)] if hidden and info.sampled and len(info.rows) > 1 else []
+    bare = ", ".join(row.label for row in info.rows if row not in info.marked)
+    why += [f"Noise hides every ratio of {bare}, so the figure leaves them out."] if bare else []
+    return " ".join([start, read, *why])
 
 
 MATTER = 8

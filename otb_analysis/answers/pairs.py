@@ -16,17 +16,17 @@ from otb_analysis.answers.run import RunAnswers
 from otb_analysis.answers.runs import in_common
 from otb_analysis.config import section
 from otb_analysis.errors import InputError, nearest
-from otb_analysis.figures.comparison import DECIDES
+from otb_analysis.estimators.proved import trained_labels
+from otb_analysis.figures.comparison import DECIDES, RATIOS
 from otb_analysis.figures.pairs import (
     NoiseInfo,
+    NoiseRow,
     PairPanel,
-    RunGrams,
     compare_curves,
     compare_estimators,
-    compare_noise,
     default_estimators,
     differs,
-    drift_note,
+    on_same_rollouts,
 )
 from otb_analysis.figures.runs import (
     Pairing,
@@ -37,9 +37,17 @@ from otb_analysis.figures.runs import (
     pair_runs,
 )
 from otb_analysis.figures.styles import MISSING, interval_cell, labels, number
-from otb_analysis.statistics import Interval, seed_mean
-from otb_analysis.types import Label
+from otb_analysis.statistics import REFERENCE, Interval, Update, is_informative, seed_mean, update_ratios
+from otb_analysis.statistics.gradients import has_signal
+from otb_analysis.statistics.moments import clusters, deleted_moments, truth_of, typical
+from otb_analysis.types import Gram, Label, Proved
 
+NOT_MEASURED = (
+    "No gradient noise is compared: no step was measured in both. Give both the same --measure settings, or "
+    "compare estimators of one run."
+)
+OTHER_PROMPTS = "The runs' own updates are not compared: at shared measured steps they answered other prompts."
+UNLIKE = "No gradient noise is compared: the runs differ in {}, and such gradients do not compare."
 NOT_SAMPLED = "No gradient noise is compared: another sampler drew the tokens."
 NO_SIGNAL = (
     "at every step all rewards within a group were equal, so its gradients say nothing; "
@@ -114,6 +122,68 @@ def pair_of(runs: Mapping[str, RunAnswers], pairing: Pairing) -> Pair:
     return Pair(pairing.a, pairing.b, verdict or nothing, pairing.note, panels, noise)
 
 
+def zero_note(panels_: Sequence["PairPanel"]) -> str:
+    """Say which values of 0 are not drawn, since a logarithmic axis has none; empty where there are none."""
+    counts = {panel.quantity.title.lower(): int(panel.at_zero.sum()) for panel in panels_}
+    which = ", ".join(f"{title} at {count} of them" for title, count in counts.items() if count)
+    return which and f"Blocks where A or B is 0 are not drawn, since a logarithmic axis has no 0: {which}."
+
+
+def drift_note(panels_: Sequence["PairPanel"]) -> str:
+    """Say for which quantities the interval over blocks of steps is too short; empty where for none."""
+    which = ", ".join(panel.quantity.title.lower() for panel in panels_ if panel.drifts)
+    return which and (
+        f"The difference drifts over training in {which}: neighbouring blocks are alike, so these intervals are too "
+        "short. Read the blocks, and compare several seeds."
+    )
+
+
+@dataclass(frozen=True)
+class RunGrams:
+    """What one run measured of gradients: Gram matrices by step, reduced ones suffice."""
+
+    config: Mapping[str, Any]
+    grams: Mapping[int, Gram]
+    scope: str
+
+
+def compare_noise(pairing: Pairing, runs: Mapping[str, RunGrams], known: Proved) -> NoiseInfo:
+    """Compare what A and B train with, on the measured steps that the runs of a pair share.
+
+    Each run's own update over the other's, on the same prompts; and, where the estimators differ, the one over the
+    other on the same rollouts, those of both. Prompts are the clusters of both intervals.
+    """
+    sides = [[runs[pair[side]] for pair in pairing.pairs] for side in (0, 1)]
+    steps = [sorted(set(one.grams) & set(other.grams)) for one, other in zip(*sides, strict=True)]
+    trained = [{next(iter(trained_labels(r.config, r.grams.values())), None) for r in side} for side in sides]
+    if not any(steps) or any(len(labels) != 1 or None in labels for labels in trained):
+        return NoiseInfo((), (NOT_MEASURED,))
+    every = [one for side in sides for one in side]
+    for name, values in (("task", {str(r.config.get("task")) for r in every}), ("scope", {r.scope for r in every})):
+        if len(values) > 1:
+            return NoiseInfo((), (UNLIKE.format(name),))
+    a, b = (label for labels in trained for label in labels if label is not None)
+    of_a, of_b = ([one.grams[s] for one, shared in zip(side, steps, strict=True) for s in shared] for side in sides)
+    rows = []
+    named = all(gram.prompt is not None for gram in (*of_a, *of_b))
+    if named and clusters(of_a)[1] == clusters(of_b)[1]:
+        above, below = (Update(g, one, typical([x.n_prompts for x in g])) for g, one in ((of_b, b), (of_a, a)))
+        truth = truth_of([*of_a, *of_b], REFERENCE, known)
+        pair = update_ratios(above, below, truth, known)
+        along = all(has_signal(deleted_moments(grams, one, truth)) for grams, one in ((of_a, a), (of_b, b)))
+        may = {"variance": True, "sf": pair.c_known or along, "efficiency": along}
+        ratios = tuple(r if is_informative(r := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
+        what, decides = "each run's own rollouts: updates as trained", "sf" if pair.c_known else "efficiency"
+        rows.append(NoiseRow(what, ratios, len(of_a), len(clusters(of_a)[1]), decides))
+    notes = () if rows else (OTHER_PROMPTS,)
+    both = [gram for gram in (*of_a, *of_b) if a in gram.labels and b in gram.labels]
+    sizes = {round(gram.n_rollouts / max(gram.n_prompts, 1)) for gram in both}
+    if a != b and len(sizes) == 1:
+        _, same = on_same_rollouts(both, a, b, known)
+        rows.append(replace(same, what=f"the rollouts of all these runs: {same.what}"))
+    return NoiseInfo(tuple(rows), notes)
+
+
 def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = "") -> Pair | None:
     """Compare two estimators of one run on the same rollouts; None where fewer than two were measured.
 
@@ -144,6 +214,7 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
     # Of a family of multiples the first one was judged, by the ratio that it can be.
     looks: Any = one and {"together": one.together, "looked_at": decision.looked_at, "decides": DECIDES[one.by]}
     noise = replace(noise, rows=tuple(replace(row, what=f"{whose}: {row.what}", **looks or {}) for row in noise.rows))
+    noise = noise if noise.rows else NoiseInfo((), (NOT_MEASURED,))
     verdict = " ".join(_noise(noise) or noise.notes)
     return Pair(chosen[0], chosen[1], verdict, "", panels, noise)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from otb_analysis.answers.measured import interval_words
 from otb_analysis.figures.fidelity import KINDS, comparable, energies, fidelity_columns
+from otb_analysis.figures.styles import number
 from otb_analysis.statistics import (
     DIFFERENCE,
     MIN_CLUSTERS,
@@ -105,3 +106,17 @@ def proxy_line(proxy: Proxy) -> str:
     if kept.high is not None and kept.high < 1:
         return f"The proxy costs: {keeps}."
     return f"The proxy is not shown to cost: {keeps}."
+
+
+def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
+    """Return the share of the gain that a proxy loses as it is shown, a dash without an interval, and what it rests on.
+
+    The share is a ratio of two differences, each within noise: a point alone says nothing.
+    """
+    if lost is None:
+        return number(None), "no gain shown"
+    if lost.low is not None:
+        return number(lost.estimate), f"95 %: {number(lost.low)} to {number(lost.high)}, {lost.n_clusters} prompts"
+    few = lost.n_clusters < MIN_CLUSTERS
+    needs = f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
+    return number(None), needs if few else f"no interval on these {lost.n_clusters} prompts"

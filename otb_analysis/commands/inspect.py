@@ -77,7 +77,7 @@ def compare_command(words: Sequence[str]) -> None:
     with shown(), phase("comparing runs"):
         from otb_analysis.answers import designs, opened
         from otb_analysis.answers.pairs import Sides
-        from otb_analysis.report.compare import comparison
+        from otb_analysis.report.compare import comparison, pair_sections
         from otb_analysis.report.document import printed
         from otb_analysis.report.records import comparison_record, following
 
@@ -92,8 +92,11 @@ def compare_command(words: Sequence[str]) -> None:
         if config.format != "text":
             from otb_analysis.report.paper import comparison_text
 
-            text = _of_readable(config, lambda paths: comparison_text(designs(opened(paths)), config.format))
-            sys.stdout.write(text)
+            def text_of(paths: Sequence[Path]) -> str:
+                runs = opened(paths)
+                return comparison_text(designs(runs), config.format, pair_sections(runs))
+
+            sys.stdout.write(_of_readable(config, text_of))
             return
         tables = _of_readable(config, lambda paths: printed(comparison(opened(paths), config.top)))
     print_all(tables)

@@ -1,14 +1,13 @@
 """Where to spend a fixed number of rollouts: efficiency against group size, from Gram matrices of several sizes.
 
-Sizes that groups were cut into are measured. Larger ones follow by formula for `none` and `rloo`, whose mean does not
-depend on the size: there the least variance is the highest efficiency, and ∇J need not be known to compare sizes.
-Success rates alone say which share of groups has equal rewards, and how many inform. Where no group is dead, they say
-whether dead ones were left out before the rollouts were recorded.
+Recorded groups are cut into halves and quarters; of larger ones success rates alone say something. They say, too, which
+share of groups has equal rewards, how many inform, and, where no group is dead, whether dead ones were left out before
+the rollouts were recorded.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from math import comb
@@ -29,9 +28,8 @@ from otb_analysis.statistics import (
     jackknife_interval,
 )
 from otb_analysis.statistics.gradients import has_signal, shown_efficiency
-from otb_analysis.statistics.group_sizes import pair_law, single_law
 from otb_analysis.statistics.intervals import unless_hidden
-from otb_analysis.statistics.moments import Truth, batch_variance, pair_noise, quotient, truth_of, with_projection
+from otb_analysis.statistics.moments import batch_variance, pair_noise, quotient, truth_of, with_projection
 from otb_analysis.types import Float, Gram, Label, Proved
 
 
@@ -195,15 +193,11 @@ def filtered_groups(groups: Sequence[Sequence[float]]) -> Filtered | None:
     return Filtered(len(larger), float(times @ dead), chance) if chance < IMPROBABLE else None
 
 
-NONE: Label = ("none", "none")
+SAME_MEAN: tuple[Label, ...] = (("none", "none"), REFERENCE)
+"""Estimators whose mean is the same in groups of every size: they average single rollouts, or pairs."""
 RISK = 0.05
 """Chance that any interval misses, all comparisons of sizes together."""
-LARGER = (2, 4)
-"""Multiples of the recorded size that the formula is asked for."""
-BY_FORMULA = (
-    "Groups above {} follow by formula (†) for none and rloo. Other estimators take recorded groups of that size."
-)
-NOT_LARGER = "Groups above {} cannot be known: the formula takes none and rloo in groups cut into halves and quarters."
+NOT_LARGER = "Groups above {} were not sampled, so nothing is said of them."
 BY_GRADIENTS = (
     " Measuring it takes gradients: while training by the level gradients, of recorded rollouts by otb audit --model "
     "DIR --rollouts FILE --go."
@@ -222,9 +216,8 @@ class Cell:
     # None where it must not be shown by itself: by the rule of every other table, `shown_efficiency`
     efficiency: float | None
     best: bool  # Intervals show that both neighbours on its curve are worse
-    cut: bool  # Recorded groups were cut to this size; else it follows by formula
     # Against its own recorded size, None there and where noise hides it; all together 95 %. Variance over variance
-    # where the projection is proved at every size, else efficiency here over efficiency there: below 1 is better.
+    # where the step is as long at every size, else efficiency here over efficiency there: below 1 is better.
     cost: Interval | None
 
 
@@ -236,20 +229,18 @@ class Planner:
     recorded_size: int | None  # None where groups differ in size
     cells: tuple[Cell, ...]
     dead: tuple[DeadGroups, ...]
-    note: str  # What follows by formula, what success rates say, and what cannot be known
-    best_size: Interval | None = None  # Size at which rloo has the least variance at the same rollouts, by formula
+    note: str  # What success rates say, and what cannot be known
     filtered: Filtered | None = None  # Where no group is dead, and the success rates make that improbable
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """One estimator at every size, each value [1 + K]: from all prompts, then without each of them."""
+    """One estimator at every size."""
 
-    efficiency: Mapping[int, Float]
-    cost: Mapping[int, Float]  # Less is better: variance at the same rollouts, or in proportion to 1/efficiency
-    cut: frozenset[int]  # Sizes that were measured
-    best_size: Float | None = None  # Of `rloo`, by formula
-    shown: dict[int, float | None] = field(default_factory=dict)  # The efficiencies that may be shown by themselves
+    # Less is better: variance at the same rollouts, or in proportion to 1/efficiency; [1 + K], from all prompts, then
+    # without each of them
+    cost: Mapping[int, Float]
+    shown: Mapping[int, float | None]  # The efficiencies that may be shown by themselves
 
 
 def plan(
@@ -273,7 +264,7 @@ def plan(
     tables = (grams, *subgroups.values())
     common = [step for step in grams if all(step in part and REFERENCE in part[step].labels for part in tables)]
     by_size = {part: [table[step] for step in common] for part, table in subgroups.items()}
-    notes, cells, best_size = list[str](), list[Cell](), None
+    notes, cells = list[str](), list[Cell]()
     if dead and dead[0].share.estimate == 1:  # the least size takes all groups, the largest perhaps a single one
         return Planner(rollouts, size, (), dead, ALL_DEAD)
     if size is not None and by_size and common:
@@ -286,26 +277,15 @@ def plan(
             best = _best(curve, level)
             for n in sorted(curve.cost):
                 cost = None if n == size else _ratio(curve.cost[n], curve.cost[size], level, f"{n} over {size}")
-                cells.append(Cell(*label, n, curve.shown[n], n == best, n in curve.cut, unless_hidden(cost)))
-        by_formula = any(not cell.cut for cell in cells)
-        notes.append(BY_FORMULA.format(size) if by_formula else NOT_LARGER.format(size))
-        # A group has at least 2 rollouts; what is above 1 has a logarithm.
-        sizes, words = curves[REFERENCE].best_size, "group size with the least variance of rloo"
-        above = None if sizes is None else jackknife_interval(float(sizes[0]) - 1, sizes[1:] - 1, words, "log", level)
-        if above is not None and above.low is not None and above.high is not None:
-            low, estimate, high = (max(1 + x, 2.0) for x in (above.low, above.estimate, above.high))
-            best_size = replace(above, estimate=estimate, low=low, high=high, p_value=None)
-            notes.append(
-                f"By formula rloo's variance at the same rollouts is least in groups of {estimate:.1f} "
-                f"({low:.1f}–{high:.1f})."
-            )
+                cells.append(Cell(*label, n, curve.shown[n], n == best, unless_hidden(cost)))
+        notes.append(NOT_LARGER.format(size))
     elif grams:
         notes.append(NOT_HALVED)
     if not cells and dead:
         notes.append(rates_line(dead) + ("" if grams else BY_GRADIENTS))
     filtered = filtered_groups([rewards for _, rewards in groups])
     notes += [] if filtered is None else [filtered.note]
-    return Planner(rollouts, size, tuple(cells), dead, " ".join(notes), best_size, filtered)
+    return Planner(rollouts, size, tuple(cells), dead, " ".join(notes), filtered)
 
 
 def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved) -> dict[Label, _Curve]:
@@ -320,65 +300,25 @@ def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved)
     for label in sorted(set.intersection(*(set(gram.labels) for gram in tables))):
         # A projection of 1 is proved at every size; others depend on it.
         proved = known.projection.get(label) == 1
-        curve = _by_formula(label, by_size, rollouts, truth[whole], proved)
-        if curve is None:
-            effective, cost = {}, {}
-            for size, grams in sorted(by_size.items()):
-                one = replace(deleted_moments(grams, label, truth[size]), truth_sq=truth_sq)
-                one, p = with_projection(one, 1.0 if proved else None), rollouts / size
-                effective[size], cost[size] = efficiency(one, p), batch_variance(one, p)
-                if not proved:  # one rule for all comparisons: proved ones by variance alone
-                    # ‖∇J‖² is the same at every size and cancels.
-                    cost[size] = quotient(one.mean_sq + cost[size], np.where(signal, one.along**2, np.nan))
-            curve = _Curve(effective, cost, frozenset(by_size))
-        for size, values in curve.efficiency.items():
-            found = shown_efficiency(values, rollouts / size, floor, "efficiency")
+        effective, cost, shown = {}, {}, {}
+        for size, grams in sorted(by_size.items()):
+            one = replace(deleted_moments(grams, label, truth[size]), truth_sq=truth_sq)
+            one, p = with_projection(one, 1.0 if proved else None), rollouts / size
+            effective[size], cost[size] = efficiency(one, p), batch_variance(one, p)
+            if not proved and label not in SAME_MEAN:  # one rule for all comparisons: as long steps by variance alone
+                # ‖∇J‖² is the same at every size and cancels.
+                cost[size] = quotient(one.mean_sq + cost[size], np.where(signal, one.along**2, np.nan))
+            found = shown_efficiency(effective[size], p, floor, "efficiency")
             sure = truth_sq.size <= MIN_CLUSTERS or (signal and is_informative(found))
-            curve.shown[size] = found.estimate if found and sure else None
-        curves[label] = curve
+            shown[size] = found.estimate if found and sure else None
+        curves[label] = _Curve(cost, shown)
     return curves
-
-
-def _by_formula(
-    label: Label, by_size: Mapping[int, Sequence[Gram]], rollouts: int, truth: Truth, proved: bool
-) -> _Curve | None:
-    """Return the curve of `none` or `rloo` on measured sizes and larger ones; None of others, or with too few sizes.
-
-    All sizes share the mean that the largest groups measured.
-    """
-    if label not in (NONE, REFERENCE):
-        return None
-    powers: dict[int, Float] = {}
-    if all(NONE in gram.labels for grams in by_size.values() for gram in grams):
-        powers = {size: deleted_moments(grams, NONE).power for size, grams in by_size.items()}
-    law = single_law(powers)
-    if label == REFERENCE:
-        powers = {size: deleted_moments(grams, REFERENCE).power for size, grams in by_size.items()}
-        law = pair_law(powers, None if law is None else law.square)
-    if law is None:
-        return None
-    whole = max(by_size)
-    moments = deleted_moments(by_size[whole], label, truth)
-    powers |= {whole * k: law.power(whole * k) for k in LARGER if whole * k <= rollouts}
-    at = {}
-    for size, power in sorted(powers.items()):
-        # A formula that noise led below no variance at all says nothing about that size.
-        lost = size > whole and not power[0] > moments.mean_sq[0]
-        at[size] = replace(moments, power=np.full_like(power, np.nan) if lost else power)
-    c = 1.0 if proved else None
-    return _Curve(
-        {size: efficiency(with_projection(one, c), rollouts / size) for size, one in at.items()},
-        {size: batch_variance(one, rollouts / size) for size, one in at.items()},
-        frozenset(by_size),
-        law.best_size(moments.mean_sq) if label == REFERENCE else None,
-    )
 
 
 def _best(curve: _Curve, level: float) -> int | None:
     """Return the size with the least cost, None unless intervals show that its neighbours cost more.
 
-    `level` holds for all neighbours of all curves together, so the choice of the least one costs nothing more. Where a
-    formula applies the cost is convex in N, and what beats its neighbours beats all sizes.
+    `level` holds for all neighbours of all curves together, so the choice of the least one costs nothing more.
     """
     known = {size: float(cost[0]) for size, cost in curve.cost.items() if np.isfinite(cost[0])}
     if len(known) < len(curve.cost):

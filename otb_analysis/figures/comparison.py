@@ -32,7 +32,6 @@ from otb_analysis.figures.styles import (
     panels,
     shown_name,
 )
-from otb_analysis.phases import plural
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
@@ -93,7 +92,6 @@ RATIOS = (
 DECIDES = {"variance": "sf", "efficiency": "efficiency"}
 """Which ratio decides, by how a pair is compared."""
 VALUES = ("efficiency", "sf", "variance", "projection", "relative_bias", "rollout_equivalents")
-UNDEFINED = "Not shown: {}, which noise hides on so few prompts; measure more prompts or pool more steps."
 TWO = ".2f"
 """Digits of ratios and shares."""
 OWN = ("efficiency", "relative_bias", "rollout_equivalents")
@@ -143,31 +141,6 @@ class ComparisonInfo:
         """The rows that have a mark in the figure; all where none has."""
         rows = [row for row in self.rows if any(one is not None and one.estimate > 0 for one in row.ratios)]
         return rows or list(self.rows)
-
-    @property
-    def words(self) -> str:
-        """What points, intervals and their order are, in words, which ratios have no panel, and what has no mark."""
-        of = f"{plural(self.n_prompts, 'prompt')} of {plural(self.n_steps, 'measured step')}"
-        start = f"How noisy each estimator is beside {self.against}, on the same rollouts: {of}."
-        if self.n_prompts < MIN_CLUSTERS:
-            read = f"Below {MIN_CLUSTERS} prompts these are points without intervals."
-        elif not self.sampled:
-            read = "Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
-        elif not self.looked_at:
-            read = f"What is judged has no interval here, so no estimator can be told from {self.against}."
-        elif any(row.told for row in self.rows):
-            read = f"95 % intervals over prompts: thick, one look; thin, {self.together}."
-            read += " Proved step lengths first." * any(row.c_known for row in self.rows if row.decides)
-        else:
-            read = (
-                f"95 % intervals over prompts: thick, one look; thin, {self.together}. No interval of {self.together} "
-                f"leaves out 1: no estimator can be told from {self.against}, and their order says nothing."
-            )
-        hidden = " and ".join(title.lower() for k, (_, title, _) in enumerate(RATIOS) if k not in self.shown)
-        why = [UNDEFINED.format(hidden)] if hidden and self.sampled and len(self.rows) > 1 else []
-        bare = ", ".join(row.label for row in self.rows if row not in self.marked)
-        why += [f"Noise hides every ratio of {bare}, so the figure leaves them out."] if bare else []
-        return " ".join([start, read, *why])
 
 
 def comparison_info(
@@ -383,7 +356,7 @@ def _said(info: ComparisonInfo, title: str, row: Row, ratio: Interval, together:
 
 
 def plot_planner(planner: Planner) -> go.Figure:
-    """Draw efficiency against group size, one curve per estimator; open marks follow by formula, stars are best.
+    """Draw efficiency against group size, one curve per estimator; stars are best.
 
     Where no efficiency may be shown it draws cost against the recorded size with its interval, as far as that is told.
     """
@@ -402,7 +375,7 @@ def plot_planner(planner: Planner) -> go.Figure:
             error_y=error_y, name=name, mode="lines+markers", showlegend=True,
             line={"color": style.color, "dash": style.dash, "width": 1.6},
             marker={
-                "symbol": [("star" if cell.best else symbol) + ("" if cell.cut else "-open") for cell in curve],
+                "symbol": ["star" if cell.best else symbol for cell in curve],
                 "size": [14 if cell.best else 8 for cell in curve],
             },
             hovertemplate="groups of %{x}: <b>%{y:.3g}</b><extra>" + name + "</extra>",
@@ -418,7 +391,7 @@ def planner_table(planner: Planner) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "estimator": c.estimator, "energy_source": c.energy_source, "group_size": c.size,
-            "efficiency": c.efficiency, "by_formula": not c.cut, "shown_best": c.best, **columns_of("cost", c.cost),
+            "efficiency": c.efficiency, "shown_best": c.best, **columns_of("cost", c.cost),
         }
         for c in planner.cells
     )  # fmt: skip
@@ -427,13 +400,13 @@ def planner_table(planner: Planner) -> pd.DataFrame:
 def planner_display(planner: Planner) -> tuple[str, pd.DataFrame]:
     """Return what the picture shows in one line, and efficiency and cost as they are read, by estimator and size.
 
-    In the table * is the best of its curve, and † follows by formula; no row has neither number.
+    In the table * is the best of its curve; no row has neither number.
     """
     words = f"How efficient the same {planner.n_rollouts} rollouts would be in groups of other sizes."
     table = pd.DataFrame(
         {
             "estimator": c.estimator + ("" if c.energy_source == "none" else f"/{c.energy_source}"),
-            "group size": f"{c.size}{'*' * c.best}{'†' * (not c.cut)}",
+            "group size": f"{c.size}{'*' * c.best}",
             "efficiency": number(c.efficiency, ".2f"),
             "cost": "1" if c.size == planner.recorded_size else interval_cell(c.cost, ".2f"),
         }
@@ -447,4 +420,4 @@ def planner_display(planner: Planner) -> tuple[str, pd.DataFrame]:
             f"in groups of {planner.recorded_size}: below 1 is better. Bars hold together with 95 %. No efficiency by "
             "itself is known."
         )
-    return f"{words} Star: shown to be a curve's best. Open: by formula.", table
+    return f"{words} Star: shown to be a curve's best.", table

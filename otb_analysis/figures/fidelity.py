@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.curves import Quantity, curves_info, plot_learning
 from otb_analysis.figures.styles import BLUE, GREEN, ORANGE, RAMP, TEMPLATE, TOP, Style, log_axis, number
-from otb_analysis.statistics import MIN_CLUSTERS, Fidelity, Interval, fidelity_by_part
+from otb_analysis.statistics import Fidelity, fidelity_by_part
 from otb_analysis.types import Float, Float32, Int
 
 BINS, FAR = 60, 200
@@ -218,20 +218,6 @@ def plot_fidelity_steps(info: FidelityInfo) -> go.Figure:
     }
     styles = {title: Style(_COLORS[key]) for key, title in COEFFICIENTS}
     return plot_learning(curves_info(tables, OVER_STEPS, styles), columns=1, height=(470 - TOP) // 2)
-
-
-def gain_lost_words(lost: Interval | None) -> tuple[str, str]:
-    """Return the share of the gain that a proxy loses as it is shown, a dash without an interval, and what it rests on.
-
-    The share is a ratio of two differences, each within noise: a point alone says nothing.
-    """
-    if lost is None:
-        return number(None), "no gain shown"
-    if lost.low is not None:
-        return number(lost.estimate), f"95 %: {number(lost.low)} to {number(lost.high)}, {lost.n_clusters} prompts"
-    few = lost.n_clusters < MIN_CLUSTERS
-    needs = f"needs {MIN_CLUSTERS} prompts, has {lost.n_clusters}"
-    return number(None), needs if few else f"no interval on these {lost.n_clusters} prompts"
 
 
 def agreement_display(measured: Iterable[tuple[str, str, Fidelity]]) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from otb_analysis.estimators.proved import trained_labels
 from otb_analysis.figures.comparison import MEASURES, RATIOS, Row, compared
 from otb_analysis.figures.curves import (
     QUANTITIES,
@@ -43,17 +42,11 @@ from otb_analysis.figures.styles import (
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
-    REFERENCE,
     Interval,
-    Update,
     cluster_jackknife,
     decide,
-    is_informative,
     seed_mean,
-    update_ratios,
 )
-from otb_analysis.statistics.gradients import has_signal
-from otb_analysis.statistics.moments import clusters, deleted_moments, truth_of, typical
 from otb_analysis.types import Bool, Float, Gram, Int, Label, Proved
 
 COMPARED = ("reward_mean", "heldout_reward", "grad_norm", "entropy_mean", "length_mean")
@@ -108,22 +101,6 @@ class PairPanel:
             return False
         off = values - values.mean()
         return bool(off[1:] @ off[:-1] > ALIKE * (off @ off))
-
-
-def zero_note(panels_: Sequence["PairPanel"]) -> str:
-    """Say which values of 0 are not drawn, since a logarithmic axis has none; empty where there are none."""
-    counts = {panel.quantity.title.lower(): int(panel.at_zero.sum()) for panel in panels_}
-    which = ", ".join(f"{title} at {count} of them" for title, count in counts.items() if count)
-    return which and f"Blocks where A or B is 0 are not drawn, since a logarithmic axis has no 0: {which}."
-
-
-def drift_note(panels_: Sequence["PairPanel"]) -> str:
-    """Say for which quantities the interval over blocks of steps is too short; empty where for none."""
-    which = ", ".join(panel.quantity.title.lower() for panel in panels_ if panel.drifts)
-    return which and (
-        f"The difference drifts over training in {which}: neighbouring blocks are alike, so these intervals are too "
-        "short. Read the blocks, and compare several seeds."
-    )
 
 
 def differs(interval: Interval | None, null: float) -> bool:
@@ -275,25 +252,10 @@ def _difference(figure: go.Figure, panel: PairPanel, where: Any) -> None:
         figure.update_yaxes(range=linear_range(values, ends, 0.0), **where)
 
 
-NOT_MEASURED = (
-    "No gradient noise is compared: no step was measured in both. Give both the same --measure settings, or "
-    "compare estimators of one run."
-)
-OTHER_PROMPTS = "The runs' own updates are not compared: at shared measured steps they answered other prompts."
-UNLIKE = "No gradient noise is compared: the runs differ in {}, and such gradients do not compare."
 FEWEST = 4
 """Blocks of measured steps that two estimators are compared in, where so many steps were measured."""
 
 TITLES = {"efficiency": "efficiency", "sf": "variance at equal progress", "variance": "variance"}
-
-
-@dataclass(frozen=True)
-class RunGrams:
-    """What one run measured of gradients: Gram matrices by step, reduced ones suffice."""
-
-    config: Mapping[str, Any]
-    grams: Mapping[int, Gram]
-    scope: str
 
 
 @dataclass(frozen=True)
@@ -325,44 +287,7 @@ class NoiseInfo:
     notes: tuple[str, ...] = ()
 
 
-def compare_noise(pairing: Pairing, runs: Mapping[str, RunGrams], known: Proved) -> NoiseInfo:
-    """Compare what A and B train with, on the measured steps that the runs of a pair share.
-
-    Each run's own update over the other's, on the same prompts; and, where the estimators differ, the one over the
-    other on the same rollouts, those of both. Prompts are the clusters of both intervals.
-    """
-    sides = [[runs[pair[side]] for pair in pairing.pairs] for side in (0, 1)]
-    steps = [sorted(set(one.grams) & set(other.grams)) for one, other in zip(*sides, strict=True)]
-    trained = [{next(iter(trained_labels(r.config, r.grams.values())), None) for r in side} for side in sides]
-    if not any(steps) or any(len(labels) != 1 or None in labels for labels in trained):
-        return NoiseInfo((), (NOT_MEASURED,))
-    every = [one for side in sides for one in side]
-    for name, values in (("task", {str(r.config.get("task")) for r in every}), ("scope", {r.scope for r in every})):
-        if len(values) > 1:
-            return NoiseInfo((), (UNLIKE.format(name),))
-    a, b = (label for labels in trained for label in labels if label is not None)
-    of_a, of_b = ([one.grams[s] for one, shared in zip(side, steps, strict=True) for s in shared] for side in sides)
-    rows = []
-    named = all(gram.prompt is not None for gram in (*of_a, *of_b))
-    if named and clusters(of_a)[1] == clusters(of_b)[1]:
-        above, below = (Update(g, one, typical([x.n_prompts for x in g])) for g, one in ((of_b, b), (of_a, a)))
-        truth = truth_of([*of_a, *of_b], REFERENCE, known)
-        pair = update_ratios(above, below, truth, known)
-        along = all(has_signal(deleted_moments(grams, one, truth)) for grams, one in ((of_a, a), (of_b, b)))
-        may = {"variance": True, "sf": pair.c_known or along, "efficiency": along}
-        ratios = tuple(r if is_informative(r := getattr(pair, name)) and may[name] else None for name, *_ in RATIOS)
-        what, decides = "each run's own rollouts: updates as trained", "sf" if pair.c_known else "efficiency"
-        rows.append(NoiseRow(what, ratios, len(of_a), len(clusters(of_a)[1]), decides))
-    notes = () if rows else (OTHER_PROMPTS,)
-    both = [gram for gram in (*of_a, *of_b) if a in gram.labels and b in gram.labels]
-    sizes = {round(gram.n_rollouts / max(gram.n_prompts, 1)) for gram in both}
-    if a != b and len(sizes) == 1:
-        _, same = _on_same_rollouts(both, a, b, known)
-        rows.append(replace(same, what=f"the rollouts of all these runs: {same.what}"))
-    return NoiseInfo(tuple(rows), notes)
-
-
-def _on_same_rollouts(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> tuple[list[Row], NoiseRow]:
+def on_same_rollouts(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -> tuple[list[Row], NoiseRow]:
     """Return the rows of A and B, and the comparison of B over A."""
     rows = compared(grams, decide(grams, a, known, only=[b]), [a, b], known)
     what, ratio = f"{shown_name(b)} ÷ {shown_name(a)}", rows[1]
@@ -387,13 +312,13 @@ def compare_estimators(
     """
     steps = np.array(sorted(step for step, gram in grams.items() if a in gram.labels and b in gram.labels))
     if not steps.size:
-        return (), NoiseInfo((), (NOT_MEASURED,))
+        return (), NoiseInfo(())
     prompts = sum(grams[step].n_prompts for step in steps)
     count = min(BLOCKS, len(steps), max(prompts // MIN_CLUSTERS, FEWEST))
     parts = np.array_split(steps, count)
     at = np.array([part.mean() for part in parts])
-    blocks = [_on_same_rollouts([grams[step] for step in part], a, b, known)[0] for part in parts]
-    _, whole = _on_same_rollouts([grams[step] for step in steps], a, b, known)
+    blocks = [on_same_rollouts([grams[step] for step in part], a, b, known)[0] for part in parts]
+    _, whole = on_same_rollouts([grams[step] for step in steps], a, b, known)
     panels_ = []
     for index, (name, *_) in enumerate(RATIOS):
         values = np.array([[row.values[name] for row in two] for two in blocks], float).T  # None becomes NaN

@@ -9,6 +9,7 @@ from otb_analysis.answers import reportable
 from otb_analysis.answers.pairs import provenance_table
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.phases import counted, plural
+from otb_analysis.report.compare import pair_sections
 from otb_analysis.report.document import Document, Grid, Section, to_html, to_markdown
 from otb_analysis.report.paper import write_figures
 from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview
@@ -29,7 +30,8 @@ def report(paths: Sequence[Path], command: str) -> Document:
     provenance = Section("How the runs were made", (Grid("From each run's run.json.", provenance_table(runs)),))
     made, version = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), metadata.version("otb-analysis")
     note = f"Made {made} by otb-analysis {version} from {plural(len(runs), 'run')}."
-    return Document(" · ".join(runs), command, note, (overview(runs), collapse(runs), *each, provenance))
+    sections = (overview(runs), *pair_sections(runs), collapse(runs), *each, provenance)
+    return Document(" · ".join(runs), command, note, sections)
 
 
 def write_report(paths: Sequence[Path], out: Path, command: str, figures: Path | None = None) -> list[Path]:

@@ -25,7 +25,7 @@ from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture
 from otb_analysis.report.records import following, written
 from otb_analysis.trackers import Trackers
 
-BEST = "* best of its curve: intervals show that its neighbours are worse. † by formula, not measured."
+BEST = "* best of its curve: intervals show that its neighbours are worse."
 COST = (
     "What an update of the same rollouts costs, against the recorded size; below 1 is better. Proved step lengths: "
     "variance. Others: efficiency here over efficiency there. Intervals hold together with 95 %."
@@ -40,8 +40,6 @@ AUDIT_FORMULAS = (
     ("bias", "‖m − ∇J‖/‖∇J‖"),
     ("SF", "variance/c²; of proved step lengths E‖g‖²/c² − ‖∇J‖²"),
     ("between", "2·V(N) − V(N/2) of no baseline; within = V − between"),
-    ("larger groups", "E‖g_N‖² = q + a/N + b/(N(N−1)), b = 0 for none; variance at the same rollouts: N·V(N)/R"),
-    ("best size of rloo", "1 + √(b/(q − ‖m‖²))"),
     ("dead groups", "mean over prompts of Σ_v C(k_v, n)/C(G, n), k_v of G rewards equal v; estimates pⁿ + (1−p)ⁿ"),
     ("share", "c·s·ḡ of a token, s = ∇log π, c its coefficient in the update ḡ = Σ c·s; divided by Σ‖ḡ‖² over steps"),
     ("signal, noise", "c·s·(ḡ − ḡ_p) and c·s·ḡ_p, ḡ_p the part of the token's own prompt"),

@@ -45,20 +45,26 @@ def comparison(runs: Mapping[str, RunAnswers], top: int | None = None, conclude_
     if not concluded:
         concluded = [Section("Estimators", run.lines) for run in [*runs.values()][:1]]
     others = [Section("Runs", (learning_grid(runs),))]
-    pairing = None if conclude_last else pairing_of(runs)
-    if pairing is not None:
-        pair = pair_of(runs, pairing)
-        parts: list[Part] = [f"A is {pair.a}, B is {pair.b}. {pair.verdict}"]
-        if pair.panels:
-            parts.append(Grid("means over the shared steps [95 %]", pair_display(pair.panels), "B against A"))
-        if len(shown := noise_display(pair.noise)):
-            caption = "below 1 is less noise; of efficiency, above 1 is better"
-            parts.append(Grid(caption, shown, "Gradient noise, B ÷ A"))
-        others.append(Section("B against A", (*parts, *pair.notes)))
+    others += [] if conclude_last else pair_sections(runs)
     if measured := [(name, *row) for name, run in runs.items() for row in run.fidelity]:
         lines = [f"{name}: " * several + run.proxy_line for name, run in runs.items() if run.proxy_line]
         others.append(Section("Proxy", (Grid(WITHIN, agreement_display(measured), PROXY, texts=("of",)), *lines)))
     return others + concluded if conclude_last else concluded + others
+
+
+def pair_sections(runs: Mapping[str, RunAnswers]) -> list[Section]:
+    """Return B against A: of two runs, or of two groups of them whose seeds are paired; empty of other runs."""
+    pairing = pairing_of(runs)
+    if pairing is None:
+        return []
+    pair = pair_of(runs, pairing)
+    parts: list[Part] = [f"A is {pair.a}, B is {pair.b}. {pair.verdict}"]
+    if pair.panels:
+        parts.append(Grid("means over the shared steps [95 %]", pair_display(pair.panels), "B against A"))
+    if len(shown := noise_display(pair.noise)):
+        caption = "below 1 is less noise; of efficiency, above 1 is better"
+        parts.append(Grid(caption, shown, "Gradient noise, B ÷ A"))
+    return [Section("B against A", (*parts, *pair.notes))]
 
 
 def learning_grid(runs: Mapping[str, RunAnswers]) -> Grid:

@@ -1,6 +1,6 @@
 """A comparison for a paper: one table as LaTeX, CSV or Markdown, and figures as PDF and SVG at column widths."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from otb_analysis.errors import InputError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.figures.comparison import display_table
 from otb_analysis.figures.styles import for_background
-from otb_analysis.report.document import Document, Grid, Picture, grid_text
+from otb_analysis.report.document import Document, Grid, Picture, Section, grid_text
 
 COLUMNS = {"column": 3.25, "page": 6.75}
 """Widths of a paper's figures in inches."""
@@ -21,8 +21,10 @@ SVG_INCH, SHRUNK = 96, 13 / 16
 LATEX = {"÷": "/", "≈": r"$\approx$", "–": "--", "∞": r"$\infty$", "−": "$-$", "∇": r"$\nabla$", "²": "$^2$"}
 
 
-def comparison_text(steps: Mapping[str, MeasuredSteps], form: str) -> str:
+def comparison_text(steps: Mapping[str, MeasuredSteps], form: str, beside: Sequence[Section] = ()) -> str:
     """Return every estimator over `rloo` with its intervals, a table per design; what is decided stands in comments.
+
+    So does, at the end, what the sections `beside` say of B against A.
 
     CSV has numbers, all of them, and the columns `alarm` and `told` say what may be claimed; the other forms what the
     terminal shows, no table where another sampler drew the tokens.
@@ -49,6 +51,8 @@ def comparison_text(steps: Mapping[str, MeasuredSteps], form: str) -> str:
             else:
                 lines += ["", grid_text(Grid(name, frame))]
         texts.append("\n".join(lines))
+    mark = "%" if form == "latex" else ">"
+    texts += [f"{mark} {part}" for section in beside for part in section.parts if isinstance(part, str)]
     return "\n\n".join(texts) + "\n"
 
 

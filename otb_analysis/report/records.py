@@ -10,6 +10,7 @@ import pandas as pd
 
 from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
 from otb_analysis.answers.holders import NotAttributed
+from otb_analysis.answers.measured import forest_words
 from otb_analysis.answers.pairs import Sides, estimator_pair, pair_of, pairing_of
 from otb_analysis.answers.triage import Triage, finding_record, headline, verdict
 from otb_analysis.errors import InputError, nearest
@@ -113,7 +114,7 @@ def decision_record(steps: MeasuredSteps) -> dict[str, object]:
         "compared_with": decision.against, "looked_at": decision.looked_at, "n_needed": decision.n_needed,
         "comparisons": decision.comparisons,
         "beside_rloo": None if beside is None else {"recommended": beside.best, "comparisons": beside.comparisons},
-        "against": steps.over_rloo.against[0], "words": info and info.words, "noise_scale": steps.noise_scale(),
+        "against": steps.over_rloo.against[0], "words": info and forest_words(info), "noise_scale": steps.noise_scale(),
         "rows": [] if info is None else comparison_table(info),
     }  # fmt: skip
 

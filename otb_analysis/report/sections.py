@@ -7,7 +7,8 @@ import numpy as np
 
 from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.holders import Attributed
-from otb_analysis.answers.proxy import MEASURED_GROUPS
+from otb_analysis.answers.measured import forest_words
+from otb_analysis.answers.proxy import MEASURED_GROUPS, gain_lost_words
 from otb_analysis.diagnostics import changes, detectors
 from otb_analysis.errors import InputError
 from otb_analysis.figures.alarms import alarms_line, alarms_table
@@ -18,7 +19,6 @@ from otb_analysis.figures.fidelity import (
     fidelity_columns,
     fidelity_info,
     fidelity_table,
-    gain_lost_words,
     plot_fidelity,
 )
 from otb_analysis.figures.runs import config_differences
@@ -126,7 +126,7 @@ def estimators(run: RunAnswers) -> Section:
     if measured is None or measured.over_rloo.cause == "no reference":
         return Section(title, run.lines)
     info = measured.comparison()
-    picture = Picture(f"estimators-{run.name}", info.words, plot_comparison(info))
+    picture = Picture(f"estimators-{run.name}", forest_words(info), plot_comparison(info))
     formulas = Formulas((*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE))
     table = Grid("Each ratio with its 95 % intervals, then each estimator's own values.", display_table(info))
     planner = planner_parts(run.planner)

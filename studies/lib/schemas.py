@@ -49,7 +49,6 @@ class PlannerCell(TypedDict):
     energy_source: str
     group_size: int
     efficiency: float
-    by_formula: bool
     shown_best: bool  # Intervals show that both neighbours on its curve are worse
     cost: float  # Of the same rollouts against the recorded size; below 1 is better
     cost_low: float

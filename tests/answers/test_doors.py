@@ -238,7 +238,7 @@ def test_pages_say_the_same_sentences(name, three_runs, answers, page):
 
 
 @pytest.mark.parametrize("names", [("demo", "few"), ("demo", "alarm")])
-def test_a_pair_is_told_alike_by_page_terminal_and_json(names, three_runs, capsys, monkeypatch):
+def test_a_pair_is_told_alike_by_every_door(names, three_runs, capsys, monkeypatch, tmp_path):
     root = three_runs["demo"].parent
     pair = json.loads(otb(capsys, "compare", *names, "--root", root, "--json"))["pair"]
     asked = {"run": list(names), "compare": "Two runs", "a": pair["a"], "b": pair["b"]}
@@ -246,6 +246,9 @@ def test_a_pair_is_told_alike_by_page_terminal_and_json(names, three_runs, capsy
     assert not app.exception
     texts = {"page": " ".join(one.value for kind in ("markdown", "caption") for one in app.get(kind))}
     texts["terminal"] = otb(capsys, "compare", *names, "--root", root)
+    texts["markdown"] = otb(capsys, "compare", *names, "--root", root, "--format", "markdown")
+    otb(capsys, "report", *names, "--root", root, "--out", tmp_path / "pair.html")
+    texts["report"] = (tmp_path / "pair.html").read_text()
     for line in (pair["verdict"], *pair["notes"]):
         assert [door for door, text in texts.items() if not has(text, line)] == [], line
 

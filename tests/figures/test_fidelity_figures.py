@@ -2,12 +2,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from otb_analysis.answers.proxy import gain_lost_words
 from otb_analysis.errors import InputError
 from otb_analysis.figures.fidelity import (
     energies,
     fidelity_info,
     fidelity_table,
-    gain_lost_words,
     plot_fidelity,
     plot_fidelity_steps,
 )

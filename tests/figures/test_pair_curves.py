@@ -2,11 +2,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from otb_analysis.answers.pairs import drift_note
 from otb_analysis.figures.pairs import (
     BLOCKS,
     average_difference,
     compare_curves,
-    drift_note,
     pair_table,
     plot_pair,
 )

@@ -3,16 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from otb_analysis.answers.pairs import NOT_MEASURED, OTHER_PROMPTS, RunGrams, compare_noise, zero_note
 from otb_analysis.figures.pairs import (
-    NOT_MEASURED,
-    OTHER_PROMPTS,
-    RunGrams,
     compare_estimators,
-    compare_noise,
     noise_display,
     noise_table,
     plot_pair,
-    zero_note,
 )
 from otb_analysis.figures.runs import pair_runs
 from otb_analysis.statistics import NOTHING, paired_ratios

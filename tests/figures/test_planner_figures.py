@@ -11,19 +11,19 @@ from otb_analysis.statistics import Interval
 
 COST = Interval(0.8, 0.7, 0.9, 16, "")
 CELLS = (
-    Cell("rloo", "none", 4, 0.25, False, True, COST),
-    Cell("rloo", "none", 8, 0.5, True, True, None),
-    Cell("rloo", "none", 16, 0.375, False, False, None),
-    Cell("otb", "proxy", 8, None, False, True, None),
+    Cell("rloo", "none", 4, 0.25, False, COST),
+    Cell("rloo", "none", 8, 0.5, True, None),
+    Cell("rloo", "none", 16, 0.375, False, None),
+    Cell("otb", "proxy", 8, None, False, None),
 )
 PLANNER = Planner(128, 8, CELLS, (), "")
 
 
-def test_a_point_is_an_efficiency_open_by_formula_and_a_star_where_it_is_best():
+def test_a_point_is_an_efficiency_and_a_star_where_it_is_best():
     rloo, otb = plot_planner(PLANNER).data
     assert (rloo.name, list(rloo.x), list(rloo.y)) == ("rloo", [4, 8, 16], [0.25, 0.5, 0.375])
-    cut, best, formula = rloo.marker.symbol
-    assert best == "star" and formula == f"{cut}-open" and list(rloo.marker.size) == [8, 14, 8]
+    plain, best, other = rloo.marker.symbol
+    assert best == "star" and plain == other != best and list(rloo.marker.size) == [8, 14, 8]
     assert (list(otb.x), list(otb.y)) == ([8], [None])
 
 
@@ -35,7 +35,6 @@ def test_the_axis_has_the_sizes_of_all_curves():
 def test_the_table_has_a_row_for_each_point_with_its_cost_against_the_recorded_size():
     table = planner_table(PLANNER)
     assert table["group_size"].tolist() == [4, 8, 16, 8]
-    assert table["by_formula"].tolist() == [False, False, True, False]
     assert table["shown_best"].tolist() == [False, True, False, False]
     assert table.loc[0, ["cost", "cost_low", "cost_high"]].tolist() == [0.8, 0.7, 0.9]
     assert table.loc[1:, "cost"].isna().all() and table["efficiency"].fillna(-1).tolist() == [0.25, 0.5, 0.375, -1]
@@ -45,9 +44,9 @@ def test_the_words_say_for_how_many_rollouts():
     assert planner_display(PLANNER)[0].startswith("How efficient the same 128 rollouts would be")
 
 
-def test_what_is_read_has_a_star_at_the_best_and_a_dagger_by_formula_and_leaves_out_rows_without_a_number():
+def test_what_is_read_has_a_star_at_the_best_and_leaves_out_rows_without_a_number():
     shown = planner_display(PLANNER)[1]
-    assert shown["group size"].tolist() == ["4", "8*", "16†"] and shown["estimator"].tolist() == ["rloo"] * 3
+    assert shown["group size"].tolist() == ["4", "8*", "16"] and shown["estimator"].tolist() == ["rloo"] * 3
     assert shown["cost"].tolist() == ["0.80 [0.70, 0.90]", "1", "–"]
 
 

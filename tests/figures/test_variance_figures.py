@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from otb_analysis.answers.measured import forest_words
 from otb_analysis.errors import InputError
 from otb_analysis.figures.comparison import MEASURES, comparison_info, comparison_table, display_table, plot_comparison
 from otb_analysis.figures.curves import plot_learning
@@ -55,7 +56,7 @@ def test_nothing_is_ranked_where_nothing_is_told_apart(vectors):
     g = np.eye(12)[0] + 0.3 * random.normal(size=(4, 32, 12))
     labels = (RLOO, ("a", "none"), ("b", "none"), ("c", "none"))
     info = comparison_info([Gram(np.einsum("mpd,nqd->mnpq", g, g), labels, 256)])
-    assert [row.key for row in info.rows] == list(labels) and "order says nothing" in info.words
+    assert [row.key for row in info.rows] == list(labels) and "order says nothing" in forest_words(info)
     assert "all 3 together" in display_table(info)
 
 
@@ -77,7 +78,7 @@ def test_intervals_against_what_trained_stand_under_the_ratio_that_decides(grams
 def test_the_caption_says_proved_first_only_where_something_is_proved(grams):
     exact, steps = ("otb", "exact"), list(grams.values())
     known = Proved({RLOO: 1.0, exact: 1.0}, frozenset((RLOO, exact)))
-    words = [comparison_info(steps, known=proved).words for proved in (known, Proved({}, frozenset()))]
+    words = [forest_words(comparison_info(steps, known=proved)) for proved in (known, Proved({}, frozenset()))]
     assert ["Proved step lengths first" in one for one in words] == [True, False]
 
 
@@ -87,7 +88,7 @@ def test_an_estimator_whose_ratios_noise_hides_has_no_row_in_the_figure_and_is_n
     info = replace(info, rows=(info.rows[0], bare, *info.rows[2:]))
     axis = plot_comparison(info).layout.yaxis
     assert list(axis.ticktext) == [row.label for row in info.rows if row is not bare]
-    assert f"every ratio of {bare.label}, so the figure leaves them out" in info.words
+    assert f"every ratio of {bare.label}, so the figure leaves them out" in forest_words(info)
 
 
 def test_comparison_of_one_energy_source(grams):
@@ -143,7 +144,7 @@ def test_a_ratio_that_noise_hides_has_no_panel_and_the_words_say_why():
     info = comparison_info([Gram(np.einsum("mpd,nqd->mnpq", noise, noise), two, 96)])
     (title,) = plot_comparison(info).layout.annotations
     assert title.text.startswith("Batch variance") and info.shown == [2]
-    assert "Not shown: variance at equal progress and efficiency" in info.words
+    assert "Not shown: variance at equal progress and efficiency" in forest_words(info)
 
 
 def test_a_hover_has_the_usual_words(grams):
@@ -173,7 +174,7 @@ def test_the_four_measures_of_four_prompts_are_hand_worked():
 
 def test_below_sixteen_prompts_there_are_points_and_no_intervals(grams):
     few = Gram(grams[0].inner[:, :, :15, :15], grams[0].labels, 120)
-    assert "without intervals" in comparison_info([few]).words
+    assert "without intervals" in forest_words(comparison_info([few]))
     of_few = over_training({0: few}, RLOO, [("otb", "exact")], NOTHING)
     assert all(np.isnan(curve.low).all() and curve.value.size for curves in of_few.curves for curve in curves)
 
