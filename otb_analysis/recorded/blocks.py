@@ -369,7 +369,7 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
         # A block is a task: whichever actor has its model gets the next one.
         rows = ray.data.from_items([{"block": block} for block in blocks], override_num_blocks=len(blocks))
         actors = {"compute": ray.data.ActorPoolStrategy(size=size), "num_cpus": 1, "num_gpus": gpus}
-        actors["ray_remote_args_fn"] = lambda: {"max_restarts": -1, "max_task_retries": RETRIES}
+        actors |= {"max_restarts": -1, "max_task_retries": RETRIES}
         for row in rows.map(BlockScorer, fn_constructor_args=(same, parts), **actors).iter_rows():
             if row["error"]:
                 raise ProcessError(f"a worker of Ray stopped: {row['error']}")

@@ -12,7 +12,7 @@ from otb_analysis.phases import counted, plural
 from otb_analysis.report.compare import pair_sections
 from otb_analysis.report.document import Document, Grid, Section, to_html, to_markdown
 from otb_analysis.report.paper import write_figures
-from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview
+from otb_analysis.report.sections import attribution_section, collapse, estimators, fidelity, overview, verdicts
 
 __all__ = ["report", "write_report"]
 
@@ -30,7 +30,7 @@ def report(paths: Sequence[Path], command: str) -> Document:
     provenance = Section("How the runs were made", (Grid("From each run's run.json.", provenance_table(runs)),))
     made, version = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), metadata.version("otb-analysis")
     note = f"Made {made} by otb-analysis {version} from {plural(len(runs), 'run')}."
-    sections = (overview(runs), *pair_sections(runs), collapse(runs), *each, provenance)
+    sections = (verdicts(runs), overview(runs), *pair_sections(runs), collapse(runs), *each, provenance)
     return Document(" · ".join(runs), command, note, sections)
 
 

@@ -82,18 +82,23 @@ ATTRIBUTION_FORMULAS = (
 )
 
 
+def verdicts(runs: Runs) -> Section:
+    """Return the answer first: of each run its state and its first sentence on baselines; of runs pooled, all."""
+    parts: list[Part] = [f"{name}: {run.triage.sentence}. {run.lines[0]}" for name, run in runs.items()]
+    alike = Counter(run.design for run in runs.values() if run.grams)
+    pooled = {name: of.lines for name, of in designs(runs).items() if alike[name] > 1}
+    parts += ["\n".join([f"{alike[name]} runs pooled ({name}):", *lines]) for name, lines in pooled.items()]
+    return Section("Verdict", tuple(parts))
+
+
 def overview(runs: Runs) -> Section:
     """Return what the runs are and whether they learn."""
     info = learning_info({name: run.steps for name, run in runs.items()}, {}, WINDOW)
     differences = config_differences({name: run.config for name, run in runs.items()})
     parts: list[Part] = [
-        *(f"{name}: {run.alarm}" for name, run in runs.items() if run.alarm),
         learning_grid(runs),
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), info),
     ]
-    alike = Counter(run.design for run in runs.values() if run.grams)
-    pooled = {name: of.lines for name, of in designs(runs).items() if alike[name] > 1}
-    parts += ["\n".join([f"{alike[name]} runs pooled ({name}):", *lines]) for name, lines in pooled.items()]
     if len(runs) > 1:
         same = f"The runs have the same configuration. {differences.note}".rstrip()
         caption = f"Where the configurations differ. {differences.note}".rstrip()

@@ -82,10 +82,9 @@ def test_every_quantity_of_the_page_has_its_formula(page, runs):
 def test_the_page_names_its_command_and_shows_every_section(page, runs):
     assert f"otb report {runs[0].name} {runs[1].name}" in page
     titles = re.findall(r'<h2 id="s\d+">(.*?)</h2>', page)
-    assert (
-        titles[:3] == ["Runs", "B against A", "Alarms and health over steps"] and titles[-1] == "How the runs were made"
-    )
-    assert len(titles) == 4 + 3 * len(runs)
+    assert titles[:4] == ["Verdict", "Runs", "B against A", "Alarms and health over steps"]
+    assert titles[-1] == "How the runs were made"
+    assert len(titles) == 5 + 3 * len(runs)
     # Learning once; health, estimators, fidelity and attribution for each run.
     assert page.split("</head>")[1].count("Plotly.newPlot(") == 1 + 4 * len(runs)
     lines = [line for run in opened(runs).values() for line in run.lines]
