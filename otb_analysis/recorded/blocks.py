@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+import warnings
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -369,8 +370,10 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
         # A block is a task: whichever actor has its model gets the next one.
         rows = ray.data.from_items([{"block": block} for block in blocks], override_num_blocks=len(blocks))
         actors = {"compute": ray.data.ActorPoolStrategy(size=size), "num_cpus": 1, "num_gpus": gpus}
-        actors |= {"max_restarts": -1, "max_task_retries": RETRIES}
-        for row in rows.map(BlockScorer, fn_constructor_args=(same, parts), **actors).iter_rows():
+        with warnings.catch_warnings(action="ignore"):  # Ray 2.63 calls these deprecated, and has nothing instead
+            actors |= {"max_restarts": -1, "max_task_retries": RETRIES}
+            scored = rows.map(BlockScorer, fn_constructor_args=(same, parts), **actors)
+        for row in scored.iter_rows():
             if row["error"]:
                 raise ProcessError(f"a worker of Ray stopped: {row['error']}")
             yield row["block"]
