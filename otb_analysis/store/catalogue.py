@@ -10,7 +10,7 @@ import json
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import groupby
+from itertools import chain, groupby
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ def make(db: sqlite3.Connection) -> None:
     db.execute("BEGIN IMMEDIATE")
     for table, columns in _SCHEMA.items():
         named = ", ".join(f"{quoted(c.name)} {_SQL[c.dtype]}{' NOT NULL' * c.key}" for c in columns)
-        db.execute(f"CREATE TABLE {table} ({named}{', PRIMARY KEY (step)' * (table == 'steps')})")
-        db.execute(f"CREATE INDEX {table}_of_step ON {table} (step)")
+        db.execute(f"CREATE TABLE {table} ({named})")
+        db.execute(f"CREATE {'UNIQUE ' * (table == 'steps')}INDEX {table}_of_step ON {table} (step)")
     counts = ", ".join(f"{table}_rows BIGINT NOT NULL, {table}_sums BLOB NOT NULL" for table in _SCHEMA)
     db.execute(f"CREATE TABLE written (step INTEGER PRIMARY KEY, {counts})")
     db.execute("CREATE TABLE totals (steps BIGINT NOT NULL, changes BIGINT NOT NULL, columns BIGINT NOT NULL)")
@@ -309,9 +309,9 @@ def read(
                 found = pq.ParquetFile(copy).read(names, use_threads=False)
                 return expected.table({name: found[name].cast(_ARROW[types[name]]) for name in names}, columns)
         query = f"SELECT {', '.join(map(quoted, names))} FROM {table}{chosen} ORDER BY step, _rowid_"
-        stored = db.execute(query, asked).fetchall()
-        values = list(zip(*stored, strict=True)) if stored else [()] * len(names)
-        arrays = {name: _array(column, types[name]) for name, column in zip(names, values, strict=True)}
+        # All values in one list: 100,000 rows that are kept as tuples cost twice the time.
+        values = list(chain.from_iterable(db.execute(query, asked)))
+        arrays = {name: _array(values[at :: len(names)], types[name]) for at, name in enumerate(names)}
         return expected.table(arrays, columns)
     except (TypeError, ValueError, KeyError, pa.ArrowException) as error:  # values of other kinds than were written
         raise _changed(where, f"{table} holds what was never written ({error})") from error

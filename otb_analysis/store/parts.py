@@ -7,7 +7,7 @@ bit is a sentence.
 import json
 import stat
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,13 @@ def listed(db: Any, run_dir: Path, table: str | None = None, steps: Collection[i
 def as_rows(parts: Iterable[Part]) -> pa.Table:
     """Return parts as rows of the catalogue's table."""
     schema = pa.schema([(c.name, ARROW[c.dtype]) for c in catalogue.PARTS])
-    return pa.Table.from_pylist([asdict(part) for part in parts], schema)
+    return pa.Table.from_pylist([vars(part) for part in parts], schema)
 
 
 def described(step: int, table: str, file: str, rows: pa.Table, checksum: int) -> Part:
     """Return what the catalogue says of rows of a step that lie in a file."""
-    recorded = ",".join(name for name in rows.column_names if rows[name].null_count < len(rows))
+    columns = zip(rows.column_names, rows.columns, strict=True)
+    recorded = ",".join(name for name, column in columns if column.null_count < len(rows))
     return Part(step, table, file, len(rows), checksum, named_types(rows.schema), recorded)
 
 
