@@ -151,15 +151,11 @@ def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) 
             values |= {f"{table}_rows": 0, f"{table}_sums": b""}
             continue
         if table == "steps":  # say which numbers are NaN or infinite: Parquet tells NaN from null, frames do not
-            named = [
-                ", ".join(name for name, x in row.items() if isinstance(x, float) and not isfinite(x)) or None
-                for row in rows.to_pylist()
-            ]
-            column: Any = pa.array(named, pa.string())
-            if "not_finite" in rows.column_names:  # of an earlier run
-                column = call_function("coalesce", [rows["not_finite"].cast(pa.string()), column])
-                rows = rows.drop_columns("not_finite")
-            rows = rows.append_column("not_finite", column)
+            row = rows.to_pylist()[0]
+            kept = row.pop("not_finite", None)  # of an earlier run
+            named = kept or ", ".join(name for name, x in row.items() if isinstance(x, float) and not isfinite(x))
+            names = pa.array([str(named) if named else None] * len(rows), pa.string())
+            rows = rows.select(list(row)).append_column("not_finite", names)
         n, sums = _insert(db, table, rows)
         values |= {f"{table}_rows": n, f"{table}_sums": sums}
     db.execute(f"INSERT INTO written ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
@@ -425,7 +421,7 @@ def _changed(where: Path, what: str) -> StoreError:
 
 def _types(db: sqlite3.Connection, table: str) -> dict[str, str]:
     """Return the columns that a table has and their declared types, in the order of their sums."""
-    return {name: kind for _, name, kind, *_ in db.execute(f"PRAGMA table_info({table})")}
+    return dict(db.execute(f"SELECT name, type FROM pragma_table_info('{table}')"))
 
 
 def _columns(db: sqlite3.Connection) -> int:

@@ -433,7 +433,7 @@ def _check_names(table: str, columns: Names, known: Sequence[str]) -> None:
 
 
 def _as_frame(rows: pa.Table) -> pd.DataFrame:
-    """Return rows as DuckDB gives them, in a third of its time: whole numbers and flags with nulls stay what they are."""
+    """Return rows as DuckDB gives them, in a third of its time: whole numbers and flags stay such beside nulls."""
     nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
     columns = zip(rows.column_names, rows.columns, strict=True)
     return pd.DataFrame({n: c.to_pandas(types_mapper=nullable.get if c.null_count else None) for n, c in columns})
