@@ -149,7 +149,6 @@ def shown_efficiency(efficiency: Float, n_prompts: float, floor: float, words: s
 
 def _lower_end(r: float, threshold: float, stderr: float, least: float) -> float:
     """Return the r₀ in [0, r] at which an estimate above r has the chance `MISS` among those above the threshold."""
-
     low, high = 0.0, r
     for _ in range(8 if least else 0):  # by 1/128 each time: loading SciPy's root finders takes longer than a page
         at = np.linspace(low, high, 129)

@@ -68,8 +68,7 @@ def as_rows(parts: Iterable[Part]) -> pa.Table:
 
 def described(step: int, table: str, file: str, rows: pa.Table, checksum: int) -> Part:
     """Return what the catalogue says of rows of a step that lie in a file."""
-    columns = zip(rows.column_names, rows.columns, strict=True)
-    recorded = ",".join(name for name, column in columns if column.null_count < len(rows))
+    recorded = ",".join(n for n, c in zip(rows.column_names, rows.columns, strict=True) if c.null_count < len(rows))
     return Part(step, table, file, len(rows), checksum, named_types(rows.schema), recorded)
 
 
@@ -169,14 +168,14 @@ def read_step(run_dir: Path, part: Part, categories: Sequence[str] = (), columns
 
 
 def parquet_options(schema: pa.Schema, *, lasting: bool = True) -> dict[str, Any]:
-    """Return how a table is written: a file that is merged with others later in half the time, a tenth larger."""
+    """Return how a table is written; the file of one step, which is merged with others later, in half the time."""
     floats = [c.name for c in schema if pa.types.is_floating(c.type)]
     others = [c.name for c in schema if c.name not in floats]
     coded = [name for name in others if name != "token_id"]  # of thousands of values a dictionary is no smaller
     # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
     return {
         "compression": "zstd" if lasting else "snappy", "use_byte_stream_split": floats, "use_dictionary": coded,
-        "write_statistics": others,
+        "write_statistics": others if lasting else ["step"],
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from otb_analysis.errors import InputError, StoreError, nearest
+from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier, parts
 from otb_analysis.store.catalogue import SMALL, quoted, transaction
@@ -177,7 +177,6 @@ class RunStore:
             StoreError: The rows are not those that were written.
         """
         with self._reading() as db:
-            _check_names(table, columns, catalogue.column_names(db, table))
             return catalogue.read(db, self.path, table, steps, columns)
 
     @again_if_changed
@@ -200,7 +199,11 @@ class RunStore:
             StoreError: A file is broken or missing, or rows have changed.
         """
         if where is None and table in SMALL:
-            return _as_frame(self.rows(table, columns, steps))
+            rows = self.rows(table, columns, steps)
+            # As DuckDB gives them, in a third of its time: whole numbers and flags stay such beside nulls.
+            nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
+            found = zip(rows.column_names, rows.columns, strict=True)
+            return pd.DataFrame({n: c.to_pandas(types_mapper=nullable.get if c.null_count else None) for n, c in found})
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
@@ -327,7 +330,7 @@ class RunStore:
             for table, columns in tables.items():
                 some = [] if table in SMALL else listed(db, self.path, table, steps)
                 known = catalogue.column_names(db, table) if table in SMALL else parts.column_names(table, some)
-                _check_names(table, columns, known)
+                catalogue.check_names(table, columns or (), known)
                 if table in SMALL:
                     cursor.register(f"_{table}", catalogue.read(db, self.path, table, steps))
                     sources[table] = f"SELECT * FROM _{table}"
@@ -423,20 +426,6 @@ class RunStore:
         tokens = self.tokens_df([step], list(TOKEN_COLUMNS), where, params)
         rollouts = self.rollouts_df([step], ["group", "rollout", "score_norm_sq"], where, params)
         return rebuild_token_arrays(f"step {step} of {self.path}", tokens, rollouts)
-
-
-def _check_names(table: str, columns: Names, known: Sequence[str]) -> None:
-    """Refuse a column that a table does not have."""
-    for name in columns or ():
-        if name not in known:
-            raise InputError(f"{table} has no column {name!r}; {nearest(name, known)}")
-
-
-def _as_frame(rows: pa.Table) -> pd.DataFrame:
-    """Return rows as DuckDB gives them, in a third of its time: whole numbers and flags stay such beside nulls."""
-    nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
-    columns = zip(rows.column_names, rows.columns, strict=True)
-    return pd.DataFrame({n: c.to_pandas(types_mapper=nullable.get if c.null_count else None) for n, c in columns})
 
 
 def _size(values: Any) -> int:
