@@ -260,9 +260,10 @@ class Gram:
         Raises:
             InputError: A label is not among the labels, or the matrix was reduced without the reference.
         """
-        if unknown := [label for label in labels if label not in self.labels]:
+        place = {label: m for m, label in enumerate(self.labels)}
+        if unknown := [label for label in labels if label not in place]:
             raise InputError(f"label is {unknown[0]}; {nearest(str(unknown[0]), map(str, self.labels))}")
-        rows, measured = [self.labels.index(label) for label in labels], self.measured(reference)
+        rows, measured = [place[label] for label in labels], self.measured(reference)
         block = np.full((len(rows), 3, self.n_prompts, self.n_prompts), np.nan)
         block[:, 0] = self.inner[rows, rows] if self.kept is None else self.kept.own[rows]
         if self.kept is not None and measured == set(labels) and len(rows) == 1:

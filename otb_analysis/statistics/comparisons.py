@@ -89,7 +89,7 @@ def paired_ratios(
     for label in dict.fromkeys(label for gram in both for label in gram.labels if label != against):
         if only is not None and label not in only:
             continue
-        steps = against_reference(both, label, truth)
+        steps = [gram for gram in both if label in gram.labels]
         batch = typical([g.n_prompts for g in steps]) if n_prompts is None else n_prompts
         ratios.append(update_ratios(Update(steps, label, batch), Update(steps, against, batch), truth, known))
     return ratios
@@ -374,7 +374,7 @@ def decide(
     for label in dict.fromkeys(label for gram in both for label in gram.labels):
         if label == against or (only is not None and label not in only) or same[label].of != label:
             continue
-        steps = against_reference(both, label, truth)
+        steps = [gram for gram in both if label in gram.labels]
         below = base if len(steps) == len(both) else deleted_moments(steps, against, truth)
         assert below is not None
         update, c = typical([gram.n_prompts for gram in steps]), known.projection

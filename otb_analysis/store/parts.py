@@ -7,7 +7,7 @@ bit is a sentence.
 import json
 import stat
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,12 @@ def listed(db: Any, run_dir: Path, table: str | None = None, steps: Collection[i
 def as_rows(parts: Iterable[Part]) -> pa.Table:
     """Return parts as rows of the catalogue's table."""
     schema = pa.schema([(c.name, ARROW[c.dtype]) for c in catalogue.PARTS])
-    return pa.Table.from_pylist([asdict(part) for part in parts], schema)
+    return pa.Table.from_pylist([vars(part) for part in parts], schema)
 
 
 def described(step: int, table: str, file: str, rows: pa.Table, checksum: int) -> Part:
     """Return what the catalogue says of rows of a step that lie in a file."""
-    recorded = ",".join(name for name in rows.column_names if rows[name].null_count < len(rows))
+    recorded = ",".join(n for n, c in zip(rows.column_names, rows.columns, strict=True) if c.null_count < len(rows))
     return Part(step, table, file, len(rows), checksum, named_types(rows.schema), recorded)
 
 
@@ -168,14 +168,14 @@ def read_step(run_dir: Path, part: Part, categories: Sequence[str] = (), columns
 
 
 def parquet_options(schema: pa.Schema, *, lasting: bool = True) -> dict[str, Any]:
-    """Return how a table is written: a file that is merged with others later in half the time, a tenth larger."""
+    """Return how a table is written; the file of one step, which is merged with others later, in half the time."""
     floats = [c.name for c in schema if pa.types.is_floating(c.type)]
     others = [c.name for c in schema if c.name not in floats]
     coded = [name for name in others if name != "token_id"]  # of thousands of values a dictionary is no smaller
     # Parquet's minimum and maximum leave NaN out, and DuckDB concludes from them that there is none.
     return {
         "compression": "zstd" if lasting else "snappy", "use_byte_stream_split": floats, "use_dictionary": coded,
-        "write_statistics": others,
+        "write_statistics": others if lasting else ["step"],
     }  # fmt: skip
 
 

@@ -297,8 +297,7 @@ class RunWriter:
         given = dict(zip(rows.column_names, rows.columns, strict=True))
         rows = pa.table({c.name: pa.nulls(len(rows), ARROW[c.dtype]) for c in TABLES[table]} | given)
         buffer = pa.BufferOutputStream()  # a file has hundreds of pieces, each a call of Python otherwise
-        with pq.ParquetWriter(buffer, rows.schema, **parquet_options(rows.schema, lasting=False)) as writer:
-            writer.write_table(rows, row_group_size=ROW_GROUP)
+        pq.write_table(rows, buffer, ROW_GROUP, **parquet_options(rows.schema, lasting=False))
         content, path = buffer.getvalue().to_pybytes(), self.path / table / f"part-{step:08d}-r{self.rank}.parquet"
         path.parent.mkdir(exist_ok=True)
         with atomic_file(path) as file:
