@@ -20,7 +20,7 @@ import pandas as pd
 import streamlit as st
 
 from otb_analysis.answers import RunAnswers
-from otb_analysis.answers.holders import Attributed, NotAttributed
+from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.pairs import Pair, estimator_pair, pair_of
 from otb_analysis.answers.token_formula import TokenFormula, token_formula
 from otb_analysis.answers.triage import Triage, triage_row
@@ -209,6 +209,18 @@ def texts_of_tokens(run: Run, step: int, rollout: int) -> pd.DataFrame:
 def attribution(run: Run, step: int) -> Attributed | NotAttributed:
     """Return who holds a step's gradient, or why that is not known."""
     return answers(run).attribution(step)
+
+
+@st.cache_resource(max_entries=8, show_spinner=False)
+def sizes(run: Run, step: int) -> Sized | None:
+    """Return the tokens of a step by size; None where none is known."""
+    return answers(run).sizes(step)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def first_prompt(run: Run, step: int) -> int | None:
+    """Return the prompt of a step to begin with; None where none stands out."""
+    return answers(run).first_prompt(step)
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)

@@ -129,7 +129,7 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
     """Return the numbers of the page Run, and the run's line of Triage; null where nothing fired.
 
     Args:
-        step: A step whose attribution to add; None adds none.
+        step: A step whose attribution to add, or else the sizes of its tokens; None adds none.
         top: Prompts, rollouts and tokens of that attribution.
         curves: Add the curves of all panels.
 
@@ -157,6 +157,8 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
     if step is not None:
         found = run.attribution(step)
         record["attribution"] = found if isinstance(found, NotAttributed) else found.record(top)
+        if isinstance(found, NotAttributed) and (sizes := run.sizes(step)) is not None:
+            record["sizes"] = sizes.record(top)
     if curves:
         record["panels"] = [
             {"column": s.quantity.column, "title": s.quantity.title, "step": s.step, "value": s.value, "mean": s.mean}
