@@ -149,7 +149,7 @@ def comparison(run: Run, step: int | None, against: str, source: str, estimators
 def compared_estimators(run: Run, a: str, b: str) -> Pair | None:
     """Return how two estimators of a run compare on the same rollouts."""
     measured = answers(run).measured
-    return None if measured is None else estimator_pair(measured, run.estimator, a, b)
+    return None if measured is None else estimator_pair(measured, a, b)
 
 
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")

@@ -76,11 +76,11 @@ def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> li
     """
     # Those that can be opened and have a complete step: running ones first, newest first.
     columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
-    styles = run_styles(columns.sort_values(["created", "run"])["run"])
+    estimators = estimator_names(table)
+    styles = run_styles(columns.sort_values(["created", "run"])["run"], estimators)
     usable = columns[can_be_opened(columns)]
     rank = usable["status"].map({"running": 0, "complete": 1}).fillna(2)
     usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
-    estimators = estimator_names(table)
     rows = [(str(name), str(status)) for name, status in zip(usable["run"], usable["status"], strict=True)]
     runs = [data.Run(str(folder / n), stamps.get(n, ""), n, estimators.get(n, ""), s, styles[n]) for n, s in rows]
     names, pinned = [run.name for run in runs], ""

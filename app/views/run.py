@@ -8,7 +8,7 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, download, frame, go_to, one_run, plain, raw
+from widgets import box, chart, download, frame, go_to, one_run, plain, raw, sentences
 
 from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.telling import Telling, telling_rollouts
@@ -149,10 +149,11 @@ def worth_reading(run: Run, last: int) -> None:
     st.subheader("Worth reading", anchor=False)
     st.caption(says)
     for n, (place, one) in enumerate(zip(st.columns(3), told, strict=False)):
-        with place.container(border=True, height="stretch"):
-            st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
+        with place.container(border=True, height="stretch", vertical_alignment="distribute"):
+            above = st.container()  # so that the buttons of all stand at one height, below texts of any
+            above.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
             asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
-            raw(legible(f"{asked}\n{one.completion[:READ]}"), st.container(height=120, border=False))
+            raw(legible(f"{asked}\n{one.completion[:READ]}"), above.container(height=120, border=False))
             st.button(
                 "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=read, args=(one,),
             )  # fmt: skip
@@ -235,5 +236,5 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     st.subheader("Which baseline for the next run?", anchor=False)
     if st.toggle("Compare all baselines on this run's own rollouts", key="advise", bind="query-params"):
         with frame():
-            st.markdown("  \n".join(map(plain, data.answers(data.measured(run)).lines)))
+            sentences(data.answers(data.measured(run)).lines)
     teaches_nothing(run, steps)

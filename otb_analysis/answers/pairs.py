@@ -24,7 +24,6 @@ from otb_analysis.figures.pairs import (
     compare_curves,
     compare_estimators,
     compare_noise,
-    default_estimators,
     differs,
     drift_note,
 )
@@ -37,7 +36,7 @@ from otb_analysis.figures.runs import (
     pair_runs,
 )
 from otb_analysis.figures.styles import MISSING, interval_cell, labels, number
-from otb_analysis.statistics import Interval, seed_mean
+from otb_analysis.statistics import REFERENCE, Interval, seed_mean
 from otb_analysis.types import Label
 
 NOT_SAMPLED = "No gradient noise is compared: another sampler drew the tokens."
@@ -114,11 +113,10 @@ def pair_of(runs: Mapping[str, RunAnswers], pairing: Pairing) -> Pair:
     return Pair(pairing.a, pairing.b, verdict or nothing, pairing.note, panels, noise)
 
 
-def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = "") -> Pair | None:
+def estimator_pair(measured: MeasuredSteps, a: str = "", b: str = "") -> Pair | None:
     """Compare two estimators of one run on the same rollouts; None where fewer than two were measured.
 
     Args:
-        trained: Name of the estimator that trained, to begin with.
         a: In the page's words, as `rloo` or `otb · exact`; empty for what the page begins with. `b` likewise.
 
     Raises:
@@ -127,7 +125,7 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
     names = estimator_names(measured)
     if len(names) < 2:
         return None
-    chosen = [one or first for one, first in zip((a, b), default_estimators(names, trained), strict=True)]
+    chosen = [one or first for one, first in zip((a, b), first_estimators(measured), strict=True)]
     for name in chosen:
         if name not in names:
             raise InputError(f"estimator {name!r} was not measured; {nearest(name, names)}")
@@ -146,6 +144,20 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
     noise = replace(noise, rows=tuple(replace(row, what=f"{whose}: {row.what}", **looks or {}) for row in noise.rows))
     verdict = " ".join(_noise(noise) or noise.notes)
     return Pair(chosen[0], chosen[1], verdict, "", panels, noise)
+
+
+def first_estimators(measured: MeasuredSteps) -> tuple[str, str]:
+    """Return the two of at least two estimators to begin with: what trained, and what is better, or may be.
+
+    That is the one to train with, or else the best against `rloo`, or else the nearest; never the same update as A.
+    """
+    names = {label: name for name, label in estimator_names(measured).items()}
+    decision, over_rloo = measured.decision, measured.over_rloo
+    found = (decision.best, over_rloo.best, decision.nearest, over_rloo.nearest)
+    labels_ = [*(one.label for one in found if one), REFERENCE, *names]
+    a = decision.against if decision.against in names else next(iter(names))
+    other = [label for label in labels_ if label in names and label != a]
+    return names[a], names[next((one for one in other if decision.comparison_of(one)), other[0])]
 
 
 def estimator_names(measured: MeasuredSteps) -> dict[str, Label]:

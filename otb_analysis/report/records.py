@@ -73,7 +73,7 @@ def comparison_record(
     pairing, (only, *others) = pairing_of(runs, sides if sides.setting else None), runs.values()
     pair = None if pairing is None else pair_of(runs, pairing)
     if not others and only.measured is not None:
-        pair = estimator_pair(only.measured, only.estimator, sides.a, sides.b)
+        pair = estimator_pair(only.measured, sides.a, sides.b)
     differences = config_differences({name: run.config for name, run in runs.items()})
     rows = [
         {

@@ -290,6 +290,18 @@ def test_too_few_prompts_to_recommend_a_baseline_are_said_first(store_root, monk
     assert "**Nothing can be told apart yet: 8 prompts were measured, and a recommendation takes 16.**" in said
 
 
+def test_a_command_that_a_sentence_ends_in_stands_below_it_to_be_copied(store_root, tmp_path, monkeypatch):
+    for name in ("chain-otb-s0", "failed-rloo"):
+        shutil.copytree(store_root / name, tmp_path / name)
+    app = open_page(tmp_path, "estimators", monkeypatch, focus="failed-rloo", run=["chain-otb-s0", "failed-rloo"])
+    commands = [block.value for block in app.code if block.value.startswith("otb ")]
+    assert commands[0].startswith("otb train --config ") and ";" not in commands[0]
+    assert f"otb compare chain-otb-s0 failed-rloo --root {tmp_path}" in commands
+    assert "otb train" not in texts(app) and "otb compare" not in texts(app)
+    advised = open_page(tmp_path, "run", monkeypatch, run="failed-rloo", advise="true")
+    assert commands[0] in [block.value for block in advised.code]
+
+
 def test_variance_with_sixteen_prompts_shows_clustered_intervals(store_root, monkeypatch):
     app = open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0")
     assert "95 % intervals clustered by prompt" in texts(app)
@@ -369,12 +381,13 @@ def test_an_address_that_asks_for_what_is_not_here_opens_the_default(store_root,
 
 
 def test_the_command_that_compares_all_chosen_runs_names_their_folder(store_root, tmp_path, monkeypatch):
-    command = f"otb compare {' '.join(reversed(BOTH))}"
-    assert f"{command} --root {store_root}" in texts(open_part(store_root, "Comparison", monkeypatch, run=BOTH))
+    command = f"otb compare {' '.join(BOTH)}"
+    app = open_part(store_root, "Comparison", monkeypatch, run=BOTH)
+    assert f"{command} --root {store_root}" in [block.value for block in app.code]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to(store_root)
-    said = texts(open_part(Path("runs"), "Comparison", monkeypatch, run=BOTH))
-    assert command in said and "--root" not in said
+    app = open_part(Path("runs"), "Comparison", monkeypatch, run=BOTH)
+    assert command in [block.value for block in app.code]
 
 
 def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):
@@ -495,7 +508,7 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     surge = fired[fired["detector"] == "Gradient\\-norm surge"].iloc[0]
     assert (surge["level"], surge["first alarm"]) == ("△ watch", "–") and 25 < int(surge["first watch"]) <= 40
     assert "times the usual" in surge["why"]
-    assert set(table.iloc[len(lines) :]["level"]) <= {"· ok", "○ not measured"} and len(table) == len(DETECTORS)
+    assert set(table.iloc[len(lines) :]["level"]) <= {"· no alarm", "○ not measured"} and len(table) == len(DETECTORS)
     firsts = fired["first watch"].astype(int)
     assert firsts.is_monotonic_increasing
     assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "5 of 93 before, 7 at all")
