@@ -91,12 +91,12 @@ def runs(folder: str, stamps: dict[str, str]) -> pd.DataFrame:
     return runs_df(folder)
 
 
-def states(seen: dict[str, str]) -> tuple[object, ...]:
+def states(seen: dict[str, str]) -> list[Any]:
     """Return what changes when any run of the root grows, is replaced or ends, by a kill too; of these `stamps`."""
     try:
-        return seen, *runs(str(root()), seen)["status"]
+        return [seen, *runs(str(root()), seen)["status"]]
     except STOPS:  # the page that is drawn again says why
-        return (seen,)
+        return [seen]
 
 
 @st.cache_resource(max_entries=16, show_spinner=False, hash_funcs={Run: attrgetter("path")})

@@ -233,10 +233,9 @@ def watch_window() -> None:
 
     Streamlit keeps the callback, and with it all names of its module: those of a script are made anew at each run.
     """
-    st.session_state["_narrow"] = bool(_window(key="window", on_narrow_change=lambda: None).get("narrow"))
-
-
-"""Lets the browser say whether the window is narrow, and describes figures to screen readers."""
+    narrow = _window(key="window", on_narrow_change=lambda: None).get("narrow")
+    if narrow is not None:  # another page begins without it, and the window is as it was
+        st.session_state["_narrow"] = narrow
 
 
 @st.fragment  # what is chosen below a figure draws it again, and not its page

@@ -264,13 +264,16 @@ def panels(titles: Sequence[tuple[str, str]], columns: int, *, height: int = 250
 
 
 def stacked(figure: go.Figure) -> go.Figure:
-    """Put panels that stand side by side below one another, in place, for a narrow page; each gets its own names."""
+    """Put panels that stand side by side below one another, in place, for a narrow page; each gets its own names.
+
+    Titles of panels that stand so already begin at the edge, since a long one would be cut off.
+    """
     layout: Any = figure.layout
     # The titles come first among the notes, one for each panel.
     every = zip(figure.select_xaxes(), figure.select_yaxes(), layout.annotations, strict=False)
     shown = [panel for panel in every if panel[0].visible is not False]
     if len(shown) < 2:
-        return figure
+        return figure.update_annotations(xshift=8 - layout.margin.l, selector={"xref": "paper", "x": 0})
     each = (layout.height - TOP - 44) * (shown[0][1].domain[1] - shown[0][1].domain[0])
     total = len(shown) * (each + GAP) - GAP
     for place, (x, y, title) in enumerate(shown):
