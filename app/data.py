@@ -20,7 +20,7 @@ import pandas as pd
 import streamlit as st
 
 from otb_analysis.answers import RunAnswers
-from otb_analysis.answers.holders import Attributed, NotAttributed
+from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.pairs import Pair, estimator_pair, pair_of
 from otb_analysis.answers.token_formula import TokenFormula, token_formula
 from otb_analysis.answers.triage import Triage, triage_row
@@ -91,12 +91,12 @@ def runs(folder: str, stamps: dict[str, str]) -> pd.DataFrame:
     return runs_df(folder)
 
 
-def states(seen: dict[str, str]) -> tuple[object, ...]:
+def states(seen: dict[str, str]) -> list[Any]:
     """Return what changes when any run of the root grows, is replaced or ends, by a kill too; of these `stamps`."""
     try:
-        return seen, *runs(str(root()), seen)["status"]
+        return [seen, *runs(str(root()), seen)["status"]]
     except STOPS:  # the page that is drawn again says why
-        return (seen,)
+        return [seen]
 
 
 @st.cache_resource(max_entries=16, show_spinner=False, hash_funcs={Run: attrgetter("path")})
@@ -149,7 +149,7 @@ def comparison(run: Run, step: int | None, against: str, source: str, estimators
 def compared_estimators(run: Run, a: str, b: str) -> Pair | None:
     """Return how two estimators of a run compare on the same rollouts."""
     measured = answers(run).measured
-    return None if measured is None else estimator_pair(measured, run.estimator, a, b)
+    return None if measured is None else estimator_pair(measured, a, b)
 
 
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
@@ -209,6 +209,18 @@ def texts_of_tokens(run: Run, step: int, rollout: int) -> pd.DataFrame:
 def attribution(run: Run, step: int) -> Attributed | NotAttributed:
     """Return who holds a step's gradient, or why that is not known."""
     return answers(run).attribution(step)
+
+
+@st.cache_resource(max_entries=8, show_spinner=False)
+def sizes(run: Run, step: int) -> Sized | None:
+    """Return the tokens of a step by size; None where none is known."""
+    return answers(run).sizes(step)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def first_prompt(run: Run, step: int) -> int | None:
+    """Return the prompt of a step to begin with; None where none stands out."""
+    return answers(run).first_prompt(step)
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)

@@ -6,11 +6,20 @@ from otb_analysis.store import RunStore, step_attribution
 shares = step_attribution(RunStore({path!r}), {step})
 plot_attribution(attribution_info(shares)).write_html("attribution.html")"""
 
+SIZES = """from otb_analysis.answers import RunAnswers
+from otb_analysis.figures.attribution import attribution_info, plot_attribution
+from otb_analysis.store import RunStore
+
+found = RunAnswers(RunStore({path!r})).sizes({step})
+plot_attribution(attribution_info(found.shares, "all size")).write_html("attribution.html")"""
+
 LEARNING = """from otb_analysis.figures.curves import learning_info, plot_learning
 from otb_analysis.figures.styles import run_styles
 from otb_analysis.store import RunStore, runs_df
+from otb_analysis.store.runs import estimator_names
 
-styles = run_styles(runs_df("{root}").sort_values(["created", "run"])["run"])
+runs = runs_df("{root}").sort_values(["created", "run"])
+styles = run_styles(runs["run"], estimator_names(runs))
 steps = {{name: RunStore(f"{root}/{{name}}").steps_df() for name in {names!r}}}
 plot_learning(learning_info(steps, styles, {window})).write_html("learning.html")"""
 
@@ -67,7 +76,7 @@ ESTIMATOR_PAIR = _ANSWERS.format(
     imports="""from otb_analysis.answers.pairs import estimator_pair
 from otb_analysis.figures.pairs import plot_pair
 from otb_analysis.figures.styles import Style""",
-    draw="""pair = estimator_pair(run.measured, run.estimator, {a!r}, {b!r})
+    draw="""pair = estimator_pair(run.measured, {a!r}, {b!r})
 plot_pair(pair.panels, "A", "B", {styles!r}).write_html("pair.html")""",
 )
 

@@ -46,6 +46,7 @@ PAPER = ("#FFFFFF", "#12171C")  # of .streamlit/config.toml, light and dark
 SMALL = ("#59636D", "#A3ADB7")  # of small text, which Streamlit makes too pale to read
 INVERTED = "filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen;"  # pictures made for paper
 STUDIES = "Studies"  # the page that needs no runs
+OF_ONE = ("Run", "Rollouts", "Tokens", "Estimators")  # those that show one run
 PAGES = {  # in the order of the menu, with their icons
     "Triage": "monitoring", "Run": "timeline", "Rollouts": "list_alt", "Tokens": "abc", "Estimators": "target",
     "Compare": "compare_arrows", STUDIES: "menu_book",
@@ -76,11 +77,11 @@ def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> li
     """
     # Those that can be opened and have a complete step: running ones first, newest first.
     columns: Any = table[["run", "status", "created", "n_steps"]]  # of a hundred, in pieces
-    styles = run_styles(columns.sort_values(["created", "run"])["run"])
+    estimators = estimator_names(table)
+    styles = run_styles(columns.sort_values(["created", "run"])["run"], estimators)
     usable = columns[can_be_opened(columns)]
     rank = usable["status"].map({"running": 0, "complete": 1}).fillna(2)
     usable = usable.assign(_rank=rank).sort_values(["_rank", "created", "run"], ascending=[True, False, True])
-    estimators = estimator_names(table)
     rows = [(str(name), str(status)) for name, status in zip(usable["run"], usable["status"], strict=True)]
     runs = [data.Run(str(folder / n), stamps.get(n, ""), n, estimators.get(n, ""), s, styles[n]) for n, s in rows]
     names, pinned = [run.name for run in runs], ""
@@ -169,12 +170,13 @@ if not table.empty:
         live = st.sidebar.toggle(
             "Follow running runs", value=True, key="live", help="Looks for new steps every 3 seconds."
         )
-        seen = data.states(stamps)
+        seen, alone = data.states(stamps), page.title in OF_ONE
 
         @st.fragment(run_every=LIVE_SECONDS if live else None)
         def watch() -> None:
-            """Draw the page again when a run grew or was killed."""
-            if live and data.states(data.stamps()) != seen:
+            """Draw the page again when a run that it shows grew, or any began, ended or was killed."""
+            (grown, *now), of = data.states(data.stamps()), st.session_state.get("focus", "") if alone else ""
+            if live and (now != seen[1:] or grown.get(of, grown) != stamps.get(of, stamps)):
                 st.rerun(scope="app")
 
         watch()

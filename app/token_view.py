@@ -19,7 +19,6 @@ from data import Run
 from streamlit.components.v2 import component
 from widgets import asked, box, chosen_runs, plain
 
-from otb_analysis.answers.holders import Attributed
 from otb_analysis.answers.token_formula import token_details
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.rollouts import distinct
@@ -57,7 +56,7 @@ class Place:
 
 
 def choose_prompt(run: data.Run, step: int, within: Any) -> int:
-    """Let the page choose a prompt, to begin with the one that holds most of the gradient.
+    """Let the page choose a prompt, to begin with the one that holds most of the gradient, or has the largest tokens.
 
     Labels say in what it differs from the others, and its mean reward.
     """
@@ -68,9 +67,8 @@ def choose_prompt(run: data.Run, step: int, within: Any) -> int:
     text = asked("prompt") or ""
     wanted = int(text) if text.isdigit() else st.session_state.get("prompt")
     if wanted not in labels:
-        shares = data.attribution(run, step)
-        largest = shares.shares.prompts.group if isinstance(shares, Attributed) else list(labels)
-        wanted = int(largest[0])
+        told = data.first_prompt(run, step)
+        wanted = told if told in labels else next(iter(labels))
     # Set each time: at another step the same prompt has another label, which a browser would not learn otherwise.
     st.session_state["prompt"] = wanted
     return within.selectbox(

@@ -45,6 +45,19 @@ def prose(markdown: str) -> str:
     return "".join(part if part.startswith("`") else re.sub(r"([$<]|:(?=\w))", r"\\\1", part) for part in parts)
 
 
+COMMAND = re.compile(r"(?:(?<=: )|(?<=then ))(otb (?:train|audit|compare) .*?)(?:; |$)", re.MULTILINE)
+
+
+def sentences(lines: Sequence[str], bold: bool = False) -> None:
+    """Show a line each, the first one bold if asked; a command that a sentence ends in stands below it to be copied."""
+    for n, part in enumerate(COMMAND.split("\n".join(lines))):
+        said = [plain(line[0].upper() + line[1:]) for line in part.splitlines() if line]
+        if n % 2:
+            st.code(part, language="bash", wrap_lines=True)
+        elif said:
+            st.markdown("  \n".join([f"**{said[0]}**" if bold and not n else said[0], *said[1:]]))
+
+
 MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 MARKDOWN.disable(["link", "image", "autolink", "reference", "entity"])
 
@@ -174,6 +187,11 @@ def chosen_runs() -> list[data.Run]:
     st.stop()
 
 
+def compared_runs() -> list[data.Run]:
+    """Return the chosen runs as they are compared: the reference first, the others by name, as `otb compare` does."""
+    return sorted(chosen_runs(), key=lambda run: (run.name != st.session_state.get("_reference"), run.name))
+
+
 def reasons(table: pd.DataFrame) -> None:
     """Say why runs are broken or failed, one line each."""
     for name, reason in zip(table["run"], table["reason"].fillna(""), strict=True):
@@ -215,10 +233,9 @@ def watch_window() -> None:
 
     Streamlit keeps the callback, and with it all names of its module: those of a script are made anew at each run.
     """
-    st.session_state["_narrow"] = bool(_window(key="window", on_narrow_change=lambda: None).get("narrow"))
-
-
-"""Lets the browser say whether the window is narrow, and describes figures to screen readers."""
+    narrow = _window(key="window", on_narrow_change=lambda: None).get("narrow")
+    if narrow is not None:  # another page begins without it, and the window is as it was
+        st.session_state["_narrow"] = narrow
 
 
 @st.fragment  # what is chosen below a figure draws it again, and not its page

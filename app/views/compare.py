@@ -8,13 +8,12 @@ import data
 import pandas as pd
 import scripts
 import streamlit as st
-from widgets import box, chart, chosen_runs, download, frame, one_run, plain
+from widgets import box, chart, compared_runs, download, frame, one_run, plain
 
-from otb_analysis.answers.pairs import Pair, estimator_names, zero_note
+from otb_analysis.answers.pairs import Pair, estimator_names, first_estimators, zero_note
 from otb_analysis.figures.pairs import (
     SIDES,
     curves_rows,
-    default_estimators,
     noise_display,
     noise_table,
     plot_pair,
@@ -47,11 +46,10 @@ RATIOS = (
 )
 
 
-def sides(options: Sequence[str], first: tuple[str, str], columns: Sequence[Any]) -> tuple[str, str]:
-    """Let the page choose A and B among some options."""
-    a, b = (
-        box(column, side.upper(), side, options, one) for side, one, column in zip("ab", first, columns, strict=True)
-    )
+def sides(options: Sequence[str], first: tuple[str, str], columns: Sequence[Any], of: str = "") -> tuple[str, str]:
+    """Let the page choose A and B among some options, which may be those of one run."""
+    each = zip("ab", first, columns, strict=True)
+    a, b = (box(column, side.upper(), side, options, one, of=of) for side, one, column in each)
     return a, b
 
 
@@ -95,10 +93,10 @@ def compare_estimators(run: data.Run) -> None:
     run = data.measured(run)
     measured = data.answers(run).measured
     names = estimator_names(measured) if measured is not None else {}
-    if len(names) < 2:
+    if measured is None or len(names) < 2:
         st.info(NOT_MEASURED, icon=":material/inbox:")
         return
-    a, b = sides(list(names), default_estimators(names, run.estimator), st.columns(2))
+    a, b = sides(list(names), first_estimators(measured), st.columns(2), run.name)
     if a == b:
         st.info("A and B are the same estimator. Choose another A or B.", icon=":material/inbox:")
         return
@@ -125,8 +123,7 @@ def drawn(pair: Pair, styles: tuple[Style, Style], caption: str, python: str) ->
 
 
 with frame("Compare", "A against B: what differs, by how much, and is it more than chance?"):
-    chosen = chosen_runs()[::-1]  # the reference is A to begin with, else the oldest run
-    chosen.sort(key=lambda run: run.name != st.session_state.get("_reference"))
+    chosen = compared_runs()
     configs = {run.name: data.answers(run).config for run in chosen}
     # Groups to begin with where several seeds are paired, else two runs.
     first = "estimators" if len(configs) < 2 else "groups" if first_groups(configs) else "runs"

@@ -10,7 +10,7 @@ import data
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, chosen_runs, clicked_data, frame, go_to, one_run, plain
+from widgets import box, chart, clicked_data, compared_runs, frame, go_to, one_run, plain, sentences
 
 from otb_analysis.answers.measured import NOT_MEASURED, forest_words
 from otb_analysis.answers.proxy import gain_lost_words
@@ -191,12 +191,11 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
             st.markdown(f"**{plain(whole.noise_scale_line)}**")
         numbers(info)
     with verdict.container(), frame():
-        first, *rest = data.answers(run).lines
-        st.markdown("  \n".join([f"**{plain(first)}**", *map(plain, rest)]))
-    if len(names := [chosen.name for chosen in chosen_runs()]) > 1:
+        sentences(data.answers(run).lines, bold=True)
+    if len(names := [chosen.name for chosen in compared_runs()]) > 1:
         elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]
         command = shlex.join(["otb", "compare", *names, *elsewhere])
-        st.caption(plain(f"All chosen runs together: {command}"))
+        sentences([f"All chosen runs together: {command}"])
     if data.answers(run).alarm:
         st.stop()  # what follows plans and follows a training whose gradients these are not
     with frame():

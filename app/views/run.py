@@ -8,11 +8,11 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, download, frame, go_to, one_run, plain, raw
+from widgets import box, chart, download, frame, go_to, one_run, plain, raw, sentences
 
-from otb_analysis.answers.holders import NotAttributed
+from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.telling import Telling, telling_rollouts
-from otb_analysis.answers.triage import UNFIRED, state_of, thinned
+from otb_analysis.answers.triage import thinned
 from otb_analysis.diagnostics import LEVELS, Finding
 from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
@@ -24,7 +24,8 @@ from otb_analysis.figures.timeline import TimelineInfo, plot_timeline, timeline_
 ROWS = 50
 PERCENT = st.column_config.NumberColumn(format="percent")
 COLUMNS: Any = {
-    "reward": st.column_config.NumberColumn(format="%.3g"), "share": PERCENT, "signal": PERCENT, "noise": PERCENT,
+    "reward": st.column_config.NumberColumn(format="%.3g"), "share": PERCENT, "size": PERCENT, "signal": PERCENT,
+    "noise": PERCENT,
 }  # fmt: skip
 HELD = {"prompt": "prompts", "rollout": "rollouts", "token": "tokens"}
 SPOKE = "The step is that at which you would have seen it while the run was going; what it tells began earlier."
@@ -74,8 +75,6 @@ def alarms(findings: list[Finding]) -> None:
         row = st.container(horizontal=True, vertical_alignment="center")
         row.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
         go_to_step(row, f"Go to step {one.watch_step}", one.watch_step, f"fired-{one.detector}")
-    if not fired and (state := state_of(findings)) in UNFIRED:
-        st.info(f"{UNFIRED[state].capitalize()}.", icon=":material/hourglass_empty:")
     all_detectors([*fired, *rest])
 
 
@@ -150,10 +149,11 @@ def worth_reading(run: Run, last: int) -> None:
     st.subheader("Worth reading", anchor=False)
     st.caption(says)
     for n, (place, one) in enumerate(zip(st.columns(3), told, strict=False)):
-        with place.container(border=True, height="stretch"):
-            st.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
+        with place.container(border=True, height="stretch", vertical_alignment="distribute"):
+            above = st.container()  # so that the buttons of all stand at one height, below texts of any
+            above.caption(f"**{plain(one.why)}** · reward {number(one.reward)}")
             asked = one.prompt.rstrip().rpartition("\n\n")[2][-READ:]  # what stands before may be examples
-            raw(legible(f"{asked}\n{one.completion[:READ]}"), st.container(height=120, border=False))
+            raw(legible(f"{asked}\n{one.completion[:READ]}"), above.container(height=120, border=False))
             st.button(
                 "Open its tokens", key=f"read-{n}", type="tertiary", icon=":material/abc:", on_click=read, args=(one,),
             )  # fmt: skip
@@ -166,38 +166,48 @@ def read(one: Telling) -> None:
 
 
 def attribution(run: Run, step: int) -> None:
-    """Show which tokens hold the gradient of the chosen step; a row leads to its tokens."""
-    st.subheader(f"Who holds the gradient of step {step}", anchor=False)
+    """Show which tokens hold the gradient of the chosen step, else which are large; a row leads to its tokens."""
     found = data.attribution(run, step)
+    shown = data.sizes(run, step) if isinstance(found, NotAttributed) else found
+    large = isinstance(shown, Sized)
+    st.subheader(f"{'Which tokens are large at' if large else 'Who holds the gradient of'} step {step}", anchor=False)
+    if shown is not None:
+        holders(run, step, shown)
     if isinstance(found, NotAttributed):
         st.info(found.missing, icon=":material/inbox:")
         if found.command:
             st.code(found.command, language="bash", wrap_lines=True)
         if found.nearest is not None:
             go_to_step(st, f"Go to step {found.nearest}", found.nearest, "nearest")
-        return
+
+
+def holders(run: Run, step: int, found: Attributed) -> None:
+    """Draw what prompts, rollouts and tokens hold, or their sizes, and list the largest."""
+    large = isinstance(found, Sized)
+    what, whole, script = ("size", "all size", scripts.SIZES) if large else ("share", "‖ḡ‖²", scripts.ATTRIBUTION)
     st.caption(plain(found.says))
     words = {name: HELD[name] for name in LEVELS}
     level = box(st, "Break down by", "level", words, "token", look="buttons")
-    python = scripts.ATTRIBUTION.format(path=run.path, step=step)
-    chart(plot_attribution(attribution_info(found.shares)), "attribution", found.says, python=python)
-    st.caption(SHARES)
-    table, total = found.holders(level, ROWS), len(found.shares.at(level))
-    st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest share. Click one to see it.")
+    info = attribution_info(found.shares, whole)
+    chart(plot_attribution(info), "attribution", found.says, python=script.format(path=run.path, step=step))
+    if not large:
+        st.caption(SHARES)
+    every = found.holders(level).rename(columns={"share": what})
+    table, total = every.head(ROWS), len(every)
+    st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest {what}. Click one to see it.")
     st.dataframe(
-        table, hide_index=True, height=330, key="blamed", placeholder="–", selection_mode="single-cell",
-        on_select=partial(open_clicked, table),
-        column_config=COLUMNS,
+        table, hide_index=True, height=min(330, 38 + 35 * len(table)), key="blamed", placeholder="–",
+        selection_mode="single-cell", on_select=partial(open_clicked, table, found.column), column_config=COLUMNS,
     )  # fmt: skip
-    download(found.holders(level), f"attribution-{level}s")
+    download(every, f"attribution-{level}s")
 
 
-def open_clicked(table: pd.DataFrame) -> None:
-    """Open the tokens of the row that was clicked, coloured by their share."""
+def open_clicked(table: pd.DataFrame, column: str) -> None:
+    """Open the tokens of the row that was clicked, coloured by what ranks it."""
     for place, _ in st.session_state["blamed"]["selection"]["cells"]:  # one, or none
         row: Any = table.iloc[place]
         token = {"token": f"{row['rollout']}.{row['t']}"} if "t" in row else {}
-        go_to("tokens", prompt=row["prompt"], color="attribution", **token)
+        go_to("tokens", prompt=row["prompt"], color=column, **token)
 
 
 with frame("Run", "What is going on in this run, since when, and which tokens did it?"):
@@ -226,5 +236,5 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     st.subheader("Which baseline for the next run?", anchor=False)
     if st.toggle("Compare all baselines on this run's own rollouts", key="advise", bind="query-params"):
         with frame():
-            st.markdown("  \n".join(map(plain, data.answers(data.measured(run)).lines)))
+            sentences(data.answers(data.measured(run)).lines)
     teaches_nothing(run, steps)

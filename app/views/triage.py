@@ -61,7 +61,7 @@ FELL = "The first step at which the reward was less than halfway from its old le
 SPOKE = "The step at which a detector first spoke, known at that step; what it tells began earlier."
 THREE = st.column_config.NumberColumn(format="%.3f", width=60)
 COLUMNS: Any = {
-    "reward": st.column_config.LineChartColumn(help=REWARD, width=75),
+    "reward": st.column_config.LineChartColumn(help=REWARD, width=75, color="gray"),
     "reward fell": st.column_config.NumberColumn(help=FELL, format="%d", width=85),
     "detector spoke": st.column_config.NumberColumn(help=SPOKE, format="%d", width=105),
     "steps": st.column_config.NumberColumn(format="%d", width=55),

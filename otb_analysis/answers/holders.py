@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from otb_analysis.diagnostics import LEVELS, StepAttribution
+from otb_analysis.diagnostics import LEVELS, AttributedTokens, StepAttribution, attribute_step
 from otb_analysis.figures.attribution import attribution_table
 from otb_analysis.figures.styles import number
 from otb_analysis.store import RunStore
-from otb_analysis.store.token_arrays import floats
+from otb_analysis.store.token_arrays import EXACT_ROWS, floats
 from otb_analysis.types import Float
 
 RECORDED = ("model", "rollouts", "format", "prompts", "group_size", "text", "ended", "temperature")
@@ -25,6 +25,10 @@ LISTED = 10
 """Prompts that are named."""
 AT_ONCE = 8
 """Steps whose tokens are read by one query."""
+SIZED_BY = {
+    "grad_norm_sq": ("exact norms", EXACT_ROWS), "energy_proxy": ("the proxy", "energy_proxy IS NOT NULL"),
+}  # fmt: skip
+"""What can stand for ‖∇ log π‖² in a token's size, the best first: its column → its name and the rows that have it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Attributed:
     shares: StepAttribution
     tokens: pd.DataFrame  # rollout, t and text of the step's tokens
     rollouts: pd.DataFrame  # group, rollout, prompt and reward
+    column: str = "attribution"  # Of the table `tokens`, what it is made of
 
     @property
     def says(self) -> str:
@@ -64,6 +69,50 @@ class Attributed:
             "holders": {level: len(self.shares.at(level)) for level in LEVELS},
             **{f"{level}s": self.holders(level, top) for level in LEVELS},
         }
+
+
+@dataclass(frozen=True)
+class Sized(Attributed):
+    """The tokens of a step that was not attributed by size: ‖∇ log π‖² · A², the squared length of a token's own term.
+
+    `shares` then holds parts of the sum of sizes. That sum is no ‖ḡ‖², since terms that point apart cancel in ḡ.
+    """
+
+    by: str = ""  # What stands for ‖∇ log π‖², in words, and of how many prompts
+
+    @property
+    def says(self) -> str:
+        """In two sentences how few tokens are large, and what that does not say."""
+        of, few, total = self.shares, self.shares.tokens.holding(), len(self.shares.tokens)
+        return (
+            f"At step {of.step}, {few:,} of {total:,} tokens ({few / total:.1%}) have half of all size, ‖∇ log π‖² × "
+            f"advantage², by {self.by}. That is each token's own length, not its share of the summed gradient, where "
+            "tokens cancel."
+        )
+
+    def record(self, top: int) -> dict[str, object]:
+        """Return the numbers of all levels for JSON; no ‖ḡ‖² is known."""
+        return super().record(top) | {"grad_norm_sq": None}
+
+
+def sized(store: RunStore, step: int) -> Sized | None:
+    """Return the tokens of a step by size, by exact norms where there are any; None where none has a size above 0.
+
+    Raises:
+        StoreError: The run cannot be read.
+    """
+    for column, (by, known) in SIZED_BY.items():
+        names = ["group", "rollout", "t", "token", "advantage", column]
+        tokens: Any = store.tokens_df([step], names, f"mask AND isfinite(advantage) AND isfinite({column}) AND {known}")
+        size = floats(tokens, column).astype(float) * floats(tokens, "advantage") ** 2
+        if size.any():
+            keys = (tokens[name].to_numpy(np.int64) for name in names[:3])
+            rollouts: Any = store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])
+            seen, every = tokens["group"].nunique(), rollouts["group"].nunique()
+            by += f" of {seen} of {every} prompts" * (seen < every)
+            shares = attribute_step(step, AttributedTokens(*keys, share=size))
+            return Sized(shares, tokens, rollouts, column, by)
+    return None
 
 
 @dataclass(frozen=True)

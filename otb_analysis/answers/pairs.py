@@ -24,7 +24,6 @@ from otb_analysis.figures.pairs import (
     PairPanel,
     compare_curves,
     compare_estimators,
-    default_estimators,
     differs,
     on_same_rollouts,
 )
@@ -184,11 +183,10 @@ def compare_noise(pairing: Pairing, runs: Mapping[str, RunGrams], known: Proved)
     return NoiseInfo(tuple(rows), notes)
 
 
-def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = "") -> Pair | None:
+def estimator_pair(measured: MeasuredSteps, a: str = "", b: str = "") -> Pair | None:
     """Compare two estimators of one run on the same rollouts; None where fewer than two were measured.
 
     Args:
-        trained: Name of the estimator that trained, to begin with.
         a: In the page's words, as `rloo` or `otb · exact`; empty for what the page begins with. `b` likewise.
 
     Raises:
@@ -197,7 +195,7 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
     names = estimator_names(measured)
     if len(names) < 2:
         return None
-    chosen = [one or first for one, first in zip((a, b), default_estimators(names, trained), strict=True)]
+    chosen = [one or first for one, first in zip((a, b), first_estimators(measured), strict=True)]
     for name in chosen:
         if name not in names:
             raise InputError(f"estimator {name!r} was not measured; {nearest(name, names)}")
@@ -217,6 +215,20 @@ def estimator_pair(measured: MeasuredSteps, trained: str, a: str = "", b: str = 
     noise = noise if noise.rows else NoiseInfo((), (NOT_MEASURED,))
     verdict = " ".join(_noise(noise) or noise.notes)
     return Pair(chosen[0], chosen[1], verdict, "", panels, noise)
+
+
+def first_estimators(measured: MeasuredSteps) -> tuple[str, str]:
+    """Return the two of at least two estimators to begin with: what trained, and what is better, or may be.
+
+    That is the one to train with, or else the best against `rloo`, or else the nearest; never the same update as A.
+    """
+    names = {label: name for name, label in estimator_names(measured).items()}
+    decision, over_rloo = measured.decision, measured.over_rloo
+    found = (decision.best, over_rloo.best, decision.nearest, over_rloo.nearest)
+    labels_ = [*(one.label for one in found if one), REFERENCE, *names]
+    a = decision.against if decision.against in names else next(iter(names))
+    other = [label for label in labels_ if label in names and label != a]
+    return names[a], names[next((one for one in other if decision.comparison_of(one)), other[0])]
 
 
 def estimator_names(measured: MeasuredSteps) -> dict[str, Label]:

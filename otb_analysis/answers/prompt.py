@@ -47,8 +47,10 @@ class PromptView:
         return rows.sort_values(["rollout", "t"])[[*KEYS, *measured(self.table)]]
 
 
-def prompt_view(store: RunStore, step: int | None, group: int | None, estimator: str, against: str) -> PromptView:
-    """Open one prompt; where something is not named, with what the page begins with.
+def prompt_view(
+    store: RunStore, step: int | None, group: int | None, estimator: str, against: str, rollout: int | None = None
+) -> PromptView:
+    """Open one prompt, or that of a rollout; where something is not named, with what the page begins with.
 
     Args:
         estimator: In the page's words, as `rloo` or `otb (exact)`; empty for the one that trained.
@@ -66,10 +68,14 @@ def prompt_view(store: RunStore, step: int | None, group: int | None, estimator:
         raise InputError(f"step {step} of {store.path.name} has no tokens; steps {steps[0]} to {steps[-1]} have.")
     rollouts: Any = store.rollouts_df([step])
     groups = sorted({int(one) for one in rollouts["group"]})
+    run = RunAnswers(store)
+    if group is None:
+        own = rollouts["group"][rollouts["rollout"] == rollout].tolist()
+        group = int(own[0]) if own else run.first_prompt(step)
     group = groups[0] if group is None else group
     if group not in groups:
         raise InputError(f"step {step} has no prompt {group}; it has prompts {groups[0]} to {groups[-1]}.")
-    run, tokens = RunAnswers(store), store.tokens_df([step], where='"group" = ?', params=[group])
+    tokens = store.tokens_df([step], where='"group" = ?', params=[group])
     prompt = StoredPrompt(run.estimator, run.config, group, tokens, lambda of: store.token_arrays(step, of))
     labels = prompt.labels()
     first = next((label for label in [prompt.trained, *labels] if label in labels), None)

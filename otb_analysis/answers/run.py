@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from otb_analysis.answers.holders import Attributed, NotAttributed, Tokens, attributed_tokens, attribution_command
+from otb_analysis.answers.holders import (
+    SIZED_BY,
+    Attributed,
+    NotAttributed,
+    Sized,
+    Tokens,
+    attributed_tokens,
+    attribution_command,
+    sized,
+)
 from otb_analysis.answers.measured import MeasuredSteps, not_measured, size_line
 from otb_analysis.answers.proxy import Proxy, fidelity_of, proxy_line, proxy_of
 from otb_analysis.answers.traits import Traits, traits_of
@@ -95,9 +104,19 @@ class RunAnswers:
     @cached_property
     def learned(self) -> list[int]:
         """Steps that say which tokens held their gradient, where it was not 0."""
+        return self._moved(attributed_steps(self.store))
+
+    @cached_property
+    def told(self) -> list[int]:
+        """The same, or in a run without any the steps that say which tokens were large, exact ones where there are."""
+        trained = set(self.store.steps_with("tokens", "advantage"))
+        known = (trained.intersection(self.store.steps_with("tokens", column)) for column in SIZED_BY)
+        return self.learned or next(filter(None, (self._moved(sorted(steps)) for steps in known)), [])
+
+    def _moved(self, steps: list[int]) -> list[int]:
         norm = floats(self.steps.reindex(columns=["grad_norm"]), "grad_norm")
         zero = set(self.steps["step"][norm == 0])
-        return [step for step in attributed_steps(self.store) if step not in zero]
+        return [step for step in steps if step not in zero]
 
     @cached_property
     def trouble(self) -> int | None:
@@ -117,21 +136,22 @@ class RunAnswers:
         before = [int(step) for step in self.series.step if trouble is not None and step < trouble]
         if not before or self.triage.state != "collapsed":
             return None
-        step, kind = (self.look, "attributed step") if self.look in before else (before[-1], "step")
+        known = "attributed step" if self.learned else "measured step"
+        step, kind = (self.look, known) if self.look in before else (before[-1], "step")
         what = "the first alarm" if self.triage.reward_fell is None else "the reward fell"
         return step, f"Of step {step}, the last {kind} before {what} at step {trouble}."
 
     @cached_property
     def look(self) -> int:
-        """The step to look at first: the last of `learned` before the reward fell, or else before the first alarm.
+        """The step to look at first: the last of `told` before the reward fell, or else before the first alarm.
 
         Without such a step it is the first of them. Where nothing fired it is the last. A run without any is looked at
         where the trouble is, or else at its last step.
         """
         if (trouble := self.trouble) is None:
-            return max(self.learned, default=int(self.series.step[-1]))
-        before = [step for step in self.learned if step < trouble]
-        return max(before) if before else min(self.learned, default=trouble)
+            return max(self.told, default=int(self.series.step[-1]))
+        before = [step for step in self.told if step < trouble]
+        return max(before) if before else min(self.told, default=trouble)
 
     @cached_property
     def changes(self) -> list[ChangePoint]:
@@ -343,6 +363,27 @@ class RunAnswers:
             missing = f"Step {step} has no attribution; the {which} that has is {near}."
         how, command = attribution_command(str(self.store.path), self.config, step)
         return NotAttributed(step, f"{missing} {how}", command, near)
+
+    def sizes(self, step: int) -> Sized | None:
+        """Return the tokens of a step by size; None where none is known, or the gradient is 0.
+
+        Raises:
+            StoreError: The run cannot be read.
+        """
+        return sized(self.store, step) if self._moved([step]) else None
+
+    def first_prompt(self, step: int) -> int | None:
+        """Return the prompt that holds most of a step's gradient, else the one whose tokens are largest.
+
+        None where neither is known.
+
+        Raises:
+            InputError: There is no such step.
+            StoreError: The run cannot be read.
+        """
+        found = self.attribution(step)
+        found = found if isinstance(found, Attributed) else self.sizes(step)
+        return None if found is None else int(found.shares.prompts.group[0])
 
     @cached_property
     def lines(self) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ class TokensConfig:
     step: int | None = None
     """A step; by default the last one with exact norms, or the last one."""
     prompt: int | None = None
-    """Number of the prompt within the step; by default the first."""
+    """Number of the prompt within the step; by default that of the rollout, or the one with most of the gradient."""
     rollout: int | None = None
     """Only this rollout, by its number within the step."""
     t: int | None = None
@@ -101,7 +101,7 @@ def tokens_command(words: Sequence[str]) -> None:
         from otb_analysis.store import RunStore
 
         store = RunStore(run_path(config.root, config.run))
-        view = prompt_view(store, config.step, config.prompt, config.estimator, config.against)
+        view = prompt_view(store, config.step, config.prompt, config.estimator, config.against, config.rollout)
         record = following("tokens", tokens_record(view, config.rollout, config.t)) if config.json else None
         parts = [] if config.json else printed(answer_parts(view.of(config.rollout)))
         if config.t is not None and not config.json:

@@ -26,6 +26,7 @@ from otb_analysis.diagnostics.findings import (
     trailing,
     unmeasured,
 )
+from otb_analysis.phases import plural
 from otb_analysis.types import Float
 
 SURGE = (1.5, 3.0)
@@ -249,11 +250,11 @@ def vanished_gradient(series: StepSeries) -> Finding:
     if not one.ready:
         return unmeasured("vanished_gradient", series, LASTING, ["grad_norm"], ALWAYS)
     at = one.shown()
-    last = np.flatnonzero(norm > 0)
+    last, recent = np.flatnonzero(norm > 0), int(zero[max(0, at - LASTING + 1) : at + 1].sum())
     since = f", at every step since step {step[last[-1] + 1 if last.size else 0]}" if zero[-1] else ""
     reason = (
-        f"‖ḡ‖ was exactly 0 at {int(zero[max(0, at - LASTING + 1) : at + 1].sum())} of the {LASTING} steps up to step "
-        f"{step[at]}, and at {int(zero.sum())} of {len(step)} steps of the run{since}."
+        f"‖ḡ‖ was exactly 0 at {int(zero.sum())} of {plural(len(step), 'step')} of the run, {recent or 'none'} of them "
+        f"among the {LASTING} up to step {step[at]}{since}."
         if zero.any()
         else f"‖ḡ‖ was above 0 at all {len(step)} steps."
     )
@@ -279,7 +280,7 @@ def not_finite(series: StepSeries) -> Finding:
     column = names[0] if names else next(iter(values))
     one = Evidence(column, "scalars that are NaN or infinite", step, values[column][known], score, 1.0, 1.0)
     if not names:
-        return finding_of("not_finite", [one], f"every scalar of {len(step)} steps is finite.")
+        return finding_of("not_finite", [one], f"every scalar of {plural(len(step), 'step')} is finite.")
     more = f" {len(at)} of {len(step)} steps have such numbers." if len(at) > 1 else ""
     reason = f"NaN or infinite at step {step[at[0]]}: {', '.join(names)}.{more}"
     return finding_of("not_finite", [one], reason)

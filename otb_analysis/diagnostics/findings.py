@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from otb_analysis.errors import InputError
+from otb_analysis.phases import plural
 from otb_analysis.types import Float, Int
 
 Level = Literal["ok", "watch", "alarm", "not measured", "too short"]
@@ -135,7 +136,7 @@ def unmeasured(detector: str, series: StepSeries, needed: int, columns: Sequence
     most = max(counts, key=lambda name: counts[name])
     if counts[most] == 0:
         return Finding(detector, "not measured", f"{' and '.join(columns)} never recorded; {remedy}.")
-    counted = f"{most} was recorded at {counts[most]} steps, {needed} are needed"
+    counted = f"{most} was recorded at {plural(counts[most], 'step')}, {needed} are needed"
     if counts[most] == len(series.step) < needed:
         return Finding(detector, "too short", f"{counted}; the run has {counts[most]}.")
     return Finding(detector, "not measured", f"{counted}; {remedy}.")

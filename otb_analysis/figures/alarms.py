@@ -17,7 +17,7 @@ SIGNS = {
     "watch": "△ watch",
     "not measured": "○ not measured",
     "too short": "○ too short",
-    "ok": "· ok",
+    "ok": "· no alarm",
 }
 """A level as a word with a sign that is found at a glance, and in any font."""
 

@@ -19,7 +19,7 @@ MOST_PROMPTS = 24
 
 @dataclass(frozen=True)
 class AttributionInfo:
-    """The numbers behind the picture of one step's attribution, as shares of ‖ḡ‖² (1 is all of it)."""
+    """The numbers behind the picture of one step's attribution, as shares of ‖ḡ‖² or of another whole, which is 1."""
 
     step: int
     norm_sq: float
@@ -29,10 +29,11 @@ class AttributionInfo:
     count: Float32
     # Share of ‖ḡ‖² that so many tokens hold [n]; passes 1 and comes back where tokens push against the update.
     held: Float32
+    of: str = "‖ḡ‖²"
 
 
-def attribution_info(attribution: StepAttribution) -> AttributionInfo:
-    """Collect bars and curve of one step."""
+def attribution_info(attribution: StepAttribution, of: str = "‖ḡ‖²") -> AttributionInfo:
+    """Collect bars and curve of one step; `of` names what the shares add up to."""
     whole, prompts = attribution.norm_sq or 1.0, attribution.prompts
     names = [str(g) for g in prompts.group[:MOST_PROMPTS]]
     if len(prompts) > MOST_PROMPTS:
@@ -44,14 +45,16 @@ def attribution_info(attribution: StepAttribution) -> AttributionInfo:
     return AttributionInfo(
         attribution.step, attribution.norm_sq, tuple(names), np.asarray(signal, np.float32),
         None if noise is None else noise.astype(np.float32), np.arange(1, len(held) + 1, dtype=np.float32),
-        held.astype(np.float32),
+        held.astype(np.float32), of,
     )  # fmt: skip
 
 
 def plot_attribution(info: AttributionInfo) -> go.Figure:
     """Draw prompts on the left, tokens on the right."""
-    titles = [("Prompts", "share of ‖ḡ‖², largest first"), ("Tokens", "share of ‖ḡ‖² in the n tokens with most")]
+    share = f"share of {info.of}"
+    titles = [("Prompts", f"{share}, largest first"), ("Tokens", f"{share} in the n tokens with most")]
     figure, (left, right) = panels(titles, 2, height=330, shared_x=False)
+    text = f"prompt %{{x}}: <b>%{{text}}</b> of {info.of}<extra>"
     bars = [("share", info.signal, BLUE)]
     if info.noise is not None:
         bars = [("signal: along other prompts", info.signal, BLUE), ("noise: along its own", info.noise, ORANGE)]
@@ -60,14 +63,14 @@ def plot_attribution(info: AttributionInfo) -> go.Figure:
         figure.add_bar(
             x=prompts, y=values, name=name, marker={"color": color, "line": {"width": 0}},
             text=[f"{v:.1%}" for v in values], textposition="none",
-            hovertemplate="prompt %{x}: <b>%{text}</b> of ‖ḡ‖²<extra>" + name.split(":")[0] + "</extra>", **left,
+            hovertemplate=text + name.split(":")[0] + "</extra>", **left,
         )  # fmt: skip
     figure.add_scatter(
         x=info.count, y=info.held, mode="lines", line={"color": GREY, "width": 2}, showlegend=False,
         hovertemplate="the %{x} largest hold <b>%{y:.0%}</b><extra></extra>", **right,
     )  # fmt: skip
     figure.add_hline(y=1, line={"dash": "dot", "width": 1, "color": RULE}, **right)
-    figure.update_layout(barmode="relative", bargap=0.25)
+    figure.update_layout(barmode="relative", bargap=0.25, showlegend=len(bars) > 1)
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     figure.update_xaxes(type="category", title_text="prompt", tickfont={"size": 11}, **left)
     return figure.update_xaxes(title_text="n tokens", **right)

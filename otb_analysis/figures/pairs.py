@@ -39,6 +39,7 @@ from otb_analysis.figures.styles import (
     panels,
     shown_name,
 )
+from otb_analysis.phases import plural
 from otb_analysis.statistics import (
     MIN_CLUSTERS,
     NOTHING,
@@ -295,13 +296,6 @@ def on_same_rollouts(grams: Sequence[Gram], a: Label, b: Label, known: Proved) -
     return rows, NoiseRow(what, ratio.ratios, len(grams), ratio.n_prompts, decides)
 
 
-def default_estimators(names: Mapping[str, Label], trained: str) -> tuple[str, str]:
-    """Return the two of at least two estimators, by name, to begin with: rloo, and the one that trained or otb."""
-    base = "rloo" if "rloo" in names else next(iter(names))
-    other = next((n for n, label in names.items() if label[0] in (trained, "otb") and n != base), None)
-    return base, other or next(n for n in names if n != base)
-
-
 def compare_estimators(
     grams: Mapping[int, Gram], a: Label, b: Label, known: Proved = NOTHING
 ) -> tuple[tuple[PairPanel, ...], NoiseInfo]:
@@ -385,7 +379,7 @@ def noise_display(info: NoiseInfo) -> pd.DataFrame:
         {
             "B ÷ A": row.what,
             **{TITLES[name]: ratio_words(ratio) for (name, *_), ratio in zip(RATIOS, row.ratios, strict=True)},
-            "measured on": f"{row.n_prompts} prompts, {row.n_steps} steps",
+            "measured on": f"{plural(row.n_prompts, 'prompt')}, {plural(row.n_steps, 'step')}",
         }
         for row in info.rows
     )

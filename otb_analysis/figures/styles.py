@@ -7,7 +7,7 @@ self-inclusive form. Where runs are compared, each has a colour of its own.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -177,15 +177,20 @@ WITH_TWIN = "batch_mean opo classic_optimal sequence_optimal otb otb_carry otb_t
 ESTIMATOR_STYLES |= {f"{name}_loo": estimator_style(f"{name}_loo") for name in WITH_TWIN.split()}
 
 
-def run_styles(runs: Iterable[str]) -> dict[str, Style]:
+def run_styles(runs: Iterable[str], estimators: Mapping[str, str] | None = None) -> dict[str, Style]:
     """Return one style per run, by their order: that of creation gives each run of a root the same one everywhere.
 
-    From the ninth run on colours come back with another dash and marker.
+    Of four runs each takes its estimator's colour if that is free, so that a run and its estimator look alike; the
+    others leave the first colours to them. From the ninth run on colours come back with another dash and marker.
     """
-    return {
-        run: Style(RUN_COLORS[k % 8], RUN_DASHES[k // 4 % len(RUN_DASHES)], RUN_SYMBOLS[k % len(RUN_SYMBOLS)])
-        for k, run in enumerate(dict.fromkeys(runs))
-    }
+    styles, free, names = dict[str, Style](), list[str](), estimators or {}
+    for k, run in enumerate(dict.fromkeys(runs)):
+        free = free or list(RUN_COLORS[k % 8 :][:4])
+        own = estimator_style(names.get(run, "")).color
+        color = own if own in free else free[-1 if names.get(run) else 0]
+        free.remove(color)
+        styles[run] = Style(color, RUN_DASHES[k // 4 % len(RUN_DASHES)], RUN_SYMBOLS[k % len(RUN_SYMBOLS)])
+    return styles
 
 
 LINES = "rgba(125, 130, 140, 0.18)"
@@ -259,13 +264,16 @@ def panels(titles: Sequence[tuple[str, str]], columns: int, *, height: int = 250
 
 
 def stacked(figure: go.Figure) -> go.Figure:
-    """Put panels that stand side by side below one another, in place, for a narrow page; each gets its own names."""
+    """Put panels that stand side by side below one another, in place, for a narrow page; each gets its own names.
+
+    Titles of panels that stand so already begin at the edge, since a long one would be cut off.
+    """
     layout: Any = figure.layout
     # The titles come first among the notes, one for each panel.
     every = zip(figure.select_xaxes(), figure.select_yaxes(), layout.annotations, strict=False)
     shown = [panel for panel in every if panel[0].visible is not False]
     if len(shown) < 2:
-        return figure
+        return figure.update_annotations(xshift=8 - layout.margin.l, selector={"xref": "paper", "x": 0})
     each = (layout.height - TOP - 44) * (shown[0][1].domain[1] - shown[0][1].domain[0])
     total = len(shown) * (each + GAP) - GAP
     for place, (x, y, title) in enumerate(shown):

@@ -73,7 +73,7 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
         sections.append(Section("Tokens", (NO_GRADIENT.format(plural(tokens.steps, "attributed step")),)))
     elif tokens is not None:
         caption = (
-            f"Shares of Σ‖ḡ‖² over {tokens.steps} steps, {tokens.n_tokens:,} tokens; "
+            f"Shares of Σ‖ḡ‖² over {plural(tokens.steps, 'step')}, {plural(tokens.n_tokens, 'token')}; "
             f"{tokens.half:,} hold half of Σ|share|."
         )
         kinds = {"kind": tokens.by_class, "position": tokens.by_position, "prompt": tokens.by_prompt}

@@ -74,7 +74,7 @@ def comparison_record(
     pairing, (only, *others) = pairing_of(runs, sides if sides.setting else None), runs.values()
     pair = None if pairing is None else pair_of(runs, pairing)
     if not others and only.measured is not None:
-        pair = estimator_pair(only.measured, only.estimator, sides.a, sides.b)
+        pair = estimator_pair(only.measured, sides.a, sides.b)
     differences = config_differences({name: run.config for name, run in runs.items()})
     rows = [
         {
@@ -130,7 +130,7 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
     """Return the numbers of the page Run, and the run's line of Triage; null where nothing fired.
 
     Args:
-        step: A step whose attribution to add; None adds none.
+        step: A step whose attribution to add, or else the sizes of its tokens; None adds none.
         top: Prompts, rollouts and tokens of that attribution.
         curves: Add the curves of all panels.
 
@@ -158,6 +158,8 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
     if step is not None:
         found = run.attribution(step)
         record["attribution"] = found if isinstance(found, NotAttributed) else found.record(top)
+        if isinstance(found, NotAttributed) and (sizes := run.sizes(step)) is not None:
+            record["sizes"] = sizes.record(top)
     if curves:
         record["panels"] = [
             {"column": s.quantity.column, "title": s.quantity.title, "step": s.step, "value": s.value, "mean": s.mean}

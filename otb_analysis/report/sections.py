@@ -22,6 +22,7 @@ from otb_analysis.figures.fidelity import (
     plot_fidelity,
 )
 from otb_analysis.figures.runs import config_differences
+from otb_analysis.figures.styles import run_styles
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
 from otb_analysis.report.audit import planner_parts
 from otb_analysis.report.compare import learning_grid
@@ -93,7 +94,8 @@ def verdicts(runs: Runs) -> Section:
 
 def overview(runs: Runs) -> Section:
     """Return what the runs are and whether they learn."""
-    info = learning_info({name: run.steps for name, run in runs.items()}, {}, WINDOW)
+    styles = run_styles(runs, {name: run.estimator for name, run in runs.items()})
+    info = learning_info({name: run.steps for name, run in runs.items()}, styles, WINDOW)
     differences = config_differences({name: run.config for name, run in runs.items()})
     parts: list[Part] = [
         learning_grid(runs),

@@ -295,8 +295,9 @@ def diagnosis() -> Fields:
     attributed["holders"] = made("Counts", dict.fromkeys(LEVELS, int))
     attributed |= {f"{level}s": list[Holder] for level in LEVELS}
     counts = dict.fromkeys((*DEGENERATE.values(), "steps with gradient 0"), int | None)
-    found = NotRequired[made("Attribution", attributed) | NotAttributed]
-    return fields_of(Diagnosis) | {"degenerate": made("Degenerate", counts), "attribution": found}
+    held = made("Attribution", attributed)
+    found = {"attribution": NotRequired[held | NotAttributed], "sizes": NotRequired[held]}
+    return fields_of(Diagnosis) | {"degenerate": made("Degenerate", counts)} | found
 
 
 def triage() -> Fields:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.answers.measured import MeasuredSteps
-from otb_analysis.answers.pairs import estimator_pair, pair_of, pairing_of
+from otb_analysis.answers.pairs import estimator_pair, first_estimators, pair_of, pairing_of
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import REFERENCE, Gram, Proved
 
@@ -44,21 +44,21 @@ def test_gradient_noise_is_judged_by_variance_where_lengths_are_proved_else_by_e
 
 def test_two_estimators_of_a_run_are_compared_on_its_rollouts(gram, run_of):
     run = run_of([gram([1, 0.7, 0.8])])
-    found = estimator_pair(run.measured, "rloo")
-    assert (found.a, found.b) == ("rloo", "sequence_optimal_loo · proxy")
+    found = estimator_pair(run.measured)
+    assert (found.a, found.b) == ("rloo", "sequence_optimal_loo · proxy")  # what trained, and what to train with
     assert "times A's variance" in found.verdict and "not told" not in found.verdict
     assert found.noise.rows[0].what.startswith("the rollouts of this run: ")
     later = run_of([gram([1, 0.7, 0.8])] * 8)
     later.__dict__["grams"] = {3 * step: one for step, one in later.grams.items()}  # every third step was measured
-    at = estimator_pair(later.measured, "rloo").panels[0].step
+    at = estimator_pair(later.measured).panels[0].step
     assert at[-1] > 15 and set(at) <= set(np.arange(0, 22, 0.5))
-    alarmed = estimator_pair(run_of([gram([1, 0.7])], alarm="Another sampler.").measured, "rloo")
+    alarmed = estimator_pair(run_of([gram([1, 0.7])], alarm="Another sampler.").measured)
     assert alarmed.verdict.startswith("Another sampler.") and not alarmed.noise.rows
-    assert estimator_pair(run_of([gram([1])]).measured, "rloo") is None
+    assert estimator_pair(run_of([gram([1])]).measured) is None
     with pytest.raises(InputError, match="'rlo' was not measured"):
-        estimator_pair(run.measured, "rloo", a="rlo")
+        estimator_pair(run.measured, a="rlo")
     with pytest.raises(InputError, match="both rloo"):
-        estimator_pair(run.measured, "rloo", a="rloo", b="rloo")
+        estimator_pair(run.measured, a="rloo", b="rloo")
 
 
 def test_a_pair_is_called_by_the_ratio_that_holds_together_with_all_others(gram):
@@ -70,7 +70,9 @@ def test_a_pair_is_called_by_the_ratio_that_holds_together_with_all_others(gram)
     known = Proved(dict.fromkeys(labels[:3], 1.0), frozenset(labels[:3]))
     for trained, words in (((), "variance at equal progress"), (labels[3:], "efficiency")):
         measured = MeasuredSteps("", (Gram(inner, labels, 256),), known, trained, {}, "/runs/a")
-        found = estimator_pair(measured, "gpg", "none", "rloo")
+        found = estimator_pair(measured, "none", "rloo")
         assert f"times A's {words}, all 2" in found.verdict
+        if trained:  # rloo is the same update, so it does not stand beside what trained
+            assert first_estimators(measured) == ("gpg", "otb_loo")
         # rloo has less variance than none, and so more efficiency.
         assert (found.noise.rows[0].judged.estimate < 1) == (words != "efficiency")

@@ -1,5 +1,6 @@
 """The page Compare: two runs, groups of runs paired by seed, two estimators of a run; and what is missing for each."""
 
+import json
 import re
 import shutil
 import sqlite3
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from otb_analysis.commands.cli import main
+from otb_analysis.figures.styles import BLUE, ORANGE
 from otb_analysis.store import RunWriter, StepTables
 from tests.app.test_pages import APP, open_page
 
@@ -72,12 +75,26 @@ def test_runs_that_measured_the_same_prompts_have_their_noise_compared(store_roo
 
 def test_one_run_alone_compares_its_estimators(store_root, monkeypatch):
     app = open_page(store_root, "compare", monkeypatch, run="chain-otb-s0")
-    assert app.button_group(key="compare").value == "estimators" and app.selectbox(key="a").value == "rloo"
-    assert "times A's efficiency" in texts(app) and len(app.get("plotly_chart")) == 1
+    assert app.button_group(key="compare").value == "estimators" and app.selectbox(key="a").value == "otb · proxy"
+    assert app.selectbox(key="b").value == "otb · exact"  # what trained, and what Estimators recommends
+    assert "times A's" in texts(app) and len(app.get("plotly_chart")) == 1
     alone = open_page(store_root, "compare", monkeypatch, run="chain-otb-s0", compare="Two runs")
     assert "Only one run is chosen." in texts(alone) and not alone.exception
     apart = open_page(store_root, "compare", monkeypatch, run="chain-otb-s0", compare="Groups of runs")
     assert "These runs form no groups" in texts(apart)
+
+
+def test_a_and_b_stand_as_otb_compare_has_them_and_a_run_has_the_colour_of_its_estimator(tmp_path, monkeypatch, capsys):
+    for name in ("otb", "group_mean"):  # the later one stands first
+        noisy_runs(tmp_path, name, 0, 0.0)
+    app = open_page(tmp_path, "compare", monkeypatch)
+    assert [box.value for box in app.selectbox if box.label in "AB"] == ["group_mean-0", "otb-0"]
+    assert (
+        not main(["compare", "--root", str(tmp_path)]) and "A is group_mean-0, B is otb-0." in capsys.readouterr().out
+    )
+    traces = json.loads(app.get("plotly_chart")[0].proto.spec)["data"]
+    colors = {trace.get("name"): trace["line"]["color"] for trace in traces if "line" in trace}
+    assert (colors["A: group_mean-0"], colors["B: otb-0"]) == (BLUE, ORANGE)
 
 
 def test_a_run_without_measurements_is_told_how_to_get_them(sweep, monkeypatch):
@@ -112,7 +129,7 @@ def test_every_page_opens_the_committed_run_of_a_real_model(page, monkeypatch):
     assert sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file()) < 2e6
     asked = {"part": "Proxy"} if page == "proxy" else {}
     app = open_page(REAL, "estimators" if asked else page, monkeypatch, **asked)
-    assert page != "compare" or "Gradient noise at equal progress is not told apart" in texts(app)
+    assert page != "compare" or "times A's variance at equal progress" in texts(app)
     assert not app.exception and not app.warning
     assert page != "proxy" or app.metric[0].label == "OTB's gain lost by the proxy"
     assert len(app.get("plotly_chart")) >= 1

@@ -4,6 +4,8 @@ import gc
 import sys
 
 import numpy as np
+import pytest
+import streamlit as st
 
 from otb_analysis.statistics import gradient_statistics
 from otb_analysis.store import RunWriter, StepTables, gram_rows
@@ -50,6 +52,30 @@ def test_a_step_that_is_written_while_a_page_is_drawn_is_not_missed(tmp_path, mo
     monkeypatch.setattr(data, "runs_df", listed)
     write(writer, 1)
     assert "· 3 steps" in texts(app.run())  # it sees at its end that the run has grown, and is drawn again
+
+
+@pytest.mark.parametrize(("page", "times"), [("run", 1), ("triage", 2)])
+def test_a_page_of_one_run_is_not_drawn_again_when_another_run_grows(page, times, tmp_path, monkeypatch):
+    one, other = (RunWriter.create(tmp_path, name, {"estimator": {"name": "rloo"}}) for name in ("one", "other"))
+    write(one, 0)
+    write(other, 0)
+    app, new, drawn = open_page(tmp_path, page, monkeypatch, focus="one", run=["one", "other"]), iter([2]), []
+    data = sys.modules["data"]
+
+    def listed(folder, original=data.runs_df):
+        table = original(folder)
+        for step in new:  # once, while the page is drawn
+            write(other, step)
+        return table
+
+    def configured(original=st.set_page_config, **options):
+        drawn.append(page)
+        original(**options)
+
+    monkeypatch.setattr(data, "runs_df", listed)
+    monkeypatch.setattr(st, "set_page_config", configured)
+    write(other, 1)
+    assert not app.run().exception and len(drawn) == times
 
 
 def test_what_came_since_the_last_visit_stays_new_and_the_step_that_nobody_chose_moves_on(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from otb_analysis.answers.pairs import estimator_pair
 from otb_analysis.commands.cli import main
 from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.store import RunStore, RunWriter, StepTables
+from tests.app.token_runs import write_token_run
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
 PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare")
@@ -174,7 +175,7 @@ def test_a_long_run_that_no_detector_can_judge_is_not_called_too_short(tmp_path,
         writer.write_step(step, StepTables(steps={"loss": 0.5}))
     writer.finish()
     said = texts(open_page(tmp_path, "run", monkeypatch))
-    assert "No detector could judge this run." in said and "Too few steps" not in said
+    assert "no detector could judge this run." in said and "too few steps" not in said
 
 
 def test_triage_lists_only_settings_that_differ(store_root, monkeypatch):
@@ -289,6 +290,18 @@ def test_too_few_prompts_to_recommend_a_baseline_are_said_first(store_root, monk
     assert "**Nothing can be told apart yet: 8 prompts were measured, and a recommendation takes 16.**" in said
 
 
+def test_a_command_that_a_sentence_ends_in_stands_below_it_to_be_copied(store_root, tmp_path, monkeypatch):
+    for name in ("chain-otb-s0", "failed-rloo"):
+        shutil.copytree(store_root / name, tmp_path / name)
+    app = open_page(tmp_path, "estimators", monkeypatch, focus="failed-rloo", run=["chain-otb-s0", "failed-rloo"])
+    commands = [block.value for block in app.code if block.value.startswith("otb ")]
+    assert commands[0].startswith("otb train --config ") and ";" not in commands[0]
+    assert f"otb compare chain-otb-s0 failed-rloo --root {tmp_path}" in commands
+    assert "otb train" not in texts(app) and "otb compare" not in texts(app)
+    advised = open_page(tmp_path, "run", monkeypatch, run="failed-rloo", advise="true")
+    assert commands[0] in [block.value for block in advised.code]
+
+
 def test_variance_with_sixteen_prompts_shows_clustered_intervals(store_root, monkeypatch):
     app = open_page(store_root, "estimators", monkeypatch, run="chain-otb-s0")
     assert "95 % intervals clustered by prompt" in texts(app)
@@ -299,6 +312,7 @@ SCRIPTS = (
     ("triage", {"run": BOTH}, ["learning"]),
     ("triage", {"run": BOTH, "by": "estimator.name"}, ["learning"]),
     ("run", {"run": "chain-otb-s0", "step": "20"}, ["attribution", "timeline"]),
+    ("run", {"run": "chain-otb-s0", "step": "21"}, ["attribution", "timeline"]),
     ("rollouts", {"run": "chain-otb-s0", "text": "1"}, ["rewards"]),
     ("tokens", {"run": "chain-otb-s0"}, ["tokens"]),
     ("estimators", {"run": "chain-otb-s0"}, ["comparison", "over-training"]),
@@ -367,12 +381,13 @@ def test_an_address_that_asks_for_what_is_not_here_opens_the_default(store_root,
 
 
 def test_the_command_that_compares_all_chosen_runs_names_their_folder(store_root, tmp_path, monkeypatch):
-    command = f"otb compare {' '.join(reversed(BOTH))}"
-    assert f"{command} --root {store_root}" in texts(open_part(store_root, "Comparison", monkeypatch, run=BOTH))
+    command = f"otb compare {' '.join(BOTH)}"
+    app = open_part(store_root, "Comparison", monkeypatch, run=BOTH)
+    assert f"{command} --root {store_root}" in [block.value for block in app.code]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to(store_root)
-    said = texts(open_part(Path("runs"), "Comparison", monkeypatch, run=BOTH))
-    assert command in said and "--root" not in said
+    app = open_part(Path("runs"), "Comparison", monkeypatch, run=BOTH)
+    assert command in [block.value for block in app.code]
 
 
 def test_a_figure_is_saved_as_chosen(store_root, monkeypatch):
@@ -493,7 +508,7 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     surge = fired[fired["detector"] == "Gradient\\-norm surge"].iloc[0]
     assert (surge["level"], surge["first alarm"]) == ("△ watch", "–") and 25 < int(surge["first watch"]) <= 40
     assert "times the usual" in surge["why"]
-    assert set(table.iloc[len(lines) :]["level"]) <= {"· ok", "○ not measured"} and len(table) == len(DETECTORS)
+    assert set(table.iloc[len(lines) :]["level"]) <= {"· no alarm", "○ not measured"} and len(table) == len(DETECTORS)
     firsts = fired["first watch"].astype(int)
     assert firsts.is_monotonic_increasing
     assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "5 of 93 before, 7 at all")
@@ -521,6 +536,37 @@ def test_a_step_without_attribution_says_what_measures_it_and_which_step_has_it(
     assert "--measure.attribution.every 1" in texts(app)
     next(button for button in app.button if button.label == "Go to step 20").click().run()
     assert "Who holds the gradient of step 20" in [heading.value for heading in app.subheader]
+
+
+EXAMPLES = APP.parents[1] / "docs" / "examples"
+
+
+@pytest.mark.skipif(not EXAMPLES.is_dir(), reason="installed without its repository")
+@pytest.mark.parametrize(
+    ("name", "heading", "by"), [("long", 2, "by exact norms. "), ("smollm2", 19, "6 of 12 prompts. ")]
+)
+def test_a_run_that_attributed_nothing_says_which_tokens_are_large_and_tokens_opens_there(
+    name, heading, by, monkeypatch
+):
+    app = open_page(EXAMPLES / name / "runs", "run", monkeypatch)
+    said = texts(app)
+    assert f"Which tokens are large at step {heading}" in [one.value for one in app.subheader]
+    assert by in said and "not its share of the summed gradient" in said
+    assert "No step of this run says which tokens held its gradient." in said
+    largest = next(one.value for one in app.dataframe if "size" in one.value).iloc[0]
+    opened = open_page(EXAMPLES / name / "runs", "tokens", monkeypatch)
+    assert opened.selectbox(key="step").value == heading and opened.selectbox(key="prompt").value == largest["prompt"]
+    assert not app.exception and not opened.exception
+
+
+def test_where_the_gradient_is_0_no_token_is_large(tmp_path, monkeypatch):
+    write_token_run(tmp_path, "words", steps=6, dies=4)
+    app = open_page(tmp_path, "run", monkeypatch, step="5")
+    assert "Who holds the gradient of step 5" in [one.value for one in app.subheader]
+    assert "The gradient of step 5 is 0" in texts(app) and not any("size" in one.value for one in app.dataframe)
+    assert "Which tokens are large at step 3" in [
+        one.value for one in open_page(tmp_path, "run", monkeypatch, step="3").subheader
+    ]
 
 
 def test_a_short_run_says_how_many_steps_a_detector_needs(tmp_path, monkeypatch):

@@ -87,8 +87,8 @@ def test_a_walk_from_a_run_to_a_token_by_mouse(browser, address):
         click_row(page, page.locator("[data-testid=stDataFrame]").first, 0)  # the worst run
         on_page(page, "Run")
         assert asked(page, "focus") in (None, "words") and "run=" not in page.url
-        step_is(page, 20)  # where the reward fell
-        click_point(page, 4, 0.75, axes="2")
+        step_is(page, 18)  # the last measured step before the reward fell at step 20
+        click_point(page, 4, 0.75, axes="2", number=1)
         step_is(page, 4)
         reloaded(page)
         page.locator("[data-testid=stSidebarNav] >> text=Rollouts").click()
@@ -127,7 +127,7 @@ def test_the_same_walk_by_keys(browser, address):
         page.keyboard.press("Enter")
         on_page(page, "Run")
         assert asked(page, "focus") in (None, "words") and "run=" not in page.url
-        step_is(page, 20)
+        step_is(page, 18)
         tab_to(page, BAR)
         page.keyboard.press("Home")
         step_is(page, 0)
@@ -163,6 +163,32 @@ def test_the_same_walk_by_keys(browser, address):
         assert tab.clean
 
 
+SIZES = [(1440, "light"), (1024, "dark"), (390, "light")]
+CUT_OFF = """[...document.querySelectorAll('.js-plotly-plot')].flatMap((figure) =>
+  [...figure.querySelectorAll('.annotation-text')].filter((text) => text.getBoundingClientRect().right >
+    figure.getBoundingClientRect().right + 1).map((text) => text.textContent))"""
+
+
+@pytest.mark.parametrize(("width", "scheme"), SIZES)
+def test_from_a_collapsed_run_to_the_token_that_held_its_last_gradient_within_three_clicks(
+    width, scheme, browser, address
+):
+    with watched(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme) as tab:
+        page = visit(tab, f"{address}/?run=chain-group_mean-s0")
+        click_row(page, page.locator("[data-testid=stDataFrame]").first, 1)
+        on_page(page, "Run")
+        step_is(page, 30)  # every tenth is attributed
+        says(page, "the last attributed step before the reward fell at step 34")
+        lowest = [page.locator("button:has-text('Open its tokens')").nth(n).bounding_box() for n in range(3)]
+        assert width == 390 or max(one["y"] for one in lowest) - min(one["y"] for one in lowest) < 1
+        assert page.evaluate(CUT_OFF) == []
+        click_row(page, page.locator("[data-testid=stDataFrame]").first, 0)
+        on_page(page, "Tokens")
+        says(page, "Baseline and advantage of group_mean")
+        assert page.locator(CHOSEN).count() == 1 and asked(page, "step") in (None, "30")
+        assert sideways(page) <= 0 and tab.clean
+
+
 def on_page(page, title: str) -> None:
     """Wait for a page, its figure and its end."""
     page.wait_for_selector(f"h1:has-text('{title}')", timeout=60 * SECONDS)
@@ -177,7 +203,7 @@ def says(page, text: str) -> None:
 
 def step_is(page, step: int) -> None:
     """Wait until a step of the page Run is chosen, in the address, on the bar and in the heading."""
-    says(page, f"Who holds the gradient of step {step}")
+    says(page, f"/(Who holds the gradient of|Which tokens are large at) step {step}$/")
     finished(page)
     assert asked(page, "step") in (None, str(step))  # the step that a page begins with leaves the address
     assert page.locator(f"[data-testid=stMain] {BAR}").first.get_attribute("aria-valuetext") == str(step)

@@ -45,8 +45,14 @@ def test_a_short_run_is_too_short(series):
 def test_a_vanished_gradient_is_watched_at_three_of_five_steps_and_alarms_at_five(series):
     found = vanished(series(grad_norm=[1.0] * 10 + [0.0] * 10))
     assert (found.level, found.watch_step, found.alarm_step) == ("alarm", 12, 14)
-    assert "exactly 0 at 5 of the 5 steps up to step 14, and at 10 of 20 steps of the run" in found.reason
+    assert "exactly 0 at 10 of 20 steps of the run, 5 of them among the 5 up to step 14" in found.reason
     assert "at every step since step 10" in found.reason
+
+
+def test_zeros_of_long_ago_are_told_without_counting_the_last_steps(series):
+    found = vanished(series(grad_norm=[0.0] * 2 + [1.0] * 10))
+    assert found.level == "ok" and "0 of" not in found.reason.replace("exactly 0", "")
+    assert "at 2 of 12 steps of the run, none of them among the 5 up to step" in found.reason
 
 
 def test_a_gradient_that_never_vanished_is_said_to_be_above_0(series):

@@ -10,9 +10,11 @@ import pytest
 from otb_analysis.estimators import ESTIMATORS
 from otb_analysis.figures.alarms import MARKS
 from otb_analysis.figures.styles import (
+    BLUE,
     CONFIG,
     ESTIMATOR_STYLES,
     FALLBACK_STYLES,
+    ORANGE,
     RAMP,
     RUN_COLORS,
     estimator_style,
@@ -142,6 +144,16 @@ def test_a_run_has_one_look_whatever_else_is_chosen_and_the_same_as_runs_are_add
     styles = run_styles("abc")
     assert run_styles("abcd") | styles == run_styles("abcd")
     assert len({style.color for style in run_styles("abcdefgh").values()}) == 8
+
+
+def test_a_run_has_the_colour_of_its_estimator_where_no_other_of_four_has_it():
+    estimators = {"a": "otb", "b": "otb", "c": "group_mean", "e": "rloo"}
+    colors = [style.color for style in run_styles("abcde", estimators).values()]
+    assert colors[:1] + colors[2:3] == [ORANGE, BLUE]
+    assert len(set(colors)) == 5 and [s.dash for s in run_styles("abcde", estimators).values()] == ["solid"] * 4 + [
+        "dash"
+    ]
+    assert run_styles("abc", estimators) == {n: s for n, s in run_styles("abcde", estimators).items() if n in "abc"}
 
 
 def test_twenty_four_runs_all_differ_and_those_of_one_dash_are_apart_for_colour_blind_eyes():
