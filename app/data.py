@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from otb_analysis.answers import RunAnswers
+from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.pairs import Pair, estimator_pair, pair_of
 from otb_analysis.answers.token_formula import TokenFormula, token_formula
@@ -134,6 +134,13 @@ def measured(run: Run) -> Run:
 def compared(runs: tuple[Run, ...], pairing: Pairing) -> Pair:
     """Return how two sides of some runs compare: held-out reward, curves over steps, and gradient noise."""
     return pair_of({run.name: answers(run) for run in runs if run.name in pairing.runs}, pairing)
+
+
+@st.cache_data(max_entries=16, show_spinner="Comparing the runs …")
+def pooled(runs: tuple[Run, ...], design: str) -> tuple[str, ...]:
+    """Return what those of some runs say together that can be pooled, being of one design; nothing of a single one."""
+    alike = {run.name: of for run in runs if (of := answers(run)).grams and of.design == design}
+    return designs(alike)[design].lines if len(alike) > 1 else ()
 
 
 @st.cache_data(max_entries=16, show_spinner="Comparing the estimators …")

@@ -50,6 +50,8 @@ PARTS = {"comparison": "Comparison", "proxy": "Proxy"}
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
+POOLED = 4
+"""Most runs that are pooled without being asked: each takes some tenths of a second."""
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
 THREE = st.column_config.NumberColumn(format="%.3g")
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
@@ -192,10 +194,16 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         numbers(info)
     with verdict.container(), frame():
         sentences(data.answers(run).lines, bold=True)
-    if len(names := [chosen.name for chosen in compared_runs()]) > 1:
-        elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]
-        command = shlex.join(["otb", "compare", *names, *elsewhere])
-        sentences([f"All chosen runs together: {command}"])
+        chosen = compared_runs()
+        together = tuple[str, ...]()
+        if 1 < len(chosen) <= POOLED:
+            together = data.pooled(tuple(map(data.measured, chosen)), data.answers(run).design)
+        if together:
+            sentences([f"The chosen runs together: {together[0]}", *together[1:]], bold=True)
+        elif len(chosen) > 1:
+            elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]
+            command = shlex.join(["otb", "compare", *(one.name for one in chosen), *elsewhere])
+            sentences([f"The chosen runs together: {command}"])
     if data.answers(run).alarm:
         st.stop()  # what follows plans and follows a training whose gradients these are not
     with frame():

@@ -226,6 +226,11 @@ def test_the_table_on_the_page_has_the_cells_of_the_terminal(name, three_runs, c
         assert {of: str(row[of]) for of in both} == {of: rows[row["estimator"], row["energy"]][of] for of in both}
 
 
+def said_on(app):
+    """The sentences of a page in their order; a command that one ends in stands below it."""
+    return " ".join(one.value for one in app.main if one.type in ("markdown", "warning", "caption", "code"))
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_pages_say_the_same_sentences(name, three_runs, answers, page):
     path, lines = three_runs[name], answers[name].lines
@@ -233,8 +238,14 @@ def test_pages_say_the_same_sentences(name, three_runs, answers, page):
         app = page(path, view)
         if view == "run":
             app.toggle(key="advise").set_value(True).run()
-        said = " ".join(element.value for kind in ("markdown", "warning", "caption") for element in app.get(kind))
-        assert [line for line in lines if not has(said, line)] == [], view
+        assert [line for line in lines if not has(said_on(app), line)] == [], view
+
+
+def test_the_page_says_of_chosen_runs_together_what_they_say_pooled(three_runs, monkeypatch):
+    path, other = three_runs["demo"], three_runs["few"]
+    app = open_page(path.parent, "estimators", monkeypatch, run=["demo", "few"])
+    assert not app.exception
+    assert [line for line in compare(path, other).lines if not has(said_on(app), line)] == []
 
 
 @pytest.mark.parametrize("names", [("demo", "few"), ("demo", "alarm")])
