@@ -83,7 +83,7 @@ class RolloutFilter:
             StoreError: The rows are not those that were written.
         """
         steps = None if self.steps is None else range(self.steps[0], self.steps[1] + 1)
-        known = SHORT | {name: name for name in rollout_columns(store)}
+        known = SHORT | {name: name for name in rollout_columns(store)} if self.where else {}
         asked = {"reward": ("reward",), "finish_reasons": ("finish_reason",)}
         asked |= {"equal": ("group", "reward"), "text": ("prompt", "completion")}
         needed = [n for field, names in asked.items() if getattr(self, field) not in (None, (), "") for n in names]
