@@ -273,7 +273,7 @@ def stacked(figure: go.Figure) -> go.Figure:
     every = zip(figure.select_xaxes(), figure.select_yaxes(), layout.annotations, strict=False)
     shown = [panel for panel in every if panel[0].visible is not False]
     if len(shown) < 2:
-        return figure.update_annotations(xshift=8 - layout.margin.l, selector={"xref": "paper", "x": 0})
+        return figure.update_annotations(xshift=8 - (layout.margin.l or 64), selector={"xref": "paper", "x": 0})
     each = (layout.height - TOP - 44) * (shown[0][1].domain[1] - shown[0][1].domain[0])
     total = len(shown) * (each + GAP) - GAP
     for place, (x, y, title) in enumerate(shown):

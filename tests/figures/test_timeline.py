@@ -1,7 +1,9 @@
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from otb_analysis.diagnostics import change_points, diagnose, single_step_outliers
+from otb_analysis.figures.styles import stacked
 from otb_analysis.figures.timeline import plot_timeline, timeline_info
 from otb_analysis.store import step_series
 
@@ -92,3 +94,11 @@ def test_the_first_watch_or_alarm_has_its_name_beside_its_mark():
     first = next(event for event in of_run.events if event.kind in ("watch", "alarm"))
     named = [(one.x, one.text) for one in plot_timeline(of_run).layout.annotations if one.yref == "y"]
     assert named == [(first.step, first.text)]
+
+
+def test_on_a_narrow_page_titles_begin_at_the_edge_whatever_the_margin():
+    figure = stacked(plot_timeline(info(STEPS)))
+    titles = [note for note in figure.layout.annotations if note.xref == "paper"]
+    assert titles and {note.xshift for note in titles} == {8 - figure.layout.margin.l}
+    bare = go.Figure().add_scatter(y=[1, 2]).add_annotation(text="title", xref="paper", x=0)
+    assert stacked(bare).layout.annotations[0].xshift == -56  # the house style's margin
