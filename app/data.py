@@ -122,7 +122,7 @@ def triaged(row: Any, run: Run | None) -> Triage:
     """Return one run of the list; `run` is None for one that cannot be opened."""
     if run is None:
         return triage_row(row, "", None)
-    return triage_row(row, run.estimator, lambda: (answers(run).steps, answers(run).findings))
+    return triage_row(row, run.estimator, lambda: answers(run).judged)
 
 
 def measured(run: Run) -> Run:
@@ -175,7 +175,9 @@ def fidelity(run: Run, kind: str, source: str) -> tuple[FidelityInfo, int, int]:
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def lost_by_proxy(run: Run, source: str) -> Interval | None:
-    """Return the share of otb's efficiency gain that proxy energies lose, over all measured steps."""
+    """Return the share of otb's efficiency gain that proxy energies lose over all steps; None where it is not known."""
+    if answers(run).alarm:
+        return None
     return gain_lost(list(answers(run).grams.values()), ("otb", source), ("otb", "exact"), known=answers(run).known)
 
 

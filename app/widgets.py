@@ -200,12 +200,19 @@ def reasons(table: pd.DataFrame) -> None:
 
 
 def one_run(within: Any = st, width: int = 420) -> data.Run:
-    """Let the page choose one of the chosen runs; the choice holds across pages and in the URL."""
+    """Let the page choose one of the chosen runs; the choice holds across pages and in the URL.
+
+    Where another sampler drew its tokens, every page says so.
+    """
     chosen = {run.name: run for run in chosen_runs()}
     if len(chosen) == 1:
         st.session_state["focus"] = next(iter(chosen))  # still shown once another begins to run
-        return chosen[st.session_state["focus"]]
-    return chosen[box(within, "Run", "focus", list(chosen), width=width)]
+    else:
+        box(within, "Run", "focus", list(chosen), width=width)
+    run = chosen[st.session_state["focus"]]
+    if alarm := data.answers(run).alarm:
+        st.warning(plain(alarm), icon=":material/warning:")
+    return run
 
 
 def clicked_data(key: str) -> list[Any]:

@@ -36,6 +36,10 @@ def text_of(page):
     return "\n\n".join(source if kind == "markdown" else shell[i] for i, (kind, source) in enumerate(cells))
 
 
+def test_nothing_is_installed_from_an_index():
+    assert [name_of(page) for page in PAGES if re.search(r"pip install ['\"]?otb[-_]analysis", text_of(page))] == []
+
+
 def name_of(page):
     return page.relative_to(ROOT).as_posix()
 

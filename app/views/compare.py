@@ -10,6 +10,7 @@ import scripts
 import streamlit as st
 from widgets import box, chart, compared_runs, download, frame, one_run, plain
 
+from otb_analysis.answers.measured import not_measured
 from otb_analysis.answers.pairs import Pair, estimator_names, first_estimators, zero_note
 from otb_analysis.figures.pairs import (
     SIDES,
@@ -35,9 +36,6 @@ ONE_RUN = "Only one run is chosen. Choose a second one in the sidebar, or compar
 NO_GROUPS = (
     "These runs form no groups: two of them with one seed must differ in a setting. Choose more runs in the sidebar."
 )
-NOT_MEASURED = """This run has no gradient measurements, so its estimators cannot be compared.
-`otb train --measure.gradients.every 10 --measure.gradients.prompts 16` makes them; for recorded rollouts
-`otb audit --model DIR --rollouts FILE` does."""
 BLOCKS = "Below: B − A by block of steps; the grey band is the 95 % interval of the mean over all shared steps."
 SEEDS = "Below: B − A by block of steps with intervals over seeds; the grey band is that of the mean over all steps."
 RATIOS = (
@@ -94,7 +92,7 @@ def compare_estimators(run: data.Run) -> None:
     measured = data.answers(run).measured
     names = estimator_names(measured) if measured is not None else {}
     if measured is None or len(names) < 2:
-        st.info(NOT_MEASURED, icon=":material/inbox:")
+        st.info(plain(not_measured(data.answers(run).config)), icon=":material/inbox:")
         return
     a, b = sides(list(names), first_estimators(measured), st.columns(2), run.name)
     if a == b:

@@ -12,7 +12,7 @@ import streamlit as st
 from data import Run
 from widgets import box, chart, clicked_data, compared_runs, frame, go_to, one_run, plain, sentences
 
-from otb_analysis.answers.measured import NOT_MEASURED, forest_words
+from otb_analysis.answers.measured import forest_words, not_measured
 from otb_analysis.answers.proxy import gain_lost_words
 from otb_analysis.figures import pairs
 from otb_analysis.figures.comparison import (
@@ -50,8 +50,7 @@ PARTS = {"comparison": "Comparison", "proxy": "Proxy"}
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
-POOLED = 4
-"""Most runs that are pooled without being asked: each takes some tenths of a second."""
+POOLED = 4  # Most runs that are pooled without being asked: each takes some tenths of a second
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
 THREE = st.column_config.NumberColumn(format="%.3g")
 KINDS = {"token": "token energy w", "realized": "realized energy W"}
@@ -165,7 +164,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
     of_grams = [label for gram in data.answers(run).grams.values() for label in gram.labels]
     measured = list(dict.fromkeys(of_grams)) or data.store(run).stored_labels()
     if not measured:
-        st.info(plain(NOT_MEASURED), icon=":material/inbox:")
+        st.info(plain(not_measured(data.answers(run).config)), icon=":material/inbox:")
         st.stop()
     verdict = st.empty()  # its place; the figure is there sooner
     verdict.markdown("Comparing the estimators …")

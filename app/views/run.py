@@ -220,8 +220,6 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, count]
     sure = [f" It fires in {false_alarms(one.detector)} of healthy runs." for one in fired_first(findings)[0][:1]]
     st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence + '.' + ''.join(sure))}")
-    if told.alarm:
-        st.warning(plain(told.alarm), icon=":material/warning:")
     alarms(findings)
     curves(timeline_info(steps, findings, told.changes), run.style.color)
     with frame():

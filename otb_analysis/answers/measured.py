@@ -18,7 +18,7 @@ from otb_analysis.config import section
 from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.estimators import registered
 from otb_analysis.figures.comparison import RATIOS, ComparisonInfo, comparison_info, comparison_table
-from otb_analysis.figures.styles import noise_scale_cell, shown_name
+from otb_analysis.figures.styles import beside_one, noise_scale_cell, shown_name
 from otb_analysis.phases import plural
 from otb_analysis.statistics import (
     DIFFERENCE,
@@ -179,10 +179,10 @@ def _against_rloo(decision: Decision, beside: Decision | None, trained: Sequence
 
 
 def interval_words(one: Interval) -> str:
-    """Return a ratio with its interval: `0.73 (0.64–0.83)`, with a third digit where an end would read 1.00."""
+    """Return a ratio with its interval: `0.73 (0.64–0.83)`, with more digits where an end would read 1.00."""
     if one.low is None or one.high is None:
         return f"{one.estimate:.2f}"
-    ends = ".3f" if "1.00" in (f"{one.low:.2f}", f"{one.high:.2f}") else ".2f"
+    ends = beside_one(one)
     middle = ends if f"{one.estimate:.2f}" == "1.00" else ".2f"
     return f"{one.estimate:{middle}} ({one.low:{ends}}–{one.high:{ends}})"
 
@@ -282,7 +282,8 @@ def measure_options(needed: int, config: Mapping[str, Any]) -> str:
     measured = math.ceil(needed / prompts)
     if measured <= steps:
         return f"{options} --measure.gradients.every {min(steps // measured, SELDOM)}"
-    return f"{options} --measure.gradients.every 1 --sample.prompts {math.ceil(needed / steps)}"
+    # More steps, not larger ones: efficiency is that of an update of as many prompts.
+    return f"{options} --measure.gradients.every 1 --optimize.steps {measured}"
 
 
 def size_line(planner: Planner, trained: Sequence[Label]) -> str:
@@ -304,7 +305,7 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
         n, cost = min((less or more).items(), key=lambda of: of[1].estimate)
         noise = f"with {shown_name(label)} the same rollouts give {interval_words(cost)} times the noise"
         if label != own:
-            return f"Keep groups of {size}: no difference shown for {shown_name(own)}; {noise} in groups of {n}."
+            return f"Group size, now {size}: no difference shown for {shown_name(own)}; {noise} in groups of {n}."
         keep = f"Keep groups of {size}: in groups of {n} {noise}."
         return f"Try groups of {n}, not {size}: {noise}." if less else keep
     if measured[own]:

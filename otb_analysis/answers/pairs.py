@@ -36,7 +36,7 @@ from otb_analysis.figures.runs import (
     pair_runs,
 )
 from otb_analysis.figures.styles import MISSING, interval_cell, labels, number
-from otb_analysis.statistics import REFERENCE, Interval, Update, is_informative, seed_mean, update_ratios
+from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, Update, is_informative, seed_mean, update_ratios
 from otb_analysis.statistics.gradients import has_signal
 from otb_analysis.statistics.moments import clusters, deleted_moments, truth_of, typical
 from otb_analysis.types import Gram, Label, Proved
@@ -259,6 +259,8 @@ def _reward(panels: Sequence[PairPanel], runs: Mapping[str, RunAnswers], pairing
             value = Interval(middle, low if known else None, high if known else None, 1, words)
     if (value is None or value.low is None) and (panel := of_column.get("reward_mean")) is not None:
         value, over, what = panel.whole, "blocks of steps", "Training reward"
+        if value is not None and panel.drifts:  # blocks that are alike are no independent clusters
+            value = replace(value, low=None, high=None)
     if value is None:
         return []
     if value.low is None or value.high is None:
@@ -273,7 +275,9 @@ def _noise(noise: NoiseInfo) -> list[str]:
     """Say which of the two is less noisy: by variance where both step lengths are proved, else by efficiency."""
     known = [(row, one) for row in noise.rows if (one := row.judged) is not None and one.low is not None]
     if not known:
-        return ["Gradient noise at equal progress is not told apart: no interval is known."] if noise.rows else []
+        n = max((row.n_prompts for row in noise.rows), default=0)
+        why = f"{n} prompts are too few" if n < MIN_CLUSTERS else f"noise hides the true gradient on {n} prompts"
+        return [f"Gradient noise at equal progress is not told apart: {why}."] if noise.rows else []
     row, ratio = known[0]
     what = "variance at equal progress" if row.decides == "sf" else "efficiency"
     told = "" if differs(ratio, 1.0) else ", not told from 1"

@@ -33,6 +33,7 @@ class PromptView:
     labels: list[Label]
     label: Label | None  # None where no estimator's advantages are known
     against: Label | None
+    alarm: str  # Of the run's sampling check; empty where there is none
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -81,7 +82,7 @@ def prompt_view(
     first = next((label for label in [prompt.trained, *labels] if label in labels), None)
     return PromptView(
         store, step, group, rollouts[rollouts["group"] == group], prompt, labels,
-        _named(labels, estimator) if estimator else first, _named(labels, against) if against else None,
+        _named(labels, estimator) if estimator else first, _named(labels, against) if against else None, run.alarm,
     )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def tokens_record(view: PromptView, rollout: int | None = None, t: int | None = 
     facts: Any = view.rollouts[[name for name in FACTS if name in view.rollouts]]
     answers = [ends_elsewhere(head.answer, text) for text in facts["completion"]]
     record: dict[str, Any] = {
-        "run": view.store.path.name, "step": view.step, "prompt": view.group, "head": asdict(head),
+        "run": view.store.path.name, "alarm": view.alarm, "step": view.step, "prompt": view.group, "head": asdict(head),
         "estimator": words[0] or None, "against": words[1] or None, "estimators": [in_words(x) for x in view.labels],
         "rollouts": facts.assign(ends_with=answers), "tokens": rows,
         "columns": {name: asdict(described(view.table, name, *words)) for name in measured(view.table)},

@@ -205,11 +205,16 @@ class RunAnswers:
             f"worst {number(float(rms[worst]))}, {number(float(k3[worst]))}, {share[worst]:.2%} at step {step[worst]}."
         )
 
+    @property
+    def judged(self) -> tuple[pd.DataFrame, list[Finding], str]:
+        """What the list of runs is made of."""
+        return self.steps, self.findings, self.alarm
+
     @cached_property
     def triage(self) -> Triage:
         """The run in one line."""
         status, reason = self.store.standing
-        return triage(self.name, self.estimator, status, self.steps, self.findings, reason)
+        return triage(self.name, self.estimator, status, *self.judged, reason)
 
     @cached_property
     def sampling(self) -> SamplingReport | None:

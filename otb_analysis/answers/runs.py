@@ -6,12 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from otb_analysis.answers.measured import NOT_MEASURED, MeasuredSteps
 from otb_analysis.answers.run import RunAnswers
-from otb_analysis.answers.triage import Triage, triage_row, worst_first
-from otb_analysis.diagnostics import Finding
+from otb_analysis.answers.triage import Judged, Triage, triage_row, worst_first
 from otb_analysis.errors import InputError
 from otb_analysis.estimators import proved_in_all
 from otb_analysis.statistics import REFERENCE
@@ -145,10 +142,9 @@ def triaged(root: Path) -> list[Triage]:
     table: Any = runs_df(root)
     names, readable = estimator_names(table), can_be_opened(table)
 
-    def judged(run: str) -> tuple[pd.DataFrame, list[Finding]]:
-        """Return a run's steps and what the detectors say of them."""
-        answers = RunAnswers(RunStore(root / run))
-        return answers.steps, answers.findings
+    def judged(run: str) -> Judged:
+        """Return what is read of a run."""
+        return RunAnswers(RunStore(root / run)).judged
 
     return worst_first([
         triage_row(row, names.get(run, "") if can else "", partial(judged, run) if can else None)

@@ -27,6 +27,9 @@ IN_TROUBLE = STATES[:4]
 UNFIRED = {"too short": "too few steps to judge", "not judged": "no detector could judge this run"}
 """What is said of a run in which nothing fired, by its state; of a calm one that nothing did."""
 
+ANOTHER_SAMPLER = "another sampler drew the tokens"
+"""What is said first of a run whose sampling check sounds an alarm."""
+
 WINDOW = 20
 """Last recorded steps that a run's gradient norm and clipping are taken from."""
 
@@ -38,6 +41,10 @@ NOW = {"reward_fall", "vanished_gradient", "not_finite"}
 
 AT_ONCE = {"sampling_certificate", "tail_index", "not_finite"}
 """Detectors that need one step: what they say is right does not make a run of two steps a calm one."""
+
+
+Judged = tuple[pd.DataFrame, Sequence[Finding], str]
+"""Steps of a run, what every detector says of them, and the alarm of its sampling check, empty where there is none."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +67,22 @@ class Triage:
 
 
 def triage(
-    run: str, estimator: str, status: str, steps: pd.DataFrame, findings: Sequence[Finding], reason: str = ""
+    run: str,
+    estimator: str,
+    status: str,
+    steps: pd.DataFrame,
+    findings: Sequence[Finding],
+    alarm: str = "",
+    reason: str = "",
 ) -> Triage:
-    """Sum up one run from its steps table and from what the detectors say about it."""
+    """Sum up one run from its steps table, what the detectors say about it, and the alarm of its sampling check."""
     told = headline(steps)
     table: Any = steps.reindex(columns=["step", "reward_mean"]).sort_values("step")
     reward = thinned(table["reward_mean"].dropna().to_numpy(np.float64), POINTS)
     state = "broken" if status == "broken" else state_of(findings, status)
     happened = reason if state == "broken" else sentence(findings, state, reason if status == "failed" else "")
+    if alarm:
+        state, happened = min(state, "alarm", key=STATES.index), f"{ANOTHER_SAMPLER}; {happened}"
     if len(steps) and (single := single_step_outliers(step_series(steps))):
         one, more = single[0], f" ({len(single)} such steps)" if len(single) > 1 else ""
         happened += f"; {NAMES[one.column]} {number(one.multiple)} × the usual at step {one.step} alone{more}"
@@ -109,19 +124,19 @@ def headline(steps: pd.DataFrame) -> Headline:
     return Headline(**{name: None if math.isnan(x) else x for name, x in numbers.items()})
 
 
-def triage_row(row: Any, estimator: str, judge: Callable[[], tuple[pd.DataFrame, Sequence[Finding]]] | None) -> Triage:
+def triage_row(row: Any, estimator: str, judge: Callable[[], Judged] | None) -> Triage:
     """Sum up one row of `runs_df`.
 
-    `judge` reads the steps and what the detectors say of them; it is None where a run cannot be opened, and one of
-    `errors.STOPS` that it raises makes the run a broken one.
+    `judge` reads the run; it is None where that cannot be done, and one of `errors.STOPS` that it raises makes the run
+    a broken one.
     """
     age = (pd.Timestamp.now("UTC") - row["updated"]).total_seconds() if pd.notna(row["updated"]) else None
     status, reason = str(row["status"]), str(row["reason"] or "")
     try:
-        steps, findings = judge() if judge is not None else (pd.DataFrame(), [])
+        told = judge() if judge is not None else (pd.DataFrame(), [], "")
     except STOPS as error:
-        steps, findings, status, reason = pd.DataFrame(), [], "broken", str(error)
-    return replace(triage(str(row["run"]), estimator, status, steps, findings, reason), age=age)
+        told, status, reason = (pd.DataFrame(), [], ""), "broken", str(error)
+    return replace(triage(str(row["run"]), estimator, status, *told, reason), age=age)
 
 
 def state_of(findings: Sequence[Finding], status: str = "") -> str:

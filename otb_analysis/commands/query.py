@@ -103,7 +103,8 @@ def tokens_command(words: Sequence[str]) -> None:
         store = RunStore(run_path(config.root, config.run))
         view = prompt_view(store, config.step, config.prompt, config.estimator, config.against, config.rollout)
         record = following("tokens", tokens_record(view, config.rollout, config.t)) if config.json else None
-        parts = [] if config.json else printed(answer_parts(view.of(config.rollout)))
+        alarm = [view.alarm] if view.alarm else []
+        parts = [] if config.json else [*alarm, *printed(answer_parts(view.of(config.rollout)))]
         if config.t is not None and not config.json:
             said = token_record(view, config.rollout, config.t)
             lines = said["numbers"] | ((said["formula"] or {}).get("lines") or {"formula": said["not_known"]})

@@ -21,6 +21,7 @@ from otb_analysis.figures.styles import (
     TEMPLATE,
     TOP,
     Style,
+    beside_one,
     columns_of,
     error_bars,
     estimator_style,
@@ -238,10 +239,9 @@ def display_table(info: ComparisonInfo, beside: Decision | None = None, every: b
     records = []
     for row in info.rows:
         (sf, efficiency, variance), scale, c = row.ratios, row.intervals["noise_scale"], row.values["projection"]
-        together = interval_cell(row.together, TWO)
-        if row.told and "1.00" in together:  # digits that show that it leaves out 1
-            together = interval_cell(row.together, ".3f")
+        together = MISSING
         if row.together is not None:
+            together = interval_cell(row.together, beside_one(row.together) if row.told else TWO)
             together = f"{'SF' if row.decides == 'sf' else 'eff.'} {together}{'*' * bool(row.told)}"
         record = {
             "estimator": row.key[0], "energy": row.key[1], f"SF ÷ {info.against}": interval_cell(sf, TWO),

@@ -62,6 +62,12 @@ def interval_cell(interval: Interval | None, form: str = "") -> str:
     return f"{point} [{number(low, form)}, {number(high, form)}]"
 
 
+def beside_one(interval: Interval) -> str:
+    """Return the fewest digits, two at least, with which no end of a ratio's interval reads as 1."""
+    ends = [end for end in (interval.low, interval.high) if end is not None]
+    return next((f".{k}f" for k in range(2, 7) if all(round(end, k) != 1 for end in ends)), ".2f")
+
+
 def noise_scale_cell(scale: Interval | None) -> str:
     """Return a noise scale as it is read: `116 [50, 254]`, or what it is above where its upper end is not known."""
     if scale is None:

@@ -185,6 +185,7 @@ class PromptTokens(TypedDict):
     """One prompt at one step under an estimator."""
 
     run: str
+    alarm: str
     step: int
     prompt: int
     head: PromptHead

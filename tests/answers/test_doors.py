@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from otb_analysis.answers import RunAnswers, compare
+from otb_analysis.answers.runs import triaged
 from otb_analysis.commands.cli import main
 from otb_analysis.config import EstimatorConfig, MeasureConfig, SampleConfig, TrainConfig, plain_config
 from otb_analysis.figures.comparison import planner_table
@@ -286,6 +287,17 @@ def test_an_alarm_stands_in_the_first_lines_of_every_door_and_nothing_is_proved(
             assert "rloo" not in body, door
     frame = compare(three_runs["alarm"]).to_dataframe()
     assert not frame["c_known"].any() and (frame["told"] == "").all()
+
+
+def test_the_list_of_runs_and_every_page_of_one_say_that_another_sampler_drew_its_tokens(
+    three_runs, answers, page, capsys
+):
+    path, alarm = three_runs["alarm"], answers["alarm"].alarm
+    states = {one.run: (one.state, one.sentence) for one in triaged(path.parent)}
+    assert states["alarm"][0] == "alarm" and states["alarm"][1].startswith("another sampler drew the tokens")
+    assert "another sampler" not in states["demo"][1] and answers["alarm"].triage.state == "alarm"
+    for view, query in (("run", {}), ("rollouts", {}), ("tokens", {}), ("estimators", {"part": "Proxy"})):
+        assert any(has(one.value, alarm) for one in page(path, view, **query).warning), view
 
 
 def test_a_demo_keeps_what_trained_and_names_the_best_against_rloo(answers):

@@ -34,7 +34,7 @@ def planner(**costs):
         ({"otb": {4: cost(1.1, 1.4), 2: cost(0.8, 2.0)}}, ("no difference shown for otb in groups of 2, 4.",)),
         (
             {"otb": {4: cost(0.8, 1.2)}, "rloo": {4: cost(0.7, 0.9)}},
-            ("Keep groups of 8: no difference shown for otb; with rloo",),
+            ("Group size, now 8: no difference shown for otb; with rloo",),
         ),
         # Noise hides it: no ends within a factor of 100.
         ({"otb": {4: cost(0.001, 0.9)}}, ("no difference shown for otb",)),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from otb_analysis.answers import RunAnswers
 from otb_analysis.commands.cli import main
 from otb_analysis.store import RunWriter, StepTables
 from tests.app.token_runs import write_token_run
@@ -84,6 +85,14 @@ def test_tokens_that_are_not_there_are_one_sentence(words, said, root, capsys):
     assert main(["tokens", *words, "--root", str(root), "--json"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_tokens_come_with_the_alarm_of_their_run(root, capsys, monkeypatch):
+    write_token_run(root, "tokens")
+    monkeypatch.setattr(RunAnswers, "alarm", "another sampler")
+    assert main(["tokens", "tokens", "--root", str(root), "--json"]) == 0
+    assert strict(capsys.readouterr().out)["alarm"] == "another sampler"
+    assert main(["tokens", "tokens", "--root", str(root)]) == 0 and "another sampler" in capsys.readouterr().out
 
 
 def test_tokens_in_the_terminal_end_with_the_formula(root, capsys):
