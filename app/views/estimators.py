@@ -199,10 +199,10 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
             together = data.pooled(tuple(map(data.measured, chosen)), data.answers(run).design)
         if together:
             sentences([f"The chosen runs together: {together[0]}", *together[1:]], bold=True)
-        elif len(chosen) > 1:
+        if len(chosen) > 1:
             elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]
             command = shlex.join(["otb", "compare", *(one.name for one in chosen), *elsewhere])
-            sentences([f"The chosen runs together: {command}"])
+            sentences([f"All chosen runs in the terminal: {command}"])
     if data.answers(run).alarm:
         st.stop()  # what follows plans and follows a training whose gradients these are not
     with frame():

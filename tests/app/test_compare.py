@@ -99,7 +99,7 @@ def test_a_and_b_stand_as_otb_compare_has_them_and_a_run_has_the_colour_of_its_e
 
 def test_a_run_without_measurements_is_told_how_to_get_them(sweep, monkeypatch):
     app = open_page(sweep, "compare", monkeypatch, run="rloo-0")
-    assert "so its estimators cannot be compared" in texts(app) and not app.exception
+    assert "Nothing is known of its baselines" in texts(app) and not app.exception
 
 
 def test_the_same_on_both_sides_is_said(sweep, monkeypatch):
