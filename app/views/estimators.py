@@ -192,12 +192,10 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
             st.markdown(f"**{plain(whole.noise_scale_line)}**")
         numbers(info)
     with verdict.container(), frame():
-        sentences(data.answers(run).lines, bold=True)
-        chosen = compared_runs()
-        together = tuple[str, ...]()
-        if 1 < len(chosen) <= POOLED:
-            together = data.pooled(tuple(map(data.measured, chosen)), data.answers(run).design)
-        if together:
+        told, chosen = data.answers(run), compared_runs()
+        sentences(told.lines[bool(told.alarm) :], bold=True)  # an alarm stands above
+        some = tuple(map(data.measured, chosen)) if len(chosen) <= POOLED else ()
+        if together := data.pooled(some, told.design):
             sentences([f"The chosen runs together: {together[0]}", *together[1:]], bold=True)
         if len(chosen) > 1:
             elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]

@@ -84,10 +84,10 @@ class Sized(Attributed):
     def says(self) -> str:
         """In two sentences how few tokens are large, and what that does not say."""
         of, few, total = self.shares, self.shares.tokens.holding(), len(self.shares.tokens)
+        half = f"{few:,} of {total:,} tokens {'has' if few == 1 else 'have'} half of all size"
         return (
-            f"At step {of.step}, {few:,} of {total:,} tokens ({few / total:.1%}) have half of all size, ‖∇ log π‖² × "
-            f"advantage², by {self.by}. That is each token's own length, not its share of the summed gradient, where "
-            "tokens cancel."
+            f"At step {of.step}, {half}, ‖∇ log π‖² × advantage², by {self.by}. That is each token's own length, not "
+            "its share of the summed gradient, where tokens cancel."
         )
 
     def record(self, top: int) -> dict[str, object]:
@@ -98,12 +98,16 @@ class Sized(Attributed):
 def sized(store: RunStore, step: int) -> Sized | None:
     """Return the tokens of a step by size, by exact norms where there are any; None where none has a size above 0.
 
+    A prompt counts if all its tokens have one: of drawn tokens no share of a whole is known.
+
     Raises:
         StoreError: The run cannot be read.
     """
+    counts: Any = store.tokens_df([step], ["group"], "mask AND isfinite(advantage)")["group"].value_counts()
     for column, (by, known) in SIZED_BY.items():
         names = ["group", "rollout", "t", "token", "advantage", column]
         tokens: Any = store.tokens_df([step], names, f"mask AND isfinite(advantage) AND isfinite({column}) AND {known}")
+        tokens = tokens[tokens["group"].map(tokens["group"].value_counts()) == tokens["group"].map(counts)]
         size = floats(tokens, column).astype(float) * floats(tokens, "advantage") ** 2
         if size.any():
             keys = (tokens[name].to_numpy(np.int64) for name in names[:3])

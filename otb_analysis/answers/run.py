@@ -214,7 +214,7 @@ class RunAnswers:
     def triage(self) -> Triage:
         """The run in one line."""
         status, reason = self.store.standing
-        return triage(self.name, self.estimator, status, *self.judged, reason)
+        return triage(self.name, self.estimator, status, self.judged, reason)
 
     @cached_property
     def sampling(self) -> SamplingReport | None:

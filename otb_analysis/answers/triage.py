@@ -66,16 +66,9 @@ class Triage:
     age: float | None = None  # Seconds since the last step was written
 
 
-def triage(
-    run: str,
-    estimator: str,
-    status: str,
-    steps: pd.DataFrame,
-    findings: Sequence[Finding],
-    alarm: str = "",
-    reason: str = "",
-) -> Triage:
-    """Sum up one run from its steps table, what the detectors say about it, and the alarm of its sampling check."""
+def triage(run: str, estimator: str, status: str, judged: Judged, reason: str = "") -> Triage:
+    """Sum up one run; `reason` says why it failed or is broken."""
+    steps, findings, alarm = judged
     told = headline(steps)
     table: Any = steps.reindex(columns=["step", "reward_mean"]).sort_values("step")
     reward = thinned(table["reward_mean"].dropna().to_numpy(np.float64), POINTS)
@@ -136,7 +129,7 @@ def triage_row(row: Any, estimator: str, judge: Callable[[], Judged] | None) -> 
         told = judge() if judge is not None else (pd.DataFrame(), [], "")
     except STOPS as error:
         told, status, reason = (pd.DataFrame(), [], ""), "broken", str(error)
-    return replace(triage(str(row["run"]), estimator, status, *told, reason), age=age)
+    return replace(triage(str(row["run"]), estimator, status, told, reason), age=age)
 
 
 def state_of(findings: Sequence[Finding], status: str = "") -> str:

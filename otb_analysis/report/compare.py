@@ -19,7 +19,10 @@ SF: variance at equal progress, variance/c², a ratio below 1 is better. efficie
 gradient ∇J, a ratio above 1 is better. c: step length along ∇J; two with a proved c are compared by SF, others by
 efficiency. {looks} equiv.: rollouts {base} would need for the same. energy: what tokens are weighted by: exact
 ‖∇ log π‖², its free proxy, or none. –: noise hides it."""
-LOOKS = "÷: 95 % by itself, in one look; {together}: 95 % for all of them, as is claimed. Other brackets: one look."
+LOOKS = (
+    "÷: 95 % by itself, in one look; {together}: 95 % for all of them, which is what is claimed. Other intervals: one "
+    "look."
+)
 LEFT = "otb compare --top 0 shows what is left."
 UNJUDGED = "Nothing is judged: {}. Intervals, where there are any, are 95 % of one look."
 PROXY = "Proxy against exact norms: does the free proxy order tokens as exact norms do?"

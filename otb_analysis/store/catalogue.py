@@ -293,7 +293,7 @@ def read(
     """
     types, chosen = _types(db, table), _IN * (steps is not None)
     asked = [] if steps is None else [json.dumps([int(step) for step in steps])]
-    known = list(dict.fromkeys([*(c.name for c in _SCHEMA[table]), *types]))
+    known = column_names(db, table)
     columns = known if columns is None else columns
     check_names(table, columns, known)
     names = list(dict.fromkeys(["step", *(name for name in columns if name in types)]))

@@ -50,6 +50,7 @@ def unattributed(root, **columns):
 
 
 PROXY = {"advantage": [1.0, 2.0, -3.0, 0.0], "energy_proxy": [1.0, 1.0, 1.0, 9.0]}
+DRAWN = {"grad_norm_sq": np.ma.array([1.0, 2.0, 0.0, 0.0], mask=[1, 0, 1, 1]), "measured_by": ["exact"] * 4}
 EXACT = {"grad_norm_sq": np.ma.array([1.0, 2.0, 0.0, 0.0], mask=[0, 0, 1, 1]), "measured_by": ["exact"] * 4}
 
 
@@ -57,6 +58,7 @@ EXACT = {"grad_norm_sq": np.ma.array([1.0, 2.0, 0.0, 0.0], mask=[0, 0, 1, 1]), "
     ("columns", "by", "sizes", "tokens"),
     [
         (PROXY, "the proxy", [9 / 14, 4 / 14, 1 / 14, 0.0], list("cbad")),
+        (PROXY | DRAWN, "the proxy", [9 / 14, 4 / 14, 1 / 14, 0.0], list("cbad")),
         (PROXY | EXACT, "exact norms of 1 of 2 prompts", [8 / 9, 1 / 9], list("ba")),
     ],
 )

@@ -17,7 +17,7 @@ def steps(reward, norm=None):
 
 
 def row(name, table, status="complete", age=None):
-    return replace(triage(name, "rloo", status, table, diagnose(step_series(table))), age=age)
+    return replace(triage(name, "rloo", status, (table, diagnose(step_series(table)), "")), age=age)
 
 
 DEAD = row("dead", steps([0.75] * 20 + [0.0] * 10, [1.0] * 22 + [0.0] * 8))
@@ -71,26 +71,21 @@ def test_calm_and_short_runs_say_so():
 
 def test_a_run_that_failed_says_with_what_and_comes_before_alarms():
     table = steps(np.linspace(0.3, 0.6, 30))
-    failed = triage("failed", "rloo", "failed", table, diagnose(step_series(table)), reason="the loss is NaN.")
+    failed = triage("failed", "rloo", "failed", (table, diagnose(step_series(table)), ""), reason="the loss is NaN.")
     assert (failed.state, failed.sentence) == ("failed", "the loss is NaN")
     back = row("back", steps([0.75] * 20 + [0.0] * 5 + [0.75] * 20))
     assert [r.run for r in worst_first([CALM, back, failed, DEAD])] == ["dead", "failed", "back", "calm"]
     assert verdict([CALM, failed]) == "failed: the loss is NaN (1 failed of 2 runs)."
-    unnamed = triage("failed", "rloo", "failed", table, [])
+    unnamed = triage("failed", "rloo", "failed", (table, [], ""))
     assert unnamed.sentence == "it ended with an error that it did not name"
-    died = triage(
-        "died",
-        "rloo",
-        "failed",
-        steps([0.5] * 20, [1.0] * 19 + [np.inf]),
-        diagnose(step_series(steps([0.5] * 20, [1.0] * 19 + [np.inf]))),
-    )
+    table = steps([0.5] * 20, [1.0] * 19 + [np.inf])
+    died = triage("died", "rloo", "failed", (table, diagnose(step_series(table)), ""))
     assert died.state == "collapsed" and died.sentence.startswith("NaN or infinite at step 19: grad_norm; a detector")
 
 
 def test_the_worst_run_is_first_and_running_ones_before_others():
     running = row("running", steps(np.linspace(0.3, 0.6, 30)), "running", 4.0)
-    broken = triage("broken", "", "broken", pd.DataFrame(), [], reason="its run.json is cut short.")
+    broken = triage("broken", "", "broken", (pd.DataFrame(), [], ""), reason="its run.json is cut short.")
     rows = [CALM, broken, SHORT, running, DEAD]
     assert [r.run for r in worst_first(rows)] == ["dead", "running", "calm", "short", "broken"]
     assert triage_table(rows)["what happened"].iloc[-1] == "its run.json is cut short."
@@ -106,7 +101,7 @@ def test_a_long_run_that_recorded_nothing_a_detector_over_time_needs_is_not_call
     table = pd.DataFrame({"step": np.arange(200), "loss": np.ones(200)})
     silent = row("silent", table)
     assert (silent.state, silent.sentence) == ("not judged", "no detector could judge this run")
-    assert triage("new", "", "running", pd.DataFrame(), []).state == "too short"
+    assert triage("new", "", "running", (pd.DataFrame(), [], "")).state == "too short"
     assert [r.run for r in worst_first([silent, SHORT, CALM])] == ["calm", "short", "silent"]
     assert verdict([CALM, silent]) == "No alarm. No detector could judge 1 of 2 runs."
     assert verdict([silent]) == "No detector could judge a run."

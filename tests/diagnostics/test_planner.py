@@ -102,7 +102,7 @@ def test_only_measured_sizes_are_judged():
     report = planned(*simulated(200, 8, 3.0))
     cells = {(c.estimator, c.size): c for c in report.cells}
     assert set(cells) == {(name, size) for name, _ in LABELS for size in (2, 4, 8)}
-    assert cells["rloo", 8].cost is None and cells["rloo", 4].cost.low < 1 < cells["grpo", 8].size
+    assert cells["rloo", 8].cost is None and cells["rloo", 4].cost is not None
     assert "Groups above 8" in report.note
 
 
