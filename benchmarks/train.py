@@ -35,8 +35,8 @@ from otb_analysis.config import (
 from otb_analysis.config.measuring import StepSchedule
 from otb_analysis.devices import clock_of, device_of
 from otb_analysis.phases import plural
-from otb_analysis.rollouts.models import SHIPPED, character_tokenizer
-from otb_analysis.rollouts.named_models import fetched
+from otb_analysis.rollouts.models import character_tokenizer
+from otb_analysis.rollouts.named_models import SHIPPED, fetched
 from otb_analysis.store import RunWriter
 from otb_analysis.tasks import make_task
 from otb_analysis.tasks.task_calls import draw_prompts

@@ -59,11 +59,14 @@ def score_command(words: Sequence[str]) -> None:
     ):  # all would write one run
         raise InputError("several processes were launched; give each a share: --task $RANK --tasks $WORLD_SIZE.")
     with shown(), phase("otb score"):
-        with models_loading("otb score"):
-            from otb_analysis.recorded.blocks import score_in_blocks, url_of
-            from otb_analysis.recorded.score import score
-        away = url_of(config.rollouts) or url_of(config.model)
-        path = score_in_blocks(config, how) if away or how != BlocksConfig() else score(config)
+        from otb_analysis.recorded.blocks import score_in_blocks, url_of
+
+        if how != BlocksConfig() or url_of(config.rollouts) or url_of(config.model):
+            path = score_in_blocks(config, how)
+        else:
+            with models_loading("otb score"):
+                from otb_analysis.recorded.score import score
+            path = score(config)
     if path:
         tell(path)
         from otb_analysis.checks.sampling_report import sampling_lines, sampling_report

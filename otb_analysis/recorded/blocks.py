@@ -21,7 +21,7 @@ from math import inf
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pyarrow as pa
@@ -30,16 +30,15 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from otb_analysis import __version__
-from otb_analysis.checks.sampling import SamplingCheck
 from otb_analysis.config import BlocksConfig, ScoreConfig, plain_config
-from otb_analysis.devices import words_of
 from otb_analysis.errors import STOPS, InputError, ProcessError, StoreError
-from otb_analysis.extras import require
+from otb_analysis.extras import require, require_models
 from otb_analysis.phases import advance, count_to, note, phase, plural
 from otb_analysis.recorded.records import Tally
 from otb_analysis.recorded.runs import (
     PLACE,
     RecordedStep,
+    check_settings,
     note_tally,
     read_steps,
     record_run,
@@ -48,9 +47,11 @@ from otb_analysis.recorded.runs import (
     source_of,
     stored_config,
 )
-from otb_analysis.recorded.score import Scorer, check, load
-from otb_analysis.rollouts.models import place_of
+from otb_analysis.rollouts.named_models import place_of
 from otb_analysis.store import GRAM_TEXTS, RunStore, StepTables
+
+if TYPE_CHECKING:
+    from otb_analysis.recorded.score import Scorer
 
 PART = re.compile(r"block-\d{8}-([0-9a-f]{16})\.parquet")
 KEY = b"otb"
@@ -118,7 +119,7 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
         ProcessError: A worker of Ray stopped.
     """
     given, config = config, at_hand(config)
-    check(config)
+    check_settings(config)
     if not 0 <= how.task < how.tasks:
         raise InputError(f"--task is {how.task} of {how.tasks} --tasks; pass a number from 0 up to below --tasks.")
     if how.actors and how.ray is None:
@@ -279,8 +280,14 @@ class BlockScorer:
         self.steps: Iterator[RecordedStep] = iter(())
         self.last = inf  # Block that was read last: any is before it until the file is opened
 
-    def begin(self) -> Scorer:
-        """Load the model."""
+    def begin(self) -> "Scorer":
+        """Load the model, and PyTorch, which nobody needs who counts blocks and makes a run of their parts."""
+        require_models("otb score")
+        from otb_analysis.recorded.score import Scorer, check, load
+        from otb_analysis.rollouts.models import quiet_loading
+
+        quiet_loading()
+        check(self.config)
         stored = stored_config(self.config, source_of(self.config.rollouts, self.config), "otb score", {})
         self.scorer = Scorer(self.config, *load(self.config), Tally(), stored)
         return self.scorer
@@ -309,12 +316,9 @@ class BlockScorer:
             self.steps = read_steps(source_of(self.config.rollouts, self.config), self.config)
         self.last = block
         step = next(step for step in self.steps if step.block == block)
-        # Nothing is carried over from the blocks before: which these were must not matter.
-        seen = scorer.encoder.tally = Tally()
-        scorer.sampling = SamplingCheck()
+        scorer.forget()  # which blocks came before must not matter
         rows = scorer.tables(step).encoded(step.step)
-        machine = {"device": words_of(scorer.model.device), "precision": scorer.precision}
-        self.parts.write(block, rows, machine | {"seen": dict(seen)})
+        self.parts.write(block, rows, scorer.machine | {"seen": dict(scorer.encoder.tally)})
 
 
 def score_here(config: ScoreConfig, parts: Parts, blocks: Sequence[int]) -> Generator[int]:

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from otb_analysis.config import RecordedConfig, plain_config
+from otb_analysis.config import RecordedConfig, ScoreConfig, plain_config
 from otb_analysis.errors import STOPS, InputError, Interrupted, ProcessError, StoreError, why_ended
-from otb_analysis.estimators import ESTIMATORS
+from otb_analysis.estimators import ESTIMATORS, entry_of, options_from_dict
 from otb_analysis.phases import advance, ahead, count_to, note, phase, plural
 from otb_analysis.recorded.formats import Source, find_source
 from otb_analysis.recorded.readers import trl, trl_weights
@@ -294,6 +294,32 @@ def refuse_existing(path: Path, config: RecordedConfig) -> None:
             f"run {path.name!r} already exists in {path.parent}; pass another --run, --if-exists resume or --if-exists "
             "replace."
         )
+
+
+def check_settings(config: ScoreConfig) -> None:
+    """Refuse settings of a score that cannot work on any machine.
+
+    Raises:
+        InputError: The first of them.
+    """
+    if not config.model:
+        raise InputError(
+            "--model is empty; pass the checkpoint that sampled the rollouts, or use otb import without one."
+        )
+    if not (config.temperature > 0 and np.isfinite(config.temperature)):
+        raise InputError(f"--temperature is {config.temperature}; pass the temperature of the sampler, above 0.")
+    name = config.estimator.name
+    options_from_dict(name, config.estimator.options)
+    if lacking := sorted(set(entry_of(name).needs) - GIVEN):
+        raise InputError(
+            f"estimator.name is {name!r}, which needs {lacking[0]}; recorded rollouts do not have it, choose another."
+        )
+    if config.estimator.energy != "proxy":
+        raise InputError(
+            f"estimator.energy is {config.estimator.energy!r}; recorded rollouts are weighed by the proxy."
+        )
+    if config.measure.budget:
+        raise InputError("measure.budget plans a training run; set --measure.exact.every and the like instead.")
 
 
 def read_steps(source: Source, config: RecordedConfig) -> Iterator[RecordedStep]:

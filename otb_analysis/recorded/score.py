@@ -24,8 +24,8 @@ from otb_analysis.phases import note, phase
 from otb_analysis.recorded.encoding import Encoder
 from otb_analysis.recorded.records import LOGPROBS, Tally
 from otb_analysis.recorded.runs import (
-    GIVEN,
     RecordedStep,
+    check_settings,
     note_tally,
     record_run,
     refuse_existing,
@@ -73,9 +73,8 @@ def score(config: ScoreConfig, policy: Policy | None = None) -> Path:
     model, tokenizer = policy or load(config)
     stored = stored_config(config, source, "otb score", {"sample": {"temperature": config.temperature}})
     scorer = Scorer(config, model, tokenizer, Tally(), stored)
-    machine = {"device": words_of(model.device), "precision": scorer.precision}
-    note(first_line(machine, scorer.why))
-    record_run(path, config, stored, source, scorer.tables, lambda: machine)
+    note(first_line(scorer.machine, scorer.why))
+    record_run(path, config, stored, source, scorer.tables, lambda: scorer.machine)
     note_tally(scorer.encoder.tally)
     return path
 
@@ -100,24 +99,7 @@ def check(config: ScoreConfig) -> None:
         InputError: The first of them, or a device that is not there.
     """
     device_of(config.device)
-    if not config.model:
-        raise InputError(
-            "--model is empty; pass the checkpoint that sampled the rollouts, or use otb import without one."
-        )
-    if not (config.temperature > 0 and np.isfinite(config.temperature)):
-        raise InputError(f"--temperature is {config.temperature}; pass the temperature of the sampler, above 0.")
-    name = config.estimator.name
-    options_from_dict(name, config.estimator.options)
-    if lacking := sorted(set(entry_of(name).needs) - GIVEN):
-        raise InputError(
-            f"estimator.name is {name!r}, which needs {lacking[0]}; recorded rollouts do not have it, choose another."
-        )
-    if config.estimator.energy != "proxy":
-        raise InputError(
-            f"estimator.energy is {config.estimator.energy!r}; recorded rollouts are weighed by the proxy."
-        )
-    if config.measure.budget:
-        raise InputError("measure.budget plans a training run; set --measure.exact.every and the like instead.")
+    check_settings(config)
     for level in config.measure.further:
         level_of(level)
 
@@ -158,6 +140,11 @@ class Scorer:
         trained = {config.estimator.name: self.options}
         self.measurer = GradientMeasurer(model, config.measure, config.temperature, trained, stored)
         self.sampling = SamplingCheck()
+        self.machine = {"device": words_of(model.device), "precision": self.precision}
+
+    def forget(self) -> None:
+        """Carry nothing over from the steps before: of which kind they were must not matter."""
+        self.encoder.tally, self.sampling = Tally(), SamplingCheck()
 
     def tables(self, step: RecordedStep) -> StepTables:
         """Return everything to store of a step.

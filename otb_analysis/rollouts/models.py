@@ -5,7 +5,6 @@ kept as an ordinary checkpoint.
 """
 
 import json
-import re
 import subprocess
 import sys
 import zipfile
@@ -31,21 +30,15 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-import otb_analysis
 from otb_analysis.atomic import atomic_folder
 from otb_analysis.config import SmallModelConfig
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.extras import require
 from otb_analysis.phases import phase
-from otb_analysis.rollouts.named_models import CACHE, MODELS, Piece, fetched, record_of, sha256_of
+from otb_analysis.rollouts.named_models import CACHE, MODELS, Piece, fetched, place_of, record_of, sha256_of
 from otb_analysis.rollouts.triads import END, PAD, UNKNOWN, TriadTokenizer
 
 MAX_POSITIONS = 1024
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""A directory needs one of them: without any, the library would make an empty tokenizer."""
-SHIPPED = {"demo": Path(otb_analysis.__file__).parent / "policies" / "demo"}
-"""Policies that come with the package, by name; with them a demo starts alike on every machine."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -297,35 +290,6 @@ def refuse_own_code(folder: Path, allowed: bool, error: Exception) -> None:
                 f"{folder} is loaded by Python files of its own ({name} has auto_map), which are not run; read them, "
                 "and allow it with --allow-remote-code where the command has that option."
             ) from error
-
-
-def place_of(path: str | Path) -> Path:
-    """Return the directory or GGUF file that a path or a name stands for.
-
-    Raises:
-        InputError: There is none, or it lacks its configuration or tokenizer.
-    """
-    place = Path(path)
-    if place.suffix == ".gguf" and place.is_file():
-        require("gguf", f"reading {place.name}")
-        return place
-    if not place.is_dir():
-        place = fetched(str(path)) if str(path) in MODELS else SHIPPED.get(str(path), place)
-    if not place.is_dir() and HUB_NAME.fullmatch(str(path)):
-        raise InputError(
-            f"model {path} is no directory here, and nothing is downloaded from a hub; write the model and its "
-            "tokenizer by save_pretrained on a machine that reaches the hub, and pass that directory."
-        )
-    if not place.is_dir():
-        raise InputError(
-            f"model directory {path} does not exist; pass a directory written by save_pretrained, a GGUF file or a "
-            f"name ({', '.join([*SHIPPED, *MODELS])})."
-        )
-    if not (place / "config.json").is_file():
-        raise InputError(f"model directory {place} has no config.json; pass a directory written by save_pretrained.")
-    if not any((place / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(f"model directory {place} has no tokenizer; save one there with its save_pretrained.")
-    return place
 
 
 def _first_sentence(error: Exception) -> str:

@@ -1,15 +1,23 @@
-"""Pretrained models by name: which package holds each, and where it is kept once `otb model fetch` brought it."""
+"""Where a model is, by its path or name: shipped with this package, or kept once `otb model fetch` brought it."""
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import otb_analysis
 from otb_analysis.errors import InputError
+from otb_analysis.extras import require
 
 CACHE = Path(".cache/models")
 """Where fetched models are kept, each in the folder of its name."""
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A directory needs one of them: without any, the library would make an empty tokenizer."""
+SHIPPED = {"demo": Path(otb_analysis.__file__).parent / "policies" / "demo"}
+"""Policies that come with the package, by name; with them a demo starts alike on every machine."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -105,3 +113,32 @@ def fetched(name: str) -> Path:
     except (OSError, ValueError, TypeError, KeyError) as error:
         why = f"cannot be checked ({error})"
     raise InputError(f"{folder} {why}; remove that folder and fetch the model again with: otb model fetch {name}.")
+
+
+def place_of(path: str | Path) -> Path:
+    """Return the directory or GGUF file that a path or a name stands for.
+
+    Raises:
+        InputError: There is none, or it lacks its configuration or tokenizer.
+    """
+    place = Path(path)
+    if place.suffix == ".gguf" and place.is_file():
+        require("gguf", f"reading {place.name}")
+        return place
+    if not place.is_dir():
+        place = fetched(str(path)) if str(path) in MODELS else SHIPPED.get(str(path), place)
+    if not place.is_dir() and HUB_NAME.fullmatch(str(path)):
+        raise InputError(
+            f"model {path} is no directory here, and nothing is downloaded from a hub; write the model and its "
+            "tokenizer by save_pretrained on a machine that reaches the hub, and pass that directory."
+        )
+    if not place.is_dir():
+        raise InputError(
+            f"model directory {path} does not exist; pass a directory written by save_pretrained, a GGUF file or a "
+            f"name ({', '.join([*SHIPPED, *MODELS])})."
+        )
+    if not (place / "config.json").is_file():
+        raise InputError(f"model directory {place} has no config.json; pass a directory written by save_pretrained.")
+    if not any((place / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"model directory {place} has no tokenizer; save one there with its save_pretrained.")
+    return place

@@ -19,7 +19,8 @@ from otb_analysis.errors import InputError
 from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.phases import phase
 from otb_analysis.rollouts.generation import Generator, TransformersGenerator
-from otb_analysis.rollouts.models import SHIPPED, output_layer, small_model, small_tokenizer, special_id
+from otb_analysis.rollouts.models import output_layer, small_model, small_tokenizer, special_id
+from otb_analysis.rollouts.named_models import SHIPPED
 from otb_analysis.rollouts.sampling import encode_prompt, sample
 from otb_analysis.tasks import Prompt, Task, make_task, task_files
 from otb_analysis.tasks.task_calls import ask_demonstration, draw_prompts

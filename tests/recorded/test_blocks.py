@@ -120,6 +120,22 @@ def test_a_worker_that_was_killed_twice_leaves_the_same_rows_and_no_block_twice(
     assert made == [2, 3, 4]
 
 
+UNLOADED = """
+import sys
+from otb_analysis.commands.cli import main
+code = main(sys.argv[1:])
+sys.exit(code or ", ".join({"torch", "transformers"} & sys.modules.keys()) or 0)
+"""
+
+
+@pytest.mark.slow
+def test_the_run_is_made_of_its_parts_without_pytorch(config, how):
+    score_in_blocks(config, replace(how, tasks=2, task=0))
+    score_in_blocks(config, replace(how, tasks=2, task=1))
+    finish = command(config, "--parts", how.parts, "--finish", code=UNLOADED)
+    assert finish.returncode == 0, finish.stderr
+
+
 def test_a_part_does_not_depend_on_what_its_worker_did_before(config, how, tmp_path):
     score_in_blocks(config, how)
     alone = Parts(str(tmp_path / "alone"), identity_of(config))
@@ -201,7 +217,7 @@ def test_a_storage_that_refuses_says_so_before_a_model_is_loaded(config, tmp_pat
     (tmp_path / "file").touch()
     (memory := fsspec.filesystem("memory")).makedirs("/readable/parts", exist_ok=True)
     monkeypatch.setattr(type(memory), "pipe_file", Mock(side_effect=PermissionError("read only")))
-    monkeypatch.setattr(blocks, "load", lambda config: pytest.fail("loaded"))
+    monkeypatch.setattr(blocks.BlockScorer, "begin", lambda scorer: pytest.fail("loaded"))
     with pytest.raises(StoreError, match=r"parts cannot be used .*check the address and its rights"):
         score_in_blocks(config, BlocksConfig(parts=parts.replace("FILE", str(tmp_path / "file"))))
 

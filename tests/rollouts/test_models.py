@@ -20,13 +20,13 @@ from otb_analysis.errors import InputError
 from otb_analysis.rollouts.models import (
     END,
     PAD,
-    SHIPPED,
     UNKNOWN,
     character_tokenizer,
     load_policy,
     output_layer,
     small_model,
 )
+from otb_analysis.rollouts.named_models import SHIPPED
 
 AWKWARD = "09+=;# \t\n\r\"'\\<>&é中😀\u0301\u200b"
 
