@@ -251,7 +251,7 @@ def prompt_labels(run: Run, step: int, group: int) -> list[Label]:
 @st.cache_data(max_entries=64, show_spinner=False)
 def as_estimated(run: Run, step: int, group: int, label: Label) -> pd.DataFrame:
     """Return a prompt's tokens with the baseline and advantage of an estimator."""
-    return _prompt(run, step, group).under(label)
+    return _prompt(run, step, group).with_estimator(label)
 
 
 @st.cache_data(max_entries=64, show_spinner="Asking the estimator …")

@@ -38,8 +38,8 @@ class PromptView:
     @cached_property
     def table(self) -> pd.DataFrame:
         """The tokens with the estimator's baseline and advantage, and all differences."""
-        other: Any = None if self.against is None else self.prompt.under(self.against)["advantage"]
-        tokens = self.prompt.tokens if self.label is None else self.prompt.under(self.label)
+        other: Any = None if self.against is None else self.prompt.with_estimator(self.against)["advantage"]
+        tokens = self.prompt.tokens if self.label is None else self.prompt.with_estimator(self.label)
         return with_differences(tokens, other)
 
     def of(self, rollout: int | None) -> pd.DataFrame:
