@@ -127,7 +127,11 @@ def triaged(row: Any, run: Run | None) -> Triage:
 
 def measured(run: Run) -> Run:
     """Return a run whose stamp changes only when another step is measured, while it runs: less is computed again."""
-    return run if run.status != "running" else replace(run, stamp=store(run).written("gradients", "grams", "subgroups"))
+    return (
+        run
+        if run.status != "running"
+        else replace(run, stamp=store(run).change_token("gradients", "grams", "subgroups"))
+    )
 
 
 @st.cache_data(max_entries=16, show_spinner="Comparing the runs …")

@@ -142,7 +142,7 @@ class RunStore:
             raise StoreError(f"{self.path} has {len(steps)} steps, but it ended with {n}; restore it from a copy.")
         return steps
 
-    def written(self, *tables: str) -> str:
+    def change_token(self, *tables: str) -> str:
         """Return a text that changes when a complete step of these tables is added or written again.
 
         Raises:

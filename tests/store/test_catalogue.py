@@ -56,9 +56,9 @@ def test_what_is_derived_never_counts_for_another_step_or_size(measured, stateme
 
 @pytest.mark.parametrize("value", ["'abc'", "5000000000000"])
 def test_stamp_of_a_changed_catalogue_is_another_one(measured, value):
-    before = RunStore(measured).written("grams")
+    before = RunStore(measured).change_token("grams")
     changed(measured / "run.sqlite", f"UPDATE written SET parts_sums = {value}")
-    assert RunStore(measured).written("grams") != before
+    assert RunStore(measured).change_token("grams") != before
 
 
 def test_schema_that_is_no_text_is_a_sentence(measured):

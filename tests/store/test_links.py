@@ -25,7 +25,7 @@ DOORS = {
     "light columns": lambda run: RunStore(run).sql("SELECT reward FROM rollouts"),
     "complete steps": lambda run: RunStore(run).complete_steps(),
     "standing": lambda run: RunStore(run).standing,
-    "written": lambda run: RunStore(run).written(*TABLES),
+    "change_token": lambda run: RunStore(run).change_token(*TABLES),
     "grams": lambda run: RunStore(run).grams(),
     "reduced grams": lambda run: RunStore(run).reduced_grams([("rloo", "none")]),
     "subgroups of grams": lambda run: RunStore(run).subgroup_grams(),

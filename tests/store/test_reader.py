@@ -227,11 +227,11 @@ def test_what_was_written_of_a_table_changes_only_with_its_own_steps(tmp_path):
     row = {"estimator": ["rloo"], "energy_source": ["none"], "variance": [1.0]}
     run = RunStore(tmp_path / "run")
     writer.write_step(0, StepTables(steps={"reward_mean": 0.0}, gradients=row))
-    first = run.written("gradients", "grams")
+    first = run.change_token("gradients", "grams")
     writer.write_step(1, StepTables(steps={"reward_mean": 0.0}))
-    assert run.written("gradients", "grams") == first
+    assert run.change_token("gradients", "grams") == first
     writer.write_step(2, StepTables(steps={"reward_mean": 0.0}, gradients=row))
-    assert run.written("gradients", "grams") != first
+    assert run.change_token("gradients", "grams") != first
 
 
 def test_step_that_was_not_finished_is_invisible(store, writer):
