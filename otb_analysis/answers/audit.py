@@ -109,7 +109,7 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
         raise InputError(f"run {run.name} has no complete step; wait for one, or make it again.")
     measured, config = run.measured, dict(run.config)
     source, trained = config.get("source"), run.trained[0][0] if run.trained else run.estimator
-    status, reason = run.store.standing
+    status, reason = run.store.live_status
     missing = [] if status == "complete" else [f"Run: {status} after {plural(len(steps), 'complete step')}: {reason}"]
     if config.get("first") == len(steps):
         missing.append(

@@ -213,7 +213,7 @@ class RunAnswers:
     @cached_property
     def triage(self) -> Triage:
         """The run in one line."""
-        status, reason = self.store.standing
+        status, reason = self.store.live_status
         return triage(self.name, self.estimator, status, self.judged, reason)
 
     @cached_property

@@ -125,7 +125,7 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
         raise InputError(f"--actors {how.actors} are processes of Ray; add --ray, or leave --actors out.")
     path, finishes = run_path(config.rollouts, config, "scored"), how.finish or how.tasks == 1
     if finishes:
-        if config.if_exists == "error" and path.exists() and RunStore(path).standing[0] in ("stopped", "failed"):
+        if config.if_exists == "error" and path.exists() and RunStore(path).live_status[0] in ("stopped", "failed"):
             config = replace(config, if_exists="resume")  # it was being made of these parts
         refuse_existing(path, config)
     parts = Parts(how.parts or f"{path}.parts", identity_of(config))

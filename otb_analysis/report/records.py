@@ -78,7 +78,7 @@ def comparison_record(
     differences = config_differences({name: run.config for name, run in runs.items()})
     rows = [
         {
-            **dict(zip(("status", "reason"), run.store.standing, strict=True)),
+            **dict(zip(("status", "reason"), run.store.live_status, strict=True)),
             "run": name, "estimator": run.estimator, "steps": len(run.steps), **asdict(headline(run.steps)),
             "alarm": run.alarm, "conclusion": run.lines,
             "proxy": run.proxy, "proxy_words": run.proxy_line,

@@ -214,7 +214,7 @@ def this_process() -> dict[str, object]:
     return {"host": platform.node(), "place": _place(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
-def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
+def live_status(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
     """Return the status of a run as it is now, and why.
 
     A run that says it is running is `stopped` where its process is known to be gone, and `running` otherwise.

@@ -191,7 +191,7 @@ def test_writer_killed_twenty_times_loses_no_complete_step_and_leaves_a_readable
         )
         assert counts["step"].tolist() == steps == store.steps_df()["step"].tolist()
         assert (counts["n"] == 20_000).all() and (counts["known"] == 20_000).all()
-        assert store.standing[0] == "stopped" and runs_df(tmp_path)["n_steps"].tolist() == [len(steps)]
+        assert store.live_status[0] == "stopped" and runs_df(tmp_path)["n_steps"].tolist() == [len(steps)]
         kept = len(steps)
     assert kept > 10
 

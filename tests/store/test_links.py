@@ -24,7 +24,7 @@ DOORS = {
     "sql": lambda run: RunStore(run).sql(f"SELECT count(*) FROM {', '.join(TABLES)}"),
     "light columns": lambda run: RunStore(run).sql("SELECT reward FROM rollouts"),
     "complete steps": lambda run: RunStore(run).complete_steps(),
-    "standing": lambda run: RunStore(run).standing,
+    "live_status": lambda run: RunStore(run).live_status,
     "change_token": lambda run: RunStore(run).change_token(*TABLES),
     "grams": lambda run: RunStore(run).grams(),
     "reduced grams": lambda run: RunStore(run).reduced_grams([("rloo", "none")]),
