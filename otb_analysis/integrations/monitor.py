@@ -295,7 +295,7 @@ class OTBMonitor(TrainerCallback):
             NonFiniteError: A logit is not finite.
         """
         assert self._caught is not None
-        caught = self._caught.of(drafts)
+        caught = self._caught.take_caught(drafts)
         with self._scoring():
             states = [one.states for one in caught]
             forward = statistics_of_states(self._policy, rollouts, states, self._trainer.temperature, observe)
