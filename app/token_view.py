@@ -50,7 +50,7 @@ class Place:
         return data.tokens(self.run, self.step, self.group)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """Which step of which run."""
         return f"step {self.step} of {self.run.name}"
 
@@ -88,7 +88,7 @@ def choose_beside(here: Place, row: Any) -> Place | None:
         for step, group in data.occurrences(run, prompt_id, str(first["prompt"])):
             place = Place(run, step, group)
             if place != here and step in with_tokens:
-                options[f"{place.words}, prompt {group}"] = place
+                options[f"{place.label}, prompt {group}"] = place
     if not options:
         row.caption("No other step of the chosen runs has this prompt. Choose more runs in the sidebar.")
         return None

@@ -175,7 +175,7 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
         )
     titles = {c: described(tables[0], c, *words).title for c in dict.fromkeys([*measured(tables[0]), name])}
     panes = [
-        Pane(place.words if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)
+        Pane(place.label if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)
         for place, table in zip(places, tables, strict=True)
     ]
     chosen: Chosen | None = None

@@ -35,7 +35,7 @@ class Sketches:
     error: float | None  # Largest standard error that it adds to any log V/V_rloo of a step; None below 2 prompts
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         """The same in a sentence."""
         error = "" if self.error is None else f"; variances over rloo's are off by {self.error:.1%} or less (SE)"
         where = f"at {self.steps} step{'s' * (self.steps != 1)}"

@@ -66,7 +66,7 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
     sections.append(Section("Rollouts", tuple(f"• {sentence}" for sentence in report.traits.lines)))
     if report.estimators is not None and run.measured is not None:
         between = () if report.between is None else (f"Variance between prompts, times prompts: {report.between:.3g}.",)
-        sketched = () if report.sketches is None else (report.sketches.words,)
+        sketched = () if report.sketches is None else (report.sketches.sentence,)
         sections.append(Section("Estimators", (*estimator_parts(run.measured, top), *between, *sketched)))
     sections.append(Section("Budget planner", tuple(planner_parts(report.planner))))
     if (tokens := report.tokens) is not None and not tokens.half:
