@@ -166,7 +166,7 @@ def compared_estimators(run: Run, a: str, b: str) -> Pair | None:
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
 def over_training(run: Run, against: Label, chosen: tuple[Label, ...]) -> CurvesInfo:
     """Return a few estimators over one on the same rollouts, by block of measured steps."""
-    return pairs.over_training(answers(run).grams, against, chosen, answers(run).known)
+    return pairs.over_training(answers(run).grams, against, chosen, answers(run).proved)
 
 
 # As a resource: its correlations are made once, after the first figure was sent.
@@ -182,7 +182,7 @@ def lost_by_proxy(run: Run, source: str) -> Interval | None:
     """Return the share of otb's efficiency gain that proxy energies lose over all steps; None where it is not known."""
     if answers(run).alarm:
         return None
-    return gain_lost(list(answers(run).grams.values()), ("otb", source), ("otb", "exact"), known=answers(run).known)
+    return gain_lost(list(answers(run).grams.values()), ("otb", source), ("otb", "exact"), known=answers(run).proved)
 
 
 @st.cache_data(max_entries=32, show_spinner=False)

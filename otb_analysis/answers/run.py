@@ -258,7 +258,7 @@ class RunAnswers:
         return self.store.reduced_grams((REFERENCE, truth))
 
     @cached_property
-    def known(self) -> Proved:
+    def proved(self) -> Proved:
         """What is proved of the estimators."""
         return proved({label for gram in self.grams.values() for label in gram.labels}, self.believed)
 
@@ -282,7 +282,7 @@ class RunAnswers:
             asks = "source" in self.config and "not_plain" not in self.config  # else it is known, and that was why
             reserved += [PLAIN] if asks and self.sampling is not None else []
         about = (self.trained, self.config, str(self.store.path), self.alarm, tuple(reserved), tuple(self.grams))
-        return MeasuredSteps(self.design, tuple(self.grams.values()), self.known, *about, self._size_line)
+        return MeasuredSteps(self.design, tuple(self.grams.values()), self.proved, *about, self._size_line)
 
     def _size_line(self) -> str:
         # What trained may be rloo with another step length, which depends on the size; what it judges by does not.
@@ -321,7 +321,7 @@ class RunAnswers:
             return plan({}, {}, [], 0)
         subgroups = self.store.subgroup_grams() if self.grams else {}
         steps = len(self.store.complete_steps())
-        return plan(self.grams, subgroups, reward_groups(self.rewards), steps, self.known)
+        return plan(self.grams, subgroups, reward_groups(self.rewards), steps, self.proved)
 
     @cached_property
     def tokens(self) -> Tokens | None:
@@ -331,7 +331,7 @@ class RunAnswers:
     @cached_property
     def proxy(self) -> Proxy | None:
         """Whether the free proxy can stand for exact norms; None where no token has one."""
-        return proxy_of(self.store, [] if self.alarm else list(self.grams.values()), self.known)
+        return proxy_of(self.store, [] if self.alarm else list(self.grams.values()), self.proved)
 
     @cached_property
     def fidelity(self) -> list[tuple[str, Fidelity]]:

@@ -116,7 +116,7 @@ def test_the_files_hold_the_report_and_load_nothing(audited):
 def test_an_alarm_stands_first_and_takes_the_group_size_and_the_proxy_away(audited):
     run, report = audited  # the texts were made up, not sampled from the model
     assert report.sampling.alarm and "were not drawn by the stated sampler" in report.verdict[0]
-    assert "nothing is proved" in report.verdict[1] and run.known.projection == {}
+    assert "nothing is proved" in report.verdict[1] and run.proved.projection == {}
     assert "roxy" not in " ".join(report.verdict) and "groups of" not in " ".join(report.verdict)
     assert jsonable(report)["sampling"]["alarm"] is True
     first, second = audit_sections(run, report)[:2]

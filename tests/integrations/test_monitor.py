@@ -112,7 +112,7 @@ def test_a_run_says_what_measures_its_baselines_and_one_that_measured_says_which
     answers = RunAnswers(store)
     assert "measure=MeasureConfig" not in answers.lines[0]
     # The trainer's own generate drew the tokens, at a temperature alone: what is proved of baselines holds here.
-    assert answers.known.projection["rloo", "none"] == answers.known.projection["otb_loo", "proxy"] == 1.0
+    assert answers.proved.projection["rloo", "none"] == answers.proved.projection["otb_loo", "proxy"] == 1.0
     assert not any("plain" in line or "estimated" in line for line in answers.lines)
 
 
@@ -170,7 +170,7 @@ def test_nothing_is_proved_where_rollouts_without_a_reward_were_left_out(watched
     _, store, _ = watched(gradients=1, rewards=("first_digit",))
     answers = RunAnswers(store)
     assert store.steps_df()["n_left_out"].sum() > 0 and answers.config["plain_sampling"]
-    assert not answers.known.projection
+    assert not answers.proved.projection
     assert any("since rollouts without a reward were left out" in line for line in answers.measured.reservations)
 
 
