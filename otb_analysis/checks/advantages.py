@@ -196,7 +196,7 @@ def _steps(store: RunStore) -> Iterator[_Recorded]:
             inputs = EstimatorInputs(reward, mask, arrays.group, turn=arrays.turn, **known)
         if not np.isnan(advantage).all():
             total = np.where(mask, inputs.reward, 0.0).sum(axis=1)
-            rewards = StepRewards(total, Groups.of(np.asarray(inputs.group)))
+            rewards = StepRewards(total, Groups.from_labels(np.asarray(inputs.group)))
             yield _Recorded(int(step), rollout, inputs, mask, advantage, rewards)
 
 
