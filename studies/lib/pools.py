@@ -106,7 +106,7 @@ def promising_prompts(policy: Policy, first: int, count: int, config: SampleConf
 def measured_tokens(
     policy: Policy, written: ScoredRollouts, groups: Int, dim: int, bar: Bar = silent
 ) -> dict[str, Any]:
-    """Return what `Pool.from_norms` takes beside the rollouts, of some prompts: exact norms, and sketches in `dim` buckets.
+    """Return what `Pool.from_norms` takes of some prompts beside the rollouts: exact norms, sketches in `dim` buckets.
 
     A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. B* is
     not: from half a pool it is noisier than what it is compared with (studies/LOG.md).
