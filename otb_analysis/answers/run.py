@@ -107,7 +107,7 @@ class RunAnswers:
         return self._moved(attributed_steps(self.store))
 
     @cached_property
-    def told(self) -> list[int]:
+    def sized_steps(self) -> list[int]:
         """The same, or in a run without any the steps that say which tokens were large, exact ones where there are."""
         trained = set(self.store.steps_with("tokens", "advantage"))
         known = (trained.intersection(self.store.steps_with("tokens", column)) for column in SIZED_BY)
@@ -149,9 +149,9 @@ class RunAnswers:
         where the trouble is, or else at its last step.
         """
         if (trouble := self.trouble) is None:
-            return max(self.told, default=int(self.series.step[-1]))
-        before = [step for step in self.told if step < trouble]
-        return max(before) if before else min(self.told, default=trouble)
+            return max(self.sized_steps, default=int(self.series.step[-1]))
+        before = [step for step in self.sized_steps if step < trouble]
+        return max(before) if before else min(self.sized_steps, default=trouble)
 
     @cached_property
     def changes(self) -> list[ChangePoint]:
