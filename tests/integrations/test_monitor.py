@@ -159,9 +159,7 @@ def test_a_run_that_was_plain_does_not_go_on_with_another_sampler(runs, tmp_path
         RecordConfig(run="run", root=tmp_path, if_exists="resume"), "", {"not_plain": "it sampled with dropout"}
     )
     log.keep(kept[-1] + 1, lambda: None)
-    with pytest.warns(
-        RuntimeWarning, match="was sampled plainly before, but now it sampled with dropout; name another"
-    ):
+    with pytest.warns(RuntimeWarning, match="plainly before, .*with dropout"):
         log.release({})
     assert RunStore(tmp_path / "run").complete_steps() == kept
 
@@ -706,7 +704,7 @@ def test_a_trainer_without_a_method_is_named_and_goes_on():
             monitor.on_train_begin(self.args, None, None)
             monitor.on_train_end(self.args, None, None)
 
-    with pytest.warns(RuntimeWarning, match="Caller of trl .* has no _generate_and_score_completions"):
+    with pytest.warns(RuntimeWarning, match="Caller of trl .*_generate_and_score_completions"):
         Caller().train(OTBMonitor())
     with pytest.warns(RuntimeWarning, match="no trainer calls it"):
         OTBMonitor().on_train_begin(trainer.args, None, None)
@@ -714,7 +712,7 @@ def test_a_trainer_without_a_method_is_named_and_goes_on():
 
 def test_a_run_that_exists_is_refused_before_training(tmp_path):
     (tmp_path / "run").mkdir()
-    with pytest.raises(InputError, match=r"already exists in .*; name another run, or set if_exists"):
+    with pytest.raises(InputError, match=r"already exists in .*if_exists"):
         OTBMonitor(tmp_path / "run")
 
 
