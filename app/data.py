@@ -127,11 +127,8 @@ def triaged(row: Any, run: Run | None) -> Triage:
 
 def measured(run: Run) -> Run:
     """Return a run whose stamp changes only when another step is measured, while it runs: less is computed again."""
-    return (
-        run
-        if run.status != "running"
-        else replace(run, stamp=store(run).change_token("gradients", "grams", "subgroups"))
-    )
+    stamp = run.stamp if run.status != "running" else store(run).change_token("gradients", "grams", "subgroups")
+    return replace(run, stamp=stamp)
 
 
 @st.cache_data(max_entries=16, show_spinner="Comparing the runs …")

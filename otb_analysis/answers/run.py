@@ -286,7 +286,7 @@ class RunAnswers:
 
     def _size_line(self) -> str:
         # What trained may be rloo with another step length, which depends on the size; what it judges by does not.
-        like_rloo = self.measured is not None and self.measured.reference_decision is None
+        like_rloo = self.measured is not None and self.measured.against_rloo is None
         return size_line(self.planner, () if like_rloo else self.trained)
 
     @property

@@ -106,7 +106,7 @@ def comparison_record(
 
 def decision_record(steps: MeasuredSteps) -> dict[str, object]:
     """Return a decision with its sentences and every estimator over `rloo`."""
-    decision, beside = steps.decision, steps.reference_decision
+    decision, beside = steps.decision, steps.against_rloo
     info = None if steps.over_rloo.cause == "no reference" else steps.comparison()
     return {
         "design": steps.name, "steps": len(steps.grams), "prompts": decision.n_prompts, "conclusion": steps.lines,

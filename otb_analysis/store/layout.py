@@ -212,12 +212,7 @@ def git_state() -> dict[str, object] | None:
 
 def this_process() -> dict[str, object]:
     """Return what identifies this process: host, place in which its number is valid, number, second of its start."""
-    return {
-        "host": platform.node(),
-        "place": _host_namespace(),
-        "pid": os.getpid(),
-        "started": psutil.Process().create_time(),
-    }
+    return {"host": platform.node(), "place": _host(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
 def live_status(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
@@ -248,7 +243,7 @@ def other_writer(info: Mapping[str, object]) -> int | None:
 def _lives(process: Mapping[str, object]) -> bool | None:
     """Return whether a process is running; None where this process cannot see it by number."""
     pid, started = process.get("pid"), process.get("started")
-    if process.get("place") != _host_namespace() or not isinstance(pid, int) or not isinstance(started, int | float):
+    if process.get("place") != _host() or not isinstance(pid, int) or not isinstance(started, int | float):
         return None
     try:
         one = psutil.Process(pid)
@@ -258,7 +253,7 @@ def _lives(process: Mapping[str, object]) -> bool | None:
         return False
 
 
-def _host_namespace() -> str:
+def _host() -> str:
     """Return host and process namespace; processes of one place see each other's numbers."""
     namespace = ""
     with suppress(OSError):  # only Linux has these

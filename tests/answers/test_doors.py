@@ -302,11 +302,11 @@ def test_the_list_of_runs_and_every_page_of_one_say_that_another_sampler_drew_it
 
 def test_a_demo_keeps_what_trained_and_names_the_best_against_rloo(answers):
     measured = answers["demo"].measured
-    assert measured.decision.against == ("otb", "proxy") and measured.reference_decision.best.label == (
+    assert measured.decision.against == ("otb", "proxy") and measured.against_rloo.best.label == (
         "energy_regression",
         "proxy",
     )
-    assert measured.reference_decision.best.by == "variance" and {one.by for one in measured.decision.comparisons} == {
+    assert measured.against_rloo.best.by == "variance" and {one.by for one in measured.decision.comparisons} == {
         "efficiency"
     }
     assert measured.lines[0].startswith("Keep otb") and measured.decision.best is None

@@ -52,7 +52,7 @@ def test_run_elsewhere_is_believed_and_last_seen(gone, place):
 
 
 def test_reader_that_cannot_tell_believes(gone, monkeypatch):
-    monkeypatch.setattr(layout, "_host_namespace", lambda: "elsewhere")
+    monkeypatch.setattr(layout, "_host", lambda: "elsewhere")
     assert live_status({"status": "running", "process": gone})[0] == "running"
 
 
@@ -126,7 +126,7 @@ def test_a_writer_stops_once_one_on_another_machine_has_gone_on_with_its_run(tmp
     old = RunWriter.create(tmp_path, "demo", {})
     old.write_step(0, StepTables(steps={"reward_mean": 0.5}))
     with monkeypatch.context() as there:  # its number says nothing there, so it may be taken for gone
-        there.setattr(layout, "_host_namespace", lambda: "there")
+        there.setattr(layout, "_host", lambda: "there")
         there.setattr(layout.platform, "node", lambda: "far")
         again = (tmp_path, "demo", {}) if if_exists == "replace" else (old.path, 1)
         new = RunWriter.create(*again, if_exists="replace") if if_exists == "replace" else RunWriter.resume(*again)
