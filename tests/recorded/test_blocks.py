@@ -267,7 +267,7 @@ def test_a_run_that_goes_on_keeps_the_paths_it_was_begun_with(config, how, monke
     relative = replace(config, rollouts=Path(config.rollouts.name))
     made = score_in_blocks(relative, how)
     stored = RunStore(made).info["config"]
-    monkeypatch.setattr(RunStore, "standing", ("stopped", ""))
+    monkeypatch.setattr(RunStore, "live_status", ("stopped", ""))
     assert RunStore(score_in_blocks(relative, how)).info["config"] == stored
 
 
