@@ -127,7 +127,8 @@ def triaged(row: Any, run: Run | None) -> Triage:
 
 def measured(run: Run) -> Run:
     """Return a run whose stamp changes only when another step is measured, while it runs: less is computed again."""
-    return run if run.status != "running" else replace(run, stamp=store(run).written("gradients", "grams", "subgroups"))
+    stamp = run.stamp if run.status != "running" else store(run).change_token("gradients", "grams", "subgroups")
+    return replace(run, stamp=stamp)
 
 
 @st.cache_data(max_entries=16, show_spinner="Comparing the runs …")
@@ -162,7 +163,7 @@ def compared_estimators(run: Run, a: str, b: str) -> Pair | None:
 @st.cache_data(max_entries=64, show_spinner="Computing intervals …")
 def over_training(run: Run, against: Label, chosen: tuple[Label, ...]) -> CurvesInfo:
     """Return a few estimators over one on the same rollouts, by block of measured steps."""
-    return pairs.over_training(answers(run).grams, against, chosen, answers(run).known)
+    return pairs.over_training(answers(run).grams, against, chosen, answers(run).proved)
 
 
 # As a resource: its correlations are made once, after the first figure was sent.
@@ -178,7 +179,7 @@ def lost_by_proxy(run: Run, source: str) -> Interval | None:
     """Return the share of otb's efficiency gain that proxy energies lose over all steps; None where it is not known."""
     if answers(run).alarm:
         return None
-    return gain_lost(list(answers(run).grams.values()), ("otb", source), ("otb", "exact"), known=answers(run).known)
+    return gain_lost(list(answers(run).grams.values()), ("otb", source), ("otb", "exact"), known=answers(run).proved)
 
 
 @st.cache_data(max_entries=32, show_spinner=False)
@@ -251,7 +252,7 @@ def prompt_labels(run: Run, step: int, group: int) -> list[Label]:
 @st.cache_data(max_entries=64, show_spinner=False)
 def as_estimated(run: Run, step: int, group: int, label: Label) -> pd.DataFrame:
     """Return a prompt's tokens with the baseline and advantage of an estimator."""
-    return _prompt(run, step, group).under(label)
+    return _prompt(run, step, group).with_estimator(label)
 
 
 @st.cache_data(max_entries=64, show_spinner="Asking the estimator …")

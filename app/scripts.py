@@ -68,7 +68,7 @@ plot_comparison(info).write_html("comparison.html")""",
 OVER_TRAINING = _ANSWERS.format(
     imports="""from otb_analysis.figures.curves import plot_learning
 from otb_analysis.figures.pairs import over_training""",
-    draw="""info = over_training(run.grams, {against!r}, {chosen!r}, run.known)
+    draw="""info = over_training(run.grams, {against!r}, {chosen!r}, run.proved)
 plot_learning(info).write_html("over-training.html")""",
 )
 

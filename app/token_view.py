@@ -17,7 +17,7 @@ import pandas as pd
 import streamlit as st
 from data import Run
 from streamlit.components.v2 import component
-from widgets import asked, box, chosen_runs, plain
+from widgets import box, chosen_runs, new_query_value, plain
 
 from otb_analysis.answers.token_formula import token_details
 from otb_analysis.errors import STOPS
@@ -50,7 +50,7 @@ class Place:
         return data.tokens(self.run, self.step, self.group)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """Which step of which run."""
         return f"step {self.step} of {self.run.name}"
 
@@ -64,7 +64,7 @@ def choose_prompt(run: data.Run, step: int, within: Any) -> int:
     means: Any = rollouts.groupby("group")["reward"].mean()
     texts = distinct({int(str(g)): str(text) for g, text in rollouts.groupby("group")["prompt"].first().items()})
     labels = {group: f"{group} · reward {number(float(means[group]))} · {text}" for group, text in texts.items()}
-    text = asked("prompt") or ""
+    text = new_query_value("prompt") or ""
     wanted = int(text) if text.isdigit() else st.session_state.get("prompt")
     if wanted not in labels:
         told = data.first_prompt(run, step)
@@ -88,7 +88,7 @@ def choose_beside(here: Place, row: Any) -> Place | None:
         for step, group in data.occurrences(run, prompt_id, str(first["prompt"])):
             place = Place(run, step, group)
             if place != here and step in with_tokens:
-                options[f"{place.words}, prompt {group}"] = place
+                options[f"{place.label}, prompt {group}"] = place
     if not options:
         row.caption("No other step of the chosen runs has this prompt. Choose more runs in the sidebar.")
         return None

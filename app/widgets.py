@@ -129,7 +129,7 @@ def span(within: Any, label: str, key: str, low: Any, high: Any, **options: Any)
     return None if chosen == (low, high) else chosen
 
 
-def asked(name: str) -> str | None:
+def new_query_value(name: str) -> str | None:
     """Return what the address asks for where no widget is bound, if that is new: by a link, by hand, or by Back.
 
     Back to before the first choice on this page takes the choice with it.

@@ -160,7 +160,7 @@ class Exact:
     alignment: Float  # s_t·direction of all tokens [1, T + 1]
 
     @classmethod
-    def of(cls, case: Case, real: bool = False) -> "Exact":
+    def of_case(cls, case: Case, real: bool = False) -> "Exact":
         """Compute them for a case, on a copy of its model in float64; of a `real` one fewer norms and nothing else."""
         length = case.mask.shape[1]
         tokens, paths = (_spread(length - 1, n) for n in ((LOOPED, 0) if real else (CHECKED, PATHS)))
@@ -322,7 +322,7 @@ def _measure(config: EngineConfig, size: str, case: Case) -> Iterator[dict[str, 
         # The loop of a pretrained model is long even so: once is enough, and its time is not the others'.
         once = interleaved({LOOP: turns.pop(LOOP)}, 1) if real and not batch else {}
         timings = once | interleaved(turns, config.repeats, config.seconds, LOOP if LOOP in turns else STEP)
-    exact = None if batch else Exact.of(case, real)
+    exact = None if batch else Exact.of_case(case, real)
     for name in (*recorders, *(() if batch or real else OPACUS)):
         row = {"size": size, "rollouts": rollouts, "tokens": tokens, "name": name, "seconds": None, "memory": None}
         if name in peers:

@@ -40,12 +40,12 @@ class Costs(ScaleConfig):
     """
 
     @property
-    def inside(self) -> int:
+    def blocks(self) -> int:
         """Parameters of the blocks' matrices."""
         return self.layers * (4 * self.width**2 + 3 * self.width * self.inner)
 
     @property
-    def ends(self) -> int:
+    def embedding(self) -> int:
         """Parameters of one matrix of the vocabulary."""
         return self.vocabulary * self.width
 
@@ -67,24 +67,24 @@ class Costs(ScaleConfig):
     @property
     def training(self) -> float:
         """One forward and backward pass."""
-        return 6.0 * (self.inside * self.read + self.ends * self.sampled)
+        return 6.0 * (self.blocks * self.read + self.embedding * self.sampled)
 
     def gram(self, way: Rounds) -> float:
         """Every estimator's gradient: two passes forward and one backward a row, and the products of all rows."""
         rows, read = (self.rows_alone, self.positions) if way.cut else (self.rows, self.read)
-        passes = (4 + 4 * rows) * self.inside * read + (6 + 2 * rows) * self.ends * self.sampled
-        products = (self.processes * way.rows) ** 2 * (self.inside + 2 * self.ends)
+        passes = (4 + 4 * rows) * self.blocks * read + (6 + 2 * rows) * self.embedding * self.sampled
+        products = (self.processes * way.rows) ** 2 * (self.blocks + 2 * self.embedding)
         return way.times * float(passes) + way.rounds * products
 
     @property
     def norms(self) -> float:
         """Exact norms of all tokens, at most: a signal of each goes back through its text and all blocks."""
-        return 2.0 * self.inside * self.sampled * (self.prompt_tokens + self.tokens)
+        return 2.0 * self.blocks * self.sampled * (self.prompt_tokens + self.tokens)
 
     @property
     def sketch(self) -> float:
         """Sketched norms: two passes forward, and a backward signal of each direction through all blocks."""
-        return (4.0 + 2.0 * self.directions) * self.inside * self.read + 4.0 * self.ends * self.sampled
+        return (4.0 + 2.0 * self.directions) * self.blocks * self.read + 4.0 * self.embedding * self.sampled
 
     @property
     def attribution(self) -> float:
@@ -92,13 +92,13 @@ class Costs(ScaleConfig):
 
         Every rollout reads its prompt.
         """
-        return 18.0 * (self.inside * self.positions + self.ends * self.sampled)
+        return 18.0 * (self.blocks * self.positions + self.embedding * self.sampled)
 
     @property
     def contrast(self) -> tuple[float, float]:
         """Fitting four copies, and scoring each rollout by two of them; a prompt's tokens get logits, too."""
         fitted = 4 * self.steps * self.batch * (self.prompt_tokens + self.tokens)
-        each = float(self.inside + self.ends)
+        each = float(self.blocks + self.embedding)
         return 6.0 * each * fitted, 4.0 * each * self.positions
 
     @property
@@ -109,7 +109,7 @@ class Costs(ScaleConfig):
     @property
     def weights(self) -> float:
         """Bytes of all weights."""
-        return FLOAT * (self.inside + 2.0 * self.ends)
+        return FLOAT * (self.blocks + 2.0 * self.embedding)
 
     @property
     def own(self) -> int:
@@ -177,7 +177,7 @@ def run(config: ScaleConfig) -> Report:
         | {"seconds": flops / (speed * workers) + (sent or 0.0) / link}
         for what, (flops, held, sent, workers) in levels.items()
     ]
-    model = f"{(costs.inside + 2 * costs.ends) / 1e9:.1f} billion parameters"
+    model = f"{(costs.blocks + 2 * costs.embedding) / 1e9:.1f} billion parameters"
     step = f"{config.prompts} prompts × {config.group_size} rollouts of {config.tokens:,} tokens"
     title = f"On paper: {model}, {step}, {config.processes} GPUs"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config, way=costs.packed(free)))

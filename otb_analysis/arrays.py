@@ -25,7 +25,7 @@ class Groups:
     labels: Int  # The caller's group value of each number [P], ascending
 
     @classmethod
-    def of(cls, group: ArrayLike) -> "Groups":
+    def from_labels(cls, group: ArrayLike) -> "Groups":
         """Number the groups of a vector of arbitrary integers."""
         labels, index = np.unique(np.asarray(group), return_inverse=True)
         return cls(index.astype(np.int64), labels.astype(np.int64))
@@ -61,7 +61,7 @@ class Groups:
 
 def group_sum(x: ArrayLike, group: ArrayLike) -> Float:
     """Return at every rollout the sum over its group: y_i = Σ_{j: group_j = group_i} x_j, shape of x."""
-    groups = Groups.of(group)
+    groups = Groups.from_labels(group)
     return groups.spread(groups.sum(x))
 
 

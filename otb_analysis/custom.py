@@ -16,7 +16,7 @@ from typing import Any
 from otb_analysis.errors import InputError, nearest
 
 
-@cache
+@cache  # looks at every installed package, 14 ms, and is asked for each name of an estimator
 def plugins(kind: str) -> dict[str, EntryPoint]:
     """Return what installed packages register of a kind (estimator, task, format, level), by name; none is imported."""
     return {point.name: point for point in entry_points(group=f"otb_analysis.{kind}s")}

@@ -183,7 +183,7 @@ def logit_stats(
     if outside.any():
         index = int(outside.nonzero()[0])
         raise InputError(
-            f"token_ids is {int(y[index])} at {_place(index, shape)} but the vocabulary has {vocabulary} "
+            f"token_ids is {int(y[index])} at {_row_and_position(index, shape)} but the vocabulary has {vocabulary} "
             "entries; pass ids of drawn tokens, without padding."
         )
     # Few rows get long tiles, so that every tile is worth its calls.
@@ -199,7 +199,7 @@ def logit_stats(
     bad = ~(sums[4].isfinite() & drawn.isfinite())
     if bad.any():
         raise NonFiniteError(
-            f"logits are not finite at {_place(int(bad.nonzero()[0]), shape)}; "
+            f"logits are not finite at {_row_and_position(int(bad.nonzero()[0]), shape)}; "
             "check the model's weights for NaN or infinity, or load it in float32."
         )
     found = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(sums, drawn).items()}
@@ -228,6 +228,6 @@ def _finish(sums: Tensor, drawn: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _place(index: int, shape: tuple[int, ...]) -> str:
+def _row_and_position(index: int, shape: tuple[int, ...]) -> str:
     *row, position = (int(i) for i in np.unravel_index(index, shape)) if shape else (0,)
     return f"row {', '.join(map(str, row))}, position {position}" if row else f"position {position}"

@@ -24,7 +24,7 @@ def test_group_sum_is_copied_back_to_every_member():
 
 
 def test_groups_number_labels_in_ascending_order():
-    groups = Groups.of([7, -1, 7])
+    groups = Groups.from_labels([7, -1, 7])
     assert groups.labels.tolist() == [-1, 7]
     assert groups.index.tolist() == [1, 0, 1]
     assert groups.count.tolist() == [1, 2]

@@ -64,7 +64,7 @@ def test_auto_never_measures_where_there_is_no_float64(accelerator):
     accelerator("mps")
     assert (device_of(), device_of(measures=False)) == (CPU, torch.device("mps"))
     assert device_of("mps", measures=False) == torch.device("mps")
-    with pytest.raises(InputError, match=r"^--device is mps, which has no float64, .*; pass --device cpu, or train "):
+    with pytest.raises(InputError, match=r"mps, which has no float64, .*--device cpu"):
         device_of("mps")
 
 
@@ -134,7 +134,7 @@ def test_a_run_is_moved_and_says_first_where_it_is(tiny_config, tmp_path, accele
 def test_each_of_several_processes_keeps_a_device_of_its_own(monkeypatch, accelerator):
     monkeypatch.setenv("WORLD_SIZE", "2")
     accelerator()
-    with pytest.raises(InputError, match=r"^--device is cuda:1 but each of several processes has a GPU of its own"):
+    with pytest.raises(InputError, match=r"cuda:1 .* several processes"):
         Processes.joined(False, "cuda:1")
 
 
@@ -267,7 +267,7 @@ def test_a_run_measures_in_what_it_says(tiny_config, tmp_path, monkeypatch):
 def test_bfloat16_products_are_refused_where_pytorch_has_none(tiny_model):
     with second_device() as device:
         tiny_model.to(device)
-        with pytest.raises(InputError, match=r"^--precision is bfloat16, but .* on meta in PyTorch; pass tf32\."):
+        with pytest.raises(InputError, match=r"bfloat16, but .* on meta .*tf32"):
             arithmetic(tiny_model, "bfloat16")
 
 

@@ -47,7 +47,7 @@ def test_missing_package_is_asked_for_before_anything_is_written(
 def test_several_processes_without_accelerate_are_one_sentence(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(InputError, match=r"^accelerate is needed for a run of several .*; pip install '\.\[train\]'"):
+    with pytest.raises(InputError, match=r"^accelerate is needed .*'\.\[train\]'"):
         Processes.joined(False)
 
 

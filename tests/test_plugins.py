@@ -75,7 +75,7 @@ def test_registered_estimator_is_estimated_and_the_catalogue_keeps_its_names():
 
 
 def test_a_broken_package_is_one_sentence_with_its_name_and_others_work():
-    with pytest.raises(InputError, match=r"estimator 'broken' of package ours .*ours_for_test_missing"):
+    with pytest.raises(InputError, match=r"'broken' of package ours .*ours_for_test_missing"):
         estimate("broken", inputs())
     with pytest.raises(InputError, match="did you mean 'halved'"):
         estimate("halfed", inputs())

@@ -9,7 +9,20 @@ import pandas as pd
 import scripts
 import streamlit as st
 from reader import name_of, reader
-from widgets import asked, box, chart, clicked_data, download, frame, go_to, one_line, one_run, rendered, span, write
+from widgets import (
+    box,
+    chart,
+    clicked_data,
+    download,
+    frame,
+    go_to,
+    new_query_value,
+    one_line,
+    one_run,
+    rendered,
+    span,
+    write,
+)
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.rollouts import RewardsInfo, plot_rewards, rewards_info
@@ -108,7 +121,7 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
         also = row.multiselect("Further columns", further, parts, key="columns", bind="query-params", width=290)
         table, total = data.found_rollouts(run, what, MOST, order)
         names = [name_of(one) for one in table.to_dict("records")]
-        if (name := asked("rollout")) is not None:
+        if (name := new_query_value("rollout")) is not None:
             st.session_state["rollout"] = name
         write(rollout=(name := st.session_state.get("rollout")))
         if not total:

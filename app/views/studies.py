@@ -7,7 +7,7 @@ from typing import Any
 import data
 import pandas as pd
 import streamlit as st
-from widgets import asked, box, download, frame, plain, prose, write
+from widgets import box, download, frame, new_query_value, plain, prose, write
 
 from otb_analysis.figures.svg import results_table
 from otb_analysis.store import CommittedStudy, committed_studies, study_figure, study_table, study_tables
@@ -71,7 +71,7 @@ with frame("Studies", "Which claims about baselines were tested, what came out, 
 
     by_name = {study.folder.name: study for study in studies}
     first = next((name for name, study in by_name.items() if study.state == MEASURED), next(iter(by_name)))
-    if (name := asked("study")) in by_name:
+    if (name := new_query_value("study")) in by_name:
         st.session_state["study"] = name
     name = st.pills(
         "Study", list(by_name), default=first, format_func=lambda name: label(by_name[name]), key="study",

@@ -19,7 +19,7 @@ from token_view import (
     token_panel,
     token_view,
 )
-from widgets import asked, box, chart, clicked_data, download, frame, one_run, plain, raw, write
+from widgets import box, chart, clicked_data, download, frame, new_query_value, one_run, plain, raw, write
 
 from otb_analysis.figures.rollouts import shared_head
 from otb_analysis.figures.styles import number
@@ -126,7 +126,7 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     first = first_step(steps, data.cached(run, exact_steps))  # the last one with exact norms, else the last one
     step = box(row.container(width=110), "Step", "step", steps, first, of=run.name)
     here = Place(run, step, choose_prompt(run, step, row.container(width=520)))
-    if (token := asked("token")) is not None:
+    if (token := new_query_value("token")) is not None:
         st.session_state["token"] = token
     write(prompt=here.group, token=st.session_state.get("token"))
     head = prompt_head(here.rollouts, here.tokens, run.estimator)
@@ -175,7 +175,7 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
         )
     titles = {c: described(tables[0], c, *words).title for c in dict.fromkeys([*measured(tables[0]), name])}
     panes = [
-        Pane(place.words if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)
+        Pane(place.label if beside else "", tokens_info(table, place.rollouts, name, order, colors), table)
         for place, table in zip(places, tables, strict=True)
     ]
     chosen: Chosen | None = None

@@ -35,7 +35,7 @@ class Sketches:
     error: float | None  # Largest standard error that it adds to any log V/V_rloo of a step; None below 2 prompts
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         """The same in a sentence."""
         error = "" if self.error is None else f"; variances over rloo's are off by {self.error:.1%} or less (SE)"
         where = f"at {self.steps} step{'s' * (self.steps != 1)}"
@@ -109,7 +109,7 @@ def audit_run(run: RunAnswers, aggregation: str = "", accumulate: int = 0) -> Au
         raise InputError(f"run {run.name} has no complete step; wait for one, or make it again.")
     measured, config = run.measured, dict(run.config)
     source, trained = config.get("source"), run.trained[0][0] if run.trained else run.estimator
-    status, reason = run.store.standing
+    status, reason = run.store.live_status
     missing = [] if status == "complete" else [f"Run: {status} after {plural(len(steps), 'complete step')}: {reason}"]
     if config.get("first") == len(steps):
         missing.append(

@@ -57,7 +57,7 @@ class Attributed:
 
     def holders(self, level: str, top: int | None = None) -> pd.DataFrame:
         """Return the holders of a level with the largest shares, shares of ‖ḡ‖² as fractions; `top` None keeps all."""
-        of = self.shares.at(level)
+        of = self.shares.at_level(level)
         return attribution_table(self.shares, of if top is None else of.head(top), self.tokens, self.rollouts)
 
     def record(self, top: int) -> dict[str, object]:
@@ -66,7 +66,7 @@ class Attributed:
             "step": self.shares.step,
             "grad_norm_sq": self.shares.norm_sq,
             "says": self.says,
-            "holders": {level: len(self.shares.at(level)) for level in LEVELS},
+            "holders": {level: len(self.shares.at_level(level)) for level in LEVELS},
             **{f"{level}s": self.holders(level, top) for level in LEVELS},
         }
 

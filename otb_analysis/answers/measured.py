@@ -395,7 +395,7 @@ class MeasuredSteps:
         return self._decided[against]
 
     @cached_property
-    def beside(self) -> Decision | None:
+    def against_rloo(self) -> Decision | None:
         """The same against `rloo`; None where that trained, up to the length of its steps."""
         rloo = self.decision.alike.get(REFERENCE)
         same = rloo is None or self.decision.against in (REFERENCE, rloo.of)
@@ -404,14 +404,14 @@ class MeasuredSteps:
     @property
     def over_rloo(self) -> Decision:
         """All estimators over `rloo`; where that was not measured, over what trained."""
-        return self.beside or self.decision
+        return self.against_rloo or self.decision
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
         """What all this says, in the sentences of every door; an alarm first."""
         if self.alarm:
             return (self.alarm, ANOTHER_SAMPLER)
-        found = decision_lines(self.decision, self.beside, self.trained, self.config, self.path)
+        found = decision_lines(self.decision, self.against_rloo, self.trained, self.config, self.path)
         return (*found, *self.reservations, *filter(None, [self.sized()]))
 
     def comparison(

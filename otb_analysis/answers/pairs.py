@@ -292,7 +292,7 @@ def _signed(value: float) -> str:
 
 def learning_notes(run: RunAnswers) -> list[str]:
     """Return what to say of a run: status unless complete, missing batches, last evaluation, why it cannot learn."""
-    (status, reason), numbers = run.store.standing, run.store.complete_steps()
+    (status, reason), numbers = run.store.live_status, run.store.complete_steps()
     notes = [] if status == "complete" else [": ".join(filter(None, (status, reason)))]
     batches = numbers[-1] - numbers[0] + 1 if numbers else 0
     if batches > len(numbers) and section(run.config, "source").get("made_by") == "OTBMonitor":

@@ -38,11 +38,11 @@ class PromptView:
     @cached_property
     def table(self) -> pd.DataFrame:
         """The tokens with the estimator's baseline and advantage, and all differences."""
-        other: Any = None if self.against is None else self.prompt.under(self.against)["advantage"]
-        tokens = self.prompt.tokens if self.label is None else self.prompt.under(self.label)
+        other: Any = None if self.against is None else self.prompt.with_estimator(self.against)["advantage"]
+        tokens = self.prompt.tokens if self.label is None else self.prompt.with_estimator(self.label)
         return with_differences(tokens, other)
 
-    def of(self, rollout: int | None) -> pd.DataFrame:
+    def rollout_tokens(self, rollout: int | None) -> pd.DataFrame:
         """Return the tokens of a rollout, or of all, with the columns that were measured."""
         rows: Any = self.table if rollout is None else self.table[self.table["rollout"] == rollout]
         return rows.sort_values(["rollout", "t"])[[*KEYS, *measured(self.table)]]
@@ -102,7 +102,7 @@ def tokens_record(view: PromptView, rollout: int | None = None, t: int | None = 
         InputError: There is no such rollout or token.
     """
     words = [in_words(label) if label else "" for label in (view.label, view.against)]
-    rows = view.of(rollout)
+    rows = view.rollout_tokens(rollout)
     if rollout is not None and rollout not in set(view.rollouts["rollout"]):
         raise InputError(f"prompt {view.group} has no rollout {rollout}; see them without --rollout.")
     head = prompt_head(view.rollouts, view.prompt.tokens, view.prompt.estimator)

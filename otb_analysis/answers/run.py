@@ -107,7 +107,7 @@ class RunAnswers:
         return self._moved(attributed_steps(self.store))
 
     @cached_property
-    def told(self) -> list[int]:
+    def sized_steps(self) -> list[int]:
         """The same, or in a run without any the steps that say which tokens were large, exact ones where there are."""
         trained = set(self.store.steps_with("tokens", "advantage"))
         known = (trained.intersection(self.store.steps_with("tokens", column)) for column in SIZED_BY)
@@ -149,9 +149,9 @@ class RunAnswers:
         where the trouble is, or else at its last step.
         """
         if (trouble := self.trouble) is None:
-            return max(self.told, default=int(self.series.step[-1]))
-        before = [step for step in self.told if step < trouble]
-        return max(before) if before else min(self.told, default=trouble)
+            return max(self.sized_steps, default=int(self.series.step[-1]))
+        before = [step for step in self.sized_steps if step < trouble]
+        return max(before) if before else min(self.sized_steps, default=trouble)
 
     @cached_property
     def changes(self) -> list[ChangePoint]:
@@ -213,7 +213,7 @@ class RunAnswers:
     @cached_property
     def triage(self) -> Triage:
         """The run in one line."""
-        status, reason = self.store.standing
+        status, reason = self.store.live_status
         return triage(self.name, self.estimator, status, self.judged, reason)
 
     @cached_property
@@ -258,7 +258,7 @@ class RunAnswers:
         return self.store.reduced_grams((REFERENCE, truth))
 
     @cached_property
-    def known(self) -> Proved:
+    def proved(self) -> Proved:
         """What is proved of the estimators."""
         return proved({label for gram in self.grams.values() for label in gram.labels}, self.believed)
 
@@ -282,11 +282,11 @@ class RunAnswers:
             asks = "source" in self.config and "not_plain" not in self.config  # else it is known, and that was why
             reserved += [PLAIN] if asks and self.sampling is not None else []
         about = (self.trained, self.config, str(self.store.path), self.alarm, tuple(reserved), tuple(self.grams))
-        return MeasuredSteps(self.design, tuple(self.grams.values()), self.known, *about, self._size_line)
+        return MeasuredSteps(self.design, tuple(self.grams.values()), self.proved, *about, self._size_line)
 
     def _size_line(self) -> str:
         # What trained may be rloo with another step length, which depends on the size; what it judges by does not.
-        like_rloo = self.measured is not None and self.measured.beside is None
+        like_rloo = self.measured is not None and self.measured.against_rloo is None
         return size_line(self.planner, () if like_rloo else self.trained)
 
     @property
@@ -321,7 +321,7 @@ class RunAnswers:
             return plan({}, {}, [], 0)
         subgroups = self.store.subgroup_grams() if self.grams else {}
         steps = len(self.store.complete_steps())
-        return plan(self.grams, subgroups, reward_groups(self.rewards), steps, self.known)
+        return plan(self.grams, subgroups, reward_groups(self.rewards), steps, self.proved)
 
     @cached_property
     def tokens(self) -> Tokens | None:
@@ -331,7 +331,7 @@ class RunAnswers:
     @cached_property
     def proxy(self) -> Proxy | None:
         """Whether the free proxy can stand for exact norms; None where no token has one."""
-        return proxy_of(self.store, [] if self.alarm else list(self.grams.values()), self.known)
+        return proxy_of(self.store, [] if self.alarm else list(self.grams.values()), self.proved)
 
     @cached_property
     def fidelity(self) -> list[tuple[str, Fidelity]]:

@@ -135,7 +135,7 @@ def triage_row(row: Any, estimator: str, judge: Callable[[], Judged] | None) -> 
 def state_of(findings: Sequence[Finding], status: str = "") -> str:
     """Return which of `STATES` a run is in, from what the detectors say, and from its status where that is known."""
     levels = {finding.level for finding in findings}
-    if any(_over(finding) for finding in findings):
+    if any(_still_alarmed(finding) for finding in findings):
         return "collapsed"
     if status == "failed":
         return "failed"
@@ -147,7 +147,7 @@ def state_of(findings: Sequence[Finding], status: str = "") -> str:
     return "too short" if "too short" in levels or not findings else "not judged"
 
 
-def _over(finding: Finding) -> bool:
+def _still_alarmed(finding: Finding) -> bool:
     """True where a detector of `NOW` still raises an alarm at the last step."""
     if finding.detector not in NOW or not finding.evidence:
         return False
@@ -163,7 +163,7 @@ def sentence(findings: Sequence[Finding], state: str, error: str = "") -> str:
     if dropped is not None and dropped.fired:
         step, before, after = fall(dropped)
         parts.append(f"reward {number(before)} → {number(after)}, halfway down at step {step}")
-    if gone is not None and _over(gone):
+    if gone is not None and _still_alarmed(gone):
         norm = gone.evidence[0].value
         live = np.flatnonzero(norm > 0)
         since = gone.evidence[0].step[live[-1] + 1 if live.size else 0]

@@ -196,7 +196,7 @@ def _steps(store: RunStore) -> Iterator[_Recorded]:
             inputs = EstimatorInputs(reward, mask, arrays.group, turn=arrays.turn, **known)
         if not np.isnan(advantage).all():
             total = np.where(mask, inputs.reward, 0.0).sum(axis=1)
-            rewards = StepRewards(total, Groups.of(np.asarray(inputs.group)))
+            rewards = StepRewards(total, Groups.from_labels(np.asarray(inputs.group)))
             yield _Recorded(int(step), rollout, inputs, mask, advantage, rewards)
 
 
@@ -262,7 +262,7 @@ def _compared(
     if "rloo" in left and RAW in left and np.isclose(left[RAW], left["rloo"], atol=1e-9):
         matches = [match for match in matches if match.convention != RAW]
     if matches and (where := places.get(matches[0].convention)):
-        matches[0] = replace(matches[0], first=_place(store, *where))
+        matches[0] = replace(matches[0], first=_source_record(store, *where))
     return matches, n, n_groups
 
 
@@ -283,7 +283,7 @@ def _exceptions(
         row = int(np.abs(apart).max(axis=1, initial=0.0).argmax())
         if (size := float(np.abs(apart[row]).max(initial=0.0))) > worst:
             t = int(np.abs(apart[row]).argmax())
-            where, worst = _place(store, one.step, int(one.rollout[row])), size
+            where, worst = _source_record(store, one.step, int(one.rollout[row])), size
             largest = f"{one.advantage[row, t]:.6g} recorded against {ours[row, t]:.6g} at {where}"
         first = np.where(present.any(axis=1), apart[np.arange(len(apart)), present.argmax(axis=1)], np.nan)
         for g in np.unique(step.groups.index[wrong]):
@@ -330,7 +330,7 @@ def advantage_lines(check: AdvantageCheck) -> list[str]:
     return [*lines, *([f"{check.trait[0].upper()}{check.trait[1:]}."] if check.trait else [])]
 
 
-def _place(store: RunStore, step: int, rollout: int) -> str:
+def _source_record(store: RunStore, step: int, rollout: int) -> str:
     """Return where a rollout stands in its file, or its number where it came from none."""
     for row in store.rollouts_df([step], where="rollout = ?", params=[rollout]).to_dict("records"):
         if "source_file" in row:

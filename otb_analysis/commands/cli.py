@@ -6,10 +6,10 @@ import tomllib
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from inspect import getdoc
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 
@@ -186,31 +186,36 @@ def from_toml(kind: type[Config], file: Path) -> Config:
 
 
 def _filled(default: Any, values: Mapping[str, Any], where: str) -> Any:
-    known = {field.name: field.type for field in fields(default)}
-    changes = {}
+    kinds, changes = get_type_hints(type(default)), dict[str, Any]()
     for name, value in values.items():
-        if name not in known:
-            raise InputError(f"{where} has no field {name!r}; {nearest(name, known)}")
-        changes[name] = _converted(getattr(default, name), value, f"{where}: {name}")
-        if get_origin(known[name]) is Literal and value not in get_args(known[name]):
-            raise InputError(f"{where}: {name} is {value!r}; {nearest(str(value), get_args(known[name]))}")
+        if name not in kinds:
+            raise InputError(f"{where} has no field {name!r}; {nearest(name, kinds)}")
+        changes[name] = _converted(kinds[name], getattr(default, name), value, f"{where}: {name}")
     return replace(default, **changes)
 
 
-def _converted(old: Any, value: Any, where: str) -> Any:
-    if is_dataclass(old) and isinstance(value, Mapping):
+def _converted(kind: Any, old: Any, value: Any, where: str) -> Any:
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if is_dataclass(kind) and isinstance(value, Mapping):
         return _filled(old, value, where)
-    if isinstance(old, Path) and isinstance(value, str):
+    if outer is Path and isinstance(value, str):
         return Path(value)
-    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
+    if outer is float and type(value) is int:
         return float(value)
-    if isinstance(old, dict) and isinstance(value, Mapping):
+    if kind == dict[str, str] and isinstance(value, Mapping):  # options: their estimator or ratio knows their types
         return {key: ",".join(map(str, x)) if isinstance(x, list) else str(x) for key, x in value.items()}
-    if isinstance(old, tuple) and isinstance(value, list):
-        return tuple(_converted(old[0] if old else "", item, where) for item in value)
-    if type(value) is not type(old):
-        expected = "a table" if is_dataclass(old) or isinstance(old, dict) else f"of type {type(old).__name__}"
-        raise InputError(f"{where} is {value!r}; it must be {expected}.")
+    if outer is dict and isinstance(value, Mapping):
+        return {key: _converted(inner[1], None, x, f"{where}: {key}") for key, x in value.items()}
+    if outer is tuple and isinstance(value, list) and (inner[-1] is ... or len(value) == len(inner)):
+        return tuple(_converted(inner[0], None, x, where) for x in value)
+    if outer is Literal:
+        if value in inner:
+            return value
+        raise InputError(f"{where} is {value!r}; {nearest(str(value), inner)}")
+    if type(value) is not outer:
+        length = "" if outer is not tuple or inner[-1] is ... else f" of {len(inner)}"
+        expected = {tuple: f"a list{length}", dict: "a table"}.get(outer, f"of type {outer.__name__}")
+        raise InputError(f"{where} is {value!r}; it must be {'a table' if is_dataclass(kind) else expected}.")
     return value
 
 

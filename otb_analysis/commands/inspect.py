@@ -104,9 +104,9 @@ def compare_command(words: Sequence[str]) -> None:
 
 def print_json(record: object) -> None:
     """Print a record for scripts; null for every number that is unknown, NaN or infinite."""
-    from otb_analysis.report.records import written
+    from otb_analysis.report.records import jsonable
 
-    sys.stdout.write(json.dumps(written(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(jsonable(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _of_readable(config: CompareConfig, of: Callable[[Sequence[Path]], Result]) -> Result:

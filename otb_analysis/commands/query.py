@@ -104,7 +104,7 @@ def tokens_command(words: Sequence[str]) -> None:
         view = prompt_view(store, config.step, config.prompt, config.estimator, config.against, config.rollout)
         record = following("tokens", tokens_record(view, config.rollout, config.t)) if config.json else None
         alarm = [view.alarm] if view.alarm else []
-        parts = [] if config.json else [*alarm, *printed(answer_parts(view.of(config.rollout)))]
+        parts = [] if config.json else [*alarm, *printed(answer_parts(view.rollout_tokens(config.rollout)))]
         if config.t is not None and not config.json:
             said = token_record(view, config.rollout, config.t)
             lines = said["numbers"] | ((said["formula"] or {}).get("lines") or {"formula": said["not_known"]})

@@ -61,12 +61,12 @@ class Bars(Progress):
             # What is not counted lasts as long as the last time, or as forecast.
             uncounted = one.total is None and one.expected is not None
             total, done = (one.expected, now - one.began) if uncounted else (one.total, one.done)
-            self.update(self.of_phase[key], total=total, completed=done, description="  " * key[1] + words(one))
+            self.update(self.of_phase[key], total=total, completed=done, description="  " * key[1] + phase_text(one))
         self.start()
         self.refresh()
 
 
-def words(phase: Phase) -> str:
+def phase_text(phase: Phase) -> str:
     """Return what a phase is doing: its name or text, and what is counted."""
     text = phase.text or phase.name
     if not phase.total or not phase.unit:

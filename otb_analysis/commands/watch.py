@@ -239,7 +239,7 @@ class Watched:
 
         store, level, name, events = self.store, self.config.level, self.store.path.name, list[Event]()
         # The status first: steps that are written after it was read are found at the next look.
-        (status, reason), heard, steps = store.standing, store.last_heard.timestamp(), store.complete_steps()
+        (status, reason), heard, steps = store.live_status, store.last_heard.timestamp(), store.complete_steps()
         last = steps[-1] if steps else None
         if self.steps is None:
             events.append(Event("begun", f"{name} is {status}, {'no step yet' if last is None else f'step {last}'}."))

@@ -88,7 +88,7 @@ class StepAttribution:
             return None
         return self.norm_sq / self.recorded_norm_sq - 1
 
-    def at(self, level: str) -> Holders:
+    def at_level(self, level: str) -> Holders:
         """Return the holders of a level."""
         return {"prompt": self.prompts, "rollout": self.rollouts, "token": self.tokens}[level]
 

@@ -111,10 +111,10 @@ def clip_fraction(series: StepSeries) -> Finding:
     reason = f"{share[at]:.0%} of the {WINDOW} steps up to step {step[at]} were clipped, {before[at]:.0%} of all before"
     if share[at] >= MOSTLY_CLIPPED:
         reason += "; the maximal norm, not the gradient, sets the length of most of these updates"
-    return _beside(finding_of("clip_fraction", [rise], f"{reason}."), level)
+    return _with_evidence(finding_of("clip_fraction", [rise], f"{reason}."), level)
 
 
-def _beside(finding: Finding, *shown: Evidence) -> Finding:
+def _with_evidence(finding: Finding, *shown: Evidence) -> Finding:
     """Add statistics to a finding that others decided."""
     return replace(finding, evidence=(*finding.evidence, *(one for one in shown if one.ready)))
 
@@ -174,7 +174,7 @@ def tail_index(series: StepSeries) -> Finding:
         remedy = "the level exact measures it (--measure.exact.every 10), on 250 tokens a step or more"
         if shown.ready:
             remedy += f"; that of the proxy, {mean[-1]:.2f}, says nothing of the gradient, since the proxy is bounded"
-        return _beside(unmeasured("tail_index", series, TAIL_LEAST, ["exact_tail_k"], remedy), shown)
+        return _with_evidence(unmeasured("tail_index", series, TAIL_LEAST, ["exact_tail_k"], remedy), shown)
     at = exact.shown()
     recent = k[max(0, at - TAIL_WINDOW + 1) : at + 1]
     low = exact.score[at]
@@ -185,7 +185,7 @@ def tail_index(series: StepSeries) -> Finding:
     if exact.level == "ok" and low >= UNRELIABLE:
         reason += f": from {HEAVY[0]:g} on a variance is infinite, which {low:.2f} does not show, but intervals of "
         reason += "variances are unreliable from ½ on"
-    return _beside(finding_of("tail_index", [exact], f"{reason}."), shown)
+    return _with_evidence(finding_of("tail_index", [exact], f"{reason}."), shown)
 
 
 CERTIFICATE = ("certificate_prob_z", "certificate_logprob_z")

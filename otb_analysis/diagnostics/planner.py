@@ -8,7 +8,6 @@ the rollouts were recorded.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
 from itertools import pairwise
 from math import comb
 from typing import Any
@@ -69,7 +68,6 @@ def reward_groups(rewards: Any) -> list[tuple[object, list[float]]]:
     ]
 
 
-@cache
 def dead_share_of(counts: tuple[int, ...], size: int) -> float:
     """Return the probability that `size` rollouts of one prompt all have the same reward, from G ≥ size recorded ones.
 
@@ -77,12 +75,6 @@ def dead_share_of(counts: tuple[int, ...], size: int) -> float:
     subsets of n recorded rollouts that are dead. Unbiased for Σ_v p_v^n; with rewards of 0 and 1 that is pⁿ + (1−p)ⁿ.
     """
     return sum(comb(k, size) for k in counts) / comb(sum(counts), size)
-
-
-@lru_cache(4096)
-def _counts(rewards: tuple[float, ...]) -> tuple[int, ...]:
-    """Return how often each distinct reward was met."""
-    return tuple(sorted(Counter(rewards).values()))
 
 
 def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadGroups, ...]:
@@ -96,7 +88,9 @@ def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadG
     recorded = np.array([len(rewards) for _, rewards in groups], np.int64)
     largest, numbers, kinds = int(recorded.max(initial=0)), dict[object, int](), dict[tuple[int, ...], int]()
     prompt = np.array([numbers.setdefault(name, len(numbers)) for name, _ in groups], np.int64)
-    kind = np.array([kinds.setdefault(_counts(tuple(rewards)), len(kinds)) for _, rewards in groups], np.int64)
+    # How often each distinct reward was met; thousands of groups have few combinations of rewards.
+    counts_of = {one: tuple(sorted(Counter(one).values())) for one in {tuple(rewards) for _, rewards in groups}}
+    kind = np.array([kinds.setdefault(counts_of[tuple(rewards)], len(kinds)) for _, rewards in groups], np.int64)
     sizes = sorted({2**k for k in range(1, largest.bit_length()) if 2**k <= largest} | ({largest} - {0, 1}))
     rows = []
     for size in sizes:

@@ -248,7 +248,7 @@ def estimate(name: str, inputs: EstimatorInputs, options: Any = None) -> Estimat
     out = Estimate(np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool))
     state = None
     whole = entry.batch_coupled or "state" in entry.uses
-    for rows, groups in _blocks(Groups.of(inputs.group), mask.shape[1], whole):
+    for rows, groups in _blocks(Groups.from_labels(inputs.group), mask.shape[1], whole):
         batch, moved = prepare(inputs, rows, groups, names)
         result = entry.function(batch, options)
         state = result.state  # only entries that see the whole batch as one block have any

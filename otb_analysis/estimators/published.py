@@ -157,7 +157,7 @@ def prefix_values(inputs: EstimatorInputs) -> Float:
         raise InputError("prefix_values needs token_id, which is None; pass it in EstimatorInputs.")
     check_shapes(inputs, ("token_id",))
     mask = np.asarray(inputs.mask)
-    batch, _ = prepare(inputs, np.arange(len(mask)), Groups.of(inputs.group), ("token_id",))
+    batch, _ = prepare(inputs, np.arange(len(mask)), Groups.from_labels(inputs.group), ("token_id",))
     total, count = prefix_sums(batch)
     return unsqueeze(total[:, :-1] / np.maximum(count[:, :-1], 1), mask)
 
@@ -234,7 +234,7 @@ def trloo(batch: Batch, options: NoOptions) -> BaselineResult:
     # rollout_turn numbers every (rollout, turn) pair that has a token; `back` leads from tokens to these pairs
     rollout_turn, first, back = np.unique(row * n_turns + turn, return_index=True, return_inverse=True)
     at_start = batch.returns[batch.mask][first]
-    peers = Groups.of(batch.groups.index[rollout_turn // n_turns] * n_turns + rollout_turn % n_turns)
+    peers = Groups.from_labels(batch.groups.index[rollout_turn // n_turns] * n_turns + rollout_turn % n_turns)
     count = peers.spread(peers.count)
     mean = (peers.spread(peers.sum(at_start)) - at_start) / np.maximum(count - 1, 1)
     alone = count < 2

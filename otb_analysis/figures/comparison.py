@@ -317,7 +317,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
             bars = {name: values[known] for name, values in error_x.items() if name.startswith("array")}
             look = {"error_x": error_x | bars, "marker": {"size": 1, "color": GREY}} | SILENT
             figure.add_scatter(x=x[known].astype(np.float32), y=y[known], **look, **place)
-        said = [_said(info, title, row, ratio, wide.get(row.label)) for row, ratio in drawn]
+        said = [_hover_text(info, title, row, ratio, wide.get(row.label)) for row, ratio in drawn]
         symbols = [row.style.symbol.removesuffix("-open") + "-open" * (ratio.low is None) for row, ratio in drawn]
         figure.add_scatter(
             x=np.array([ratio.estimate for _, ratio in drawn], np.float32), y=y, marker=marker | {"symbol": symbols},
@@ -347,7 +347,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
     return figure.update_layout(margin={"l": 150, "t": TOP}, height=height)
 
 
-def _said(info: ComparisonInfo, title: str, row: Row, ratio: Interval, together: Interval | None) -> str:
+def _hover_text(info: ComparisonInfo, title: str, row: Row, ratio: Interval, together: Interval | None) -> str:
     """Return what is said of one ratio where the mouse rests."""
     said = "no interval" if ratio.low is None else f"one look {number(ratio.low)} to {number(ratio.high)}"
     if together is not None:

@@ -127,8 +127,8 @@ def _policy(tokens: pd.DataFrame) -> Any:
 
 
 def _row(rollout: int, part: Any, facts: dict[Any, Any]) -> RolloutRow:
-    reward, finish = _known(facts.get("reward")), facts.get("finish_reason")
-    paid = {str(n).removeprefix("reward_"): _known(facts[n]) for n in facts if str(n).startswith("reward_")}
+    reward, finish = _number_or_none(facts.get("reward")), facts.get("finish_reason")
+    paid = {str(n).removeprefix("reward_"): _number_or_none(facts[n]) for n in facts if str(n).startswith("reward_")}
     parts = tuple((name, value) for name, value in paid.items() if value is not None)
     own = parts if len(parts) > 1 or any(value != reward for _, value in parts) else ()
     # A rewarded answer looks wrong where its last number is not the reference's.
@@ -140,7 +140,7 @@ def _row(rollout: int, part: Any, facts: dict[Any, Any]) -> RolloutRow:
     )  # fmt: skip
 
 
-def _known(value: Any) -> float | None:
+def _number_or_none(value: Any) -> float | None:
     return None if pd.isna(value) else float(value)
 
 

@@ -150,7 +150,7 @@ def token_score_norms(
         InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit is NaN or infinite; the sentence names rollout and token.
     """
-    _known(engine)
+    _check_engine(engine)
     with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
         asked = Asked.of_tokens(batch, path)
         name, found = _norms(batch, engine, replace(asked, weights=batch.mask[:, None] * 1.0) if whole else asked)
@@ -184,7 +184,7 @@ def weighted_score_norms(
         InputError: An argument does not fit; the sentence says what and what to do.
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
     """
-    _known(engine)
+    _check_engine(engine)
     with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
         asked = Asked(np.zeros_like(batch.mask), check_weights(weights, batch.mask))
         return _norms(batch, engine, asked)[1].weighted
@@ -231,7 +231,7 @@ def group_gradient_gram(
         NonFiniteError: A logit or a weight is NaN or infinite; the sentence names rollout and token.
         ProcessError: Another process failed.
     """
-    _known(engine)
+    _check_engine(engine)
     arguments = model, Batch(input_ids, mask, attention_mask), scope, temperature, soft
     with ExitStack() as copies:
         batch = processes.agreed(lambda: copies.enter_context(measured(*arguments)))
@@ -242,7 +242,7 @@ def group_gradient_gram(
         return ENGINES[name].group_gradient_gram(batch, *checked, processes)
 
 
-def _known(name: str) -> None:
+def _check_engine(name: str) -> None:
     if name not in (*ENGINES, "auto"):
         raise InputError(f"engine {name!r} is not available in this version; pass one of: {', '.join(ENGINES)}, auto.")
 

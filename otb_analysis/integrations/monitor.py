@@ -295,7 +295,7 @@ class OTBMonitor(TrainerCallback):
             NonFiniteError: A logit is not finite.
         """
         assert self._caught is not None
-        caught = self._caught.of(drafts)
+        caught = self._caught.take_caught(drafts)
         with self._scoring():
             states = [one.states for one in caught]
             forward = statistics_of_states(self._policy, rollouts, states, self._trainer.temperature, observe)
@@ -350,12 +350,12 @@ class OTBMonitor(TrainerCallback):
         if faults and self._caught is not None:
             self._caught.close()
         if read is not None and not faults:
-            seen, faults = on_all(lambda: self._seen(batch, *read, caught))
+            seen, faults = on_all(lambda: self._observed_batch(batch, *read, caught))
             if caught and faults:  # then a pass of ours reads it, with the same weights, and all that follow
                 logging.getLogger(__name__).info("the trainer's own passes are not read: %s", faults[0])
                 self._catch_no_more()
                 self._check = SamplingCheck()
-                seen, faults = on_all(lambda: self._seen(batch, *read, caught=False))
+                seen, faults = on_all(lambda: self._observed_batch(batch, *read, caught=False))
         parts = [part for part in self._processes.gather(None if faults else seen) if part is not None]
         if any(part.n_compared for part in parts):  # a batch without a token shows nothing
             self._compare_at = AGAIN if self._n_batches < AGAIN else math.inf
@@ -387,7 +387,9 @@ class OTBMonitor(TrainerCallback):
         drafts = drafts_of(batch, self._tokenizer, ends_of(self._trainer, self._tokenizer))
         return drafts, collated(drafts, special_id(self._tokenizer, "pad"))
 
-    def _seen(self, batch: Mapping[str, Any], drafts: Sequence[Draft], rollouts: Rollouts, caught: bool) -> SeenBatch:
+    def _observed_batch(
+        self, batch: Mapping[str, Any], drafts: Sequence[Draft], rollouts: Rollouts, caught: bool
+    ) -> SeenBatch:
         """Return what this process's rows say, by the states caught of them or by a forward pass that draws nothing.
 
         Raises:

@@ -71,12 +71,12 @@ class RolloutRecorder:
         self.names.append(name)
 
         @wraps(function)
-        def seen(*args: Any, **kwargs: Any) -> Sequence[float | None]:
+        def recorded(*args: Any, **kwargs: Any) -> Sequence[float | None]:
             paid = function(*args, **kwargs)
             self._paid[name] = [math.nan if one is None else float(one) for one in paid]
             return paid
 
-        return seen
+        return recorded
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], completion_ids: list[Any] | None = None, **kwargs: Any

@@ -72,7 +72,7 @@ class CaughtStates:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def of(self, drafts: Sequence[Draft]) -> list[Caught]:
+    def take_caught(self, drafts: Sequence[Draft]) -> list[Caught]:
         """Return what was caught of each rollout, and close.
 
         Raises:

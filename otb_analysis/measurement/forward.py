@@ -217,7 +217,7 @@ def forward_pass(
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
     wanted = wanted or ForwardOutputs()
-    view = _View.of(rollouts, model.device)
+    view = _View.from_rollouts(rollouts, model.device)
     with soft_inputs(model, rollouts.soft):
         logits, hidden = view.policy_tokens(model, prompts, states)
     targets = view.targets[view.mask]
@@ -239,8 +239,8 @@ def forward_pass(
         whole = {name: np.zeros(inside.shape) for name in columns}
         for name, values in columns.items():
             whole[name][inside] = values
-        kept = view.placed(hidden if wanted.hidden else hidden[:, :0])
-    return ForwardPass(view.placed(logprob), kept, view.mask, LogitStats(**whole))
+        kept = view.scatter(hidden if wanted.hidden else hidden[:, :0])
+    return ForwardPass(view.scatter(logprob), kept, view.mask, LogitStats(**whole))
 
 
 def completion_logprobs(
@@ -258,15 +258,15 @@ def completion_logprobs(
     Raises:
         NonFiniteError: A logit at a policy token is NaN or infinite; the message names rollout and token.
     """
-    view = _View.of(rollouts, model.device)
+    view = _View.from_rollouts(rollouts, model.device)
     with soft_inputs(model, rollouts.soft):
         z = _cooled(view.policy_tokens(model, prompts)[0], temperature)
     logprob = drawn_logprobs(z, view.targets[view.mask], rollouts.soft, model)
     entropies = None
     if entropy:
         log_pi = z.log_softmax(-1)
-        entropies = view.placed(-(log_pi.exp() * log_pi).sum(-1))
-    return CompletionLogprobs(view.placed(logprob), entropies)
+        entropies = view.scatter(-(log_pi.exp() * log_pi).sum(-1))
+    return CompletionLogprobs(view.scatter(logprob), entropies)
 
 
 def hidden_states(backbone: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
@@ -274,7 +274,7 @@ def hidden_states(backbone: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor
 
     `backbone` is a language model without its output layer. The states are arbitrary outside the mask.
     """
-    view = _View.of(rollouts, backbone.device)
+    view = _View.from_rollouts(rollouts, backbone.device)
     hidden = backbone(input_ids=view.ids, attention_mask=view.attention, use_cache=False).last_hidden_state
     return hidden.gather(1, view.before.expand(-1, -1, hidden.shape[-1])), view.mask
 
@@ -291,7 +291,7 @@ class _View:
     before: Tensor
 
     @classmethod
-    def of(cls, rollouts: Rollouts, device: torch.device) -> "_View":
+    def from_rollouts(cls, rollouts: Rollouts, device: torch.device) -> "_View":
         ids, mask, attention = rollouts.tensors(device)
         columns = torch.as_tensor(rollouts.completion_columns(), device=device)
         present = torch.as_tensor(rollouts.present(), device=device)
@@ -322,7 +322,7 @@ class _View:
             logits = model(**inputs).logits[0]
         return finite(logits, row, token), seen[0].detach()
 
-    def placed(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """Numbers of the policy tokens [K, ...] as [N, T, ...], zero elsewhere."""
         out = values.new_zeros(*self.mask.shape, *values.shape[1:])
         return out.index_put(self.mask.nonzero(as_tuple=True), values)

@@ -79,7 +79,7 @@ class Level(ABC):
     def passes(self, plan: Any, rollouts: Rollouts, rows: Bool) -> float:
         """Return the cost of measuring some rollouts, in forward and backward passes of them, for the forecast."""
 
-    def words(self, plan: Any) -> str:
+    def describe(self, plan: Any) -> str:
         """Return what is measured, as the forecast says it."""
         return self.phase
 
@@ -115,7 +115,7 @@ def first_groups(group: Int, left: Bool, prompts: int) -> Bool:
     return np.isin(group, np.unique(group[left])[: prompts or None])
 
 
-def seen(rollouts: Rollouts, rows: Bool) -> float:
+def prefix_share(rollouts: Rollouts, rows: Bool) -> float:
     """Return Σ_t (tokens before t)/L over the policy's tokens, the mean over rollouts weighed by their lengths L."""
     mask = rollouts.mask[rows]
     return float(mask @ np.arange(mask.shape[1]) @ np.ones(len(mask)) / max(positions(rollouts, rows), 1))
@@ -351,9 +351,9 @@ class Sampled(Level):
     def passes(self, plan: SampledSchedule, rollouts: Rollouts, rows: Bool) -> float:
         """Return the cost of the draw and of the drawn tokens, whose signals share a rollout's pass."""
         draw = FOUND if plan.by == "above_cut" else 0.0
-        return draw + SHARED + NORM["auto"] * plan.share * seen(rollouts, rows)
+        return draw + SHARED + NORM["auto"] * plan.share * prefix_share(rollouts, rows)
 
-    def words(self, plan: SampledSchedule) -> str:
+    def describe(self, plan: SampledSchedule) -> str:
         """Return how many tokens are drawn."""
         return f"{100 * plan.share:.3g}% of the tokens"
 
@@ -403,12 +403,12 @@ class Sketch(Level):
     def passes(self, plan: SketchSchedule, rollouts: Rollouts, rows: Bool) -> float:
         """Return the cost of all directions, or of exact norms in their place by the engine that `auto` takes."""
         exact = _exact_is_cheaper(plan, rollouts, rows)
-        return NORM["auto"] * seen(rollouts, rows) if exact else DIRECTION * plan.directions
+        return NORM["auto"] * prefix_share(rollouts, rows) if exact else DIRECTION * plan.directions
 
 
 def _exact_is_cheaper(plan: SketchSchedule, rollouts: Rollouts, rows: Bool, engine: str = "auto") -> bool:
     """Exact norms grow with the length of a rollout, a sketch with its directions: they meet at about K tokens."""
-    return plan.method == "auto" and NORM[engine] * seen(rollouts, rows) <= DIRECTION * plan.directions
+    return plan.method == "auto" and NORM[engine] * prefix_share(rollouts, rows) <= DIRECTION * plan.directions
 
 
 class Attribution(Level):

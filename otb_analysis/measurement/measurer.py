@@ -166,7 +166,7 @@ def every_advantage(
         return estimate(label[0], replace(inputs, state=states.get(label)), chosen).advantage
 
     proxy = table.inputs(table.proxy)
-    whole = bool(measured.whole[rows].all())
+    whole = bool(measured.fully_measured[rows].all())
     part = proxy
     if whole:
         part = table.inputs(measured.whole_norm_sq, measured.rollout_norm_sq)
@@ -396,10 +396,10 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "energy_proxy_mean": _mean(energy),
         "energy_tail_k": pareto_k(energy),
         "energy_max_share": top_share(energy),
-        "exact_tail_k": pareto_k(exact[np.isfinite(exact)]) if measurement.tokens.whole.any() else None,
+        "exact_tail_k": pareto_k(exact[np.isfinite(exact)]) if measurement.tokens.fully_measured.any() else None,
         **level_scalars(measurement.tokens),
         **sampling_check(stats, drawn),
-        "n_measured_prompts": len(np.unique(table.group[measurement.tokens.whole])),
+        "n_measured_prompts": len(np.unique(table.group[measurement.tokens.fully_measured])),
         "n_sketched_prompts": measurement.tokens.n_sketched,
         "measurement_gaps": measurement.gaps,
     }

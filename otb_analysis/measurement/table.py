@@ -76,14 +76,14 @@ class TokenMeasurements:
         )
 
     @property
-    def whole(self) -> Bool:
+    def fully_measured(self) -> Bool:
         """True at rollouts whose group was measured whole [N]."""
         return np.isfinite(self.rollout_norm_sq)
 
     @property
     def whole_norm_sq(self) -> Float:
         """Exact norms of the groups that were measured whole [N, T], NaN elsewhere: what estimators may read."""
-        return np.where(self.whole[:, None], self.norm_sq, np.nan)
+        return np.where(self.fully_measured[:, None], self.norm_sq, np.nan)
 
     def with_drawn(self, norm_sq: Float, drawn: DrawnTokens) -> "TokenMeasurements":
         """Add exact norms of drawn tokens; `norm_sq` [N, T] repeats those that were known."""

@@ -97,7 +97,7 @@ def dapo(inputs: AggregationInputs, options: NoOptions) -> Float:
     a = 1/(P Σ_{j in group} L_j). One group gives `token_mean`, and so do groups with equally many tokens. The paper's
     formula; its code averages over the tokens of the whole batch, which is `token_mean`. Public code.
     """
-    groups = Groups.of(inputs.group)
+    groups = Groups.from_labels(inputs.group)
     tokens = groups.sum(inputs.length)
     return _weights(inputs, inputs.present, groups.spread(tokens) * np.count_nonzero(tokens))
 
@@ -111,9 +111,9 @@ def balanced(inputs: AggregationInputs, options: NoOptions) -> Float:
     """
     if inputs.advantage is None:
         raise InputError("balanced needs advantage, which is None; pass it in AggregationInputs.")
-    groups = Groups.of(inputs.group)
+    groups = Groups.from_labels(inputs.group)
     sign = np.sign(inputs.advantage.sum(axis=1)).astype(np.int64)
-    parts = Groups.of(groups.index * 3 + sign + 1)
+    parts = Groups.from_labels(groups.index * 3 + sign + 1)
     members, tokens = parts.spread(parts.sum(inputs.present)), parts.spread(parts.sum(inputs.length))
     rollouts = groups.sum(inputs.present)
     return _weights(inputs, inputs.present * members, tokens * groups.spread(rollouts) * np.count_nonzero(rollouts))
@@ -160,7 +160,7 @@ class TokenWeightInputs(CheckedInputs):
     @property
     def covariance(self) -> Float:
         """(A − mean A)(log π(y) − mean log π(y)) of every token, means over the tokens of its update [N, T]."""
-        updates = Groups.of(np.zeros(len(self.mask), np.int64) if self.update is None else self.update)
+        updates = Groups.from_labels(np.zeros(len(self.mask), np.int64) if self.update is None else self.update)
         tokens = np.maximum(updates.sum(self.length), 1)
         away = (
             x - updates.spread(updates.sum(x.sum(axis=1)) / tokens)[:, None] for x in (self.advantage, self.logprob)
@@ -271,7 +271,7 @@ def clip_cov(inputs: TokenWeightInputs, options: CovarianceOptions) -> Float:
     those its clip leaves: m is the mean over the draws, so the mean of the update is theirs and its noise is less.
     There it goes with `ratio ppo`, and is drawn anew for every mini-batch.
     """
-    updates = Groups.of(np.zeros(len(inputs.mask), np.int64) if inputs.update is None else inputs.update)
+    updates = Groups.from_labels(np.zeros(len(inputs.mask), np.int64) if inputs.update is None else inputs.update)
     candidate = inputs.mask & (inputs.covariance > options.low) & (inputs.covariance < options.high)
     wanted = np.maximum(np.floor(options.share * updates.sum(inputs.length)), 1)
     share = np.minimum(wanted / np.maximum(updates.sum(candidate.sum(axis=1)), 1), 1)

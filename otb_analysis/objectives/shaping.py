@@ -115,7 +115,7 @@ def grpo_lambda(inputs: ShapingInputs, options: LambdaOptions) -> Shaped:
     The top ⌈share·P⌉ groups, and whoever ties with the last of them; none without a correct rollout. Abstract of
     GRPO-λ, arXiv 2505.18086.
     """
-    groups = Groups.of(inputs.group)
+    groups = Groups.from_labels(inputs.group)
     correct = (inputs.total >= options.correct).astype(np.float64)
     accuracy = groups.sum(correct) / groups.count
     n_best = int(np.ceil(options.share * len(accuracy) - 1e-9))  # .2 · 35 is 7.000000000000001
@@ -145,12 +145,12 @@ def drop_equal(inputs: ShapingInputs, options: NoOptions) -> Shaped:
     keep_i = not all R_j of the group are equal: with a group mean they have no gradient, and a batch filled up with
     others has more. Without refilling it only changes what an average divides by. Abstract of DAPO's dynamic sampling.
     """
-    return Shaped(inputs.reward, Groups.of(inputs.group).spread(differing(inputs.total, inputs.group)))
+    return Shaped(inputs.reward, Groups.from_labels(inputs.group).spread(differing(inputs.total, inputs.group)))
 
 
 def differing(total: Float, group: Int) -> Bool:
     """Return whether the totals [N] of each group differ by more than rounding [P]."""
-    groups = Groups.of(group)
+    groups = Groups.from_labels(group)
     away = total - groups.spread(groups.sum(total) / groups.count)
     size = groups.spread(np.sqrt(groups.sum(total**2) / groups.count))
     return groups.sum(np.abs(away) > ROUNDING * size) > 0
@@ -253,7 +253,7 @@ def dynamic(inputs: FilterInputs, options: NoOptions) -> Float:
 
     k_i = 1 where not all R_j of the group are equal, else 0. DAPO's dynamic sampling, arXiv 2503.14476, abstract.
     """
-    return Groups.of(inputs.group).spread(differing(inputs.total, inputs.group)).astype(np.float64)
+    return Groups.from_labels(inputs.group).spread(differing(inputs.total, inputs.group)).astype(np.float64)
 
 
 def prs(inputs: FilterInputs, options: RejectionOptions) -> Float:

@@ -65,7 +65,7 @@ PATIENCE = 10.0
 
 
 @contextmanager
-def asked(url: str, to: str) -> Iterator[None]:
+def storage_errors(url: str, to: str) -> Iterator[None]:
     """Turn whatever a storage answers into a sentence.
 
     Raises:
@@ -100,7 +100,7 @@ def at_hand(config: ScoreConfig) -> ScoreConfig:
         if url := url_of(getattr(config, name)):
             folder = mkdtemp(prefix="otb-")
             atexit.register(rmtree, folder, ignore_errors=True)
-            with asked(url, "be read"), phase(f"copying {url}"):
+            with storage_errors(url, "be read"), phase(f"copying {url}"):
                 storage, root = url_to_fs(url)
                 found[name] = f"{folder}/{Path(root).name}"
                 storage.get(root, found[name], recursive=True)
@@ -126,7 +126,7 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
         raise InputError(f"--actors {how.actors} are processes of Ray; add --ray, or leave --actors out.")
     path, finishes = run_path(config.rollouts, config, "scored"), how.finish or how.tasks == 1
     if finishes:
-        if config.if_exists == "error" and path.exists() and RunStore(path).standing[0] in ("stopped", "failed"):
+        if config.if_exists == "error" and path.exists() and RunStore(path).live_status[0] in ("stopped", "failed"):
             config = replace(config, if_exists="resume")  # it was being made of these parts
         refuse_existing(path, config)
     parts = Parts(how.parts or f"{path}.parts", identity_of(config))
@@ -199,7 +199,7 @@ class Parts:
         self.url, self.identity, others = url, identity, list[Any]()
         text = json.dumps(identity, sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        with asked(self.url, "be used"):
+        with storage_errors(self.url, "be used"):
             self.storage, self.root = url_to_fs(url, use_listings_cache=False)
             self.local = isinstance(self.storage, LocalFileSystem)
             # Now, so that a storage that refuses says so before anything is scored
@@ -231,7 +231,7 @@ class Parts:
 
     def footer(self, block: int) -> dict[str, Any] | None:
         """Return what a part says of itself; None where it is missing, or a storage kept only some of it."""
-        with asked(self.url, "be read"):
+        with storage_errors(self.url, "be read"):
             try:
                 with self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
                     found = json.loads((pq.read_schema(file).metadata or {}).get(KEY, b"{}"))
@@ -248,12 +248,12 @@ class Parts:
         part = pa.table(lists).replace_schema_metadata({KEY: json.dumps({"digest": self.digest, **about})})
         content = pa.BufferOutputStream()
         pq.write_table(part, content, compression="zstd", write_page_checksum=True)
-        with asked(self.url, "be written"):
+        with storage_errors(self.url, "be written"):
             self._put(self.name(block), content.getvalue().to_pybytes())
 
     def read(self, block: int) -> tuple[StepTables, dict[str, Any]]:
         """Return everything to store of a block's step, and what its part says of itself."""
-        with asked(self.url, "be read"), self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
+        with storage_errors(self.url, "be read"), self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
             part = pq.read_table(file, page_checksum_verification=True, read_dictionary=TEXTS)
             about = json.loads((part.schema.metadata or {})[KEY])
         lists = {name: part[name].combine_chunks() for name in part.column_names}

@@ -8,7 +8,7 @@ import pandas as pd
 
 from otb_analysis.figures.styles import cell
 from otb_analysis.report.document import Grid, Part
-from otb_analysis.report.records import written
+from otb_analysis.report.records import jsonable
 from otb_analysis.schema import TABLES
 from otb_analysis.store import ASKED_ROWS, RolloutFilter, RunStore, facts_of_rollouts, find_rollouts, reward_histogram
 
@@ -34,7 +34,7 @@ def answer_record(run: str, table: pd.DataFrame) -> dict[str, Any]:
         for name, values in ((name, table[name].to_numpy()) for name in table.select_dtypes("floating"))
         for row in np.flatnonzero(np.isinf(values.astype(np.float64, copy=False)))
     ]
-    rows = {"columns": list(map(str, table)), "rows": written(table), "n": len(table), "cut": len(table) == ASKED_ROWS}
+    rows = {"columns": list(map(str, table)), "rows": jsonable(table), "n": len(table), "cut": len(table) == ASKED_ROWS}
     return {"run": run, **rows, "infinite": infinite}
 
 
@@ -61,10 +61,10 @@ def rollouts_record(store: RunStore) -> dict[str, Any]:
     """
     everything = RolloutFilter()
     rollouts, total = find_rollouts(store, everything, MOST)
-    rewards = written(reward_histogram(store, everything))
+    rewards = jsonable(reward_histogram(store, everything))
     return {
         "run": store.path.name, "ends": facts_of_rollouts(store), "n_rollouts": total, "rewards_by_step": rewards,
-        "rollouts": written(rollouts), "columns": written(COLUMNS),
+        "rollouts": jsonable(rollouts), "columns": jsonable(COLUMNS),
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from otb_analysis.figures.styles import MISSING, interval_cell, number
 from otb_analysis.phases import plural
 from otb_analysis.report.compare import estimator_parts
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section, to_html
-from otb_analysis.report.records import following, written
+from otb_analysis.report.records import following, jsonable
 from otb_analysis.trackers import Trackers
 
 BEST = "* best of its curve: intervals show that its neighbours are worse."
@@ -66,7 +66,7 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
     sections.append(Section("Rollouts", tuple(f"• {sentence}" for sentence in report.traits.lines)))
     if report.estimators is not None and run.measured is not None:
         between = () if report.between is None else (f"Variance between prompts, times prompts: {report.between:.3g}.",)
-        sketched = () if report.sketches is None else (report.sketches.words,)
+        sketched = () if report.sketches is None else (report.sketches.sentence,)
         sections.append(Section("Estimators", (*estimator_parts(run.measured, top), *between, *sketched)))
     sections.append(Section("Budget planner", tuple(planner_parts(report.planner))))
     if (tokens := report.tokens) is not None and not tokens.half:
@@ -126,7 +126,7 @@ def write_audit(run: RunAnswers, report: AuditReport, folder: Path, command: str
     """
     sections = (*audit_sections(run, report, 0), Section("Formulas", (Formulas(AUDIT_FORMULAS),)))
     texts = {
-        "audit.json": json.dumps(written(audit_record(report)), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+        "audit.json": json.dumps(jsonable(audit_record(report)), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
         "audit.html": to_html(Document(f"Audit of {report.run}", command, report.headline, sections)),
     }
     for name, text in texts.items():

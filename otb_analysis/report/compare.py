@@ -102,7 +102,7 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
         f"{plural(steps.decision.update, 'prompt')}, measured on {plural(info.n_prompts, 'prompt')} over "
         f"{plural(info.n_steps, 'step')}"
     )
-    beside = None if steps.beside is None else steps.decision
+    beside = None if steps.against_rloo is None else steps.decision
     frame = display_table(replace(info, rows=tuple(shown)), beside, top is not None)
     why = "another sampler drew the tokens" if steps.alarm else f"fewer than {MIN_CLUSTERS} prompts, or too much noise"
     looks = LOOKS.format(together=info.together) if info.looked_at else UNJUDGED.format(why)

@@ -52,7 +52,7 @@ def holder_grids(found: Attributed, top: int) -> list[Grid]:
     """Return one table per level of an attribution, the largest shares first, in per cent."""
     grids = []
     for level in LEVELS:
-        rows, total = found.holders(level, top), len(found.shares.at(level))
+        rows, total = found.holders(level, top), len(found.shares.at_level(level))
         shares = [name for name in ("share", "signal", "noise") if name in rows]
         rows = rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
         title = f"The {len(rows)} {level}s with the largest |share| of {total:,}"

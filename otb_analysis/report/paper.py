@@ -42,7 +42,7 @@ def comparison_text(steps: Mapping[str, MeasuredSteps], form: str, beside: Seque
     for name, one in known.items():
         lines = [f"> {line}" for line in one.lines] if form != "latex" else [f"% {line}" for line in (name, *one.lines)]
         if not one.alarm:
-            frame = display_table(one.comparison(), None if one.beside is None else one.decision, every=False)
+            frame = display_table(one.comparison(), None if one.against_rloo is None else one.decision, every=False)
             if form == "latex":
                 table = frame.to_latex(index=False, escape=True, column_format="ll" + "r" * (frame.shape[1] - 2))
                 for sign, macro in LATEX.items():

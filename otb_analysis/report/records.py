@@ -25,22 +25,22 @@ SCHEMA = "urn:otb-analysis:{}:1"
 """What JSON for scripts follows: the name of a file in docs/schemas, and its version, raised where a key is no more."""
 
 
-def written(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """Return a value as JSON can write it: null for every number that is unknown, NaN or infinite.
 
     Dataclasses become objects, arrays lists, tables lists of one object per row; what JSON has no word for becomes
     text.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: written(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(name): written(part) for name, part in value.items()}
+        return {str(name): jsonable(part) for name, part in value.items()}
     if isinstance(value, pd.DataFrame):
-        return [written(row) for row in value.astype(object).to_dict("records")]
+        return [jsonable(row) for row in value.astype(object).to_dict("records")]
     if isinstance(value, np.ndarray | np.generic):
-        return written(value.tolist())
+        return jsonable(value.tolist())
     if isinstance(value, list | tuple | set | frozenset):
-        return [written(part) for part in value]
+        return [jsonable(part) for part in value]
     if value is None or value is pd.NA or value is pd.NaT:
         return None
     if isinstance(value, float):
@@ -78,7 +78,7 @@ def comparison_record(
     differences = config_differences({name: run.config for name, run in runs.items()})
     rows = [
         {
-            **dict(zip(("status", "reason"), run.store.standing, strict=True)),
+            **dict(zip(("status", "reason"), run.store.live_status, strict=True)),
             "run": name, "estimator": run.estimator, "steps": len(run.steps), **asdict(headline(run.steps)),
             "alarm": run.alarm, "conclusion": run.lines,
             "proxy": run.proxy, "proxy_words": run.proxy_line,
@@ -106,7 +106,7 @@ def comparison_record(
 
 def decision_record(steps: MeasuredSteps) -> dict[str, object]:
     """Return a decision with its sentences and every estimator over `rloo`."""
-    decision, beside = steps.decision, steps.beside
+    decision, beside = steps.decision, steps.against_rloo
     info = None if steps.over_rloo.cause == "no reference" else steps.comparison()
     return {
         "design": steps.name, "steps": len(steps.grams), "prompts": decision.n_prompts, "conclusion": steps.lines,

@@ -28,7 +28,7 @@ from otb_analysis.phases import advance, ahead, count_to
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier
 from otb_analysis.store.catalogue import ARROW, LARGE, SMALL, transaction
-from otb_analysis.store.layout import find_run, other_writer, read_run_file, standing
+from otb_analysis.store.layout import find_run, live_status, other_writer, read_run_file
 from otb_analysis.store.parts import (
     ROW_GROUP,
     Part,
@@ -80,7 +80,7 @@ def compact(path: Path) -> Compacted:
     """
     run_dir = find_run(path)
     info = read_run_file(run_dir)
-    if (pid := other_writer(info)) or standing(info)[0] == "running":
+    if (pid := other_writer(info)) or live_status(info)[0] == "running":
         by = f"process {pid}" if pid else "a process that is running"
         raise InputError(f"{run_dir} is being written by {by}; compact it once it has ended.")
     try:

@@ -76,6 +76,7 @@ def catalogue_of(run_dir: Path) -> sqlite3.Connection:
     return _catalogue_of(run_dir, tuple(path.stat().st_mtime_ns for path in paths if path.exists()))
 
 
+# Thousands of small files of a run of this layout take seconds to read, and every question to it asks for them.
 @lru_cache(maxsize=4)
 def _catalogue_of(run_dir: Path, times: tuple[int, ...]) -> sqlite3.Connection:
     steps = dict[int, list[tuple[Path, Part | pa.Table]]]()

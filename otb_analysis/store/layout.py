@@ -161,6 +161,7 @@ def read_run_file(run_dir: Path) -> dict[str, object]:
         raise StoreError(f"{path} cannot be read ({why}); restore it, or delete the run and write it again.") from error
 
 
+# A list of runs asks seven times for each run, and one with the changes of a repository in it takes 3 ms to parse.
 @lru_cache(maxsize=256)
 def _parsed(path: Path, inode: int, mtime_ns: int, size: int) -> dict[str, object]:
     """Return what a run.json says once it is checked; until it changes it is read once."""
@@ -211,10 +212,10 @@ def git_state() -> dict[str, object] | None:
 
 def this_process() -> dict[str, object]:
     """Return what identifies this process: host, place in which its number is valid, number, second of its start."""
-    return {"host": platform.node(), "place": _place(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    return {"host": platform.node(), "place": _host(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
-def standing(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
+def live_status(info: Mapping[str, object], heard: str = "") -> tuple[str, str]:
     """Return the status of a run as it is now, and why.
 
     A run that says it is running is `stopped` where its process is known to be gone, and `running` otherwise.
@@ -242,7 +243,7 @@ def other_writer(info: Mapping[str, object]) -> int | None:
 def _lives(process: Mapping[str, object]) -> bool | None:
     """Return whether a process is running; None where this process cannot see it by number."""
     pid, started = process.get("pid"), process.get("started")
-    if process.get("place") != _place() or not isinstance(pid, int) or not isinstance(started, int | float):
+    if process.get("place") != _host() or not isinstance(pid, int) or not isinstance(started, int | float):
         return None
     try:
         one = psutil.Process(pid)
@@ -252,7 +253,7 @@ def _lives(process: Mapping[str, object]) -> bool | None:
         return False
 
 
-def _place() -> str:
+def _host() -> str:
     """Return host and process namespace; processes of one place see each other's numbers."""
     namespace = ""
     with suppress(OSError):  # only Linux has these

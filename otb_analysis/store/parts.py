@@ -72,7 +72,6 @@ def described(step: int, table: str, file: str, rows: pa.Table, checksum: int) -
     return Part(step, table, file, len(rows), checksum, named_types(rows.schema), recorded)
 
 
-@lru_cache
 def named_types(schema: pa.Schema) -> str:
     """Return the columns of a file and their types, as the catalogue keeps them."""
     return json.dumps({field.name: str(field.type) for field in schema})
@@ -98,6 +97,7 @@ def check(run_dir: Path, parts: Iterable[Part]) -> None:
             raise StoreError(f"{path} has changed since it was written (its CRC-32 differs); restore it from a copy.")
 
 
+# Each question to a run checks its files: reading 200 MB of tokens for each takes longer than most answers.
 @lru_cache(maxsize=200_000)
 def checksum_of(path: Path, *state: int) -> int:
     """Return the CRC-32 of a file; while its inode, time and size (`state`) are the same, it is read once."""

@@ -22,7 +22,7 @@ from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier, parts
 from otb_analysis.store.catalogue import SMALL, quoted, transaction
 from otb_analysis.store.gram import GRAM_TEXTS, rebuild_grams, unpacked
-from otb_analysis.store.layout import CATALOGUE, find_run, read_run_file, standing
+from otb_analysis.store.layout import CATALOGUE, find_run, live_status, read_run_file
 from otb_analysis.store.parts import Part, check, listed, literal, read_step
 from otb_analysis.store.token_arrays import TOKEN_COLUMNS, TokenArrays, rebuild_token_arrays
 from otb_analysis.types import Gram, Label
@@ -105,9 +105,9 @@ class RunStore:
         return read_run_file(self.path)
 
     @property
-    def standing(self) -> tuple[str, str]:
+    def live_status(self) -> tuple[str, str]:
         """Status as it is now, and why: `stopped` where run.json says running but the process is known to be gone."""
-        return standing(self.info, f"{self.last_heard:%Y-%m-%d %H:%M} UTC")
+        return live_status(self.info, f"{self.last_heard:%Y-%m-%d %H:%M} UTC")
 
     @property
     def last_heard(self) -> datetime:
@@ -142,7 +142,7 @@ class RunStore:
             raise StoreError(f"{self.path} has {len(steps)} steps, but it ended with {n}; restore it from a copy.")
         return steps
 
-    def written(self, *tables: str) -> str:
+    def change_token(self, *tables: str) -> str:
         """Return a text that changes when a complete step of these tables is added or written again.
 
         Raises:

@@ -144,7 +144,7 @@ def _row(path: Path) -> dict[str, object]:
         if not path.resolve().is_relative_to(path.parent.resolve()):
             raise StoreError(f"{path} is a link out of its directory; open the directory that it points to.")
         store = RunStore(path)
-        info, updated, (status, reason) = store.info, pd.Timestamp(store.last_heard), store.standing
+        info, updated, (status, reason) = store.info, pd.Timestamp(store.last_heard), store.live_status
         steps: Any = store.rows("steps", _COLUMNS).to_pandas()
     except (StoreError, InputError, OSError) as error:  # the last two: the run was replaced while it was being listed
         return {"run": path.name, "status": "broken", "reason": str(error)}

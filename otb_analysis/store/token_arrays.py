@@ -213,7 +213,7 @@ class StoredPrompt:
         limit = int(np.prod([n for n in sizes if isinstance(n, int)])) if sizes and isinstance(sizes[0], int) else 0
         return with_limit(label[0], options, limit)
 
-    def under(self, label: Label) -> pd.DataFrame:
+    def with_estimator(self, label: Label) -> pd.DataFrame:
         """Return the tokens with an estimator's baseline and advantage; those of the trained one are the stored ones.
 
         Raises:

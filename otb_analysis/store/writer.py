@@ -143,7 +143,7 @@ class RunWriter:
                     catalogue.make(db)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot make {path} ({_why(error)}); pass a writable parent.") from error
-        return cls._of(path)
+        return cls._opened(path)
 
     @classmethod
     def resume(cls, path: Path, from_step: int, machine: Mapping[str, object] | None = None) -> "RunWriter":
@@ -173,10 +173,10 @@ class RunWriter:
             write_reserve(path)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot continue {path} ({_why(error)}); free some space or make it writable.") from error
-        return cls._of(path)
+        return cls._opened(path)
 
     @classmethod
-    def _of(cls, path: Path) -> "RunWriter":
+    def _opened(cls, path: Path) -> "RunWriter":
         writer = cls(path)
         writer._process = read_run_file(path).get("process")
         return writer

@@ -258,6 +258,7 @@ class ReasoningGym(SingleTurn):
         added = "" if config.shots or "{instruction}" in config.template else "\n{instruction}"
         self.template = config.template + added
         self.sources = [GymSource(name, fields, seed) for name, fields in zip(config.name, settings, strict=True)]
+        # Of one problem prompt, reward of each rollout and demonstration are asked, and some take a second to make.
         self.problem = lru_cache(maxsize=1024)(self._problem)
         self.origins: dict[str, tuple[int, int]] = {}  # Prompt → its source, and the problem's number there
         self.heldout: dict[int, Prompt] = {}  # drawn once: each takes ten problems, and some are slow to make

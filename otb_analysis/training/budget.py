@@ -28,7 +28,7 @@ from otb_analysis.config import (
     TrainConfig,
 )
 from otb_analysis.measurement.forward import completion_logprobs
-from otb_analysis.measurement.level import NORM, drawn_share, first_groups, level_of, positions, read_once, seen
+from otb_analysis.measurement.level import NORM, drawn_share, first_groups, level_of, positions, prefix_share, read_once
 from otb_analysis.measurement.measurer import EXACT, SKETCHED, GramMethod
 from otb_analysis.phases import EXPECTED, duration, note, plural
 from otb_analysis.rollouts.sampling import Rollouts
@@ -111,7 +111,7 @@ def levels(
         return f"{plural(len(np.unique(group[rows])), 'prompt')} ({plural(int(rows.sum()), 'rollout')})"
 
     rows = every if exact_always else normed
-    norms = WHOLE + NORM[measure.engine if rollouts.soft is None else "reference"] * seen(rollouts, rows)
+    norms = WHOLE + NORM[measure.engine if rollouts.soft is None else "reference"] * prefix_share(rollouts, rows)
     if exact_always:
         planned.append(PlannedLevel(NORMS, "exact norms of every rollout", lambda step: True, norms, rows))
     elif normed.any():
@@ -131,7 +131,7 @@ def levels(
             level = level_of(name)
             rows = first_groups(group, ~normed, plan.prompts) if isinstance(plan, Schedule) else every
             cost = level.passes(plan, rollouts, rows)
-            planned.append(PlannedLevel(level.phase, level.words(plan), plan.due, cost, rows, level.sharers))
+            planned.append(PlannedLevel(level.phase, level.describe(plan), plan.due, cost, rows, level.sharers))
     for i, one in enumerate(planned):
         # whole prompts are dealt out, so that the slowest process sets the pace
         count, workers = max(len(np.unique(group[one.rows])), 1), int(min(processes, one.sharers))

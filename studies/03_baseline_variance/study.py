@@ -107,7 +107,7 @@ def measured(cell: Cell, size: Size, config: TrainConfig, work: Path, bar: Bar) 
     policy.model.load_state_dict(weights)
     found = measured_tokens(policy, pools[kind], np.unique(pools[kind].table.group), size.buckets, bar=bar)
     keep_arrays(work, **found)
-    pool = Pool.of(pools[kind], **found)
+    pool = Pool.from_norms(pools[kind], **found)
     key = {"policy": cell.settings["policy"]}
     inputs, paid = pool.inputs, pool.written.table.total_reward
     assert inputs.energy is not None

@@ -52,9 +52,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "new_policies": [row for row in tables["policies"] if row not in policies],
         "overlong": {policy: length / best[policy] for policy, length in moved.items()},
         "ess": min(column(tables["checks"], "ess")),
-        "within": {name: within(tables["points"], which) for name, which in WITHIN.items()},
+        "within": {name: rank_correlation(tables["points"], which) for name, which in WITHIN.items()},
         "foremost": foremost(tables["points"]),
-        "asked": {name: within(new, which) for name, which in ASKED.items()} if new else {},
+        "asked": {name: rank_correlation(new, which) for name, which in ASKED.items()} if new else {},
         "new_foremost": foremost(new),
     }
 
@@ -71,7 +71,7 @@ def foremost(points: Rows) -> dict[str, Rows]:
     }
 
 
-def within(points: Rows, optimisers: Sequence[str]) -> tuple[Interval | None, list[float]]:
+def rank_correlation(points: Rows, optimisers: Sequence[str]) -> tuple[Interval | None, list[float]]:
     """Return the rank correlation over the arms of one checkpoint, averaged over optimisers: its mean, and each.
 
     Arms are chosen within a checkpoint. Ranks over all checkpoints also compare points of different ones, whose

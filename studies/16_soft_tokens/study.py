@@ -71,7 +71,7 @@ def answer_logprobs(model: nn.Module, ids: Tensor, mask: Tensor, soft: SoftToken
     for k in here[0].nonzero()[:, 0].tolist():
         z = model(inputs_embeds=torch.stack(read[:k], dim=1), use_cache=False).logits[:, -1] / temperature
         mean = mixtures(z, table.weight)
-        read[k] = soft.at(ids[:, k]) + mean - mean.detach()  # the vector that was drawn, moving as pE moves
+        read[k] = soft.embed(ids[:, k]) + mean - mean.detach()  # the vector that was drawn, moving as pE moves
     z = model(inputs_embeds=torch.stack(read, dim=1), use_cache=False).logits[:, :-1] / temperature
     found = z.log_softmax(-1).gather(-1, ids[:, 1:, None].masked_fill(here[:, 1:, None], 0))[..., 0]
     return torch.where(mask[:, 1:] & ~here[:, 1:], found, 0.0)

@@ -104,7 +104,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             out.append(interval_curve(points, name, policy, COLORS[policy], width=width))
         return out
 
-    def over(estimator: str, name: str) -> list[Curve]:
+    def curves_of(estimator: str, name: str) -> list[Curve]:
         return curves(lambda row: row["by"][estimator, row["sizes"][-1]], name)
 
     def logarithms(row: Row) -> dict[str, float | None]:
@@ -114,8 +114,8 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     across, ratio, one = "log₂ of tokens", "variance over rloo's", ((1.0, "rloo"),)
     panels = [
         Panel("Variance of rloo", "log₁₀, of an update", across, curves(logarithms, "variance")),
-        Panel("otb at equal progress", ratio, across, over("otb_turn", "sf_ratio"), one),
-        Panel("energy_regression", ratio, across, over("energy_regression", "variance_ratio"), one),
+        Panel("otb at equal progress", ratio, across, curves_of("otb_turn", "sf_ratio"), one),
+        Panel("energy_regression", ratio, across, curves_of("energy_regression", "variance_ratio"), one),
         Panel(
             "Proxy against exact norms", "rank correlation within (prompt, position)", across,
             curves(lambda row: row["norms"], "spearman_within"),

@@ -57,7 +57,9 @@ class Pool:
     node: Int  # Row of `sketch` of each token [N, T], 0 outside the mask
 
     @classmethod
-    def of(cls, written: ScoredRollouts, exact: Float, whole: Float, sketch: NDArray[np.float32], node: Int) -> "Pool":
+    def from_norms(
+        cls, written: ScoredRollouts, exact: Float, whole: Float, sketch: NDArray[np.float32], node: Int
+    ) -> "Pool":
         """Return the pool of rollouts with exact norms of tokens [N, T] and rollouts [N], and sketches of scores."""
         proxy = np.where(written.table.mask, written.table.stats.energy, 0.0)
         return cls(written, written.table.inputs(np.nan_to_num(exact), whole), proxy, sketch, node)
@@ -104,7 +106,7 @@ def promising_prompts(policy: Policy, first: int, count: int, config: SampleConf
 def measured_tokens(
     policy: Policy, written: ScoredRollouts, groups: Int, dim: int, bar: Bar = silent
 ) -> dict[str, Any]:
-    """Return what `Pool.of` takes beside the rollouts, of some prompts: exact norms, and sketches in `dim` buckets.
+    """Return what `Pool.from_norms` takes of some prompts beside the rollouts: exact norms, sketches in `dim` buckets.
 
     A group is all rollouts of a prompt. With a critic's values in its table `value` and `tvm` are measured too. B* is
     not: from half a pool it is noisier than what it is compared with (studies/LOG.md).
@@ -131,7 +133,7 @@ def load_pool(written: ScoredRollouts, cells: Sequence[Cell], work: Path) -> tup
         part["node"] = part["node"] + start
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     exact, whole, sketch, node = (joined.pop(name) for name in ("exact", "whole", "sketch", "node"))
-    return Pool.of(written, exact, whole, sketch, np.where(written.table.mask, node, 0)), joined
+    return Pool.from_norms(written, exact, whole, sketch, np.where(written.table.mask, node, 0)), joined
 
 
 def token_sketches(

@@ -19,7 +19,7 @@ from otb_analysis.recorded import score as scoring
 from otb_analysis.recorded.importing import import_rollouts
 from otb_analysis.recorded.score import score
 from otb_analysis.report.audit import audit_sections, write_audit
-from otb_analysis.report.records import written
+from otb_analysis.report.records import jsonable
 from otb_analysis.statistics import mean_over_subgroups
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from otb_analysis.types import Gram
@@ -116,9 +116,9 @@ def test_the_files_hold_the_report_and_load_nothing(audited):
 def test_an_alarm_stands_first_and_takes_the_group_size_and_the_proxy_away(audited):
     run, report = audited  # the texts were made up, not sampled from the model
     assert report.sampling.alarm and "were not drawn by the stated sampler" in report.verdict[0]
-    assert "nothing is proved" in report.verdict[1] and run.known.projection == {}
+    assert "nothing is proved" in report.verdict[1] and run.proved.projection == {}
     assert "roxy" not in " ".join(report.verdict) and "groups of" not in " ".join(report.verdict)
-    assert written(report)["sampling"]["alarm"] is True
+    assert jsonable(report)["sampling"]["alarm"] is True
     first, second = audit_sections(run, report)[:2]
     assert first.parts == (f"Alarm: {report.alarms[0]}",) and report.alarms[0] == report.verdict[0]
     assert report.alarms[0] not in " ".join(map(str, second.parts))

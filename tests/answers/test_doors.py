@@ -278,7 +278,7 @@ def test_a_report_with_figures_says_of_each_run_what_the_run_says_and_draws_it(t
 def test_an_alarm_stands_in_the_first_lines_of_every_door_and_nothing_is_proved(three_runs, answers, doors):
     alarm = answers["alarm"].alarm
     assert "were not drawn by the stated sampler" in alarm
-    assert not answers["alarm"].known.projection and answers["alarm"].measured.decision.best is None
+    assert not answers["alarm"].proved.projection and answers["alarm"].measured.decision.best is None
     for door, text in doors(three_runs["alarm"]).items():
         body = plain(text)
         assert body.index(plain(alarm)) < 800, door
@@ -302,11 +302,13 @@ def test_the_list_of_runs_and_every_page_of_one_say_that_another_sampler_drew_it
 
 def test_a_demo_keeps_what_trained_and_names_the_best_against_rloo(answers):
     measured = answers["demo"].measured
-    assert measured.decision.against == ("otb", "proxy") and measured.beside.best.label == (
+    assert measured.decision.against == ("otb", "proxy") and measured.against_rloo.best.label == (
         "energy_regression",
         "proxy",
     )
-    assert measured.beside.best.by == "variance" and {one.by for one in measured.decision.comparisons} == {"efficiency"}
+    assert measured.against_rloo.best.by == "variance" and {one.by for one in measured.decision.comparisons} == {
+        "efficiency"
+    }
     assert measured.lines[0].startswith("Keep otb") and measured.decision.best is None
 
 
@@ -329,7 +331,7 @@ def wide(low, high):
 def over_training_rows(run):
     """The ratios of every estimator to rloo by block of steps, named as those of the other doors."""
     labels = [label for gram in run.grams.values() for label in gram.labels]
-    rows = curves_table(over_training(run.grams, REFERENCE, list(dict.fromkeys(labels)), run.known))
+    rows = curves_table(over_training(run.grams, REFERENCE, list(dict.fromkeys(labels)), run.proved))
     return rows.rename(columns={"low": "sf_ratio_low", "high": "sf_ratio_high"})
 
 

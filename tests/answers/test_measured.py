@@ -16,7 +16,7 @@ ALARM = "Tokens were not drawn by the stated sampler: z = 41."
 def test_all_are_compared_with_the_one_that_trained_else_with_rloo(gram, run_of, trained, against):
     run = run_of([gram([1, 0.7, 0.9, 1.2, 1])], estimator={"name": trained, "energy": "exact"})
     assert run.measured.decision.against == against
-    beside = run.measured.beside
+    beside = run.measured.against_rloo
     assert (beside is None) == (against == REFERENCE)
     assert run.measured.over_rloo.against == REFERENCE
 
@@ -27,7 +27,7 @@ def test_rloo_stands_beside_only_where_it_is_another_update(gram, run_of):
     inner = one.inner[:1, :1] * [[[[a * b]] for b in scale] for a in scale]
     multiple = Gram(inner, (REFERENCE, ("group_mean", "none")), 256, one.prompt)
     measured = run_of([multiple], estimator={"name": "group_mean"}).measured
-    assert measured.decision.against == ("group_mean", "none") and measured.beside is None
+    assert measured.decision.against == ("group_mean", "none") and measured.against_rloo is None
 
 
 def test_an_alarm_takes_proofs_away_and_stands_first(gram, run_of):

@@ -6,7 +6,7 @@ import pytest
 
 from otb_analysis.commands.cli import main
 from otb_analysis.figures.styles import interval_cell
-from otb_analysis.report.records import written
+from otb_analysis.report.records import jsonable
 from otb_analysis.statistics import Interval
 from tests.app.test_pages import PAGES, open_page, studies_root, texts
 from tests.app.test_tokens_page import box, payload
@@ -32,7 +32,7 @@ def column(rows, name):
 
 def listed(values):
     """A column of a page's table as JSON has it: None for what is missing."""
-    return written(values.tolist())
+    return jsonable(values.tolist())
 
 
 __all__ = ["odd", "studies_root"]

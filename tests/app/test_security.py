@@ -152,7 +152,7 @@ def test_answer_of_100_megabytes_in_one_cell_does_not_reach_the_browser(cell, st
 def test_query_that_joins_everything_ends_within_its_memory_and_time(store_root):
     store = RunStore(store_root / "chain-otb-s0", memory_limit="256MB")
     began = time.monotonic()
-    with pytest.raises(InputError, match="took longer than 1 s and was ended"):
+    with pytest.raises(InputError, match="took longer than 1 s"):
         store.sql("SELECT count(*) FROM tokens a, tokens b, tokens c WHERE a.t + b.t * c.t % 7 = 1", seconds=1)
     assert time.monotonic() - began < 30
 

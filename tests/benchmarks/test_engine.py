@@ -115,7 +115,7 @@ def test_an_engine_that_refuses_the_model_is_a_row_that_says_why(tiny, monkeypat
 
 
 def test_errors_are_zero_for_the_exact_values_and_grow_with_the_distance(case):
-    exact = Exact.of(case)
+    exact = Exact.of_case(case)
     runs = candidates(case)
     for name in ("reference", "generic", "generic, path=True", "generic, 8 weighted rows", "attribution, jvp"):
         assert error_of(name, runs[name](), exact) < 1e-6

@@ -69,7 +69,7 @@ def case(request):
 
 def test_operations_of_a_training_step(case):
     model, ids, _, costs = case
-    whole = 6 * (costs.inside + costs.ends) * ids.numel()  # the model reads prompts again, and scores them
+    whole = 6 * (costs.blocks + costs.embedding) * ids.numel()  # the model reads prompts again, and scores them
     found = counted(lambda: torch.autograd.grad(model(input_ids=ids).logits.sum(), list(model.parameters())))
     assert found == pytest.approx(whole, rel=0.05)
     assert costs.training < whole
@@ -145,7 +145,7 @@ def test_seconds_of_measured_levels_follow_the_formulas(name):
         }  # fmt: skip
         if row["what"] in each and row["tokens"] >= 64:
             seen.add(row["what"])
-            whole = 6 * (costs.inside * costs.positions + costs.ends * costs.sampled)
+            whole = 6 * (costs.blocks * costs.positions + costs.embedding * costs.sampled)
             assert 0.7 < row["passes"] / (each[row["what"]] / whole) < 2.5, row
     assert seen == {GRADIENTS, DRAWN, "sketch", "attribution"}
 
@@ -155,7 +155,7 @@ def test_more_processes_hold_less_and_send_more():
     one, four = (costs_of(processes, **sizes) for processes in (1, 4))
     whole, part = one.one_round, four.one_round
     assert one.sent(whole) == 0 and part.held == whole.held / 4
-    assert four.sent(part) == 4 * 2 * 2 * (four.inside + 2 * four.ends) * 3 / 4
+    assert four.sent(part) == 4 * 2 * 2 * (four.blocks + 2 * four.embedding) * 3 / 4
 
 
 def test_the_table_has_a_row_for_each_level():

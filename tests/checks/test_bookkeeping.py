@@ -105,7 +105,7 @@ def test_weights_of_a_run_are_over_its_own_constant(tmp_path, jsonl):
 
 def test_advantages_without_ids_belong_to_no_tokens(tmp_path, jsonl):
     records = [{name: value for name, value in row.items() if name != "ids"} for row in rows(CENTRED)]
-    with pytest.raises(InputError, match=r"record 1 has advantages but no ids"):
+    with pytest.raises(InputError, match=r"record 1 .*advantages but no ids"):
         imported(tmp_path, jsonl, records)
 
 
@@ -208,7 +208,7 @@ def test_a_recorded_norm_is_kept_and_compared(tmp_path, jsonl, checkpoint):
     assert [check.logged for check in checked.norms] == [2.5, 3.5]
     assert imported(tmp_path, jsonl, records).steps_df()["grad_norm"].tolist() == [2.5, 3.5]
     records[3]["grad_norm"] = 9.0
-    with pytest.raises(InputError, match=r"record 4 has grad_norm 9\.0 but record 1 of the same step has 2\.5"):
+    with pytest.raises(InputError, match=r"record 4 .*grad_norm 9\.0 .*record 1 .*2\.5"):
         imported(tmp_path, jsonl, records)
 
 

@@ -301,7 +301,7 @@ def test_a_vocabulary_too_large_to_sort_keeps_a_bin_more(monkeypatch):
 
 
 def test_a_run_without_the_check_says_which_command_adds_it():
-    with pytest.raises(InputError, match=r"there is no sampling check; .*otb score --model"):
+    with pytest.raises(InputError, match=r"no sampling check; .*--model"):
         sampling_report({"test": []})
 
 

@@ -203,6 +203,10 @@ def test_what_the_user_can_mend_is_one_sentence_and_code_2(words, expected, caps
         ("seed = [1]", "seed is [1]; it must be of type int."),
         ("[estimator]\nenergy = 'exakt'", "energy is 'exakt'; did you mean 'exact'? Known: proxy, exact."),
         ("if_exists = 'overwrite'", "if_exists is 'overwrite'; known: error, replace, resume."),
+        ("trackers = ['wandbb']", "trackers is 'wandbb'; did you mean 'wandb'?"),
+        ("trackers = 'wandb'", "trackers is 'wandb'; it must be a list."),
+        ("[optimize]\nbetas = [0.9]", "betas is [0.9]; it must be a list of 2."),
+        ("[measure.further]\n'mine:Level' = 'often'", "further: mine:Level is 'often'; it must be of type int."),
         ("seed = ", "is not valid TOML: "),
     ],
 )
@@ -246,6 +250,13 @@ def test_a_list_of_features_is_an_option_as_any_other(tmp_path):
     text = '[estimator]\nname = "energy_regression"\noptions = {features = ["1", "m*f"], memory = 0.9}'
     config = from_toml(TrainConfig, toml(tmp_path, text))
     assert config.estimator.options == {"features": "1,m*f", "memory": "0.9"}
+
+
+def test_numbers_in_a_table_of_numbers_stay_numbers(tmp_path):
+    text = "[measure.further]\n'mine:Level' = 5\n[optimize]\nbetas = [0, 0.99]"
+    config = from_toml(TrainConfig, toml(tmp_path, text))
+    assert config.measure.further == {"mine:Level": 5}
+    assert (config.optimize.betas, type(config.optimize.betas[0])) == ((0.0, 0.99), float)
 
 
 def trained_with(monkeypatch, words, run):

@@ -197,7 +197,7 @@ def test_worker_that_dies_without_a_word_stops_the_demo_at_once(finished, monkey
     plain = replace(finished, task="chain_sum")
     endless = replace(plain, run="endless", optimize=OptimizeConfig(steps=100_000))
     broken = replace(plain, run="broken", sample=SampleConfig(prompts=1.5))  # a float where a count belongs: a bug
-    with pytest.raises(StoreError, match=r"training broken ended without a word"):
+    with pytest.raises(StoreError, match=r"broken ended without a word"):
         train_together([endless, broken], {})
 
 

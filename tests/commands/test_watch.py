@@ -15,6 +15,7 @@ from otb_analysis.commands import watch as sentinel
 from otb_analysis.commands.cli import from_toml, main
 from otb_analysis.config import TrainConfig, plain_config
 from otb_analysis.store import RunWriter, StepTables, runs_df
+from otb_analysis.store.layout import read_run_file, this_process, write_run_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # of apprise
 
@@ -168,7 +169,8 @@ def test_a_run_that_was_killed_ends_the_watch(tmp_path, monkeypatch):
     writer = RunWriter.create(tmp_path, "mine", {})
     write(writer, 0, 2, 0.8)
     monkeypatch.setattr(sentinel, "sleep", lambda _: pytest.fail("a dead run was waited for"))
-    monkeypatch.setattr("otb_analysis.store.layout._lives", lambda process: False)
+    info = read_run_file(writer.path)  # another process has its number by now
+    write_run_file(writer.path, info | {"process": this_process() | {"started": 1.0}})
     assert main(["watch", "mine", "--root", str(tmp_path)]) == 4
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from otb_analysis.commands import screen as watching
-from otb_analysis.commands.screen import Bars, reported, shown, words
+from otb_analysis.commands.screen import Bars, phase_text, reported, shown
 from otb_analysis.phases import NOTES, Phase, advance, count_to, note, phase
 
 
@@ -62,7 +62,7 @@ def test_a_phase_that_is_not_counted_lasts_as_long_as_it_did_before():
 
 def test_phase_that_may_end_early_says_at_most():
     sampling = Phase("sampling", 64, "token", at_most=True, done=16)
-    assert words(sampling) == "sampling, token 17 of at most 64"
+    assert phase_text(sampling) == "sampling, token 17 of at most 64"
 
 
 def test_short_phase_inside_is_not_drawn_and_one_that_ended_neither():

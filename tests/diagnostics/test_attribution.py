@@ -14,8 +14,10 @@ def test_shares_add_up_to_the_norm_at_every_level():
     found = attribute_step(7, TOKENS, grad_norm=2.0)
     assert found.norm_sq == 4.0 and found.recorded_norm_sq == 4.0 and found.gap == 0.0
     for level in ("prompt", "rollout", "token"):
-        assert found.at(level).share.sum() == 4.0
-        np.testing.assert_array_equal(found.at(level).signal + found.at(level).noise, found.at(level).share)
+        assert found.at_level(level).share.sum() == 4.0
+        np.testing.assert_array_equal(
+            found.at_level(level).signal + found.at_level(level).noise, found.at_level(level).share
+        )
     assert (found.signal_total, found.noise_total) == (0.5, 3.5)
 
 
@@ -38,7 +40,7 @@ def test_order_of_the_tokens_does_not_matter():
     order = np.random.default_rng(0).permutation(5)
     mixed = AttributedTokens(*(x[order] for x in (GROUP, ROLLOUT, T, SIGNAL + NOISE, SIGNAL, NOISE)))
     for level in ("prompt", "rollout", "token"):
-        a, b = (attribute_step(7, tokens).at(level) for tokens in (TOKENS, mixed))
+        a, b = (attribute_step(7, tokens).at_level(level) for tokens in (TOKENS, mixed))
         assert a.group.tolist() == b.group.tolist() and a.share.tolist() == b.share.tolist()
 
 

@@ -280,20 +280,20 @@ def test_without_memory_nothing_is_kept_and_nothing_read():
 def test_state_of_other_features_or_without_numbers_is_refused():
     inputs, options = random_batch(17), RegressionOptions(memory=0.5)
     kept = estimate("energy_regression", inputs, options).state
-    with pytest.raises(InputError, match=r"state has features \('1', 'm', 'f', 'm·f', 'h', 'm·h'\) but the options"):
+    with pytest.raises(InputError, match=r"state has features .*'m·h'"):
         estimate("energy_regression", replace(inputs, state=kept), replace(options, T_max=6))
     for broken in (replace(kept, gram=np.full((6, 6), np.nan)), replace(kept, moment=np.full(6, np.inf))):
         with pytest.raises(InputError, match="state has a NaN or infinity"):
             estimate("energy_regression", replace(inputs, state=broken), options)
     narrow = NormalEquations(kept.features, np.eye(3), np.ones(3))
-    with pytest.raises(InputError, match="pass the state of the same options"):
+    with pytest.raises(InputError, match="state of the same options"):
         estimate("energy_regression", replace(inputs, state=narrow), options)
 
 
 def test_position_needs_the_sampling_limit():
     assert RegressionOptions().used == ("1", "m", "f", "m·f", "h", "m·h")
     assert RegressionOptions(T_max=64).used == RegressionOptions().features
-    with pytest.raises(InputError, match="T_max is 5 but a rollout has 6 policy tokens; pass the sampling limit"):
+    with pytest.raises(InputError, match=r"T_max is 5 .* 6 policy tokens"):
         estimate("energy_regression", random_batch(18, prompts=9), RegressionOptions(T_max=5))
 
 
@@ -307,12 +307,12 @@ def test_limit_is_filled_in_where_it_was_not_chosen():
 def test_entropy_is_needed_unless_no_feature_reads_it():
     bare = replace(random_batch(19), entropy=None)
     assert "energy_regression" not in available(bare) and "energy_across_loo" in available(bare)
-    with pytest.raises(InputError, match="energy_regression needs entropy, which is None"):
+    with pytest.raises(InputError, match="needs entropy"):
         estimate("energy_regression", bare)
     chosen = RegressionOptions(features=("1", "m", "f", "m·f"))
     full = estimate("energy_regression", random_batch(19), chosen)
     np.testing.assert_array_equal(estimate("energy_regression", bare, chosen).baseline, full.baseline)
-    with pytest.raises(InputError, match="energy_regression needs energy, which is None"):
+    with pytest.raises(InputError, match="needs energy"):
         estimate("energy_regression", replace(bare, energy=None), chosen)
 
 

@@ -77,7 +77,7 @@ def test_bad_value_is_named_by_the_callers_row_and_column():
 def test_bad_rollout_norm_is_named_by_its_rollout():
     with pytest.raises(InputError, match=r"rollout_norm_sq is -2\.0 at rollout 1;"):
         estimate("classic_optimal", replace(GOOD, rollout_norm_sq=np.array([1.0, -2.0])))
-    with pytest.raises(InputError, match=r"rollout_norm_sq has shape \(2, 3\) .* one value per rollout"):
+    with pytest.raises(InputError, match=r"rollout_norm_sq has shape \(2, 3\)"):
         estimate("classic_optimal", replace(GOOD, rollout_norm_sq=np.ones((2, 3))))
 
 
@@ -86,7 +86,7 @@ def test_inputs_an_estimator_does_not_read_may_be_anything():
 
 
 def test_unknown_estimator_names_the_nearest():
-    with pytest.raises(InputError, match="estimator 'grpoo' does not exist; did you mean 'grpo'"):
+    with pytest.raises(InputError, match=r"'grpoo' .*mean 'grpo'"):
         estimate("grpoo", GOOD)
 
 
@@ -113,7 +113,7 @@ def test_options_from_a_table_are_the_entry_s_dataclass():
 
 
 def test_options_of_another_estimator_are_refused():
-    with pytest.raises(InputError, match="options of otb are DecayOptions but must be TailOptions"):
+    with pytest.raises(InputError, match="are DecayOptions but must be TailOptions"):
         estimate("otb", GOOD, DecayOptions())
 
 

@@ -116,7 +116,7 @@ def test_parameters_with_a_number_or_a_text_are_options(inputs):
     options = options_from_dict("my_baselines:mean", {"share": "0.5"})
     assert (options.share, options.kind) == (0.5, "whole")
     assert estimate("my_baselines:mean", inputs, options).advantage[0].tolist() == [0, 0, 0]
-    with pytest.raises(InputError, match=r"option 'callback' does not exist for my_baselines:mean; .*nown: share, kin"):
+    with pytest.raises(InputError, match=r"'callback' .*my_baselines:mean; .*share, kin"):
         options_from_dict("my_baselines:mean", {"callback": "x"})
 
 
@@ -130,7 +130,7 @@ def test_what_the_trial_reads_is_needed_or_used_and_nothing_is_claimed():
 
 
 def test_needed_input_that_is_missing_is_named_and_what_is_not_there_is_left_out(inputs):
-    with pytest.raises(InputError, match=r"^my_baselines:greedy needs ratio and energy, which is None"):
+    with pytest.raises(InputError, match=r"^my_baselines:greedy needs ratio and energy"):
         estimate("my_baselines:greedy", inputs)
     whole = EstimatorInputs(**{**vars(inputs), "energy": np.ones((4, 3)), "ratio": np.full((4, 3), 2.0)})
     assert np.isfinite(estimate("my_baselines:greedy", whole).advantage).all()
@@ -204,8 +204,6 @@ def test_what_goes_wrong_after_the_trial_is_named_too(inputs):
 
 
 def test_misspelt_name_is_answered_with_the_nearest_and_how_ones_own_is_named():
-    with pytest.raises(
-        InputError, match=r"'otbb' does not exist; did you mean 'otb'\? Known: .*named module:function\.$"
-    ):
+    with pytest.raises(InputError, match=r"'otbb' .*mean 'otb'\? .*module:function"):
         entry_of("otbb")
     assert not any(":" in name for name in ESTIMATORS)

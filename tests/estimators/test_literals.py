@@ -208,7 +208,7 @@ def test_prefix_values_skip_tool_tokens_and_padding():
 
 
 def test_prefix_values_need_token_ids():
-    with pytest.raises(InputError, match="prefix_values needs token_id, which is None"):
+    with pytest.raises(InputError, match="prefix_values needs token_id"):
         prefix_values(replace(TREE, token_id=None))
 
 

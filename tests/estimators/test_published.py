@@ -45,7 +45,7 @@ def test_qae_moves_rare_successes_or_rare_failures():
     np.testing.assert_allclose(advantages("qae", paid(3, 1, 2), QuantileOptions(1.0)), [0, -2, -1])
     # .7 · 10 is 7.000000000000001 in floating point: the seventh, not the eighth
     np.testing.assert_allclose(estimate("qae", paid(*range(10)), QuantileOptions(0.7)).baseline[:, 0], 6)
-    with pytest.raises(InputError, match=r"quantile is 1\.2 but must lie in \[0, 1\]"):
+    with pytest.raises(InputError, match=r"quantile is 1\.2 .*\[0, 1\]"):
         options_from_dict("qae", {"quantile": "1.2"})
 
 

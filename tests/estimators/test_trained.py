@@ -26,7 +26,7 @@ def test_the_training_estimator_is_named_as_its_gradients_are(estimator, label):
 
 
 def test_an_unknown_training_estimator_is_named_and_one_that_was_not_measured_is_none():
-    with pytest.raises(InputError, match="estimator 'otbb'; did you mean 'otb'"):
+    with pytest.raises(InputError, match=r"'otbb'; .*'otb'"):
         trained_label({"estimator": {"name": "otbb"}})
     grams = [Gram(np.zeros((2, 2, 1, 1)), (("rloo", "none"), MINE), 4)]
     assert trained_labels({"estimator": "rloo"}, grams) == (("rloo", "none"),)

@@ -223,7 +223,7 @@ def test_a_sketch_of_layers_without_tangents_takes_a_pass_a_direction(family, sa
     exact = token_score_norms(model, *batch.args, batch.attention_mask, engine="reference").norm_sq.sum()
     found = sketch_score_norms(model, *batch.args, batch.attention_mask, directions=128)
     assert found.engine == "rank_one" and found.norm_sq.sum() == pytest.approx(exact, rel=0.5)
-    with pytest.raises(InputError, match="has no rule for many directions at once"):
+    with pytest.raises(InputError, match="no rule for many directions"):
         sketch_score_norms(model, *batch.args, batch.attention_mask, directions=2, engine="generic")
 
 

@@ -308,7 +308,7 @@ def test_frozen_parameters_take_no_part(make_model, sample, weights):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("self_attn" in name)
     np.testing.assert_array_equal(gradient_attribution(*args).share, attention.share)
-    with pytest.raises(InputError, match=r"'model\.norm\.weight', which is not in scope"):
+    with pytest.raises(InputError, match=r"'model\.norm\.weight', .*scope"):
         gradient_attribution(*args, direction={"model.norm.weight": model.model.norm.weight})
 
 

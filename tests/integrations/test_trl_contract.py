@@ -58,11 +58,11 @@ def test_the_method_that_is_missing_is_named(installed, name):
 
 def test_a_loss_that_takes_one_number_a_rollout_is_refused(installed):
     installed(OneNumber)
-    with pytest.raises(InputError, match=r"_compute_loss of trl 9\.9 does not look .* by token \[B, T\]"):
+    with pytest.raises(InputError, match=r"_compute_loss of trl 9\.9 .*by token \[B, T\]"):
         load_trl()
 
 
 def test_missing_package_is_asked_for_by_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(InputError, match=r"trl is needed for OTBGRPOTrainer; pip install '\.\[trl\]' in a clone"):
+    with pytest.raises(InputError, match=r"trl is needed .*'\.\[trl\]'"):
         load_trl()

@@ -175,12 +175,12 @@ def test_options_come_from_the_algorithm_section():
     data = batch()
     config = OmegaConf.create({"gamma": 1.0, "otb_analysis": {"tail": "zero"}})
     assert not torch.equal(ours("otb", data, config), ours("otb", data))
-    with pytest.raises(InputError, match="option 'tial' does not exist for otb"):
+    with pytest.raises(InputError, match="option 'tial'"):
         ours("otb", data, OmegaConf.create({"otb_analysis": {"tial": "zero"}}))
 
 
 def test_energy_is_asked_for_in_a_sentence_where_the_trainer_delivers_none():
-    with pytest.raises(InputError, match=r"otb_analysis/otb_loo weighs tokens .* trainer\.v1\.trainer_mode=otb_sync"):
+    with pytest.raises(InputError, match=r"otb_loo weighs tokens .*trainer_mode=otb_sync"):
         compute_advantage(batch(), "otb_analysis/otb_loo")
 
 

@@ -200,7 +200,7 @@ def test_failing_level_is_a_warning_and_a_counted_gap(trainer, monkeypatch, brok
 
     trainer.measurer.config = replace(WATCHED, exact=Schedule(every=1, prompts=0))
     monkeypatch.setattr(type(levels.LEVELS[broken]), "measure", fail)
-    with pytest.warns(RuntimeWarning, match=r"at step 0 failed and is missing from the run: the lens fell off"):
+    with pytest.warns(RuntimeWarning, match=r"step 0 failed .*the lens fell off"):
         tables = train_step(trainer, 0)
     assert tables.steps["measurement_gaps"] == 1
     assert tables.grams is not None

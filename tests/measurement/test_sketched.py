@@ -113,7 +113,7 @@ def test_no_reader_takes_an_estimate_for_an_exact_norm(mixed_run):
     assert [found.pooled.n for _, found in fidelity_of(store)] == [len(only)] * 2
     arrays = store.token_arrays(0)
     assert set(arrays.measured_groups().group) == {0, 1}
-    with pytest.raises(InputError, match="policy tokens have no exact energy"):
+    with pytest.raises(InputError, match="no exact energy"):
         arrays.select(arrays.group == 2).estimator_inputs("exact")
 
 
@@ -142,7 +142,7 @@ def test_failing_sketch_is_a_warning_and_a_counted_gap(trainer, monkeypatch):
 
     trainer.measurer.config = MeasureConfig(exact=Schedule(1, 1), sketch=SKETCH)
     monkeypatch.setattr("otb_analysis.measurement.level.sketch_score_norms", fail)
-    with pytest.warns(RuntimeWarning, match="sketched norms at step 0 failed and is missing from the run: the lens"):
+    with pytest.warns(RuntimeWarning, match="sketched norms at step 0 failed .*the lens"):
         tables = train_step(trainer, 0)
     assert (tables.steps["measurement_gaps"], tables.steps["n_sketched_prompts"]) == (1, 0)
     assert tables.grams is not None and "grad_norm_sq_stderr" not in tables.tokens
@@ -175,5 +175,5 @@ def test_schedules_that_leave_something_to_sketch_are_accepted(tiny_config, tmp_
 def test_training_on_exact_energies_leaves_nothing_to_sketch_and_is_refused(tiny_config, tmp_path):
     trained_on = EstimatorConfig(name="otb", energy="exact")
     config = replace(tiny_config, root=tmp_path, estimator=trained_on, measure=MeasureConfig(sketch=SKETCH))
-    with pytest.raises(InputError, match=r"estimator\.name is 'otb', which already measures every group exactly"):
+    with pytest.raises(InputError, match=r"estimator\.name is 'otb', .*every group exactly"):
         check(config)

@@ -55,7 +55,7 @@ def test_groups_measured_whole_have_the_share_of_the_groups_as_their_chance():
     found = exact()
     assert found.measured_by.tolist() == [["exact", "exact"], ["exact", "none"], ["none"] * 2, ["none"] * 2]
     np.testing.assert_array_equal(found.inclusion_prob[0], [1 / 3, 1 / 3])
-    assert found.whole.tolist() == [True, True, False, False]
+    assert found.fully_measured.tolist() == [True, True, False, False]
 
 
 def test_drawn_tokens_count_as_exact_but_their_groups_not_as_whole():

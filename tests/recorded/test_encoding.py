@@ -115,7 +115,7 @@ def test_prompts_that_lost_their_special_tokens_are_put_back_into_the_template(c
         rollouts, tally = encoded(chatty, record(prompt=text, completion="2", special="removed"))
         assert chatty.decode(rollouts.input_ids[0, : rollouts.prompt_length[0]]) == whole
         assert tally[RESTORED] == 1
-    with pytest.raises(InputError, match=r"record 1: its prompt was recorded without special tokens.*--text plain"):
+    with pytest.raises(InputError, match=r"record 1: .*without special tokens.*--text plain"):
         encoded(chatty, record(prompt="1+1=", completion="2", special="removed"))
     plain, _ = encoded(chatty, record(prompt="1+1=", completion="2", special="removed"), text="plain")
     assert plain.prompt_length.tolist() == [4]
@@ -150,7 +150,7 @@ def test_a_template_that_rewrites_earlier_messages_is_refused(chatty):
     rewriting = character_tokenizer("abcdefghijklmnopqrstuvwxyz \n")
     rewriting.chat_template = "{{ messages | length }}" + TEMPLATE
     messages = (Message("user", "a", False), Message("assistant", "b", True), Message("assistant", "c", True))
-    with pytest.raises(InputError, match="rewrites earlier messages when message 1 comes"):
+    with pytest.raises(InputError, match=r"rewrites earlier messages .*message 1"):
         encoded(rewriting, record(messages=messages))
 
 

@@ -242,7 +242,7 @@ def test_a_uid_of_verl_that_names_a_prompt_is_its_group_whole(jsonl, uid):
 
 
 def test_a_multi_turn_dump_of_verl_is_refused_with_the_reason(jsonl):
-    with pytest.raises(InputError, match=r"record 1 has 4 turns, but verl's dumps hold no masks"):
+    with pytest.raises(InputError, match=r"record 1 has 4 turns, .*no masks"):
         read(jsonl(verl_rows(1, num_turns=4)))
 
 
@@ -280,7 +280,7 @@ def test_traces_that_are_no_rollouts_to_train_on_are_left_out_and_counted(jsonl)
     assert source.tally.pop(UNREAD) == 2
     assert list(source.tally.values()) == [1, 1, 1]
     short = [TRACE["nodes"][0], {**TRACE["nodes"][1], "logprobs": [-0.5]}]
-    with pytest.raises(InputError, match="record 1, message 1 has 1 logprobs for 2 sampled tokens"):
+    with pytest.raises(InputError, match="record 1, message 1 has 1 logprobs"):
         read(jsonl([{**TRACE, "nodes": short}], "short.jsonl"))
 
 
@@ -318,7 +318,7 @@ def test_lm_evals_samples_are_one_rollout_for_each_reply_under_the_first_filter(
     ]  # fmt: skip
     assert sum(source.tally.values()) == 2 and source.tally[ONE_SCORED] == 1
     choice = {**LM_EVAL, "resps": [[[-1.5, False]], [[-2.0, True]]]}
-    with pytest.raises(InputError, match=r"record 1: resps has no single generated text .* as with multiple choice"):
+    with pytest.raises(InputError, match=r"record 1: resps has no single .*multiple choice"):
         read(jsonl([choice], "samples_choice.jsonl"))
 
 
@@ -337,7 +337,7 @@ def test_epochs_of_inspects_samples_are_groups_and_its_own_archive_names_the_com
     assert source.tally == {UNSCORED_SAMPLE: 1}
     with pytest.raises(InputError, match=f"1 × {UNSCORED_SAMPLE}"):
         read(jsonl([{**log, "samples": samples[2:3]}], "failed.json"))
-    with pytest.raises(InputError, match=r"record 1: scores is 'good'; it must be a number"):
+    with pytest.raises(InputError, match=r"record 1: scores is 'good'"):
         read(jsonl([{**log, "samples": [{**INSPECT, "scores": {"x": {"value": "good"}}}]}], "odd.json"))
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "sums.eval").write_bytes(b"PK")
@@ -384,7 +384,7 @@ def test_slime_training_data_have_raw_rewards_by_their_place_in_the_batch(tmp_pa
     torch.save({"rollout_id": 9, "rollout_data": {**columns, "raw_reward": [1.0, 0.5, 0.25]}}, tmp_path / "9.pt")
     assert [r.reward for r in read(tmp_path / "9.pt")] == [1.0, 0.5]
     torch.save({"rollout_id": 9, "rollout_data": columns}, tmp_path / "9.pt")
-    with pytest.raises(InputError, match="rewards that slime normalised, and no raw_reward"):
+    with pytest.raises(InputError, match=r"slime normalised, .*no raw_reward"):
         read(tmp_path / "9.pt")
 
 
@@ -474,7 +474,7 @@ def test_tables_that_trackio_holds_are_read_of_its_newest_run(tmp_path, jsonl):
         {"_type": "trackio.table", "_value": 3},
         {"columns": ["a"], "data": [1]},
     ):
-        with pytest.raises(InputError, match="holds no rows that can be read"):
+        with pytest.raises(InputError, match="holds no rows"):
             read(jsonl([broken], "broken.json"))
 
 
@@ -646,7 +646,7 @@ def test_a_chunk_that_is_being_compressed_is_read_once(jsonl):
 def test_miles_columns_have_no_rewards_and_are_refused(tmp_path):
     row = {"sample_index": 0, "response_length": 2, "total_length": 4, "tokens": [5, 6, 7, 8], "loss_mask": [1, 1]}
     parquet(tmp_path / "dashboard_columns" / "rollout_3.parquet", [{**row, "rollout_log_probs": [-0.5, -0.25]}])
-    with pytest.raises(InputError, match=r"record 1: miles's dashboard_columns .* no rewards; pass the folder rollout"):
+    with pytest.raises(InputError, match=r"record 1: .*dashboard_columns .*no rewards"):
         read(tmp_path)
 
 

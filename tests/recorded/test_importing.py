@@ -101,7 +101,7 @@ def test_a_tokenizer_counts_tokens_of_texts(config, jsonl, simple, tokenizer, tm
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     path = import_rollouts(jsonl(simple()), replace(config, tokenizer=str(tmp_path / "tokenizer")))
     assert RunStore(path).steps_df()["length_mean"].tolist() == [4.0, 4.0]
-    with pytest.raises(InputError, match="which is no directory; pass the model's"):
+    with pytest.raises(InputError, match="no directory"):
         import_rollouts(jsonl(simple()), replace(config, tokenizer=str(tmp_path / "none"), run="other"))
 
 
@@ -150,7 +150,7 @@ def test_a_process_of_its_own_reads_the_same(config, jsonl, simple, notes, monke
 def test_a_record_that_a_process_refuses_is_one_sentence_and_the_steps_before_stay(config, jsonl, simple):
     rows = [row for step in range(4) for row in simple(step=step)]
     rows[-1]["reward"] = "many"
-    with pytest.raises(InputError, match=r"reward is 'many'; it must be a number\. 3 steps before it can be read in"):
+    with pytest.raises(InputError, match=r"reward is 'many'.* 3 steps before"):
         import_rollouts(jsonl(rows), config)
     path = config.root / "rollouts-imported"
     assert RunStore(path).complete_steps() == [0, 1, 2] and not list(path.rglob(".*.tmp"))
@@ -167,9 +167,7 @@ def test_a_process_that_is_killed_is_one_sentence(config, jsonl, simple, monkeyp
 
     path = jsonl(simple())
     monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=killed, PIPE=subprocess.PIPE))
-    with pytest.raises(
-        InputError, match=r"the process that read .*rollouts\.jsonl ended early, by a signal or for want"
-    ):
+    with pytest.raises(InputError, match=r"rollouts\.jsonl ended early, by a signal"):
         import_rollouts(path, config)
     assert started[0].poll() is not None
 

@@ -56,7 +56,7 @@ def test_what_other_programs_write_for_the_same_numbers_and_texts_is_read(tmp_pa
         (record,), _ = read(path)
         assert (record.answer, record.step, record.reward) == ("2", 3, 0.5)
     (tmp_path / "half.jsonl").write_text(json.dumps({**rows[0], "step": 3.5}))
-    with pytest.raises(InputError, match=r"step is 3\.5; it must be a whole number"):
+    with pytest.raises(InputError, match=r"step is 3\.5"):
         read(tmp_path / "half.jsonl")
 
 
@@ -75,7 +75,7 @@ def test_what_lies_beside_rollouts_is_left_out_and_named(jsonl, tmp_path):
     records, tally = read(tmp_path / "named", ("prompt=q", "completion=a", "reward=r"))
     assert len(records) == 4 and tally == {NO_ROLLOUTS: 1}
     jsonl([{"prompt": "p", "completion": "c"}], "run/more.jsonl")  # what lacks a field alone is refused
-    with pytest.raises(InputError, match=r"in no known format: more\.jsonl has completion, prompt"):
+    with pytest.raises(InputError, match=r"no known format: more\.jsonl has completion, prompt"):
         read(folder)
 
 
@@ -83,7 +83,7 @@ def test_named_parts_of_a_reward_are_its_sum_and_kept(jsonl, tmp_path):
     rows = [{"prompt": "p", "completion": str(n), "reward": {"right": float(n), "form": 0.25}} for n in range(2)]
     rollouts = RunStore(import_rollouts(jsonl(rows), ImportConfig(root=tmp_path / "runs"))).rollouts_df()
     assert rollouts["reward"].tolist() == [0.25, 1.25] and rollouts["reward_right"].tolist() == [0.0, 1.0]
-    with pytest.raises(InputError, match=r"record 1: reward\[form\] is 'good'; it must be a number"):
+    with pytest.raises(InputError, match=r"record 1: reward\[form\] is 'good'"):
         read(jsonl([{**rows[0], "reward": {"form": "good"}}], "odd.jsonl"))
 
 
@@ -94,7 +94,7 @@ def test_rewards_by_token_and_by_turn_are_summed_wherever_they_were_paid(jsonl, 
     tokens = RunStore(import_rollouts(jsonl(rows), ImportConfig(root=tmp_path / "runs"))).tokens_df()
     paid = tokens["reward"].to_numpy(np.float64, na_value=0.0).reshape(3, 4)
     np.testing.assert_array_equal(paid, [[0, 0, 1.5, 0], [0, 0, 0.75, 0], [0, 0, 2.0, 0]])
-    with pytest.raises(InputError, match="reward has 3 entries, but there are 4 completion tokens in 2 turns"):
+    with pytest.raises(InputError, match=r"reward has 3 entries, .*4 completion tokens"):
         read(jsonl([{**row, "reward": [1, 2, 3]}], "odd.jsonl"))
 
 
@@ -107,7 +107,7 @@ def test_rows_with_lists_of_generations_are_groups_by_other_names(jsonl, tmp_pat
     ]  # fmt: skip
     steps = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs", fields=FIELDS))).steps_df()
     assert steps["n_prompts"].tolist() == [2] and steps["n_zero_variance_groups"].tolist() == [1]
-    with pytest.raises(InputError, match=r"record 1: correctness is 'yes'; it must be a number"):
+    with pytest.raises(InputError, match=r"record 1: correctness is 'yes'"):
         read(jsonl([{**HF, "generations": "2", "correctness": "yes"}]), FIELDS)
 
 
@@ -169,16 +169,16 @@ def test_messages_that_would_be_lost_are_refused_and_reasoning_counts(jsonl, tok
     def row(**message):
         return {"prompt": asked, "completion": [message], "reward": 0.5}
 
-    with pytest.raises(InputError, match="completion has messages of model and none of the assistant; write"):
+    with pytest.raises(InputError, match="messages of model and none of the assistant"):
         read(jsonl([row(role="model", content="a")]))
-    with pytest.raises(InputError, match="completion must be a text, or a list of messages with role and content"):
+    with pytest.raises(InputError, match="completion must be a text"):
         read(jsonl([{**row(), "completion": [{"from": "gpt", "value": "a"}]}]))
     assert read(jsonl([row(role="tool", content="timeout")]))[0][0].messages[-1].content == ""
     records, tally = read(
         jsonl([row(role="assistant", content="a", reasoning_content="long"), row(role="assistant", tool_calls=[])])
     )
     assert [r.messages[-1].content for r in records] == ["long\na", ""] and tally == {FAILED: 1}
-    with pytest.raises(InputError, match="assistant has reasoning, whose text as the model had it is not recorded"):
+    with pytest.raises(InputError, match="assistant has reasoning"):
         chat_text(tokenizer, records[0].messages, records[0].place, goes_on=False)
 
 
@@ -241,7 +241,7 @@ def test_results_of_verifiers_are_groups_by_example_with_tools_and_null_contents
     path = jsonl([RESULT, failed, other], "results.jsonl")
     rollouts = RunStore(import_rollouts(path, ImportConfig(root=tmp_path / "runs"))).rollouts_df()
     assert rollouts["group"].tolist() == [0, 0, 1] and rollouts["turns"].tolist() == [2, 1, 2]
-    with pytest.raises(InputError, match=r"message 2 of the assistant has tool calls.*otb import, which needs none"):
+    with pytest.raises(InputError, match=r"message 2 .* has tool calls.*otb import"):
         chat_text(tokenizer, records[0].messages, records[0].place, goes_on=False)
 
 

@@ -134,9 +134,7 @@ def test_log_probabilities_that_are_off_by_one_are_refused_by_record(config, jso
     logprobs = sampled[n]["logprobs"]
     for moved, where in ((logprobs[1:] + logprobs[:1], "behind"), (logprobs[-1:] + logprobs[:-1], "before")):
         path = jsonl(changed(sampled, n, logprobs=moved))
-        with pytest.raises(
-            InputError, match=rf"record {n + 1}: its log-probabilities fit the tokens one place {where}"
-        ):
+        with pytest.raises(InputError, match=rf"record {n + 1}: .* one place {where}"):
             score(replace(config, rollouts=path, if_exists="replace"))
 
 
@@ -144,9 +142,7 @@ def test_a_placeholder_at_a_sampled_token_is_refused_by_record_and_token(config,
     n = long_row(sampled)
     t = int(np.argmin(sampled[n]["logprobs"]))
     logprobs = [0.0 if i == t else value for i, value in enumerate(sampled[n]["logprobs"])]
-    with pytest.raises(
-        InputError, match=rf"record {n + 1}: the log-probability of completion token {t} was recorded as 0"
-    ):
+    with pytest.raises(InputError, match=rf"record {n + 1}: .* token {t} was recorded as 0"):
         score(replace(config, rollouts=jsonl(changed(sampled, n, logprobs=logprobs))))
 
 
@@ -196,7 +192,7 @@ def test_a_step_that_repeats_the_one_before_it_is_no_evidence_against_the_sample
 
 def test_a_refused_record_leaves_the_steps_before_it_and_the_reason(config, jsonl, sampled):
     path = jsonl(changed(sampled, 14, ids=[9999] * len(sampled[14]["ids"])))
-    with pytest.raises(InputError, match=r"record 15 has token 9999.*1 step before it can be read"):
+    with pytest.raises(InputError, match=r"record 15 has token 9999.*1 step before"):
         score(replace(config, rollouts=path))
     store = RunStore(config.root / "rollouts-scored")
     assert store.info["status"] == "failed" and "record 15" in str(store.info["reason"])
@@ -221,9 +217,9 @@ def test_what_is_stored_is_not_measured_again_and_a_file_that_grew_adds_steps(co
     assert score(again) == path and made == [0, 1, 1]
     assert RunStore(path).steps_df()["n_rollouts"].tolist() == [12, 12]
     assert RunStore(path).tokens_df([0]).equals(first)
-    with pytest.raises(InputError, match=r"temperature is 0\.5 but run 'rollouts-scored' was made with 1\.0"):
+    with pytest.raises(InputError, match=r"temperature is 0\.5 .*'rollouts-scored' .*1\.0"):
         score(replace(again, temperature=0.5))
-    with pytest.raises(InputError, match=r"step 0 has 3 rollouts .* but 12 in the run; the file has changed"):
+    with pytest.raises(InputError, match=r"step 0 has 3 rollouts .* 12 in the run"):
         score(replace(again, rollouts=jsonl(sampled[:3])))
 
 
@@ -236,7 +232,7 @@ def test_stopped_by_hand_a_run_keeps_its_steps_and_goes_on(config, monkeypatch):
         return tables(self, step)
 
     monkeypatch.setattr(module.Scorer, "tables", stopped)
-    with pytest.raises(Interrupted, match=r"stopped; 1 step before it can be read in .*--if-exists resume goes on"):
+    with pytest.raises(Interrupted, match=r"stopped; 1 step before .*--if-exists resume"):
         score(config)
     path = config.root / "rollouts-scored"
     assert RunStore(path).info["status"] == "failed"
@@ -276,7 +272,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_written(config
 
 def test_one_rollout_per_prompt_names_the_estimators_that_remain(config, jsonl, sampled):
     path = jsonl([sampled[n] for n in range(0, 12, 3)])
-    with pytest.raises(InputError, match=r"one rollout per prompt, but .*'grpo', .* set it to one of none, batch_mean"):
+    with pytest.raises(InputError, match=r"one rollout per prompt, .*'grpo'.*batch_mean"):
         score(replace(config, rollouts=path))
     audit = AuditConfig(**{one.name: getattr(config, one.name) for one in fields(config)} | {"rollouts": path})
     with pytest.raises(InputError, match="has one rollout per prompt"):  # instead of a price
@@ -290,7 +286,7 @@ def test_a_model_with_its_own_code_is_refused_unless_allowed(config, checkpoint,
     settings = json.loads((path / "config.json").read_text())
     settings |= {"model_type": "mine", "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "c.M"}}
     (path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(InputError, match=r"Python files of its own .* --allow-remote-code"):
+    with pytest.raises(InputError, match=r"Python files .*--allow-remote-code"):
         score(replace(config, model=str(path)))
 
 

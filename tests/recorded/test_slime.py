@@ -121,7 +121,7 @@ def test_ranks_without_the_samplers_file_get_raw_rewards_where_their_order_is_su
     # One data-parallel rank of two has half the samples, and nothing says which of the batch's raw rewards are theirs.
     for rank in range(4, 8):
         (tmp_path / "train_data" / f"0_{rank}.pt").unlink()
-    with pytest.raises(InputError, match=r"no raw_reward of its own; pass the folder that has both"):
+    with pytest.raises(InputError, match=r"no raw_reward of its own"):
         read(tmp_path)
 
 
@@ -135,9 +135,7 @@ def test_raw_rewards_in_another_order_than_the_normalised_ones_are_refused(tmp_p
 def test_a_missing_slice_is_refused_with_its_rank(tmp_path):
     miles(tmp_path, 0, tensor=1)
     (tmp_path / "train_data" / "0_1.pt").unlink()
-    with pytest.raises(
-        InputError, match=r"record 1: rollout_log_probs is cut .* of cp_rank 1 there are none; pass the"
-    ):
+    with pytest.raises(InputError, match=r"record 1: rollout_log_probs is cut .* cp_rank 1"):
         read(tmp_path)
 
 
@@ -146,7 +144,7 @@ def test_folders_of_two_runs_are_refused(tmp_path):
     rows = samples(0)
     rows[5]["tokens"][-1] = 99
     torch.save({"rollout_id": 0, "samples": rows}, tmp_path / "rollout_data" / "0.pt")
-    with pytest.raises(InputError, match=r"has other tokens than .*0\.pt, record 6, though both are of index 5"):
+    with pytest.raises(InputError, match=r"other tokens than .*0\.pt, record 6, .*index 5"):
         read(tmp_path)
 
 

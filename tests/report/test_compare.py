@@ -242,5 +242,5 @@ def test_run_whose_groups_never_differ_in_reward_is_said_to_have_no_signal(tmp_p
 
 def test_run_without_a_complete_step_is_one_sentence(tmp_path):
     writer = RunWriter.create(tmp_path, "begun", {})
-    with pytest.raises(InputError, match="run begun has no complete step yet"):
+    with pytest.raises(InputError, match="begun has no complete step"):
         opened([writer.path])

@@ -10,7 +10,7 @@ import pytest
 from otb_analysis.answers import by_name, opened
 from otb_analysis.commands.cli import main
 from otb_analysis.figures.styles import interval_cell, number
-from otb_analysis.report.records import comparison_record, written
+from otb_analysis.report.records import comparison_record, jsonable
 from otb_analysis.statistics import Interval
 from otb_analysis.store import RunStore, RunWriter, StepTables
 
@@ -63,7 +63,7 @@ def test_terminal_says_what_the_json_says_of_b_against_a(tmp_path, capsys):
     assert main(["compare", "rloo-0", "value-0", "--root", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"A is rloo-0, B is value-0. {pair['verdict']}" in text
-    (reward,) = written(pair["quantities"])
+    (reward,) = jsonable(pair["quantities"])
     ratio = interval_cell(Interval(reward["B to A"], reward["low"], reward["high"], 0, ""))
     row = [number(reward["A"]), number(reward["B"]), ratio, "30"]
     assert f"Reward {' '.join(row)}" in text
@@ -77,7 +77,7 @@ def test_terminal_shows_ratios_of_gradient_noise_of_runs_that_measured_the_same_
         shutil.copytree(REAL, tmp_path / name)
     assert main(["compare", "a", "b", "--root", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    (noise,) = written(comparison_record(opened([tmp_path / "a", tmp_path / "b"]))["pair"]["gradient_noise"])
+    (noise,) = jsonable(comparison_record(opened([tmp_path / "a", tmp_path / "b"]))["pair"]["gradient_noise"])
     row = next(line for line in text[text.index("Gradient noise, B ÷ A") :].splitlines() if noise["what"] in line)
     assert noise["variance"] == 1.0 and f"{noise['prompts']} prompts, {noise['steps']} steps" in row
 
@@ -90,7 +90,7 @@ def test_one_run_has_its_lines_every_estimator_and_the_pair_that_is_asked_for(ca
     answers = opened([REAL])[REAL.name]
     (run,), (design,), measured = record["runs"], record["estimators"], answers.measured
     assert (run["run"], run["steps"], run["conclusion"]) == (REAL.name, 20, list(answers.lines))
-    assert run["fidelity"] == written([{"of": of} | vars(found) for of, found in answers.fidelity])
+    assert run["fidelity"] == jsonable([{"of": of} | vars(found) for of, found in answers.fidelity])
     assert design["conclusion"] == list(measured.lines) == run["conclusion"][: len(measured.lines)]
     assert design["looked_at"] == len(measured.decision.tested) and design["recommended"] is None
     rows = {(row["estimator"], row["energy_source"]): row for row in design["rows"]}

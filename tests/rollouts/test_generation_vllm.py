@@ -178,7 +178,7 @@ def test_log_probability_that_is_not_finite_names_rollout_and_token(vllm, policy
         return found
 
     LLM.made.one = poisoned
-    with pytest.raises(NonFiniteError, match=r"rollout 0 \(group 0, prompt '1\+2=', turn 0\) are not finite at"):
+    with pytest.raises(NonFiniteError, match=r"rollout 0 \(group 0, prompt '1\+2=', turn 0\)"):
         drawn(generator, tokenizer, task)
 
 
@@ -195,7 +195,5 @@ def test_policy_that_came_from_no_directory_is_refused(vllm, tiny_model, tokeniz
 
 def test_missing_vllm_is_one_sentence_with_the_command_that_installs_it(policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(
-        InputError, match=r"^vllm is needed for sample.engine 'vllm'; pip install '\.\[vllm\]' in a clone"
-    ):
+    with pytest.raises(InputError, match=r"^vllm is needed .*'\.\[vllm\]'"):
         VllmGenerator(*policy)

@@ -109,7 +109,7 @@ def left(tmp_path):
 
 def test_a_model_is_asked_for_by_the_command_that_fetches_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"fetch it with: otb model fetch smollm2\.$"):
+    with pytest.raises(InputError, match=r"otb model fetch smollm2\.$"):
         load_policy("smollm2")
 
 
@@ -185,7 +185,7 @@ def test_a_fetched_model_that_changed_is_refused_in_one_sentence(index, tmp_path
     assert models.fetch("smollm2") == folder and load_policy("smollm2")
     change(folder)
     for use in (models.fetch, load_policy):
-        with pytest.raises(InputError, match="remove that folder and fetch the model again") as caught:
+        with pytest.raises(InputError, match="fetch the model again") as caught:
             use("smollm2")
         assert "\n" not in str(caught.value)
 
@@ -244,14 +244,12 @@ def test_gguf_file_that_cannot_be_read_is_one_sentence(model_file, tmp_path, kin
         write_gguf(model_file, "frobnicator")
     else:
         model_file.write_bytes(b"GGUF?" if kind == "broken" else model_file.read_bytes()[:-1000])
-    with pytest.raises(InputError, match=r"tiny\.gguf cannot be loaded .* pass another GGUF file\.$") as caught:
+    with pytest.raises(InputError, match=r"tiny\.gguf cannot be loaded") as caught:
         load_policy(model_file)
     assert "\n" not in str(caught.value)
 
 
 def test_missing_gguf_reader_is_one_sentence_with_the_extra(model_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(
-        InputError, match=r"^gguf is needed for reading tiny\.gguf; pip install '\.\[models\]' in a clone"
-    ):
+    with pytest.raises(InputError, match=r"^gguf is needed .*'\.\[models\]'"):
         load_policy(model_file)

@@ -112,9 +112,7 @@ def test_weights_that_are_not_finite_name_rollout_group_and_prompt(tiny_model, t
         tiny_model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("9")] = poison
         tiny_model.lm_head.weight = torch.nn.Parameter(torch.ones_like(tiny_model.lm_head.weight))
     prompts = [Prompt(text, text, "0") for text in ("1+2=", "9+2=")]
-    with pytest.raises(
-        NonFiniteError, match=r"logits of rollout 2 \(group 1, prompt '9\+2=', turn 0\) are not finite at generated"
-    ):
+    with pytest.raises(NonFiniteError, match=r"rollout 2 \(group 1, prompt '9\+2=', turn 0\) .*not finite"):
         drawn(tiny_model, tokenizer, task, prompts, group_size=2)
 
 
@@ -202,14 +200,12 @@ def test_same_seed_draws_the_same_rollouts(tiny_model, tokenizer, task):
 def test_prompt_and_budget_beyond_the_models_positions_are_refused_in_one_sentence(tiny_model, tokenizer):
     generator = TransformersGenerator(tiny_model, tokenizer)
     room = tiny_model.config.max_position_embeddings
-    with pytest.raises(
-        InputError, match=rf"prompt of 5 tokens and sample.max_new_tokens={room} need more than the {room}"
-    ):
+    with pytest.raises(InputError, match=rf"sample.max_new_tokens={room} need more"):
         generator.generate([[3, 4, 5, 3, 4]], room, 1.0)
 
 
 def test_tokenizer_of_a_larger_model_is_refused_in_one_sentence(tiny_model, tokenizer):
     generator = TransformersGenerator(tiny_model, tokenizer)
     entries = tiny_model.get_input_embeddings().num_embeddings
-    with pytest.raises(InputError, match=rf"token id {entries} but the model has {entries} embeddings"):
+    with pytest.raises(InputError, match=rf"token id {entries} .*{entries} embeddings"):
         generator.generate([[3], [4, entries]], 4, 1.0)

@@ -95,10 +95,10 @@ def test_settings_that_cannot_work_are_refused(draw, changes, words):
 
 
 def test_what_cannot_sample_soft_tokens_is_refused(draw, echo, scripted, tokenizer):
-    with pytest.raises(InputError, match="soft tokens work on tasks of one turn"):
+    with pytest.raises(InputError, match="tasks of one turn"):
         draw(SampleConfig(prompts=3, group_size=40, max_new_tokens=60, soft=3), task=echo)
     with pytest.raises(InputError, match="samples no soft tokens"):
         sample(scripted(["1$"]), tokenizer, TASK, [TASK.prompt("train", 0)], SampleConfig(group_size=1, soft=3))
     bloom = BloomForCausalLM(BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=1, n_head=2)).eval()
-    with pytest.raises(InputError, match="cannot be sampled from BloomForCausalLM, because"):
+    with pytest.raises(InputError, match="sampled from BloomForCausalLM"):
         TransformersGenerator(bloom, tokenizer).generate_soft([[4]], 3, 1.0, 1, 0.3)

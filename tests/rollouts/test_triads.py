@@ -66,7 +66,7 @@ def test_saved_with_a_model_it_comes_back(tmp_path):
 
 @pytest.mark.parametrize("text", ["3½", "1,000", "٣", "1e5"])
 def test_what_cannot_be_written_gets_a_sentence(text):
-    with pytest.raises(InputError, match="which the triad tokenizer cannot write; it takes the digits 0 to 9"):
+    with pytest.raises(InputError, match="triad tokenizer cannot write"):
         ids(text)
 
 
@@ -76,5 +76,5 @@ def test_a_decimal_point_must_be_in_the_alphabet():
 
 
 def test_a_model_with_a_tokenizer_of_its_own_takes_no_other(tmp_path):
-    with pytest.raises(InputError, match="tokenizer is 'triads', but model 'demo' has its own"):
+    with pytest.raises(InputError, match=r"tokenizer is 'triads', .*'demo'"):
         check(TrainConfig(model="demo", tokenizer="triads", root=tmp_path))

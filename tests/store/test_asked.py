@@ -48,7 +48,7 @@ def test_what_cannot_be_answered_is_one_sentence(run, query, said):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux limits a process's data")
 def test_values_that_are_computed_take_no_more_memory_than_the_process_may_have(run):
-    with pytest.raises(StoreError, match="needs more memory than allowed; ask for fewer"):
+    with pytest.raises(StoreError, match="more memory than allowed"):
         asked_sql(run, "SELECT max(length(repeat('x', 1000000) || range::VARCHAR)) FROM range(20480)")
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 1.2 * ASKED_PROCESS
 
@@ -70,6 +70,6 @@ def test_a_bound_holds_within_two_seconds_of_a_process_that_starts_slowly(run, t
     if work == "pass":
         assert asked_sql(run, "SELECT 1", seconds=1) == 7
     else:
-        with pytest.raises(InputError, match="took longer than 1 s and was ended"):
+        with pytest.raises(InputError, match="took longer than 1 s"):
             asked_sql(run, "SELECT 1", seconds=1)
         assert time.monotonic() - began < 30  # six, and what the machine does beside

@@ -22,7 +22,7 @@ def test_shares_of_a_trained_step_add_up_to_the_gradient_that_the_optimiser_saw(
 
 
 def test_a_step_that_was_not_attributed_names_those_that_were(store):
-    with pytest.raises(InputError, match=r"step 1 of attributed has no attribution, steps 0, 2 have; .*every 1"):
+    with pytest.raises(InputError, match=r"step 1 .*no attribution, steps 0, 2"):
         step_attribution(store, 1)
 
 

@@ -225,7 +225,7 @@ def test_file_that_was_deleted_changed_or_exchanged_is_a_sentence(run, tables, e
                 with pytest.raises(StoreError, match=f"{path} has changed since it was written"):
                     read()
     path.unlink()
-    with pytest.raises(StoreError, match=f"{path} is missing, though the run was written with it"):
+    with pytest.raises(StoreError, match=f"{path} is missing"):
         RunStore(run).tokens_df()
     assert len(RunStore(run).rollouts_df()) == 32
     if not ended:
@@ -242,7 +242,7 @@ def test_run_that_ended_with_more_steps_than_it_has_is_a_sentence(run):
             RunStore(run)
         db.execute("UPDATE totals SET steps = 7")
         db.commit()
-    with pytest.raises(StoreError, match="has 7 steps, but it ended with 8"):
+    with pytest.raises(StoreError, match=r"7 steps, .*ended with 8"):
         RunStore(run)
 
 
@@ -253,7 +253,7 @@ def test_full_disk_leaves_the_run_as_it_was(run, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(compact_module, "atomic_file", full)
-    with pytest.raises(StoreError, match=r"cannot compact .* \(No space left on device\)"):
+    with pytest.raises(StoreError, match=r"cannot compact .*No space left"):
         compact(run)
     same(everything(run), before)
     assert names(run) == files
@@ -268,7 +268,7 @@ def test_a_file_of_other_bytes_or_fewer_rows_takes_no_part_away(run, monkeypatch
     other = {"checksum_of": lambda *given: 0, "_row_groups": lambda *given: iter([*real(*given)][1:])}
     monkeypatch.setattr(compact_module, "ROW_GROUP", 25)
     monkeypatch.setattr(compact_module, inner, other[inner])
-    with pytest.raises(StoreError, match=r"parquet would not hold the .* rows of its parts"):
+    with pytest.raises(StoreError, match=r"would not hold the .* rows"):
         compact(run)
     assert names(run) == files
     same(everything(run), before)

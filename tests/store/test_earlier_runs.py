@@ -127,6 +127,6 @@ def test_list_of_merged_files_that_was_made_by_hand_is_one_sentence(levels, list
     path = levels / "run.json"
     info = {name: value for name, value in json.loads(path.read_text()).items() if name != "checksum"}
     path.write_text(json.dumps(info | {"compacted": listed}))
-    with pytest.raises(StoreError, match="lists under 'compacted' what is no part of this run") as caught:
+    with pytest.raises(StoreError, match=r"lists under 'compacted' .*no part") as caught:
         RunStore(levels)
     assert "\n" not in str(caught.value)

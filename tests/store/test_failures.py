@@ -85,7 +85,7 @@ def test_disk_full_in_any_table_removes_the_whole_step(writer, tables, monkeypat
     _fill_disk_at(monkeypatch, full_at)
     one = tables(1)
     gram = Gram(np.eye(2).reshape(1, 1, 2, 2), (("rloo", "none"),), 4)
-    with pytest.raises(StoreError, match=r"No space left on device.*steps up to 0 are complete") as caught:
+    with pytest.raises(StoreError, match=r"No space left.*up to 0 are complete") as caught:
         writer.write_step(1, StepTables(one.tokens, one.rollouts, one.steps, grams=gram_rows(1, gram)))
     assert "\n" not in str(caught.value)
     assert files(writer.path) == before
@@ -103,7 +103,7 @@ def test_disk_full_at_the_first_step_says_that_nothing_was_written(writer, table
 def test_disk_full_at_the_end_keeps_run_json_and_steps(writer, tables, monkeypatch):
     writer.write_step(0, tables(0))
     monkeypatch.setattr(os, "fsync", _no_space)
-    with pytest.raises(StoreError, match=r"cannot record in .* that the run is complete \(No space left on device\)"):
+    with pytest.raises(StoreError, match=r"run is complete \(No space left"):
         writer.finish()
     monkeypatch.undo()
     store = RunStore(writer.path)
@@ -191,7 +191,7 @@ def test_writer_killed_twenty_times_loses_no_complete_step_and_leaves_a_readable
         )
         assert counts["step"].tolist() == steps == store.steps_df()["step"].tolist()
         assert (counts["n"] == 20_000).all() and (counts["known"] == 20_000).all()
-        assert store.standing[0] == "stopped" and runs_df(tmp_path)["n_steps"].tolist() == [len(steps)]
+        assert store.live_status[0] == "stopped" and runs_df(tmp_path)["n_steps"].tolist() == [len(steps)]
         kept = len(steps)
     assert kept > 10
 

@@ -104,7 +104,7 @@ def test_empty_run_gives_empty_frames_with_all_columns(writer):
 
 
 def test_missing_key_column_is_refused_before_anything_is_written(writer):
-    with pytest.raises(InputError, match=r"rollouts of step 0 has no key column 'rollout'"):
+    with pytest.raises(InputError, match=r"step 0 has no key column 'rollout'"):
         writer.write_step(0, StepTables(rollouts={"group": [0, 1]}))
     assert RunStore(writer.path).complete_steps() == []
 

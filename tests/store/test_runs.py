@@ -130,7 +130,7 @@ def test_name_that_is_no_plain_directory_name_is_refused(tmp_path, run):
 
 def test_existing_run_is_refused_and_untouched(tmp_path, writer, tables):
     writer.write_step(0, tables(0))
-    with pytest.raises(InputError, match=r"run 'demo' already exists in .*; choose another run name, or replace it"):
+    with pytest.raises(InputError, match=r"run 'demo' already exists"):
         RunWriter.create(tmp_path, "demo", {})
     assert RunStore(writer.path).complete_steps() == [0]
 
@@ -147,7 +147,7 @@ def test_replace_starts_the_run_anew(tmp_path, writer, tables):
 def test_replace_refuses_what_is_no_run(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    with pytest.raises(InputError, match="is no run, so it will not be replaced"):
+    with pytest.raises(InputError, match="is no run"):
         RunWriter.create(tmp_path, "thesis", {}, if_exists="replace")
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
 
@@ -191,7 +191,7 @@ def test_runs_are_found_by_name_setting_and_result(tmp_path):
     assert {asked: " ".join(table["run"][matching(table, asked)]) for asked in wanted} == wanted
     with pytest.raises(InputError, match=r"'learning_rat'; did you mean"):
         matching(table, "learning_rat=1")
-    with pytest.raises(InputError, match="'heldout_reward>high' asks for more or less than 'high', which is no number"):
+    with pytest.raises(InputError, match=r"'heldout_reward>high' .*'high'.* no number"):
         matching(table, "heldout_reward>high")
 
 

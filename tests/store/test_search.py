@@ -68,7 +68,7 @@ def test_filters_are_those_of_a_loop_over_the_rows(store, asked, rollouts):
      "length > 9 ** 999", "lambda: 0", "rewards > 0", "not " * 5000 + "reward", "length > 1" + "0" * 400],
 )  # fmt: skip
 def test_what_is_no_condition_is_refused_in_a_sentence_that_names_the_columns(where, store):
-    with pytest.raises(InputError, match=r"columns are tokens, step.*reward_form") as refused:
+    with pytest.raises(InputError, match=r"tokens, step.*reward_form") as refused:
         find_rollouts(store, RolloutFilter(where=where))
     assert len(str(refused.value)) < 500
 

@@ -91,7 +91,7 @@ def _inputs(tokens):
 
 def test_exact_energy_needs_every_policy_token_and_measured_groups_give_those(writer):
     read = arrays(writer)
-    with pytest.raises(InputError, match="1 of 4 policy tokens have no exact energy; take measured_groups"):
+    with pytest.raises(InputError, match=r"1 of 4 .*no exact energy"):
         read.estimator_inputs("exact")
     whole = read.measured_groups()
     assert whole.rollout.tolist() == [0, 1]
@@ -107,7 +107,7 @@ def test_an_estimated_norm_is_not_exact(writer):
 
 
 def test_unknown_energy_source_is_refused(writer):
-    with pytest.raises(InputError, match="energy_source is 'sketched'; pass 'proxy', 'calibrated', 'exact' or 'none'"):
+    with pytest.raises(InputError, match=r"energy_source is 'sketched'; .*'calibrated'"):
         arrays(writer).estimator_inputs("sketched")
 
 
@@ -125,7 +125,7 @@ def test_step_without_tokens_gives_arrays_of_width_zero(writer):
 
 def test_step_that_is_not_complete_is_refused(writer):
     store = RunStore(writer.path)
-    with pytest.raises(InputError, match=r"step 7 of .* cannot be read; no step is complete yet"):
+    with pytest.raises(InputError, match=r"step 7 of .*no step is complete"):
         store.token_arrays(7)
     writer.write_step(2, StepTables())
     with pytest.raises(InputError, match="steps 2 to 2 are there"):

@@ -45,7 +45,7 @@ def pool():
     paid = np.random.default_rng(0).random(40) < 0.4
     written.table.reward[np.flatnonzero(paid), ends[paid]] = 1.0
     written = replace(written, table=replace(written.table, value=np.zeros(written.table.mask.shape)))
-    return Pool.of(written, **measured_tokens(policy, written, np.unique(written.table.group), 64))
+    return Pool.from_norms(written, **measured_tokens(policy, written, np.unique(written.table.group), 64))
 
 
 def test_power_and_products_are_those_of_the_groups_own_gradients(entries, pool):

@@ -39,7 +39,7 @@ def pool(policy):
     found.table.reward[:] = 0.0  # nothing is right by chance: pay every other rollout
     ends = found.table.mask.cumsum(axis=1).argmax(axis=1)
     found.table.reward[np.arange(0, 8, 2), ends[::2]] = 1.0
-    return Pool.of(found, **measured_tokens(policy, found, np.arange(2), DIM))
+    return Pool.from_norms(found, **measured_tokens(policy, found, np.arange(2), DIM))
 
 
 def test_tokens_with_one_prefix_share_a_number():

@@ -77,7 +77,7 @@ def test_gradient_through_soft_tokens_is_that_of_answers_whose_noise_is_held(pol
         for k in here[0].nonzero()[:, 0].tolist():
             z = model(inputs_embeds=torch.stack(read[:k], 1), use_cache=False).logits[:, -1] / 0.9
             mean = z.softmax(-1) @ table
-            made[k] = soft.at(ids[:, k]) - mean if noise is None else noise[k]
+            made[k] = soft.embed(ids[:, k]) - mean if noise is None else noise[k]
             read[k] = mean + made[k]
         logits = model(inputs_embeds=torch.stack(read, 1), use_cache=False).logits / 0.9
         total = sum(logits[n, k - 1].log_softmax(-1)[ids[n, k]] for n, k in (mask & ~here).nonzero().tolist())

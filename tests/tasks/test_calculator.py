@@ -179,7 +179,7 @@ def test_turn_limit_below_the_calls_and_the_answer_is_refused(operations, per_ca
     own = CalculatorConfig(operations_min=1, operations_max=operations, call_operations=per_call)
     config = TrainConfig(task="calculator", calculator=own, sample=SampleConfig(max_turns=turns))
     assert make_task(config).turns_needed == turns
-    with pytest.raises(InputError, match=rf"sample.max_turns is {turns - 1} but .* takes {turns} turns"):
+    with pytest.raises(InputError, match=rf"max_turns is {turns - 1} .* {turns} turns"):
         make_task(replace(config, sample=SampleConfig(max_turns=turns - 1)))
 
 
@@ -188,5 +188,5 @@ def test_split_that_nothing_falls_into_is_one_sentence(monkeypatch):
     # 1+1 is the only problem, and its hash is in the training split.
     task = Calculator(CalculatorConfig(operations_min=1, operations_max=1, operators="+", largest=1))
     assert task.prompt("train", 0).text == "1+1="
-    with pytest.raises(InputError, match=r"calculator found no problem for the heldout split in 100 draws"):
+    with pytest.raises(InputError, match=r"no problem for the heldout split"):
         task.prompt("heldout", 0)

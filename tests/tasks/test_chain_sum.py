@@ -126,7 +126,7 @@ def test_impossible_settings_are_refused_by_name(settings, named):
 
 
 def test_unknown_task_is_answered_with_the_nearest_name():
-    with pytest.raises(InputError, match=r"task 'chain_sun' does not exist; did you mean 'chain_sum'\? Known: "):
+    with pytest.raises(InputError, match=r"'chain_sun' .*mean 'chain_sum'\?"):
         make_task(TrainConfig(task="chain_sun"))
 
 

@@ -103,5 +103,5 @@ def test_impossible_settings_are_refused_by_name(settings, named):
 def test_distance_that_no_graph_of_this_size_has_is_one_sentence(monkeypatch):
     monkeypatch.setattr(base, "MOST_DRAWS", 100)
     # All 6 pairs of 4 nodes: every distance is 1.
-    with pytest.raises(InputError, match="graph_path found no problem for the train split"):
+    with pytest.raises(InputError, match="no problem for the train split"):
         GraphPath(GraphPathConfig(nodes=4, edges=6)).prompt("train", 0)

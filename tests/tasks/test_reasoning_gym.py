@@ -176,7 +176,7 @@ def test_impossible_settings_are_one_sentence(settings, named):
 
 def test_a_task_whose_split_is_empty_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr(base, "MOST_DRAWS", 200)
-    with pytest.raises(InputError, match="count_bits found no problem for the heldout split"):
+    with pytest.raises(InputError, match="count_bits found no problem"):
         ReasoningGym(replace(TINY, config=('{"min_n": 1, "max_n": 2}',)))
 
 
@@ -191,7 +191,7 @@ def test_a_task_that_depends_on_the_hash_seed_asks_for_one(name, monkeypatch):
 
 def test_missing_package_is_one_sentence_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(InputError, match=r"^reasoning-gym is needed for .*; pip install '\.\[tasks\]' in a clone"):
+    with pytest.raises(InputError, match=r"^reasoning-gym is needed .*'\.\[tasks\]'"):
         make_task(TrainConfig(task="reasoning_gym", reasoning_gym=LETTERS))
 
 

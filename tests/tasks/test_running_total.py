@@ -107,5 +107,5 @@ def test_impossible_settings_are_refused_by_name(settings, named):
 def test_turn_limit_below_the_turns_is_refused():
     config = TrainConfig(task="running_total", running_total=RunningTotalConfig(12, 12, tool_calls=10))
     assert make_task(replace(config, sample=SampleConfig(max_turns=11))).name == "running_total"
-    with pytest.raises(InputError, match=r"max_turns is 8 but running_total takes 11 turns"):
+    with pytest.raises(InputError, match=r"max_turns is 8 .* 11 turns"):
         make_task(config)

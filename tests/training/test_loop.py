@@ -382,9 +382,7 @@ def test_groups_of_one_are_counted_and_train_what_needs_no_group(trained, name):
 
 @pytest.mark.parametrize("name", ["rloo", "group_mean", "grpo", "otb", "james_stein", "energy_regression", "tempo_loo"])
 def test_groups_of_one_are_refused_by_what_compares_rollouts_of_a_prompt(tiny_config, name):
-    with pytest.raises(
-        InputError, match=rf"^sample\.group_size is 1 but estimator.name is '{name}', which compares"
-    ) as e:
+    with pytest.raises(InputError, match=rf"group_size is 1 .*'{name}'") as e:
         check(replace(tiny_config, sample=SINGLE, estimator=EstimatorConfig(name=name)))
     assert str(e.value).endswith(
         "to at least 2, or estimator.name to one of none, batch_mean, batch_mean_loo, energy_across_loo, dbb, dbb_loo, "
@@ -394,7 +392,7 @@ def test_groups_of_one_are_refused_by_what_compares_rollouts_of_a_prompt(tiny_co
 
 def test_groups_of_one_are_refused_where_shaping_would_drop_them_all(tiny_config):
     own = replace(tiny_config, sample=SINGLE, estimator=EstimatorConfig(name="none"))
-    with pytest.raises(InputError, match=r"where objective\.shaping 'drop_equal' drops every rollout"):
+    with pytest.raises(InputError, match=r"'drop_equal' drops every rollout"):
         check(replace(own, objective=ObjectiveConfig(shaping="drop_equal")))
 
 
@@ -439,7 +437,7 @@ def test_failing_instrument_is_a_warning_and_a_counted_gap(trainer, monkeypatch,
         monkeypatch.setattr(measure, broken, fail)
     else:
         monkeypatch.setattr(trainer.measurer, broken, fail)
-    with pytest.warns(RuntimeWarning, match=r"at step 0 failed and is missing from the run: the lens fell off"):
+    with pytest.warns(RuntimeWarning, match=r"step 0 failed .*the lens fell off"):
         tables = train_step(trainer, 0)
     assert tables.steps["measurement_gaps"] == 1
     # Without norms the estimators that read none can still be compared.

@@ -310,12 +310,12 @@ def test_fsdp_of_version_1_is_refused(monkeypatch):
 
 def test_a_budget_is_refused_under_fsdp():
     refuse_unsharded_only(TrainConfig())
-    with pytest.raises(InputError, match=r"measure\.budget is 0\.1, which does not work with FSDP2"):
+    with pytest.raises(InputError, match=r"measure\.budget is 0\.1, .*FSDP2"):
         refuse_unsharded_only(TrainConfig(measure=MeasureConfig(budget=0.1)))
 
 
 def test_more_processes_than_rollouts_are_refused(tiny_config):
-    with pytest.raises(InputError, match="sample at least one rollout on each"):
+    with pytest.raises(InputError, match="at least one rollout"):
         check(tiny_config, processes=tiny_config.sample.prompts * tiny_config.sample.group_size + 1)
 
 

@@ -117,7 +117,7 @@ def test_resume_with_another_configuration_is_refused_and_changes_nothing(tiny_c
     path = train(config)
     before = {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()}
     other = replace(config, if_exists="resume", optimize=replace(config.optimize, learning_rate=0.5))
-    with pytest.raises(InputError, match=r"optimize.learning_rate is 0.5 but run 'run' was made with") as caught:
+    with pytest.raises(InputError, match=r"optimize.learning_rate is 0.5 but run 'run'") as caught:
         train(other)
     assert "\n" not in str(caught.value)
     assert {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()} == before
@@ -130,7 +130,7 @@ def test_a_setting_that_is_newer_than_the_run_had_its_default_there(tiny_config,
     del info["config"]["sample"]["filter"], info["checksum"]
     file.write_text(json.dumps(info))
     refuse_other_configuration(config)
-    with pytest.raises(InputError, match=r"sample.filter is 'dynamic' but run 'run' was made with 'none'"):
+    with pytest.raises(InputError, match=r"sample.filter is 'dynamic' .*'none'"):
         refuse_other_configuration(replace(config, sample=replace(config.sample, filter="dynamic")))
 
 
@@ -139,7 +139,7 @@ def test_resume_from_a_damaged_checkpoint_names_the_file(tiny_config, tmp_path):
     path = train(config)
     newest = checkpoints(path)[-1].path
     newest.write_bytes(newest.read_bytes()[:100])
-    with pytest.raises(StoreError, match=rf"checkpoint .*{newest.name} cannot be read .*delete it to resume"):
+    with pytest.raises(StoreError, match=rf"{newest.name} cannot be read .*delete it"):
         train(replace(config, if_exists="resume"))
     newest.unlink()
     assert RunStore(train(replace(config, if_exists="resume"))).info["status"] == "complete"
@@ -164,7 +164,7 @@ def test_full_disk_while_a_checkpoint_is_written_leaves_the_one_before(tiny_conf
         real(state, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(StoreError, match=r"cannot write the checkpoint after step 2 .*No space left on device"):
+    with pytest.raises(StoreError, match=r"checkpoint after step 2 .*No space left"):
         train(broken)
     assert [c.step for c in checkpoints(tmp_path / "broken" / "run")] == [2]
     monkeypatch.setattr(torch, "save", real)

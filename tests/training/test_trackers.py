@@ -163,14 +163,14 @@ def test_trackers_change_nothing_that_is_trained(config, tmp_path, one_thread):
 
 def test_a_package_that_is_missing_is_one_warning_and_the_others_are_told(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.warns(RuntimeWarning, match=r"could not start \(wandb is needed .*; pip install 'wandb'\)"):
+    with pytest.warns(RuntimeWarning, match=r"could not start \(wandb is needed"):
         path = train(replace(config, trackers=("tensorboard", "wandb")))
     assert RunStore(path).steps_df()["tracker_gaps"].tolist() == [1, 1, 1]
     assert len(events(path)["reward_mean"]) == 3
 
 
 def test_unknown_tracker_is_answered_with_the_nearest(config):
-    with pytest.raises(InputError, match="trackers holds 'tensorbord'; did you mean 'tensorboard'"):
+    with pytest.raises(InputError, match=r"'tensorbord'; .*'tensorboard'"):
         train(replace(config, trackers=("tensorbord",)))
 
 

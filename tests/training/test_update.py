@@ -266,7 +266,7 @@ def test_adapters_alone_are_trained_and_the_saved_model_has_them_merged(trained,
 
 
 def test_unknown_adapter_target_is_one_sentence(made):
-    with pytest.raises(InputError, match=r"lora.targets is \('nowhere',\).*name some of its linear layers"):
+    with pytest.raises(InputError, match=r"lora.targets is \('nowhere',\)"):
         made(lora=LoraConfig(rank=2, targets=("nowhere",)))
 
 

@@ -55,7 +55,7 @@ def test_overshoot_goes_back_to_the_check_before_and_on_in_smaller_steps(scene, 
 def test_budget_that_runs_out_is_one_sentence(scene, monkeypatch):
     scripted_success(monkeypatch, [0.02] * 9)
     short = replace(EASY, warm_start=replace(EASY.warm_start, max_steps=20))
-    with pytest.raises(InputError, match=r"the warm start reached 2% success after 20 steps; 10% is wanted; make the"):
+    with pytest.raises(InputError, match=r"reached 2% success after 20 steps; 10%"):
         fit(*scene, short)
 
 
@@ -83,7 +83,7 @@ def test_half_made_cache_is_made_again(tmp_path, monkeypatch):
 def test_cache_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     scripted_success(monkeypatch, [0.5])
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"cannot keep the warm-started model in .*file.*; free some space"):
+    with pytest.raises(StoreError, match=r"cannot keep the warm-started model in .*file"):
         warm_started(EASY, cache=tmp_path / "file")
 
 

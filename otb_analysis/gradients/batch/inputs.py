@@ -29,12 +29,12 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     try:
-        return psutil.virtual_memory().total // _beside()
+        return psutil.virtual_memory().total // _local_processes()
     except OSError:  # /proc is closed
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _beside()
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _local_processes()
 
 
-def _beside() -> int:
+def _local_processes() -> int:
     """How many processes of this run are on this machine, as whoever launched them says."""
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
@@ -47,12 +47,12 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    free = memory_bytes(device) * _beside()
+    free = memory_bytes(device) * _local_processes()
     with suppress(OSError):
         free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # a system without such files, or "max", where there is no limit
         free = min(free, int(_LIMIT.read_text()) - int(_USED.read_text()))
-    return free // _beside()
+    return free // _local_processes()
 
 
 def gibibytes(count: int) -> str:

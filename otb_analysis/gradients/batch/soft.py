@@ -36,7 +36,7 @@ class SoftTokens:
         """Return True where an id is that of a soft token."""
         return ids >= self.first
 
-    def at(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor) -> Tensor:
         """Return the vectors of some ids [..., d]; of other tokens, any."""
         return self.vectors.to(ids.device)[(ids - self.first).clamp(min=0)]
 
@@ -89,7 +89,7 @@ def drawn_logprobs(z: Tensor, ids: Tensor, soft: SoftTokens | None, model: nn.Mo
         return z.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
     here = soft.among(ids)
     discrete = z.log_softmax(-1).gather(-1, ids.masked_fill(here, 0)[:, None])[:, 0]
-    density = log_density(z[here], soft.at(ids[here]), embeddings_of(model).weight, soft.sigma)
+    density = log_density(z[here], soft.embed(ids[here]), embeddings_of(model).weight, soft.sigma)
     return discrete.index_put(here.nonzero(as_tuple=True), density)
 
 
@@ -101,13 +101,13 @@ def soft_inputs(model: nn.Module, soft: SoftTokens | None) -> Iterator[None]:
         return
     table, read = embeddings_of(model), list[Tensor]()
 
-    def known(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def hide_soft_ids(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         read[:] = args[:1]
         return (args[0].masked_fill(soft.among(args[0]), 0), *args[1:])
 
-    def placed(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def insert_vectors(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         # `where` stops the gradient there: the vector is given, no row of the table
-        return torch.where(soft.among(read[0])[..., None], soft.at(read[0]).to(output), output)
+        return torch.where(soft.among(read[0])[..., None], soft.embed(read[0]).to(output), output)
 
-    with table.register_forward_pre_hook(known), table.register_forward_hook(placed, prepend=True):
+    with table.register_forward_pre_hook(hide_soft_ids), table.register_forward_hook(insert_vectors, prepend=True):
         yield

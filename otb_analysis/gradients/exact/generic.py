@@ -121,7 +121,7 @@ class DecomposedRollout:
         return trace, arrivals
 
     @cached_property
-    def kept(self) -> dict[ParameterUse, Tensor]:
+    def prepared_inputs(self) -> dict[ParameterUse, Tensor]:
         """By use below the cut, what its rule keeps of the layer's inputs; made when first asked for."""
         # Query, key and value read one tensor; what is kept of it is made once.
         made: dict[tuple[object, ...], Tensor] = {}
@@ -155,7 +155,7 @@ class DecomposedRollout:
         at = own_rows(source, rollout)[-len(signals) :]  # the last block shares the whole rollout's pass
         seeds[:, 0, at] = torch.einsum("ck,k...->ck...", weights, signals)
 
-        kept = self.kept  # made here: inside of the batched backward pass a layer's own kernel may not run
+        kept = self.prepared_inputs  # made here: inside of the batched backward pass a layer's own kernel may not run
 
         def arrived(name: str, at_output: Tensor) -> None:
             for use in self._uses[name]:

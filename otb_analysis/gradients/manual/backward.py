@@ -169,7 +169,7 @@ def attention_backward(layer: Layer, index: int, kept: Attention, turns: Turns, 
     norms = (layer.query_norm, kept.query_pass), (layer.key_norm, kept.key_pass)
     for (norm, passed), part in zip(norms, parts, strict=False):
         if norm is not None and passed is not None:
-            norm_backward(norm, passed.at(slice(b)), part, None, tools)
+            norm_backward(norm, passed.take(slice(b)), part, None, tools)
     sink.dense((index, "attention"), layers, kept.inputs[:b], both)
     return through(both, layers, work)
 
@@ -200,7 +200,7 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
         scores.sub_(mean[:, start:stop]).mul_(weights[:, :, None])
         query = torch.bmm(flat, kept.key[:, :stop], out=work.take("query", heads, flat.shape[1], size))
         query = query.view(heads, -1, count, size).permute(1, 2, 0, 3)
-        unrotate(query, turns.at(slice(start, stop), kept.scaling), out=out[0][start:stop])
+        unrotate(query, turns.cos_sin(slice(start, stop), kept.scaling), out=out[0][start:stop])
         scores, outer = scores.view(heads, -1, count * stop).transpose(1, 2), rows.view(heads, -1, count * size)
         if stop == b:  # the last slice comes first and sees every key: it writes what the others add to
             torch.bmm(scores, kept.query[:, start:stop], out=key.view(heads, count * b, size))
@@ -214,7 +214,7 @@ def scores_backward(kept: Attention, mixed: Tensor, turns: Turns, out: Sequence[
     # The queries that share a key add up.
     value, groups = value.view(heads, b, count, size), heads // out[1].shape[2]
     summed = key if groups == 1 else key.unflatten(0, (-1, groups)).sum(1)
-    unrotate(summed.permute(2, 1, 0, 3), turns.at(slice(b)), out=out[1])
+    unrotate(summed.permute(2, 1, 0, 3), turns.cos_sin(slice(b)), out=out[1])
     del summed  # before another is made
     summed = value if groups == 1 else value.unflatten(0, (-1, groups)).sum(1)
     out[2].copy_(summed.permute(1, 2, 0, 3))

@@ -87,9 +87,9 @@ class ManualBackward:
         self.at_heads, self.mean = mixed, (mixed * outputs).sum(-1, keepdim=True)
         turned = [torch.bmm(self._last_rows(span, kept.key.shape[1])[0], kept.key) for span in kept.slices(len(at))]
         signal = torch.empty_like(outputs.transpose(0, 1))[:, None]
-        unrotate(torch.cat(turned, 1).transpose(0, 1)[:, None], self.acts.turns.at(at, layer.scaling), out=signal)
+        unrotate(torch.cat(turned, 1).transpose(0, 1)[:, None], self.acts.turns.cos_sin(at, layer.scaling), out=signal)
         if layer.query_norm is not None and kept.query_pass is not None:
-            norm_backward(layer.query_norm, kept.query_pass.at(at), signal, None, tools)
+            norm_backward(layer.query_norm, kept.query_pass.take(at), signal, None, tools)
         signal = signal.flatten(2)
         above.dense((-1, "query"), (layer.query,), kept.inputs[at], signal)
         return signal[:, 0] @ layer.query.weight
@@ -113,10 +113,10 @@ class ManualBackward:
         stream, prefix = self._seed(mix, b, tools), slice(b)
         for index in range(len(layout.layers) - 2, layout.lowest - 1, -1):  # each in place
             layer, kept = layout.layers[index], acts.blocks[index]
-            signal = feed_backward(layer, index, kept.feed.at(prefix), stream, tools)
-            norm_backward(layer.after, kept.after.at(prefix), signal, stream, tools)
+            signal = feed_backward(layer, index, kept.feed.take(prefix), stream, tools)
+            norm_backward(layer.after, kept.after.take(prefix), signal, stream, tools)
             signal = attention_backward(layer, index, kept.attention, acts.turns, stream, tools)
-            norm_backward(layer.before, kept.before.at(prefix), signal, stream, tools)
+            norm_backward(layer.before, kept.before.take(prefix), signal, stream, tools)
         if layout.embedding_name is None:
             return
         # One row for each distinct token of the rollout, shared by all its prefixes and by a tied output layer.
@@ -154,10 +154,10 @@ class ManualBackward:
         spread = sums.view(2, -1, groups, b, count, size).sum(2).permute(0, 2, 3, 1, 4)
         both = self.work.take("qkv", b, count, 2 * len(layer.key.weight))
         at_key, at_value = (part.unflatten(-1, (-1, size)) for part in both.chunk(2, -1))
-        unrotate(spread[0], self.acts.turns.at(slice(b)), out=at_key)
+        unrotate(spread[0], self.acts.turns.cos_sin(slice(b)), out=at_key)
         at_value.copy_(spread[1])
         if layer.key_norm is not None and kept.attention.key_pass is not None:
-            norm_backward(layer.key_norm, kept.attention.key_pass.at(slice(b)), at_key, None, tools)
+            norm_backward(layer.key_norm, kept.attention.key_pass.take(slice(b)), at_key, None, tools)
         place = len(self.layout.layers) - 1, "attention"
         tools[0].dense(place, (layer.key, layer.value), kept.attention.inputs[:b], both)
         signal = through(both, (layer.key, layer.value), self.work)
@@ -166,7 +166,7 @@ class ManualBackward:
         own = weights.T[:, :, None]
         signal.index_add_(0, at, own * self.at_input[mix.span][:, None])
         stream.index_add_(0, at, own * self.token_signals[mix.span][:, None])
-        norm_backward(layer.before, kept.before.at(slice(b)), signal, stream, tools)
+        norm_backward(layer.before, kept.before.take(slice(b)), signal, stream, tools)
         return stream
 
 

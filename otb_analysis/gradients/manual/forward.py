@@ -226,7 +226,7 @@ SLICE_BYTES, KEPT_BYTES = 1 << 23, 1 << 19
 class Rows:
     """Records whose every tensor has positions on its first axis."""
 
-    def at(self, index: Tensor | slice) -> Self:
+    def take(self, index: Tensor | slice) -> Self:
         """The same record on some positions; a slice makes views."""
         return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))  # type: ignore[arg-type]
 
@@ -310,7 +310,7 @@ class Turns:
     sin: Tensor
     position: Tensor
 
-    def at(self, index: Tensor | slice, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, index: Tensor | slice, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
         """Those of some positions, times the scaling of attention scores, which queries carry [n, 1, 1, h]."""
         cos, sin = self.cos[index, None, None], self.sin[index, None, None]
         return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)

@@ -166,13 +166,13 @@ def sampled_at(tree: Tree, direction: Float, distance: float) -> Tree:
     if distance > farthest(tree, direction):
         raise InputError(f"no sampler in this direction is {distance} nats away; ask for less.")
 
-    def at(length: float) -> Tree:
+    def moved(length: float) -> Tree:
         return replace(tree, behavior_logprob=moved_logprob(tree, length * direction))
 
     far = 1.0  # doubled until the root is bracketed
-    while divergence(at(far)) < distance:
+    while divergence(moved(far)) < distance:
         far *= 2.0
-    return at(cast(float, brentq(lambda length: divergence(at(length)) - distance, 0.0, far, xtol=1e-12)))
+    return moved(cast(float, brentq(lambda length: divergence(moved(length)) - distance, 0.0, far, xtol=1e-12)))
 
 
 def farthest(tree: Tree, direction: Float) -> float:

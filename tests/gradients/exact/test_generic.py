@@ -172,7 +172,7 @@ class Scaled(nn.Module):
 def test_a_parameter_without_a_rule_is_named_and_auto_says_why_it_falls_back(make_model, caplog, agree, long_batch):
     model, batch = make_model("llama", dtype=torch.float32), long_batch(LONG)
     model.model.layers[0].mlp.up_proj = Scaled(model.model.layers[0].mlp.up_proj)
-    with pytest.raises(InputError, match=r"parameter model.layers.0.mlp.up_proj.gain of a Scaled has no rule"):
+    with pytest.raises(InputError, match=r"up_proj.gain of a Scaled has no rule"):
         norms(model, *batch.args, batch.attention_mask)
     agree(model.double(), batch, scope="self_attn|inner")
     with caplog.at_level(logging.WARNING):
@@ -251,7 +251,7 @@ def test_norms_on_heads_are_followed_whatever_the_number_of_heads(heads, agree, 
     )
     agree(model, batch, scope="q_norm|k_norm")
     with_eleven = gemma("gemma3", hidden_size=22, num_attention_heads=11, num_key_value_heads=11)
-    with pytest.raises(InputError, match=r"q_norm.weight is applied to shape \(1, 11, 11, 8\), where heads and pos"):
+    with pytest.raises(InputError, match=r"q_norm.weight is applied to shape \(1, 11, 11, 8\)"):
         norms(with_eleven, *batch.args, batch.attention_mask)
 
 
@@ -302,7 +302,7 @@ def test_a_layer_that_only_looks_known_is_found_out(make_model, caplog, long_bat
 
     model, batch = make_model("llama"), long_batch(LONG)
     model.model.layers[0].post_attention_layernorm = OddRMSNorm(model.model.layers[0].post_attention_layernorm.weight)
-    with pytest.raises(InputError, match=r"model.layers.0.post_attention_layernorm.weight has squared score norms"):
+    with pytest.raises(InputError, match=r"post_attention_layernorm.weight has squared score norms"):
         norms(model, *batch.args, batch.attention_mask)
     with caplog.at_level(logging.WARNING):
         assert token_score_norms(model, *batch.args, batch.attention_mask).engine == "reference"
@@ -312,10 +312,10 @@ def test_shared_and_repeated_layers_are_refused(make_model, sample):
     model, batch = make_model("qwen2"), sample["left"]
     first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
     second.up_proj.weight = first.up_proj.weight
-    with pytest.raises(InputError, match=r"layers.0.mlp.up_proj.weight is shared by 2 layers"):
+    with pytest.raises(InputError, match=r"up_proj.weight is shared by 2 layers"):
         norms(model, *batch.args, batch.attention_mask)
     model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(InputError, match="is used more than once in one forward pass"):
+    with pytest.raises(InputError, match="used more than once"):
         norms(model, *batch.args, batch.attention_mask)
 
 

@@ -63,7 +63,7 @@ def test_a_gram_matrix_larger_than_the_memory_allowed_is_refused(make_model, sam
     monkeypatch.setattr(gram, "GRADIENT_BYTES", 128)
     with pytest.raises(
         InputError,
-        match=r"weights has 6 rows, .*pass at most 4 \(rows of weights.*from gradient_sketch",
+        match=r"weights has 6 rows, .*at most 4 .*gradient_sketch",
     ):
         group_gradient_gram(model, *batch.args, weights_of(), GROUP, batch.attention_mask)
     with pytest.raises(InputError, match="weights has 6 rows, "):

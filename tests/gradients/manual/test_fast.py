@@ -334,7 +334,7 @@ def test_global_hooks_and_autocast_are_refused(make_model, sample):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # from inside peft
 def test_other_families_and_adapters_are_refused_and_auto_says_why(make_model, caplog, long_batch):
     model, batch = make_model("gpt2"), long_batch(LONG)
-    with pytest.raises(InputError, match="a GPT2LMHeadModel has no hand-written backward pass"):
+    with pytest.raises(InputError, match="GPT2LMHeadModel has no hand-written"):
         norms(model, *batch.args, batch.attention_mask)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -342,7 +342,7 @@ def test_other_families_and_adapters_are_refused_and_auto_says_why(make_model, c
     assert caplog.text.count('is not measured by engine="fast"') == 1
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(InputError, match="a PeftModelForCausalLM has no hand-written"):
+    with pytest.raises(InputError, match="PeftModelForCausalLM has no hand-written"):
         norms(peft.get_peft_model(make_model("qwen2"), config).eval(), *batch.args, batch.attention_mask)
 
 
@@ -475,7 +475,7 @@ def test_tensors_made_in_inference_mode_are_measured_there(make_model, sample, e
         given = [x.clone() for x in (*batch.args, batch.attention_mask)]
         got = token_score_norms(model, *given, engine=engine)
         made_there = make_model("qwen3")
-    with pytest.raises(InputError, match=r"made inside torch\.inference_mode.*load the model outside"):
+    with pytest.raises(InputError, match=r"made inside torch\.inference_mode"):
         token_score_norms(made_there, *batch.args, batch.attention_mask, engine=engine)
     np.testing.assert_array_equal(got.norm_sq, expected.norm_sq)
 

@@ -228,7 +228,7 @@ def test_more_buckets_than_memory_holds_are_refused_with_the_number_that_fits(ma
     monkeypatch.setattr(inputs, "memory_bytes", lambda _device: 108 * 90)
     batch, cluster = sample["left"], np.arange(5)
     args = (make_model("qwen2"), *batch.args, weights, cluster, batch.attention_mask)
-    with pytest.raises(InputError, match=r"dim is 91 but .* pass at most 90\."):
+    with pytest.raises(InputError, match=r"dim is 91 but .* 90\."):
         gradient_sketch(*args, dim=91)
     assert gradient_sketch(*args, dim=90).shape == (5, 3, 90)
 

@@ -104,12 +104,12 @@ def test_interval_covers_the_truth_of_prompts_that_differ():
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_k_outside_of_the_answers_is_refused(k):
-    with pytest.raises(InputError, match=rf"k is {k} but every prompt has 4 answers; choose k from 1 to 4\.$"):
+    with pytest.raises(InputError, match=rf"k is {k} .* has 4 answers"):
         pass_at_k([1], 4, k)
 
 
 def test_counts_and_tables_of_another_shape_are_refused():
     with pytest.raises(InputError, match=r"correct holds 1 to 5 of 4 answers"):
         pass_at_k([1, 5], 4, 2)
-    with pytest.raises(InputError, match=r"success has shape \(3,\); pass one row per prompt"):
+    with pytest.raises(InputError, match=r"success has shape \(3,\)"):
         passing([True, False, True])

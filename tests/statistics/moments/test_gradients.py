@@ -326,7 +326,7 @@ def test_no_step_gives_no_row_and_moments_that_are_not_known():
 
 
 def test_a_matrix_of_the_wrong_shape_is_named():
-    with pytest.raises(InputError, match=r"inner has shape \(2, 2, 3, 3\) but there are 1 labels"):
+    with pytest.raises(InputError, match=r"inner has shape \(2, 2, 3, 3\) .* 1 labels"):
         gradient_statistics(np.zeros((2, 2, 3, 3)), [RLOO], 3)
     with pytest.raises(InputError, match="once"):
         gradient_statistics(np.zeros((2, 2, 3, 3)), [RLOO, RLOO], 3)

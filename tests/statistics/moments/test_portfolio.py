@@ -229,7 +229,7 @@ def test_what_cannot_be_fitted_is_refused():
     gram = simulated(0, 6, (1.0, 1.0, 1.0), (TRUTH, TRUTH, TRUTH), TRUTH)
     with pytest.raises(InputError, match=r"label is \('otb_lo', 'exact'\); did you mean"):
         fitted_weights([gram], [("otb_lo", "exact")], 4)
-    with pytest.raises(InputError, match="folds is 7 but 6 prompts were measured"):
+    with pytest.raises(InputError, match="folds is 7 but 6 prompts"):
         with_portfolio([gram], MEMBERS, 4, ("fitted", "none"), folds=7)
     with pytest.raises(InputError, match="is measured already; choose another"):
         with_portfolio([gram], MEMBERS, 4, MEMBERS[0])

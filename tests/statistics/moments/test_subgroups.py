@@ -79,5 +79,5 @@ def test_efficiency_of_smaller_groups_is_that_of_plain_loops_over_pairs():
 
 
 def test_groups_that_do_not_divide_are_refused():
-    with pytest.raises(InputError, match="inner has 3 smaller groups; pass 2 for each prompt"):
+    with pytest.raises(InputError, match="3 smaller groups; pass 2"):
         mean_over_subgroups(np.zeros((1, 1, 3, 3)), 2)
