@@ -69,10 +69,11 @@ def alarms(findings: list[Finding]) -> None:
     fired, rest = fired_first(findings)
     if fired:
         st.caption(SPOKE)
+    within = st.container(key="fired", gap=None)
     for one in fired:
         later = "" if one.alarm_step in (None, one.watch_step) else f", alarm at {one.alarm_step}"
         at = f"step {one.watch_step}{later}"
-        row = st.container(horizontal=True, vertical_alignment="center")
+        row = within.container(horizontal=True, vertical_alignment="center")
         row.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
         go_to_step(row, f"Go to step {one.watch_step}", one.watch_step, f"fired-{one.detector}")
     all_detectors([*fired, *rest])
@@ -191,7 +192,7 @@ def holders(run: Run, step: int, found: Attributed) -> None:
     chart(plot_attribution(info), "attribution", found.says, python=script.format(path=run.path, step=step))
     if not large:
         st.caption(SHARES)
-    every = found.holders(level).rename(columns={"share": found.part})
+    every = found.holders(level).rename(columns={"share": found.part, "text": "prompt's text"})
     table, total = every.head(ROWS), len(every)
     st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest {found.part}. Click one to see it.")
     st.dataframe(
