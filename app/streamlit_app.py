@@ -19,16 +19,17 @@ from otb_analysis.store.runs import can_be_opened, estimator_names, matching
 EMPTY = """Make some in minutes with `make demo`, train with `otb train`, or point the dashboard at another
 folder: `otb dashboard --root <folder>`, `streamlit run app -- --root <folder>` or the variable `OTB_RUNS`."""
 STYLE = """<style>
-.stMainBlockContainer { padding-left: 3rem; padding-right: 3rem; max-width: 1480px; }
+.stMainBlockContainer { padding: 3.5rem 3rem 4rem; max-width: 1480px; }
 @media (max-width: 1100px) { .stMainBlockContainer { padding-left: 1.5rem; padding-right: 1.5rem; } }
 @media (min-width: 641px) and (max-width: 1100px) {
   .st-key-curves [data-testid="stHorizontalBlock"] { flex-wrap: wrap; }
   .st-key-curves [data-testid="stColumn"] { min-width: 30%; }
 }
+.st-key-fired button, .st-key-curves button { min-height: 1.6rem; padding-top: 0; padding-bottom: 0; }
+.st-key-curves [data-testid="stColumn"] [data-testid="stVerticalBlock"] { gap: 0.4rem; }
 .st-key-ahead, .st-key-window-watch { display: none; }
 pre.raw { font-family: monospace; font-size: 14px; margin: 0; padding: 0; background: none; border: none;
   white-space: pre-wrap; overflow-wrap: anywhere; color: inherit; }
-.st-key-token_view { min-height: 18rem; }
 .st-key-reader { min-height: 30rem; }
 .st-key-prompt-text { max-height: 9rem; overflow: auto; }
 [data-testid="stLayoutWrapper"]:has(> .st-key-token-panel) { position: sticky; bottom: 0; z-index: 20; }
@@ -44,6 +45,7 @@ pre.raw { font-family: monospace; font-size: 14px; margin: 0; padding: 0; backgr
 
 PAPER = ("#FFFFFF", "#12171C")  # of .streamlit/config.toml, light and dark
 SMALL = ("#59636D", "#A3ADB7")  # of small text, which Streamlit makes too pale to read
+STILL = "[data-stale=true] { opacity: 1 !important; transition: none !important; } "
 INVERTED = "filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen;"  # pictures made for paper
 STUDIES = "Studies"  # the page that needs no runs
 OF_ONE = ("Run", "Rollouts", "Tokens", "Estimators")  # those that show one run
@@ -131,8 +133,10 @@ if secret := os.environ.get("OTB_TOKEN", "").encode():
         st.session_state["_admitted"] = True
         st.rerun()
 dark = st.context.theme.type == "dark"
+follows = st.session_state.pop("_follows", False)
+# Of a run that grows nothing fades while the page is drawn again: what did not change stands still.
 st.html(
-    f"<style>.st-key-token-panel {{ background: {PAPER[dark]}; }}"
+    f"<style>{STILL * follows}.st-key-token-panel {{ background: {PAPER[dark]}; }}"
     f"[data-testid=stCaptionContainer] {{ color: {SMALL[dark]}; opacity: 1; }}"
     f"[class*=st-key-on-paper] img {{ {INVERTED * dark} }}"
     f"[data-testid=stMultiSelect] span[title] {{ color: {PAPER[dark]}; }}</style>"  # of chips, bright on a dark page
@@ -161,7 +165,7 @@ except STOPS as error:
         st.stop()
 if not table.empty:
     chosen = choose_runs(table, folder, stamps)
-    arrived = st.session_state.setdefault("_arrived", page.title == "Triage" and not st.query_params)
+    arrived = st.session_state.setdefault("_arrived", not page.url_path and not st.query_params)
     if arrived and any(run.status == "running" for run in chosen):
         st.session_state["_arrived"] = False  # Back leads to Triage
         st.switch_page("views/run.py")
@@ -177,6 +181,7 @@ if not table.empty:
             """Draw the page again when a run that it shows grew, or any began, ended or was killed."""
             (grown, *now), of = data.states(data.stamps()), st.session_state.get("focus", "") if alone else ""
             if live and (now != seen[1:] or grown.get(of, grown) != stamps.get(of, stamps)):
+                st.session_state["_follows"] = True
                 st.rerun(scope="app")
 
         watch()

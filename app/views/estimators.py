@@ -10,7 +10,7 @@ import data
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, clicked_data, compared_runs, frame, go_to, one_run, plain, sentences
+from widgets import COMMAND, box, chart, clicked_data, compared_runs, frame, go_to, one_run, plain, sentences
 
 from otb_analysis.answers.measured import forest_words, not_measured
 from otb_analysis.answers.proxy import gain_lost_words
@@ -50,6 +50,7 @@ PARTS = {"comparison": "Comparison", "proxy": "Proxy"}
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
+TOGETHER = "The chosen runs together: "
 POOLED = 4  # Most runs that are pooled without being asked: each takes some tenths of a second
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
 THREE = st.column_config.NumberColumn(format="%.3g")
@@ -112,8 +113,9 @@ def token_clicked() -> None:
 
 
 with frame("Estimators", "Which baseline makes the gradient less noisy, and what does the proxy cost?"):
-    run = one_run()
-    part = box(st, "Part", "part", PARTS, label_visibility="collapsed", look="buttons")
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    run = one_run(row)
+    part = box(row, "Part", "part", PARTS, label_visibility="collapsed", look="buttons")
     if part == "proxy":
         controls = st.container(horizontal=True)
         kind = box(controls, "Energy", "kind", KINDS, help=ENERGY, look="buttons")
@@ -166,8 +168,10 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
     if not measured:
         st.info(plain(not_measured(data.answers(run).config)), icon=":material/inbox:")
         st.stop()
-    verdict = st.empty()  # its place; the figure is there sooner
-    verdict.markdown("Comparing the estimators …")
+    # Its place; the figure is there sooner. What stood there stays until it is known anew.
+    verdict = st.container() if (stayed := st.session_state["_stayed"]) else st.empty()
+    if not stayed:
+        verdict.markdown("Comparing the estimators …")
     sources = [s for s in SOURCES if s != "calibrated" or any(of == s for _, of in measured)]
     left, middle, right = st.columns([3, 2, 2], vertical_alignment="bottom")
     source = box(left, "Weights from", "energy", {of: SOURCES[of] for of in sources}, "proxy", look="buttons")
@@ -178,6 +182,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
     # What is usual depends on what trained, so each run has a choice of its own.
     estimators = st.multiselect("Estimators", names, usual, key=f"shown-{run.name}", bind="query-params", wrap=True)
     if (whole := data.answers(run).measured) is None:
+        commands = st.container()
         st.info(
             "No comparison and no figure over training: both need Gram matrices of measured steps; none is stored.",
             icon=":material/inbox:",
@@ -188,19 +193,24 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         st.caption(plain(f"Rollouts of {run.name} alone. {words}"))
         python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
         chart(plot_comparison(info), "comparison", words, partial(comparison_table, info), python)
+        commands = st.container()
         if whole.noise_scale_line:
             st.markdown(f"**{plain(whole.noise_scale_line)}**")
         numbers(info)
     with verdict.container(), frame():
         told, chosen = data.answers(run), compared_runs()
-        sentences(told.lines[bool(told.alarm) :], bold=True)  # an alarm stands above
         some = tuple(map(data.measured, chosen)) if len(chosen) <= POOLED else ()
-        if together := data.pooled(some, told.design):
-            sentences([f"The chosen runs together: {together[0]}", *together[1:]], bold=True)
-        if len(chosen) > 1:
-            elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]
-            command = shlex.join(["otb", "compare", *(one.name for one in chosen), *elsewhere])
-            sentences([f"All chosen runs in the terminal: {command}"])
+        alone, together = told.lines[bool(told.alarm) :], data.pooled(some, told.design)  # an alarm stands above
+        for lines, who in ((alone, ""), (together, TOGETHER)):
+            plainly = [line for line in lines if not COMMAND.search(line)]
+            sentences([who + plainly[0], *plainly[1:]] if plainly else [], bold=True)
+        with commands:  # below the figure, which they would push out of the window
+            for lines, who in ((alone, ""), (together, TOGETHER)):
+                sentences([who + line for line in lines if COMMAND.search(line)])
+            if len(chosen) > 1:
+                elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]
+                command = shlex.join(["otb", "compare", *(one.name for one in chosen), *elsewhere])
+                sentences([f"All chosen runs in the terminal: {command}"])
     if data.answers(run).alarm:
         st.stop()  # what follows plans and follows a training whose gradients these are not
     with frame():

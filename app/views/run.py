@@ -69,10 +69,11 @@ def alarms(findings: list[Finding]) -> None:
     fired, rest = fired_first(findings)
     if fired:
         st.caption(SPOKE)
+    within = st.container(key="fired", gap=None)
     for one in fired:
         later = "" if one.alarm_step in (None, one.watch_step) else f", alarm at {one.alarm_step}"
         at = f"step {one.watch_step}{later}"
-        row = st.container(horizontal=True, vertical_alignment="center")
+        row = within.container(horizontal=True, vertical_alignment="center")
         row.markdown(f"{SIGNS[one.level]} **{TITLES[one.detector]}**, {at}: {plain(one.reason)}")
         go_to_step(row, f"Go to step {one.watch_step}", one.watch_step, f"fired-{one.detector}")
     all_detectors([*fired, *rest])
@@ -169,8 +170,7 @@ def attribution(run: Run, step: int) -> None:
     """Show which tokens hold the gradient of the chosen step, else which are large; a row leads to its tokens."""
     found = data.attribution(run, step)
     shown = data.sizes(run, step) if isinstance(found, NotAttributed) else found
-    large = isinstance(shown, Sized)
-    st.subheader(f"{'Which tokens are large at' if large else 'Who holds the gradient of'} step {step}", anchor=False)
+    st.subheader(f"{(shown or Attributed).heading} step {step}", anchor=False)
     if shown is not None:
         holders(run, step, shown)
     if isinstance(found, NotAttributed):
@@ -184,17 +184,17 @@ def attribution(run: Run, step: int) -> None:
 def holders(run: Run, step: int, found: Attributed) -> None:
     """Draw what prompts, rollouts and tokens hold, or their sizes, and list the largest."""
     large = isinstance(found, Sized)
-    what, whole, script = ("size", "all size", scripts.SIZES) if large else ("share", "‖ḡ‖²", scripts.ATTRIBUTION)
+    script = scripts.SIZES if large else scripts.ATTRIBUTION
     st.caption(plain(found.says))
     words = {name: HELD[name] for name in LEVELS}
     level = box(st, "Break down by", "level", words, "token", look="buttons")
-    info = attribution_info(found.shares, whole)
+    info = attribution_info(found.shares, found.whole)
     chart(plot_attribution(info), "attribution", found.says, python=script.format(path=run.path, step=step))
     if not large:
         st.caption(SHARES)
-    every = found.holders(level).rename(columns={"share": what})
+    every = found.holders(level).rename(columns={"share": found.part, "text": "prompt's text"})
     table, total = every.head(ROWS), len(every)
-    st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest {what}. Click one to see it.")
+    st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest {found.part}. Click one to see it.")
     st.dataframe(
         table, hide_index=True, height=min(330, 38 + 35 * len(table)), key="blamed", placeholder="–",
         selection_mode="single-cell", on_select=partial(open_clicked, table, found.column), column_config=COLUMNS,

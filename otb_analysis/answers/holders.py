@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -39,6 +39,9 @@ class Attributed:
     tokens: pd.DataFrame  # rollout, t and text of the step's tokens
     rollouts: pd.DataFrame  # group, rollout, prompt and reward
     column: str = "attribution"  # Of the table `tokens`, what it is made of
+    part: ClassVar[str] = "share"  # What each has
+    whole: ClassVar[str] = "‖ḡ‖²"  # What they add up to
+    heading: ClassVar[str] = "Who holds the gradient of"
 
     @property
     def says(self) -> str:
@@ -79,6 +82,9 @@ class Sized(Attributed):
     """
 
     by: str = ""  # What stands for ‖∇ log π‖², in words, and of how many prompts
+    part: ClassVar[str] = "size"
+    whole: ClassVar[str] = "all size"
+    heading: ClassVar[str] = "Which tokens are large at"
 
     @property
     def says(self) -> str:

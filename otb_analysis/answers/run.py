@@ -128,13 +128,14 @@ class RunAnswers:
 
     @cached_property
     def worth_reading(self) -> tuple[int, str] | None:
-        """The step whose rollouts say most of a collapsed run, and which it is; None of others: their newest do.
+        """The step whose rollouts say most of a run that collapsed, or ended after its reward fell, and which it is.
 
-        It is `look` where that is before the trouble, else the last step before it.
+        It is `look` where that is before the trouble, else the last step before it. None of others: their newest do.
         """
         trouble = self.trouble
         before = [int(step) for step in self.series.step if trouble is not None and step < trouble]
-        if not before or self.triage.state != "collapsed":
+        ended = self.triage.status != "running" and self.triage.reward_fell is not None
+        if not before or not (ended or self.triage.state == "collapsed"):
             return None
         known = "attributed step" if self.learned else "measured step"
         step, kind = (self.look, known) if self.look in before else (before[-1], "step")

@@ -34,14 +34,19 @@ class DiagnoseConfig(RunsConfig):
 
 @dataclass(frozen=True)
 class AttributionConfig:
-    """Print which prompts, rollouts and tokens make up a step's ‖ḡ‖², each share split into signal and noise."""
+    """Print which prompts, rollouts and tokens make up a step's ‖ḡ‖², each share split into signal and noise.
+
+    Of a step without the level attribution: which of its tokens are large, which is no share of the update.
+    """
 
     run: Annotated[str, tyro.conf.Positional] = ""
-    """Name or path of a run that measured the level attribution."""
+    """Name or path of a run."""
     step: int | None = None
     """A step; by default the last attributed one before the reward fell or an alarm fired, or of all."""
     top: int = 12
     """Rows per table."""
+    json: bool = False
+    """Print JSON, for scripts: attribution, and where it was not measured sizes."""
     root: Path = Path("runs")
     """Directory that holds the runs."""
 
@@ -93,8 +98,15 @@ def attribution_command(words: Sequence[str]) -> None:
         from otb_analysis.answers import RunAnswers
         from otb_analysis.report.diagnosis import attribution_parts
         from otb_analysis.report.document import printed
+        from otb_analysis.report.records import attribution_record
         from otb_analysis.store import RunStore
 
-        run = RunAnswers(RunStore(run_path(config.root, config.run)))
-        parts = printed(attribution_parts(run, config.step, config.top))
+        run, record, parts = RunAnswers(RunStore(run_path(config.root, config.run))), None, list[Table | str]()
+        if config.json:
+            step = run.look if config.step is None else config.step
+            record = {"run": run.name} | attribution_record(run, step, config.top)
+        else:
+            parts = printed(attribution_parts(run, config.step, config.top))
+    if config.json:
+        print_json(record)
     print_all(parts)

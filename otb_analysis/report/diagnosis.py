@@ -33,29 +33,33 @@ def diagnosis_parts(run: RunAnswers) -> list[Part]:
 
 
 def attribution_parts(run: RunAnswers, step: int | None, top: int) -> list[Part]:
-    """Return what `otb attribution` prints: the prompts, rollouts and tokens that hold a step's ‖ḡ‖².
+    """Return what `otb attribution` prints: the prompts, rollouts and tokens that hold a step's ‖ḡ‖², else their sizes.
 
     `step` is by default the one to look at first.
 
     Raises:
-        InputError: The step was not attributed; the sentence says what measures it.
+        InputError: The step was not attributed, and no size is known; the sentence says what measures it.
         StoreError: The run cannot be read.
     """
-    found = run.attribution(run.look if step is None else step)
+    found = run.attribution(step := run.look if step is None else step)
     if isinstance(found, NotAttributed):
-        raise InputError(f"{found.missing} {found.command}".strip())
+        measured_by = f"{found.missing} {found.command}".strip()
+        if (large := run.sizes(step)) is None:
+            raise InputError(measured_by)
+        return [f"{run.name}. {large.says}", *holder_grids(large, top), measured_by]
     gap = "" if found.shares.gap is None else f" The shares add up to ‖ḡ‖² to {abs(found.shares.gap):.0e} of it."
     return [f"{run.name}. {found.says}{gap}", *holder_grids(found, top)]
 
 
 def holder_grids(found: Attributed, top: int) -> list[Grid]:
-    """Return one table per level of an attribution, the largest shares first, in per cent."""
+    """Return one table per level of an attribution, the largest shares or sizes first, in per cent."""
     grids = []
     for level in LEVELS:
         rows, total = found.holders(level, top), len(found.shares.at_level(level))
         shares = [name for name in ("share", "signal", "noise") if name in rows]
         rows = rows.assign(**{name: [f"{value:.2%}" for value in rows[name]] for name in shares})
-        title = f"The {len(rows)} {level}s with the largest |share| of {total:,}"
+        rows, largest = rows.rename(columns={"share": found.part}), {"share": "|share|"}.get(found.part, found.part)
+        title = f"The {len(rows)} {level}s with the largest {largest} of {total:,}"
         grids.append(Grid("", rows, title, texts=("token", "text")))
     return grids
 

@@ -158,11 +158,14 @@ def fidelity(run: RunAnswers) -> Section:
 
 
 def attribution_section(run: RunAnswers) -> Section:
-    """Return who holds the gradient of the step to look at first."""
-    title = f"Who holds the gradient of {run.name}"
-    found = run.attribution(run.look)
+    """Return who holds the gradient of the step to look at first, else which of its tokens are large."""
+    found, parts = run.attribution(run.look), list[Part]()
+    shown = found if isinstance(found, Attributed) else run.sizes(run.look)
     if not isinstance(found, Attributed):
-        without = "No step was attributed; --measure.attribution.every 1 of otb train, or of otb score, does."
-        return Section(title, (without,))
-    picture = Picture(f"attribution-{run.name}", found.says, plot_attribution(attribution_info(found.shares)))
-    return Section(title, (picture, *holder_grids(found, TOP), Formulas(ATTRIBUTION_FORMULAS)))
+        parts = ["No step was attributed; --measure.attribution.every 1 of otb train, or of otb score, does."]
+    if shown is None:
+        return Section(f"Who holds the gradient of {run.name}", tuple(parts))
+    figure = plot_attribution(attribution_info(shown.shares, shown.whole))
+    parts = [Picture(f"attribution-{run.name}", shown.says, figure), *holder_grids(shown, TOP), *parts]
+    formulas = [Formulas(ATTRIBUTION_FORMULAS)] if shown is found else []
+    return Section(f"{shown.heading} step {run.look} of {run.name}", (*parts, *formulas))

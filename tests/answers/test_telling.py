@@ -1,5 +1,7 @@
 """Which rollouts are worth reading, and which step is looked at first."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,16 @@ def test_a_collapsed_run_is_read_before_the_fall(tmp_path):
     assert bare.worth_reading is not None and bare.worth_reading[0] == 22 and "attributed" not in bare.worth_reading[1]
     calm = RunAnswers(written(tmp_path, steps[:23], "calm"))
     assert calm.worth_reading is None
+
+
+def test_a_run_that_ended_after_its_reward_fell_is_read_before_it_while_a_running_one_shows_what_is_new(tmp_path):
+    rewards = [[1, 1, 1, 0]] * 30 + [[1, 0, 0, 0]] * 20
+    store = written(tmp_path, [(reward, [3, 3, 3, 3], None) for reward in rewards])
+    ended, going = RunAnswers(store), RunAnswers(store)
+    for run, status in ((ended, "complete"), (going, "running")):
+        vars(run)["triage"] = replace(run.triage, state="alarm", status=status)  # such as a fall that noise hides
+    assert ended.worth_reading is not None and ended.worth_reading[0] == 29
+    assert going.worth_reading is None
 
 
 def test_a_run_in_trouble_before_anything_was_attributed_is_looked_at_where_it_first_was(tmp_path):

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import streamlit as st
+from streamlit.testing.v1 import AppTest
 
 from otb_analysis.statistics import gradient_statistics
 from otb_analysis.store import RunWriter, StepTables, gram_rows
@@ -37,6 +38,11 @@ def write(writer: RunWriter, step: int) -> None:
     writer.write_step(step, StepTables(tokens | exact, rollouts, steps, gradients, grams))
 
 
+def still(app: AppTest) -> bool:
+    """Whether nothing fades while a page is drawn again."""
+    return any("[data-stale=true] { opacity: 1" in one.proto.body for one in app.get("html"))
+
+
 def test_a_step_that_is_written_while_a_page_is_drawn_is_not_missed(tmp_path, monkeypatch):
     writer = RunWriter.create(tmp_path, "run", {"estimator": {"name": "rloo"}})
     write(writer, 0)
@@ -50,8 +56,11 @@ def test_a_step_that_is_written_while_a_page_is_drawn_is_not_missed(tmp_path, mo
         return table
 
     monkeypatch.setattr(data, "runs_df", listed)
+    assert not still(app)
     write(writer, 1)
     assert "· 3 steps" in texts(app.run())  # it sees at its end that the run has grown, and is drawn again
+    assert still(app)  # without fading what stands there
+    assert not still(app.run())  # what a click changes does
 
 
 @pytest.mark.parametrize(("page", "times"), [("run", 1), ("triage", 2)])

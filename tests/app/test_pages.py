@@ -298,6 +298,8 @@ def test_a_command_that_a_sentence_ends_in_stands_below_it_to_be_copied(store_ro
     assert commands[0].startswith("otb train --config ") and ";" not in commands[0]
     assert f"otb compare chain-otb-s0 failed-rloo --root {tmp_path}" in commands
     assert "otb train" not in texts(app) and "otb compare" not in texts(app)
+    kinds = [one.type for one in app.main]
+    assert kinds.index("plotly_chart") < kinds.index("code")  # the figure is seen without scrolling
     advised = open_page(tmp_path, "run", monkeypatch, run="failed-rloo", advise="true")
     assert commands[0] in [block.value for block in advised.code]
 

@@ -1,6 +1,7 @@
 """The page Tokens: prompts, colours, estimators, two places side by side, long and odd tokens."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -185,6 +186,14 @@ def test_rollouts_of_2000_tokens_are_shown_whole(token_root, monkeypatch):
     assert "Each cell holds 5 tokens" in texts(app)
     assert "token 1990 of rollout 1" in texts(app)
     assert table_of(app, "formula")["with numbers"].count("·") <= 8
+
+
+def test_room_is_kept_for_the_tokens_so_that_what_stands_below_does_not_move(token_root, monkeypatch):
+    kept = []
+    for run in ("long", "first"):
+        bodies = " ".join(one.proto.body for one in opened(token_root, monkeypatch, run=run).get("html"))
+        kept += map(int, re.findall(r"st-key-token_view { min-height: (\d+)px", bodies))
+    assert len(kept) == 2 and kept[1] < kept[0] <= 700  # no more than a window shows
 
 
 def test_of_too_many_tokens_for_a_browser_some_rollouts_are_maps_alone_and_the_chosen_one_has_its_text(

@@ -1,10 +1,13 @@
 """`otb diagnose` and `otb attribution`: what they print, and what they answer where something was not measured."""
 
+import json
+
 import pytest
 
 from otb_analysis.answers import opened
 from otb_analysis.commands.cli import main
 from otb_analysis.config import AttributionSchedule, MeasureConfig, Schedule
+from tests.answers.test_holders import unattributed
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +41,23 @@ def test_attribution_prints_three_tables_and_that_the_shares_add_up(attributed, 
     assert "hold half of the gradient" in text and "The shares add up to ‖ḡ‖²" in text
 
 
+def test_a_step_without_attribution_has_its_tokens_by_size_in_the_terminal_and_as_json(attributed, capsys):
+    words = ["attribution", attributed.name, "--root", str(attributed.parent), "--step", "1", "--top", "3"]
+    text, found = said(capsys, *words), opened([attributed])[attributed.name].sizes(1)
+    assert found.says in text and "The 3 tokens with the largest size of" in text
+    assert "Step 1 has no attribution; the last step before it that has is 0." in text
+    record = json.loads(said(capsys, *words, "--json"))
+    assert record["attribution"]["nearest"] == 0 and record["sizes"]["says"] == found.says
+    assert len(record["sizes"]["tokens"]) == 3
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
-    [
-        (["--step", "1"], "Step 1 has no attribution; the last step before it that has is 0."),
-        (["--top", "0"], "--top is 0; pass at least 1."),
-    ],
+    [([], "No step of this run says which tokens"), (["--top", "0"], "--top is 0; pass at least 1.")],
 )
-def test_what_cannot_be_shown_is_one_sentence(attributed, words, answer, capsys):
-    assert main(["attribution", attributed.name, "--root", str(attributed.parent), *words]) == 2
+def test_what_cannot_be_shown_is_one_sentence(words, answer, tmp_path, capsys):
+    run = unattributed(tmp_path).path
+    assert main(["attribution", run.name, "--root", str(run.parent), *words]) == 2
     assert answer in capsys.readouterr().err
 
 

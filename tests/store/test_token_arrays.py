@@ -5,7 +5,7 @@ import pytest
 
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.estimators import available, estimate
-from otb_analysis.store import RunStore, StepTables
+from otb_analysis.store import RunStore, StepTables, measured
 from otb_analysis.types import EstimatorInputs
 
 NAN = np.nan
@@ -135,3 +135,14 @@ def test_step_that_is_not_complete_is_refused(writer):
 def test_tokens_without_a_mask_are_a_sentence(writer):
     with pytest.raises(StoreError, match="has tokens without a mask"):
         arrays(writer, {name: values for name, values in TOKENS.items() if name != "mask"})
+
+
+def test_of_many_measured_tokens_whole_prompts_are_read_with_keys_of_four_bytes(writer, monkeypatch):
+    n = np.arange(80)
+    tokens = {"group": n // 2, "rollout": n, "turn": 0 * n, "t": 0 * n, "mask": n >= 0, "grad_norm_sq": n + 1.0}
+    rollouts = {"group": n // 2, "rollout": n}
+    writer.write_step(0, StepTables(tokens=tokens | {"measured_by": ["exact"] * 80}, rollouts=rollouts))
+    monkeypatch.setattr(measured, "MAX_TOKENS", 40)
+    table, total = measured.exact_groups(RunStore(writer.path), ["step", "group", "rollout", "t", "grad_norm_sq"])
+    assert total == 80 and 0 < len(table) < 80 and set(table["group"].value_counts()) == {2}
+    assert {table[name].dtype for name in measured.KEYS} == {np.dtype("int32")}
