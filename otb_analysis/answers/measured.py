@@ -85,10 +85,10 @@ def decision_lines(
     best, names = decision.best, shown_name(decision.against)
     m, n, count, worse = decision.looked_at, decision.n_prompts, len(decision.better), len(decision.worse)
     against_rloo = _against_rloo(decision, beside, trained)
-    hidden = [one for one in decision.comparisons if one.one_look is None or one.one_look.low is None]
-    along = not decision.signal and all(one.by == "efficiency" for one in hidden)
+    hidden = len(decision.hidden)
+    along = not decision.signal and all(one.by == "efficiency" for one in decision.hidden)
     what = "the true gradient" if along else "them"
-    unjudged = f"; {len(hidden)} more cannot be judged, since noise hides {what}" if hidden else ""
+    unjudged = f"; {hidden} cannot be judged, since noise hides {what}" if hidden else ""
     if best is None:
         behind = f"; {worse} shown to be worse" * bool(worse) + unjudged
         first, near, more = _none_better(decision, names, behind, _measure_line(decision, config, path))
@@ -108,7 +108,7 @@ def decision_lines(
     together = f"all {m} baselines looked at together, " * (m > 1)
     return (
         f"{verb} {shown_name(best.label)}: {_by(best, names)}, {together}{n} prompts.",
-        f"{shown}, {m - count - worse} neither{unjudged}.",
+        f"{shown}, {m - count - worse - hidden} neither{unjudged}.",
         *against_rloo,
         f"Next: {how}; {FASTER}.",
     )
@@ -125,18 +125,20 @@ def _none_better(decision: Decision, names: str, behind: str, more: str) -> tupl
     none, together = f"none of {m} baselines is", f", all {m} together"
     if m == 1:
         none, together = "the other baseline is not", ""
-    whole = len(decision.tested) == m  # one with an interval by itself may have none that holds with all others
+    judged = m - len(decision.hidden)
+    whole = len(decision.tested) == judged  # one with an interval by itself may have none that holds with all others
     if decision.cause:
         why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
         hidden = f"Noise hides the true gradient, along which {why} must be estimated."
         wide = "The ends of every interval differ by a factor of 100 or more."
         hidden = ONE_PROMPT if decision.update == 1 else wide if decision.signal else hidden
         return f"no baseline can be told from {names} on {n} prompts. {hidden}", "", more
-    if whole and lead is None:
+    if lead is None and len(decision.tested) == m:
         every = f"all {m} baselines are" if m > 1 else "the other baseline is"
         return f"{every} shown to be worse than {names} on {n} prompts.", "", ""
-    if whole and all((low or 0) > 1 - DIFFERENCE and (high or 2) < 1 / (1 - DIFFERENCE) for low, high in ends):
+    if whole and lead and all((low or 0) > 1 - DIFFERENCE and (high or 2) < 1 / (1 - DIFFERENCE) for low, high in ends):
         what = f"no difference from {names} is larger than {PER_CENT}"
+        none = none if judged == m else "none that can be judged is"
         what = f"{none} better than {names} by more than {PER_CENT}" if behind else what
         return f"{what} on {n} prompts{together}{behind}.", "", ""
     near = f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}{together}." if lead else ""
@@ -334,7 +336,7 @@ def forest_words(info: ComparisonInfo) -> str:
         read = f"Below {MIN_CLUSTERS} prompts these are points without intervals."
     elif not info.sampled:
         read = "Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
-    elif not info.looked_at:
+    elif not info.judged:
         read = f"What is judged has no interval here, so no estimator can be told from {info.against}."
     elif any(row.told for row in info.rows):
         read = f"95 % intervals over prompts: thick, one look; thin, {info.together}."

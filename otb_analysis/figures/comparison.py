@@ -128,7 +128,7 @@ class ComparisonInfo:
     against: str
     n_steps: int
     n_prompts: int
-    looked_at: int  # Comparisons that share the risk of an error
+    judged: bool  # False where no interval of what is judged can be shown
     sampled: bool  # False where another sampler drew the tokens, so that nothing is judged
     together: str  # What the corrected intervals are called
 
@@ -190,7 +190,7 @@ def comparison_info(
                 rank[row.key] = 2, -efficiency.estimate if efficiency else np.inf
         rows.sort(key=lambda row: rank[row.key])
     return ComparisonInfo(
-        tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, decision.looked_at, sampled,
+        tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, bool(decision.tested), sampled,
         f"all {decision.looked_at} together",
     )  # fmt: skip
 
@@ -341,7 +341,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         # Numbers, not categories: a browser leaves out the name of a row without a point.
         names = {"tickvals": list(heights.values()), "ticktext": list(heights), "range": [-0.6, count - 0.4]}
         figure.update_yaxes(**names, showticklabels=where["col"] == 1, zeroline=False, **where)
-    for thickness, words in ((4, "one look"), (1, info.together)) if info.looked_at else ():
+    for thickness, words in ((4, "one look"), (1, info.together)) if info.judged else ():
         line = {"color": GREY, "width": thickness}
         figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=words, showlegend=True, row=1, col=1)
     return figure.update_layout(margin={"l": 150, "t": TOP}, height=height)
