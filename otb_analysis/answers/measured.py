@@ -117,11 +117,7 @@ def decision_lines(
 def _none_better(decision: Decision, names: str, behind: str, more: str) -> tuple[str, str, str]:
     """Return that none is shown to be better, which is nearest, and `more` where more prompts could tell."""
     m, n, lead = decision.looked_at, decision.n_prompts, decision.nearest
-    ends = [
-        (one.together.low, one.together.high) if one.together else (None, None)
-        for one in decision.tested
-        if not one.worse
-    ]
+    ends = [(one.together.low, one.together.high) for one in decision.tested if one.together and not one.worse]
     none, together = f"none of {m} baselines is", f", all {m} together"
     if m == 1:
         none, together = "the other baseline is not", ""
@@ -328,6 +324,18 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     return f"In groups of {dead.size}, {count} ({share.estimate:.0%}{ends}) teach nothing: their rewards are equal."
 
 
+def planner_words(planner: Planner) -> str:
+    """Return what the picture of group sizes shows, in one line."""
+    words = f"How efficient the same {planner.n_rollouts} rollouts would be in groups of other sizes."
+    if all(cell.efficiency is None for cell in planner.cells):
+        words = (
+            f"What the same {planner.n_rollouts} rollouts would cost in groups of other sizes, beside what they cost "
+            f"in groups of {planner.recorded_size}: below 1 is better. Bars hold together with 95 %. No efficiency by "
+            "itself is known."
+        )
+    return f"{words} Star: shown to be a curve's best."
+
+
 def forest_words(info: ComparisonInfo) -> str:
     """Return what points, intervals and their order in the forest are, which ratios have no panel, what has no mark."""
     of = f"{plural(info.n_prompts, 'prompt')} of {plural(info.n_steps, 'measured step')}"
@@ -352,6 +360,32 @@ def forest_words(info: ComparisonInfo) -> str:
     why += [f"Noise hides every ratio of {bare}, so the figure leaves them out."] if bare else []
     return " ".join([start, read, *why])
 
+
+FORMULAS = (
+    (
+        "Efficiency",
+        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J, the true gradient.",
+    ),
+    (
+        "Variance at equal progress",
+        "SF = batch variance ÷ projection²; the variance itself where c is 1.",
+    ),
+    (
+        "Batch variance",
+        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.",
+    ),
+    (
+        "Step length c",
+        "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
+    ),
+    (
+        "Noise scale",
+        "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an "
+        "update is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale). "
+        "It is not shown by itself where fewer prompts were measured than a third of the noise scale.",
+    ),
+)
+"""What tables compare, by title, as formulas in a sentence."""
 
 MATTER = 8
 """Rows that are shown unless another number is asked for."""

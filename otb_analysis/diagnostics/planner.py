@@ -8,7 +8,7 @@ the rollouts were recorded.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 from math import comb
 from typing import Any
@@ -79,12 +79,6 @@ def dead_share_of(counts: tuple[int, ...], size: int) -> float:
     return sum(comb(k, size) for k in counts) / comb(sum(counts), size)
 
 
-@lru_cache(4096)
-def _counts(rewards: tuple[float, ...]) -> tuple[int, ...]:
-    """Return how often each distinct reward was met."""
-    return tuple(sorted(Counter(rewards).values()))
-
-
 def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadGroups, ...]:
     """Return the share of dead groups at 2, 4, 8, … and at the largest recorded size, from (prompt, rewards) of groups.
 
@@ -96,7 +90,9 @@ def dead_groups(groups: Sequence[tuple[object, Sequence[float]]]) -> tuple[DeadG
     recorded = np.array([len(rewards) for _, rewards in groups], np.int64)
     largest, numbers, kinds = int(recorded.max(initial=0)), dict[object, int](), dict[tuple[int, ...], int]()
     prompt = np.array([numbers.setdefault(name, len(numbers)) for name, _ in groups], np.int64)
-    kind = np.array([kinds.setdefault(_counts(tuple(rewards)), len(kinds)) for _, rewards in groups], np.int64)
+    # How often each distinct reward was met says all of a group.
+    counted = (tuple(sorted(Counter(rewards).values())) for _, rewards in groups)
+    kind = np.array([kinds.setdefault(counts, len(kinds)) for counts in counted], np.int64)
     sizes = sorted({2**k for k in range(1, largest.bit_length()) if 2**k <= largest} | ({largest} - {0, 1}))
     rows = []
     for size in sizes:

@@ -53,37 +53,15 @@ class Measure:
     column: str
     title: str
     line: str
-    formula: str
     log: bool = False
 
 
 MEASURES = (
-    Measure(
-        "efficiency", "Efficiency", "share of the update along the true gradient",
-        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J, the true gradient.",
-    ),
-    Measure(
-        "sf", "Variance at equal progress", "variance ÷ c², norm²; lower is better",
-        "SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
-    ),
-    Measure(
-        "variance", "Batch variance", "norm², smaller for shorter steps, too",
-        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.", log=True,
-    ),
-    Measure(
-        "projection", "Step length c", "along the true gradient; 1 is as long as it",
-        "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
-    ),
-)  # fmt: skip
-
-
-NOISE_SCALE = (
-    "Noise scale",
-    "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an update "
-    "is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale). It is not "
-    "shown by itself where fewer prompts were measured than a third of the noise scale.",
+    Measure("efficiency", "Efficiency", "share of the update along the true gradient"),
+    Measure("sf", "Variance at equal progress", "variance ÷ c², norm²; lower is better", log=True),
+    Measure("variance", "Batch variance", "norm², smaller for shorter steps, too", log=True),
+    Measure("projection", "Step length c", "along the true gradient; 1 is as long as it"),
 )
-"""Name of the noise scale, and what it is in one line."""
 
 RATIOS = (
     ("sf", "Variance at equal progress", "left is less noisy"),
@@ -397,12 +375,11 @@ def planner_table(planner: Planner) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def planner_display(planner: Planner) -> tuple[str, pd.DataFrame]:
-    """Return what the picture shows in one line, and efficiency and cost as they are read, by estimator and size.
+def planner_display(planner: Planner) -> pd.DataFrame:
+    """Return efficiency and cost as they are read, by estimator and size: * is the best of its curve.
 
-    In the table * is the best of its curve; no row has neither number.
+    No row has neither number.
     """
-    words = f"How efficient the same {planner.n_rollouts} rollouts would be in groups of other sizes."
     table = pd.DataFrame(
         {
             "estimator": c.estimator + ("" if c.energy_source == "none" else f"/{c.energy_source}"),
@@ -413,11 +390,5 @@ def planner_display(planner: Planner) -> tuple[str, pd.DataFrame]:
         for c in planner.cells
         if c.efficiency is not None or c.cost is not None
     )
-    if all(c.efficiency is None for c in planner.cells):
-        table = table.drop(columns="efficiency", errors="ignore")
-        words = (
-            f"What the same {planner.n_rollouts} rollouts would cost in groups of other sizes, beside what they cost "
-            f"in groups of {planner.recorded_size}: below 1 is better. Bars hold together with 95 %. No efficiency by "
-            "itself is known."
-        )
-    return f"{words} Star: shown to be a curve's best.", table
+    known = any(c.efficiency is not None for c in planner.cells)
+    return table if known else table.drop(columns="efficiency", errors="ignore")

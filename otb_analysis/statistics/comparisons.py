@@ -8,7 +8,7 @@ the size of an update: both have the same ‖∇J‖², so that the paired diffe
 biased member is compared by efficiency, at the number of prompts that the run updates with; it stays open where ∇J is
 not told from noise. Looking at m baselines finds a lucky one among them, so a claim takes an interval at the level
 1 − .05/m (Bonferroni): all m of them hold together with 95 %, and so does the one of whichever is chosen. Those whose
-interval noise hides count among the m: had chance made theirs short, it would have been looked at, too.
+interval noise hides count among the m: had chance made one of theirs short, it would have been judged, too.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -302,14 +302,10 @@ class Decision:
     update: int  # Prompts of an update, which efficiency depends on
     comparisons: tuple[Comparison, ...]  # As measured; each of a family of multiples once
     alike: Mapping[Label, Alike]
+    looked_at: int  # All of them, the m that share the risk of an error: also those whose interval noise hides
     cause: Cause
     signal: bool  # True where ∇J is told from noise: the 95 % interval of ‖∇J‖² leaves out 0
     n_needed: int | None  # About how many prompts would show a difference of 10 %; None where that is not known
-
-    @property
-    def looked_at(self) -> int:
-        """The m that share the risk of an error: all of them, whether or not noise hides their interval."""
-        return len(self.comparisons)
 
     @property
     def tested(self) -> tuple[Comparison, ...]:
@@ -405,7 +401,7 @@ def decide(
     elif not any(np.trace(gram.blocks([against], against)[0, 0]) > 0 for gram in both):
         cause = "equal rewards"
     count, update = 0 if base is None else base.power.size - 1, typical([gram.n_prompts for gram in both])
-    decision = Decision(against, count, update, comparisons, same, cause, signal, None)
+    decision = Decision(against, count, update, comparisons, same, len(comparisons), cause, signal, None)
     lead = decision.nearest or next(iter(decision.tested), None)
     return replace(decision, n_needed=_needed(base, lead.together if lead else None, len(comparisons)))
 

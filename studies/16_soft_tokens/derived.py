@@ -25,9 +25,8 @@ def over_discrete(rows: Rows, arm: str, name: str, against: str = "", scale: Any
 
 def large(of: Interval | None, digits: int = 0) -> str:
     """Return an interval with its thousands, where `interval` says only that they are more than 999."""
-    if hidden(*ends(of)[1:]):
-        return "–"
-    shown = ["–" if value is None else f"{value:,.{digits}f}" for value in ends(of)]
+    lost = hidden(*ends(of)[1:])
+    shown = ["–" if value is None or lost else f"{value:,.{digits}f}" for value in ends(of)]
     return shown[0] if "–" in shown[1:] else f"{shown[0]} ({shown[1]}–{shown[2]})"
 
 

@@ -146,7 +146,8 @@ def test_a_baseline_that_noise_hides_is_looked_at_too_and_counts_in_the_interval
     known = unbiased(labels[1])
     loo, hidden = decide([gram(g, labels)], known=known).comparisons
     assert hidden.one_look is hidden.together is None
-    # Without a prompt the ratio of sums is 6.1/15 or 5.9/15: log .4 has the standard error √15·log(6.1/5.9)/2 = .064555.
+    # Without a prompt the ratio of sums is 6.1/15 or 5.9/15, so log .4 has the standard error
+    # √15·log(6.1/5.9)/2 = .064555.
     # Student's t of 15 degrees is 2.13145 at .975, and 2.48988 at .9875, which leaves 2.5 % for each of the two.
     assert (loo.one_look.low, loo.one_look.high) == pytest.approx((0.34858, 0.45900), abs=1e-5)
     assert (loo.together.low, loo.together.high) == pytest.approx((0.34061, 0.46975), abs=1e-4)
