@@ -459,7 +459,8 @@ class MeasuredSteps:
             InputError: The estimator was not measured.
         """
         base = against or self.over_rloo.against
-        return comparison_info(self.grams, base, source, estimators, self.known, not self.alarm)
+        decided = (self.decided(label) for gram in self.grams for label in gram.labels if base in (label, label[0]))
+        return comparison_info(self.grams, base, source, estimators, self.known, next(decided, None))
 
     def to_dataframe(self, against: str | Label | None = None) -> pd.DataFrame:
         """Return one row per estimator: each ratio with the ends of its intervals, what is told, its own values.

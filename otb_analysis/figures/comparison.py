@@ -128,7 +128,7 @@ def comparison_info(
     energy_source: str = "both",
     estimators: Iterable[str] | None = None,
     known: Proved = NOTHING,
-    sampled: bool = True,
+    decision: Decision | None = None,
 ) -> ComparisonInfo:
     """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
 
@@ -140,7 +140,7 @@ def comparison_info(
         against: A name, which is compared with its first energy source, or a label.
         energy_source: Limits the rows to estimators that read no energy or this kind; `both` shows all.
         estimators: Limits them to these names.
-        sampled: False where another sampler drew the tokens, see `decide`.
+        decision: What was decided against that one; by default it is worked out here.
 
     Raises:
         InputError: The estimator was not measured in any of the steps.
@@ -153,7 +153,7 @@ def comparison_info(
     sources = {"none", energy_source} if energy_source != "both" else {source for _, source in measured}
     names = {name for name, _ in measured} if estimators is None else {base[0], *estimators}
     shown = [one for one in measured if one == base or (one[0] in names and one[1] in sources)]
-    decision = decide(grams, base, known, sampled=sampled)
+    decision = decision or decide(grams, base, known)
     rows = compared(grams, decision, shown, known)
     if any(row.told for row in rows):
         # What all are compared with, then proved ones by SF, then the others by efficiency, undefined ones last.
@@ -168,8 +168,8 @@ def comparison_info(
                 rank[row.key] = 2, -efficiency.estimate if efficiency else np.inf
         rows.sort(key=lambda row: rank[row.key])
     return ComparisonInfo(
-        tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, bool(decision.tested), sampled,
-        f"all {decision.looked_at} together",
+        tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, bool(decision.tested),
+        decision.cause != "another sampler", f"all {decision.looked_at} together",
     )  # fmt: skip
 
 

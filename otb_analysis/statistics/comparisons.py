@@ -419,8 +419,7 @@ def _compared(
             alone, together = (
                 unless_hidden(jackknife_interval(values[0], values[1:], words, "log", level)) for level in levels
             )
-        whole = together is not None and together.low is not None
-        comparisons.append(Comparison(label, by, alone, together if whole else None))
+        comparisons.append(Comparison(label, by, alone, together if together and together.low is not None else None))
     return tuple(comparisons)
 
 
