@@ -149,7 +149,7 @@ def comparison(run: Run, step: int | None, against: str, source: str, estimators
     """Return how estimators compare with one at a measured step, or over all of them."""
     whole = answers(run).measured
     assert whole is not None
-    chosen = whole if step is None else replace(whole, grams=(answers(run).grams[step],))
+    chosen = whole if step is None else replace(whole, grams=(answers(run).grams[step],), _decided={})
     return chosen.comparison(against, source, estimators)
 
 

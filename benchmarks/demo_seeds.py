@@ -34,7 +34,7 @@ def run(config: DemoSeedsConfig) -> Report:
         seconds = max(float(s.filter(regex="^seconds_").sum().sum()) for s in steps)
         rows.append({
             "threads": threads, "seed": seed, "reward": float(steps[0]["reward_mean"].iloc[0]),
-            "prompts": decision.n_prompts, "told": len(decision.better), "tested": len(decision.tested),
+            "prompts": decision.n_prompts, "told": len(decision.better), "tested": decision.looked_at,
             "minutes": seconds / 60, "says": design.lines[0],
         })  # fmt: skip
     concluding = sum(row["told"] > 0 for row in rows)

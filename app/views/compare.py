@@ -11,7 +11,7 @@ import streamlit as st
 from widgets import box, chart, compared_runs, download, frame, one_run, plain
 
 from otb_analysis.answers.measured import not_measured
-from otb_analysis.answers.pairs import Pair, estimator_names, first_estimators, zero_note
+from otb_analysis.answers.pairs import Pair, estimator_names, first_estimators, left_out_note, zero_note
 from otb_analysis.figures.pairs import (
     SIDES,
     curves_rows,
@@ -78,11 +78,11 @@ def compare_runs(runs: list[data.Run], configs: Configs, kind: str) -> None:
     st.subheader("Configuration differences", anchor=False)
     differences = config_differences({run: configs[run] for run in pairing.runs})
     if differences.table.empty:
-        st.caption(f"The same configuration. {differences.note}")
+        st.caption(f"The same configuration. {left_out_note(differences)}")
         return
     by_run = differences.table.set_index("setting").T.rename_axis("run").reset_index()
     st.dataframe(by_run, hide_index=True)
-    st.caption(f"What explains most stands first. {differences.note}")
+    st.caption(f"What explains most stands first. {left_out_note(differences)}")
     download(by_run, "compare-config")
 
 

@@ -12,12 +12,10 @@ import streamlit as st
 from data import Run
 from widgets import COMMAND, box, chart, clicked_data, compared_runs, frame, go_to, one_run, plain, sentences
 
-from otb_analysis.answers.measured import forest_words, not_measured
+from otb_analysis.answers.measured import FORMULAS, forest_words, not_measured, planner_words
 from otb_analysis.answers.proxy import gain_lost_words
 from otb_analysis.figures import pairs
 from otb_analysis.figures.comparison import (
-    MEASURES,
-    NOISE_SCALE,
     RATIOS,
     ComparisonInfo,
     comparison_table,
@@ -101,8 +99,7 @@ def numbers(info: ComparisonInfo) -> None:
         columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, THREE)
         columns["estimator"] = st.column_config.TextColumn(width=170)
         place.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
-        formulas = [*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE]
-        place.markdown("\n\n".join([*(f"**{plain(title)}** = {plain(said)}" for title, said in formulas), SHORTER]))
+        place.markdown("\n\n".join([*(f"**{plain(title)}** = {plain(said)}" for title, said in FORMULAS), SHORTER]))
 
 
 def token_clicked() -> None:
@@ -217,9 +214,8 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         planner = data.answers(run).planner
         if planner.cells or planner.note:
             st.subheader("Budget planner", anchor=False)
-            words, sizes = planner_display(planner)
-            if len(sizes):
-                st.caption(words)
+            if len(planner_display(planner)):
+                st.caption(words := planner_words(planner))
                 python = scripts.PLANNER.format(path=run.path)
                 chart(plot_planner(planner), "planner", words, partial(planner_table, planner), python)
             st.markdown(plain(planner.note))

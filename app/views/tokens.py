@@ -21,11 +21,12 @@ from token_view import (
 )
 from widgets import box, chart, clicked_data, download, frame, new_query_value, one_run, plain, raw, write
 
+from otb_analysis.answers.prompt import described, prompt_head
 from otb_analysis.figures.rollouts import shared_head
 from otb_analysis.figures.styles import number
 from otb_analysis.figures.texts import ONE_LINE, legible
-from otb_analysis.figures.token_columns import ADVANTAGES, COLOURS, KINDS, described, measured, with_differences
-from otb_analysis.figures.tokens import column_values, grid_info, plot_tokens, prompt_head, scale_of, tokens_info
+from otb_analysis.figures.token_columns import ADVANTAGES, COLOURS, KINDS, measured, with_differences
+from otb_analysis.figures.tokens import column_values, grid_info, plot_tokens, scale_of, tokens_info
 from otb_analysis.store.measured import exact_steps, first_step, token_steps
 from otb_analysis.store.token_arrays import in_words, trained_label
 from otb_analysis.types import Label

@@ -8,6 +8,7 @@ import scripts
 import streamlit as st
 from widgets import box, chart, chosen_runs, download, frame, go_to, plain
 
+from otb_analysis.answers.pairs import left_out_note
 from otb_analysis.answers.triage import IN_TROUBLE, triage_table, verdict, worst_first
 from otb_analysis.figures.curves import LABELLED, curves_table, grouped_info, learning_info, plot_learning
 from otb_analysis.figures.runs import config_differences, grouped
@@ -171,7 +172,7 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
         column_order=[name for name in (*ORDER, *of_runs) if name not in empty],
         column_config=texts | COLUMNS | named,
     )  # fmt: skip
-    st.caption(f"{CLICKS} {settings.note}")
+    st.caption(f"{CLICKS} {left_out_note(settings)}")
     download(table, "runs")
     chosen = chosen_runs()
     learning(chosen, {row.run: f"{number(row.reward_first)} to {number(row.reward_last)}" for row in triaged})

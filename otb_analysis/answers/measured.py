@@ -85,10 +85,10 @@ def decision_lines(
     best, names = decision.best, shown_name(decision.against)
     m, n, count, worse = decision.looked_at, decision.n_prompts, len(decision.better), len(decision.worse)
     against_rloo = _against_rloo(decision, beside, trained)
-    hidden = [one for one in decision.comparisons if one.one_look is None or one.one_look.low is None]
-    along = not decision.signal and all(one.by == "efficiency" for one in hidden)
+    hidden = len(decision.hidden)
+    along = not decision.signal and all(one.by == "efficiency" for one in decision.hidden)
     what = "the true gradient" if along else "them"
-    unjudged = f"; {len(hidden)} more cannot be judged, since noise hides {what}" if hidden else ""
+    unjudged = f"; {hidden} cannot be judged, since noise hides {what}" if hidden else ""
     if best is None:
         behind = f"; {worse} shown to be worse" * bool(worse) + unjudged
         first, near, more = _none_better(decision, names, behind, _measure_line(decision, config, path))
@@ -108,7 +108,7 @@ def decision_lines(
     together = f"all {m} baselines looked at together, " * (m > 1)
     return (
         f"{verb} {shown_name(best.label)}: {_by(best, names)}, {together}{n} prompts.",
-        f"{shown}, {m - count - worse} neither{unjudged}.",
+        f"{shown}, {m - count - worse - hidden} neither{unjudged}.",
         *against_rloo,
         f"Next: {how}; {FASTER}.",
     )
@@ -117,26 +117,24 @@ def decision_lines(
 def _none_better(decision: Decision, names: str, behind: str, more: str) -> tuple[str, str, str]:
     """Return that none is shown to be better, which is nearest, and `more` where more prompts could tell."""
     m, n, lead = decision.looked_at, decision.n_prompts, decision.nearest
-    ends = [
-        (one.together.low, one.together.high) if one.together else (None, None)
-        for one in decision.tested
-        if not one.worse
-    ]
+    ends = [(one.together.low, one.together.high) for one in decision.tested if one.together and not one.worse]
     none, together = f"none of {m} baselines is", f", all {m} together"
     if m == 1:
         none, together = "the other baseline is not", ""
-    whole = len(decision.tested) == m  # one with an interval by itself may have none that holds with all others
+    judged = m - len(decision.hidden)
+    whole = len(decision.tested) == judged  # one with an interval by itself may have none that holds with all others
     if decision.cause:
         why = "its step length" if decision.against[0] not in ("rloo", "none") else "a step length"
         hidden = f"Noise hides the true gradient, along which {why} must be estimated."
         wide = "The ends of every interval differ by a factor of 100 or more."
         hidden = ONE_PROMPT if decision.update == 1 else wide if decision.signal else hidden
         return f"no baseline can be told from {names} on {n} prompts. {hidden}", "", more
-    if whole and lead is None:
+    if lead is None and len(decision.tested) == m:
         every = f"all {m} baselines are" if m > 1 else "the other baseline is"
         return f"{every} shown to be worse than {names} on {n} prompts.", "", ""
-    if whole and all((low or 0) > 1 - DIFFERENCE and (high or 2) < 1 / (1 - DIFFERENCE) for low, high in ends):
+    if whole and lead and all((low or 0) > 1 - DIFFERENCE and (high or 2) < 1 / (1 - DIFFERENCE) for low, high in ends):
         what = f"no difference from {names} is larger than {PER_CENT}"
+        none = none if judged == m else "none that can be judged is"
         what = f"{none} better than {names} by more than {PER_CENT}" if behind else what
         return f"{what} on {n} prompts{together}{behind}.", "", ""
     near = f"Nearest is {shown_name(lead.label)}, perhaps by chance: {_by(lead, names)}{together}." if lead else ""
@@ -326,6 +324,18 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     return f"In groups of {dead.size}, {count} ({share.estimate:.0%}{ends}) teach nothing: their rewards are equal."
 
 
+def planner_words(planner: Planner) -> str:
+    """Return what the picture of group sizes shows, in one line."""
+    words = f"How efficient the same {planner.n_rollouts} rollouts would be in groups of other sizes."
+    if all(cell.efficiency is None for cell in planner.cells):
+        words = (
+            f"What the same {planner.n_rollouts} rollouts would cost in groups of other sizes, beside what they cost "
+            f"in groups of {planner.recorded_size}: below 1 is better. Bars hold together with 95 %. No efficiency by "
+            "itself is known."
+        )
+    return f"{words} Star: shown to be a curve's best."
+
+
 def forest_words(info: ComparisonInfo) -> str:
     """Return what points, intervals and their order in the forest are, which ratios have no panel, what has no mark."""
     of = f"{plural(info.n_prompts, 'prompt')} of {plural(info.n_steps, 'measured step')}"
@@ -334,7 +344,7 @@ def forest_words(info: ComparisonInfo) -> str:
         read = f"Below {MIN_CLUSTERS} prompts these are points without intervals."
     elif not info.sampled:
         read = "Nothing is judged, since another sampler drew the tokens. Bars: 95 % of one look."
-    elif not info.looked_at:
+    elif not info.judged:
         read = f"What is judged has no interval here, so no estimator can be told from {info.against}."
     elif any(row.told for row in info.rows):
         read = f"95 % intervals over prompts: thick, one look; thin, {info.together}."
@@ -350,6 +360,32 @@ def forest_words(info: ComparisonInfo) -> str:
     why += [f"Noise hides every ratio of {bare}, so the figure leaves them out."] if bare else []
     return " ".join([start, read, *why])
 
+
+FORMULAS = (
+    (
+        "Efficiency",
+        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J, the true gradient.",
+    ),
+    (
+        "Variance at equal progress",
+        "SF = batch variance ÷ projection²; the variance itself where c is 1.",
+    ),
+    (
+        "Batch variance",
+        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.",
+    ),
+    (
+        "Step length c",
+        "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
+    ),
+    (
+        "Noise scale",
+        "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an "
+        "update is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale). "
+        "It is not shown by itself where fewer prompts were measured than a third of the noise scale.",
+    ),
+)
+"""What tables compare, by title, as formulas in a sentence."""
 
 MATTER = 8
 """Rows that are shown unless another number is asked for."""
@@ -423,7 +459,8 @@ class MeasuredSteps:
             InputError: The estimator was not measured.
         """
         base = against or self.over_rloo.against
-        return comparison_info(self.grams, base, source, estimators, self.known, not self.alarm)
+        decided = (self.decided(label) for gram in self.grams for label in gram.labels if base in (label, label[0]))
+        return comparison_info(self.grams, base, source, estimators, self.known, next(decided, None))
 
     def to_dataframe(self, against: str | Label | None = None) -> pd.DataFrame:
         """Return one row per estimator: each ratio with the ends of its intervals, what is told, its own values.

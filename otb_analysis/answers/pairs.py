@@ -28,6 +28,7 @@ from otb_analysis.figures.pairs import (
     on_same_rollouts,
 )
 from otb_analysis.figures.runs import (
+    Differences,
     Pairing,
     default_values,
     first_groups,
@@ -36,6 +37,7 @@ from otb_analysis.figures.runs import (
     pair_runs,
 )
 from otb_analysis.figures.styles import MISSING, interval_cell, labels, number
+from otb_analysis.phases import plural
 from otb_analysis.statistics import MIN_CLUSTERS, REFERENCE, Interval, Update, is_informative, seed_mean, update_ratios
 from otb_analysis.statistics.gradients import has_signal
 from otb_analysis.statistics.moments import clusters, deleted_moments, truth_of, typical
@@ -118,7 +120,25 @@ def pair_of(runs: Mapping[str, RunAnswers], pairing: Pairing) -> Pair:
     noise = NoiseInfo((), (NOT_SAMPLED,)) if alarms else compare_noise(pairing, of_runs, known)
     verdict = " ".join([*alarms, *_reward(panels, chosen, pairing), *_noise(noise)])
     nothing = "A and B share no step, so nothing can be compared."
-    return Pair(pairing.a, pairing.b, verdict or nothing, pairing.note, panels, noise)
+    return Pair(pairing.a, pairing.b, verdict or nothing, pairing_note(pairing), panels, noise)
+
+
+def pairing_note(pairing: Pairing) -> str:
+    """Say how A and B are paired, what else differs, and which runs are left out."""
+    words = f"Paired by seed: {len(pairing.pairs)} pairs, Student's 95 % intervals over seeds."
+    if pairing.by != "seed":
+        blocks = "One pair of runs: 95 % intervals are over blocks of steps."
+        words = f"{blocks} They hold for these two runs, not for other seeds."
+    if pairing.also:
+        words += f" The pairs differ in more than what is compared: {', '.join(pairing.also)}."
+    return words + (f" Without a partner of the same seed: {', '.join(pairing.left_out)}." if pairing.left_out else "")
+
+
+def left_out_note(differences: Differences) -> str:
+    """Say about what a table of configurations is silent; empty where about nothing."""
+    count = differences.left_out
+    note = f"Left out, not recorded in some runs and at its default in the others: {plural(count, 'setting')}."
+    return note * (count > 0)
 
 
 def zero_note(panels_: Sequence["PairPanel"]) -> str:

@@ -4,14 +4,24 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from otb_analysis.answers.run import RunAnswers
 from otb_analysis.answers.token_formula import token_details, token_formula
 from otb_analysis.errors import STOPS, InputError, nearest
 from otb_analysis.figures.rollouts import ends_elsewhere
-from otb_analysis.figures.token_columns import described, measured, with_differences
-from otb_analysis.figures.tokens import prompt_head
+from otb_analysis.figures.styles import number
+from otb_analysis.figures.token_columns import (
+    ADVANTAGES,
+    DIFFERENCES,
+    RATIO,
+    SAMPLER,
+    TITLES,
+    measured,
+    with_differences,
+)
+from otb_analysis.schema import TOKENS, column
 from otb_analysis.store import RunStore, StoredPrompt
 from otb_analysis.store.measured import exact_steps, first_step, token_steps
 from otb_analysis.store.token_arrays import in_words
@@ -19,6 +29,12 @@ from otb_analysis.types import Label
 
 KEYS = ("rollout", "turn", "t", "token", "mask")
 FACTS = ("rollout", "reward", "length", "finish_reason", "completion")
+MEANINGS = {
+    SAMPLER: "log π under the policy minus the sampler's own.",
+    ADVANTAGES: "Advantage under {estimator} minus that under {against}.",
+    RATIO: "Exact ‖∇log π‖² over the calibrated proxy ({how}).",
+}
+"""What the columns mean that are not stored."""
 
 
 @dataclass(frozen=True)
@@ -142,3 +158,76 @@ def token_record(view: PromptView, rollout: int | None, t: int) -> dict[str, Any
         "rollout": rollout, "t": t, "numbers": dict(details.formulas), "not_known": refused,
         "formula": None if formula is None else {"lines": dict(formula.lines), "is_sum": formula.is_sum} | shown,
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PromptHead:
+    """What stands above the rollouts of a prompt."""
+
+    text: str
+    answer: str  # Reference answer, empty where none was recorded
+    rewards: str  # What was paid
+    equal: str  # What equal rewards mean for the gradient; empty where rewards differ
+
+
+def prompt_head(rollouts: pd.DataFrame, tokens: pd.DataFrame, estimator: str = "") -> PromptHead:
+    """Return the prompt, its reference answer and what its rollouts were paid.
+
+    Args:
+        rollouts: The prompt's rows of the table `rollouts`.
+        tokens: Its rows of `tokens`, with the advantages of the estimator that trained.
+        estimator: The estimator that trained.
+    """
+    known: Any = rollouts.reindex(columns=["prompt", "answer", "reward"])
+    text, answer = (next((x for x in known[name] if isinstance(x, str)), "") for name in ("prompt", "answer"))
+    reward = known["reward"].dropna().to_numpy(np.float64)
+    values, counts = np.unique(reward, return_counts=True)
+    if len(values) > 4:
+        paid = f"{len(reward)} rewards from {number(values[0])} to {number(values[-1])}, mean {number(reward.mean())}"
+    else:
+        pairs = zip(values[::-1], counts[::-1], strict=True)
+        paid = ", ".join(f"{n} × {number(value)}" if n > 1 else number(value) for value, n in pairs)
+    means: Any = rollouts.filter(regex="^reward_").apply(pd.to_numeric, errors="coerce").mean().dropna()
+    if len(means) > 1:
+        parts = (f"{name.removeprefix('reward_')} {number(mean)}" for name, mean in means.items())
+        paid += f" (means of parts: {', '.join(parts)})"
+    if len(reward) < 2 or len(values) > 1:
+        return PromptHead(text, answer, paid, "")
+    advantage = tokens.reindex(columns=["advantage"]).abs().dropna().to_numpy(np.float64)
+    moved = int((advantage > 1e-6 * max(1.0, abs(reward[0]))).sum())  # equal rewards may still move tokens
+    effect = ": no gradient here." if advantage.size else ": no gradient here with a baseline from this group."
+    if moved:
+        under, largest = estimator or "the estimator that trained", number(float(advantage.max()))
+        effect = f", yet {moved:,} of {advantage.size:,} tokens have an advantage under {under}, up to {largest}."
+    return PromptHead(text, answer, paid, f"All {len(reward)} rewards are {number(float(reward[0]))}{effect}")
+
+
+@dataclass(frozen=True)
+class Described:
+    """How a page calls a column."""
+
+    title: str
+    unit: str
+    meaning: str
+
+
+def described(tokens: pd.DataFrame, name: str, estimator: str = "", against: str = "") -> Described:
+    """Return how a column of these tokens is called, its unit and what it means.
+
+    Args:
+        estimator: Whose baseline and advantage the table has.
+        against: Whose advantage was taken off.
+    """
+    if name in DIFFERENCES:
+        stored = "energy_calibrated" in tokens and bool(tokens["energy_calibrated"].notna().any())
+        how = "as stored" if stored else "c·proxy^b, fitted to this prompt's exact norms"
+        return Described(*DIFFERENCES[name], MEANINGS[name].format(estimator=estimator, against=against, how=how))
+    if name not in {c.name for c in TOKENS}:
+        return Described(name, "", "Stored beside the columns of otb-analysis, such as another trainer's numbers.")
+    title, unit, meaning = TITLES.get(name, name), column("tokens", name).unit, column("tokens", name).meaning
+    if name == "grad_norm_sq" and "measured_by" in tokens and bool((tokens["measured_by"] == "sketch").any()):
+        title = "Estimated ‖∇log π‖²"
+        meaning += " Estimated by sketching: a click shows the standard error; some are below 0."
+    if name in ("baseline", "advantage") and estimator:
+        title, meaning = f"{name} of {estimator}", f"{name[0].upper()}_t of {estimator}."
+    return Described(title, unit, meaning)

@@ -2,16 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from otb_analysis.diagnostics import Finding, fall, single_step_outliers
+from otb_analysis.diagnostics import DETECTORS, Finding, fall, single_step_outliers
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.alarms import TITLES, fired_first
+from otb_analysis.figures.alarms import SIGNS, TITLES, fired_first
 from otb_analysis.figures.curves import NAMES
 from otb_analysis.figures.styles import number
 from otb_analysis.store import step_series
@@ -253,3 +253,10 @@ def finding_record(finding: Finding) -> dict[str, object]:
         "first_alarm": finding.alarm_step,
         "why": finding.reason,
     }
+
+
+def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
+    """Return how many detectors of each level there are, in words."""
+    levels = [finding.level for several in findings.values() for finding in several]
+    counts = [f"{levels.count(level)} {level}" for level in SIGNS if level in levels or level != "too short"]
+    return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."

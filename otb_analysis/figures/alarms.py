@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from otb_analysis.diagnostics import DETECTORS, Finding
+from otb_analysis.diagnostics import Finding
 from otb_analysis.figures.styles import AMBER, GREY
 
 SIGNS = {
@@ -63,13 +63,6 @@ def alarms_table(findings: Mapping[str, Sequence[Finding]]) -> pd.DataFrame:
     rows = [(run, SIGNS[f.level], TITLES[f.detector], f.watch_step, f.alarm_step, f.reason) for run, f in every]
     table = pd.DataFrame(rows, columns=columns)
     return table.assign(**{name: table[name].astype("Float64").astype("Int64") for name in columns[3:5]})
-
-
-def alarms_line(findings: Mapping[str, Sequence[Finding]]) -> str:
-    """Return how many detectors of each level there are, in words."""
-    levels = [finding.level for several in findings.values() for finding in several]
-    counts = [f"{levels.count(level)} {level}" for level in SIGNS if level in levels or level != "too short"]
-    return f"{len(DETECTORS)} detectors on {len(findings)} run{'s' * (len(findings) != 1)}: {', '.join(counts)}."
 
 
 COLLAPSED = 93

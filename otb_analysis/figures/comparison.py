@@ -53,37 +53,15 @@ class Measure:
     column: str
     title: str
     line: str
-    formula: str
     log: bool = False
 
 
 MEASURES = (
-    Measure(
-        "efficiency", "Efficiency", "share of the update along the true gradient",
-        "⟨m, ∇J⟩² / (‖∇J‖² · (‖m‖² + variance)): share of an update of P prompts along ∇J, the true gradient.",
-    ),
-    Measure(
-        "sf", "Variance at equal progress", "variance ÷ c², norm²; lower is better",
-        "SF = batch variance ÷ projection²; the variance itself where c is 1.", log=True,
-    ),
-    Measure(
-        "variance", "Batch variance", "norm², smaller for shorter steps, too",
-        "Σ_p ‖ḡ_p − ḡ‖² / (P(P − 1)) over the P measured prompts, ḡ_p the mean gradient of prompt p's group.", log=True,
-    ),
-    Measure(
-        "projection", "Step length c", "along the true gradient; 1 is as long as it",
-        "⟨m, ∇J⟩ / ‖∇J‖², m the estimator's mean gradient, ∇J from unbiased ones on other prompts; 1 where proved.",
-    ),
-)  # fmt: skip
-
-
-NOISE_SCALE = (
-    "Noise scale",
-    "V / ‖m‖² in prompts, V the variance of one prompt's group gradient: at this many prompts the noise of an update "
-    "is as large as its signal. An unbiased estimator with P prompts has efficiency P / (P + noise scale). It is not "
-    "shown by itself where fewer prompts were measured than a third of the noise scale.",
+    Measure("efficiency", "Efficiency", "share of the update along the true gradient"),
+    Measure("sf", "Variance at equal progress", "variance ÷ c², norm²; lower is better", log=True),
+    Measure("variance", "Batch variance", "norm², smaller for shorter steps, too", log=True),
+    Measure("projection", "Step length c", "along the true gradient; 1 is as long as it"),
 )
-"""Name of the noise scale, and what it is in one line."""
 
 RATIOS = (
     ("sf", "Variance at equal progress", "left is less noisy"),
@@ -128,7 +106,7 @@ class ComparisonInfo:
     against: str
     n_steps: int
     n_prompts: int
-    looked_at: int  # Comparisons that share the risk of an error
+    judged: bool  # False where no interval of what is judged can be shown
     sampled: bool  # False where another sampler drew the tokens, so that nothing is judged
     together: str  # What the corrected intervals are called
 
@@ -150,7 +128,7 @@ def comparison_info(
     energy_source: str = "both",
     estimators: Iterable[str] | None = None,
     known: Proved = NOTHING,
-    sampled: bool = True,
+    decision: Decision | None = None,
 ) -> ComparisonInfo:
     """Compare all estimators with one on the same rollouts, pooled over the steps that are passed.
 
@@ -162,7 +140,7 @@ def comparison_info(
         against: A name, which is compared with its first energy source, or a label.
         energy_source: Limits the rows to estimators that read no energy or this kind; `both` shows all.
         estimators: Limits them to these names.
-        sampled: False where another sampler drew the tokens, see `decide`.
+        decision: What was decided against that one; by default it is worked out here.
 
     Raises:
         InputError: The estimator was not measured in any of the steps.
@@ -175,7 +153,7 @@ def comparison_info(
     sources = {"none", energy_source} if energy_source != "both" else {source for _, source in measured}
     names = {name for name, _ in measured} if estimators is None else {base[0], *estimators}
     shown = [one for one in measured if one == base or (one[0] in names and one[1] in sources)]
-    decision = decide(grams, base, known, sampled=sampled)
+    decision = decision or decide(grams, base, known)
     rows = compared(grams, decision, shown, known)
     if any(row.told for row in rows):
         # What all are compared with, then proved ones by SF, then the others by efficiency, undefined ones last.
@@ -190,8 +168,8 @@ def comparison_info(
                 rank[row.key] = 2, -efficiency.estimate if efficiency else np.inf
         rows.sort(key=lambda row: rank[row.key])
     return ComparisonInfo(
-        tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, decision.looked_at, sampled,
-        f"all {decision.looked_at} together",
+        tuple(rows), labels(shown)[base], len(grams), decision.n_prompts, bool(decision.tested),
+        decision.cause != "another sampler", f"all {decision.looked_at} together",
     )  # fmt: skip
 
 
@@ -341,7 +319,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         # Numbers, not categories: a browser leaves out the name of a row without a point.
         names = {"tickvals": list(heights.values()), "ticktext": list(heights), "range": [-0.6, count - 0.4]}
         figure.update_yaxes(**names, showticklabels=where["col"] == 1, zeroline=False, **where)
-    for thickness, words in ((4, "one look"), (1, info.together)) if info.looked_at else ():
+    for thickness, words in ((4, "one look"), (1, info.together)) if info.judged else ():
         line = {"color": GREY, "width": thickness}
         figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=words, showlegend=True, row=1, col=1)
     return figure.update_layout(margin={"l": 150, "t": TOP}, height=height)
@@ -397,12 +375,11 @@ def planner_table(planner: Planner) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def planner_display(planner: Planner) -> tuple[str, pd.DataFrame]:
-    """Return what the picture shows in one line, and efficiency and cost as they are read, by estimator and size.
+def planner_display(planner: Planner) -> pd.DataFrame:
+    """Return efficiency and cost as they are read, by estimator and size: * is the best of its curve.
 
-    In the table * is the best of its curve; no row has neither number.
+    No row has neither number.
     """
-    words = f"How efficient the same {planner.n_rollouts} rollouts would be in groups of other sizes."
     table = pd.DataFrame(
         {
             "estimator": c.estimator + ("" if c.energy_source == "none" else f"/{c.energy_source}"),
@@ -413,11 +390,5 @@ def planner_display(planner: Planner) -> tuple[str, pd.DataFrame]:
         for c in planner.cells
         if c.efficiency is not None or c.cost is not None
     )
-    if all(c.efficiency is None for c in planner.cells):
-        table = table.drop(columns="efficiency", errors="ignore")
-        words = (
-            f"What the same {planner.n_rollouts} rollouts would cost in groups of other sizes, beside what they cost "
-            f"in groups of {planner.recorded_size}: below 1 is better. Bars hold together with 95 %. No efficiency by "
-            "itself is known."
-        )
-    return f"{words} Star: shown to be a curve's best.", table
+    known = any(c.efficiency is not None for c in planner.cells)
+    return table if known else table.drop(columns="efficiency", errors="ignore")

@@ -53,7 +53,6 @@ class Differences:
     # One row per setting, what matters first, one column per run, all as text; a dash where a run did not record it.
     table: pd.DataFrame
     left_out: int  # Number of settings that some runs did not record and the others have at their defaults
-    note: str  # What the table is silent about, in one sentence; empty where there is nothing
 
 
 def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differences:
@@ -71,9 +70,7 @@ def config_differences(configs: Mapping[str, Mapping[str, object]]) -> Differenc
     known = {name: str(value) for name, value in flatten(defaults).items()}
     shown = {name: row for name, row in differing.items() if set(row.values()) != {NOT_RECORDED, known.get(name)}}
     table = pd.DataFrame.from_dict(shown, orient="index", columns=list(flat)).rename_axis("setting").reset_index()
-    left_out = len(differing) - len(shown)
-    note = f"Left out, not recorded in some runs and at its default in the others: {plural(left_out, 'setting')}."
-    return Differences(table, left_out, note * (left_out > 0))
+    return Differences(table, len(differing) - len(shown))
 
 
 def grouped(differences: Differences, setting: str) -> dict[str, list[str]]:
@@ -109,17 +106,6 @@ class Pairing:
     def runs(self) -> tuple[str, ...]:
         """All runs, each once."""
         return tuple(dict.fromkeys(run for pair in self.pairs for run in pair))
-
-    @property
-    def note(self) -> str:
-        """How the two are paired, what else differs, and which runs are left out."""
-        words = f"Paired by seed: {len(self.pairs)} pairs, Student's 95 % intervals over seeds."
-        if self.by != "seed":
-            blocks = "One pair of runs: 95 % intervals are over blocks of steps."
-            words = f"{blocks} They hold for these two runs, not for other seeds."
-        if self.also:
-            words += f" The pairs differ in more than what is compared: {', '.join(self.also)}."
-        return words + (f" Without a partner of the same seed: {', '.join(self.left_out)}." if self.left_out else "")
 
 
 def pair_runs(a: str, b: str) -> Pairing:

@@ -11,7 +11,7 @@ from plotly.colors import sample_colorscale
 from otb_analysis.energies import calibrate
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.figures.fidelity import exact_norms
-from otb_analysis.schema import TOKENS, column
+from otb_analysis.schema import TOKENS
 from otb_analysis.types import Float, Int
 
 NUMERIC = tuple(c.name for c in TOKENS if c.dtype in ("FLOAT", "DOUBLE"))
@@ -28,21 +28,12 @@ RATIOS = (RATIO,)
 """Columns in which 1 has the middle colour."""
 
 
-@dataclass(frozen=True)
-class Described:
-    """How a page calls a column."""
-
-    title: str
-    unit: str
-    meaning: str
-
-
 DIFFERENCES = {
-    SAMPLER: ("policy − sampler (log π)", "nats", "log π under the policy minus the sampler's own."),
-    ADVANTAGES: ("advantage − another's", "", "Advantage under {estimator} minus that under {against}."),
-    RATIO: ("exact ÷ calibrated proxy", "", "Exact ‖∇log π‖² over the calibrated proxy ({how})."),
+    SAMPLER: ("policy − sampler (log π)", "nats"),
+    ADVANTAGES: ("advantage − another's", ""),
+    RATIO: ("exact ÷ calibrated proxy", ""),
 }
-"""What is no stored column: title, unit, meaning."""
+"""What is no stored column: title and unit."""
 TITLES = {
     "logprob": "log-probability", "behavior_logprob": "sampler's log-probability", "sum_pi_sq": "Σπ²",
     "energy_proxy": "proxy energy", "energy_calibrated": "calibrated proxy energy",
@@ -81,29 +72,6 @@ def measured(tokens: pd.DataFrame) -> list[str]:
     schema = {c.name for c in TOKENS}
     further = [str(c) for c in tokens if c not in (*schema, *COLOURS) and pd.api.types.is_float_dtype(tokens[c])]
     return [name for name in (*COLOURS, *further) if name in tokens and bool(tokens[name].notna().any())]
-
-
-def described(tokens: pd.DataFrame, name: str, estimator: str = "", against: str = "") -> Described:
-    """Return how a column of these tokens is called, its unit and what it means.
-
-    Args:
-        estimator: Whose baseline and advantage the table has.
-        against: Whose advantage was taken off.
-    """
-    if name in DIFFERENCES:
-        stored = "energy_calibrated" in tokens and bool(tokens["energy_calibrated"].notna().any())
-        how = "as stored" if stored else "c·proxy^b, fitted to this prompt's exact norms"
-        title, unit, meaning = DIFFERENCES[name]
-        return Described(title, unit, meaning.format(estimator=estimator, against=against, how=how))
-    if name not in {c.name for c in TOKENS}:
-        return Described(name, "", "Stored beside the columns of otb-analysis, such as another trainer's numbers.")
-    title, unit, meaning = TITLES.get(name, name), column("tokens", name).unit, column("tokens", name).meaning
-    if name == "grad_norm_sq" and "measured_by" in tokens and bool((tokens["measured_by"] == "sketch").any()):
-        title = "Estimated ‖∇log π‖²"
-        meaning += " Estimated by sketching: a click shows the standard error; some are below 0."
-    if name in ("baseline", "advantage") and estimator:
-        title, meaning = f"{name} of {estimator}", f"{name[0].upper()}_t of {estimator}."
-    return Described(title, unit, meaning)
 
 
 SEQUENTIAL = ("#EAF1F6", "#CFE3EE", "#8FC1DA", "#3F93BF", "#0B6596", "#06395A")

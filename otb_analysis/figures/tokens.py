@@ -144,48 +144,6 @@ def _number_or_none(value: Any) -> float | None:
     return None if pd.isna(value) else float(value)
 
 
-@dataclass(frozen=True)
-class PromptHead:
-    """What stands above the rollouts of a prompt."""
-
-    text: str
-    answer: str  # Reference answer, empty where none was recorded
-    rewards: str  # What was paid
-    equal: str  # What equal rewards mean for the gradient; empty where rewards differ
-
-
-def prompt_head(rollouts: pd.DataFrame, tokens: pd.DataFrame, estimator: str = "") -> PromptHead:
-    """Return the prompt, its reference answer and what its rollouts were paid.
-
-    Args:
-        rollouts: The prompt's rows of the table `rollouts`.
-        tokens: Its rows of `tokens`, with the advantages of the estimator that trained.
-        estimator: The estimator that trained.
-    """
-    known: Any = rollouts.reindex(columns=["prompt", "answer", "reward"])
-    text, answer = (next((x for x in known[name] if isinstance(x, str)), "") for name in ("prompt", "answer"))
-    reward = known["reward"].dropna().to_numpy(np.float64)
-    values, counts = np.unique(reward, return_counts=True)
-    if len(values) > 4:
-        paid = f"{len(reward)} rewards from {number(values[0])} to {number(values[-1])}, mean {number(reward.mean())}"
-    else:
-        pairs = zip(values[::-1], counts[::-1], strict=True)
-        paid = ", ".join(f"{n} × {number(value)}" if n > 1 else number(value) for value, n in pairs)
-    means: Any = rollouts.filter(regex="^reward_").apply(pd.to_numeric, errors="coerce").mean().dropna()
-    if len(means) > 1:
-        parts = (f"{name.removeprefix('reward_')} {number(mean)}" for name, mean in means.items())
-        paid += f" (means of parts: {', '.join(parts)})"
-    if len(reward) < 2 or len(values) > 1:
-        return PromptHead(text, answer, paid, "")
-    advantage = tokens.reindex(columns=["advantage"]).abs().dropna().to_numpy(np.float64)
-    moved = int((advantage > 1e-6 * max(1.0, abs(reward[0]))).sum())  # equal rewards may still move tokens
-    effect = ": no gradient here." if advantage.size else ": no gradient here with a baseline from this group."
-    if moved:
-        under, largest = estimator or "the estimator that trained", number(float(advantage.max()))
-        effect = f", yet {moved:,} of {advantage.size:,} tokens have an advantage under {under}, up to {largest}."
-    return PromptHead(text, answer, paid, f"All {len(reward)} rewards are {number(float(reward[0]))}{effect}")
-
-
 UNKNOWN = "rgba(125, 130, 140, 0.35)"
 CELLS, ACROSS = 6000, 400
 """Most cells of the heatmap, and most of them in a row: more than that cannot be told apart or clicked."""

@@ -10,6 +10,7 @@ import pandas as pd
 
 from otb_analysis.answers import RunAnswers
 from otb_analysis.answers.audit import AuditReport
+from otb_analysis.answers.measured import planner_words
 from otb_analysis.answers.telling import telling_rollouts
 from otb_analysis.atomic import atomic_file
 from otb_analysis.checks.bookkeeping import bookkeeping_lines
@@ -168,10 +169,10 @@ def send_audit(run: RunAnswers, report: AuditReport, names: Sequence[str]) -> No
 
 def planner_parts(planner: Planner) -> list[Part]:
     """Return group sizes at the same rollouts: picture, efficiencies, costs, dead groups and what cannot be known."""
-    (words, sizes), parts = planner_display(planner), list[Part]()
+    sizes, parts = planner_display(planner), list[Part]()
     if len(sizes):
         caption = f"{planner.n_rollouts} rollouts in groups of each size. {COST} {BEST}"
-        parts.append(Picture("planner", words, plot_planner(planner)))
+        parts.append(Picture("planner", planner_words(planner), plot_planner(planner)))
         parts.append(Grid(caption, sizes, "Budget planner: group sizes at the same rollouts"))
     return [*parts, *dead_parts(planner), *filter(None, [planner.note])]
 

@@ -92,7 +92,7 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
     info = steps.comparison()
     if steps.alarm and top is None:
         return [f"No estimators are compared: another sampler drew the tokens. {LEFT}"]
-    if not info.looked_at and info.n_prompts >= MIN_CLUSTERS and top is None:
+    if not info.judged and info.n_prompts >= MIN_CLUSTERS and top is None:
         return [f"No ratio has an interval: noise hides the true gradient. {LEFT}", *steps.notes]
     rows = [row for row in info.rows if not steps.repeats(row.key)]
     shown = rows[: top or None] if top is not None else [row for row in rows if row.key in steps.matter]
@@ -105,7 +105,7 @@ def estimator_parts(steps: MeasuredSteps, top: int | None = None) -> list[Part]:
     beside = None if steps.against_rloo is None else steps.decision
     frame = display_table(replace(info, rows=tuple(shown)), beside, top is not None)
     why = "another sampler drew the tokens" if steps.alarm else f"fewer than {MIN_CLUSTERS} prompts, or too much noise"
-    looks = LOOKS.format(together=info.together) if info.looked_at else UNJUDGED.format(why)
+    looks = LOOKS.format(together=info.together) if info.judged else UNJUDGED.format(why)
     caption = EXPLAINED.replace("\n", " ").format(looks=looks, base=info.against)
     grid = Grid(caption, frame, title, texts=("energy", "c"))
     absolute = [NOT_SHOWN] if top is not None and any(row.intervals["efficiency"] is None for row in rows) else []

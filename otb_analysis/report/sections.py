@@ -7,13 +7,15 @@ import numpy as np
 
 from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.holders import Attributed
-from otb_analysis.answers.measured import forest_words
+from otb_analysis.answers.measured import FORMULAS, forest_words
+from otb_analysis.answers.pairs import left_out_note
 from otb_analysis.answers.proxy import MEASURED_GROUPS, gain_lost_words
+from otb_analysis.answers.triage import alarms_line
 from otb_analysis.diagnostics import changes, detectors
 from otb_analysis.errors import InputError
-from otb_analysis.figures.alarms import alarms_line, alarms_table
+from otb_analysis.figures.alarms import alarms_table
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
-from otb_analysis.figures.comparison import MEASURES, NOISE_SCALE, display_table, plot_comparison
+from otb_analysis.figures.comparison import display_table, plot_comparison
 from otb_analysis.figures.curves import QUANTITIES, curves_info, degenerate_table, derived, learning_info, plot_learning
 from otb_analysis.figures.fidelity import (
     fidelity_columns,
@@ -102,8 +104,8 @@ def overview(runs: Runs) -> Section:
         Picture("learning", f"Running means over {WINDOW} steps.", plot_learning(info), info),
     ]
     if len(runs) > 1:
-        same = f"The runs have the same configuration. {differences.note}".rstrip()
-        caption = f"Where the configurations differ. {differences.note}".rstrip()
+        same = f"The runs have the same configuration. {left_out_note(differences)}".rstrip()
+        caption = f"Where the configurations differ. {left_out_note(differences)}".rstrip()
         parts.append(same if differences.table.empty else Grid(caption, differences.table))
     return Section("Runs", tuple(parts))
 
@@ -134,7 +136,7 @@ def estimators(run: RunAnswers) -> Section:
         return Section(title, run.lines)
     info = measured.comparison()
     picture = Picture(f"estimators-{run.name}", forest_words(info), plot_comparison(info))
-    formulas = Formulas((*((measure.title, measure.formula) for measure in MEASURES), NOISE_SCALE))
+    formulas = Formulas(FORMULAS)
     table = Grid("Each ratio with its 95 % intervals, then each estimator's own values.", display_table(info))
     planner = planner_parts(run.planner)
     noise = filter(None, [measured.noise_scale_line])

@@ -7,7 +7,8 @@ estimand is the ratio of the two expectations. Prompts are the clusters.
 the size of an update: both have the same ‖∇J‖², so that the paired difference of ‖g‖²/c² alone decides. A pair with a
 biased member is compared by efficiency, at the number of prompts that the run updates with; it stays open where ∇J is
 not told from noise. Looking at m baselines finds a lucky one among them, so a claim takes an interval at the level
-1 − .05/m (Bonferroni): all m of them hold together with 95 %, and so does the one of whichever is chosen.
+1 − .05/m (Bonferroni): all m of them hold together with 95 %, and so does the one of whichever is chosen. Those whose
+interval noise hides count among the m: had chance made one of theirs short, it would have been judged, too.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -301,7 +302,7 @@ class Decision:
     update: int  # Prompts of an update, which efficiency depends on
     comparisons: tuple[Comparison, ...]  # As measured; each of a family of multiples once
     alike: Mapping[Label, Alike]
-    looked_at: int  # Those with an interval by themselves: the m that share the risk of an error
+    looked_at: int  # All of them, the m that share the risk of an error: also those whose interval noise hides
     cause: Cause
     signal: bool  # True where ∇J is told from noise: the 95 % interval of ‖∇J‖² leaves out 0
     n_needed: int | None  # About how many prompts would show a difference of 10 %; None where that is not known
@@ -330,6 +331,11 @@ class Decision:
     def nearest(self) -> Comparison | None:
         """Of those that are tested and not shown to be worse the first; None where all are."""
         return next((one for one in self.tested if not one.worse), None)
+
+    @property
+    def hidden(self) -> tuple[Comparison, ...]:
+        """Those that cannot be judged, since noise hides their interval or they were measured on too few prompts."""
+        return tuple(one for one in self.comparisons if one.one_look is None or one.one_look.low is None)
 
     @property
     def best(self) -> Comparison | None:
@@ -381,7 +387,7 @@ def decide(
         pair = (deleted_moments(steps, label, truth), update, c.get(label)), (below, update, c.get(against))
         by: By = "variance" if sampled and label in c and against in c else "efficiency"
         replicates[label] = by, ratio_replicates(*pair)["sf" if by == "variance" else by]
-    comparisons, m = _compared(replicates, against, signal, sampled)
+    comparisons = _compared(replicates, against, signal, sampled)
     cause: Cause = "few prompts" if len(clusters(both)[1]) < MIN_CLUSTERS else "noise"
     if not sampled:
         cause = "another sampler"
@@ -395,31 +401,26 @@ def decide(
     elif not any(np.trace(gram.blocks([against], against)[0, 0]) > 0 for gram in both):
         cause = "equal rewards"
     count, update = 0 if base is None else base.power.size - 1, typical([gram.n_prompts for gram in both])
-    decision = Decision(against, count, update, comparisons, same, m, cause, signal, None)
+    decision = Decision(against, count, update, comparisons, same, len(comparisons), cause, signal, None)
     lead = decision.nearest or next(iter(decision.tested), None)
-    return replace(decision, n_needed=_needed(base, lead.together if lead else None, m))
+    return replace(decision, n_needed=_needed(base, lead.together if lead else None, len(comparisons)))
 
 
 def _compared(
     replicates: Mapping[Label, tuple[By, Float]], against: Label, signal: bool, sampled: bool
-) -> tuple[tuple[Comparison, ...], int]:
-    """Return every comparison, with its interval by itself and the one that holds together with the m others; and m."""
-    alone, together = dict[Label, Interval | None](), dict[Label, Interval | None]()
-    m = 0
-    for looks in (alone, together):
-        level = 1 - (1 - LEVEL) / max(m, 1)
-        for label, (by, values) in replicates.items():
-            # Noise hides an efficiency where ∇J is not told from it, though the prompts suffice for an interval.
-            if by == "variance" or signal or (sampled and values.size <= MIN_CLUSTERS):
-                words = f"{by} of {label[0]} over that of {against[0]}"
-                looks[label] = unless_hidden(jackknife_interval(values[0], values[1:], words, "log", level))
-        m = sum(one is not None and one.low is not None for one in alone.values())
+) -> tuple[Comparison, ...]:
+    """Return every comparison, with its interval by itself and the one that holds together with all others."""
     comparisons = []
-    for label, (by, _) in replicates.items():
-        one = together.get(label)
-        whole = one is not None and one.low is not None and one.high is not None
-        comparisons.append(Comparison(label, by, alone.get(label), one if whole else None))
-    return tuple(comparisons), m
+    for label, (by, values) in replicates.items():
+        alone, together = None, None
+        # Noise hides an efficiency where ∇J is not told from it, though the prompts suffice for an interval.
+        if by == "variance" or signal or (sampled and values.size <= MIN_CLUSTERS):
+            words, levels = f"{by} of {label[0]} over that of {against[0]}", (LEVEL, 1 - (1 - LEVEL) / len(replicates))
+            alone, together = (
+                unless_hidden(jackknife_interval(values[0], values[1:], words, "log", level)) for level in levels
+            )
+        comparisons.append(Comparison(label, by, alone, together if together and together.low is not None else None))
+    return tuple(comparisons)
 
 
 def _needed(base: Moments | None, lead: Interval | None, looked_at: int) -> int | None:

@@ -9,7 +9,7 @@ from otb_analysis.config import SampleConfig
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Panel, svg
 from studies.lib import Row, Rows, distinct, select
-from studies.lib.formats import above, below, interval_curves
+from studies.lib.formats import above, below, hidden, interval_curves
 
 from .study import MARGIN, SOURCES, UPDATES
 
@@ -21,7 +21,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the efficiency rows that the page shows, and which of them tell a source from exact norms."""
     pooled = [row for row in _pooled(tables["efficiency"]) if row["to_rloo"] is not None]
     tested = [r for r in select(pooled, update=UPDATES[1], estimator="otb") if r["to_exact_low"] is not None]
-    exact = [row for row in select(pooled, update=UPDATES[1], estimator="otb", source="exact") if row["to_rloo_low"]]
+    exact = select(pooled, update=UPDATES[1], estimator="otb", source="exact")
+    exact = [r for r in exact if r["to_rloo_low"] and not hidden(r["to_rloo_low"], r["to_rloo_high"])]
     excluded = sorted(1 - row["to_exact_low"] for row in select(tested, source="proxy"))
     apart = _pooled(tables.get("disagreement", ()))
     proxy = [row for row in select(apart, estimator="otb", source="proxy") if row["disagreement_high"] is not None]
@@ -34,6 +35,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "proxy_within": [row for row in proxy if below(row, MARGIN, "disagreement")],
         "loo_apart": [r for r in select(apart, estimator="otb_loo", source="proxy") if r["variance_low"] is not None],
         "pooled": pooled, "tested": tested,
+        "shown": [row for row in tested if not hidden(row["to_exact_low"], row["to_exact_high"])],
         "told_apart": [row for row in tested if above(row, 1, "to_exact") or below(row, 1, "to_exact")],
         "exact_over_rloo": exact,
         "exact_told": [row for row in exact if above(row, 1, "to_rloo") or below(row, 1, "to_rloo")],

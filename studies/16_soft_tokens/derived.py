@@ -11,7 +11,7 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.statistics.moments import quotient
 from studies.lib import Rows, column, distinct, select
-from studies.lib.formats import ends, interval_curve, or_nan
+from studies.lib.formats import ends, hidden, interval_curve, or_nan
 from studies.lib.seeds import by_seed
 
 PARTS = {"": ("all parameters", BLUE), "_rest": ("without the table of embeddings", ORANGE)}
@@ -25,7 +25,8 @@ def over_discrete(rows: Rows, arm: str, name: str, against: str = "", scale: Any
 
 def large(of: Interval | None, digits: int = 0) -> str:
     """Return an interval with its thousands, where `interval` says only that they are more than 999."""
-    shown = ["–" if value is None else f"{value:,.{digits}f}" for value in ends(of)]
+    lost = hidden(*ends(of)[1:])
+    shown = ["–" if value is None or lost else f"{value:,.{digits}f}" for value in ends(of)]
     return shown[0] if "–" in shown[1:] else f"{shown[0]} ({shown[1]}–{shown[2]})"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from otb_analysis.figures.styles import GREY
 from otb_analysis.figures.svg import Curve
 from otb_analysis.statistics import Interval, cluster_jackknife
+from otb_analysis.statistics.intervals import WIDE
 from otb_analysis.types import Label
 from studies.lib.record import Row, Rows, distinct, select
 
@@ -58,18 +59,28 @@ def number(value: float | None, form: str = ".2f", scale: float = 1.0) -> str:
     return format(value, form) if abs(value) < 1000 else (">" if value > 0 else "<−") + "999"
 
 
-def interval(of: Measured, name: str = "", form: str = ".2f", scale: float = 1.0) -> str:
-    """Return `1.25 (1.10–1.42)`; with a sign in the form `+3.1 (-0.4 to +6.6)`; without ends the estimate alone."""
+def hidden(low: float | None, high: float | None) -> bool:
+    """Return whether the ends of a positive quantity's interval are so far apart that it says nothing."""
+    return low is not None and high is not None and low > 0 and high >= WIDE * low
+
+
+def interval(of: Measured, name: str = "", form: str = ".2f", scale: float = 1.0, linear: bool = False) -> str:
+    """Return `1.25 (1.10–1.42)`; with a sign in the form `+3.1 (-0.4 to +6.6)`; without ends the estimate alone.
+
+    A positive quantity is a dash where noise hides it as `hidden` says; one with a sign, or a `linear` one such as a
+    correlation, is not: there an end near 0 says what is known.
+    """
     estimate, low, high = ends(of, name)
-    shown = number(estimate, form, scale)
-    return shown if estimate is None or low is None or high is None else f"{shown} ({_between(low, high, form, scale)})"
+    shown = number(None if not linear and "+" not in form and hidden(low, high) else estimate, form, scale)
+    return shown if shown == "–" or low is None or high is None else f"{shown} ({_between(low, high, form, scale)})"
 
 
 def percent(of: Measured | float, name: str = "", digits: int = 0) -> str:
     """Return `41.2 % (36.1–46.5)` of a share and its interval; `41 %` of a share alone."""
     estimate, low, high = (of, None, None) if isinstance(of, int | float) else ends(of, name)
-    shown = "–" if estimate is None else f"{number(estimate, f'.{digits}f', 100)} %"
-    return shown if low is None or high is None else f"{shown} ({_between(low, high, f'.{digits}f', 100)})"
+    shown = "–" if estimate is None or hidden(low, high) else f"{number(estimate, f'.{digits}f', 100)} %"
+    known = shown != "–" and low is not None and high is not None
+    return f"{shown} ({_between(low, high, f'.{digits}f', 100)})" if known else shown
 
 
 def span(values: Sequence[float], form: str = ".2f", scale: float = 1.0) -> str:

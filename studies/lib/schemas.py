@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from otb_analysis.answers.audit import AuditReport
 from otb_analysis.answers.holders import NotAttributed
-from otb_analysis.answers.prompt import FACTS, KEYS
+from otb_analysis.answers.prompt import FACTS, KEYS, Described, PromptHead
 from otb_analysis.answers.proxy import Proxy
 from otb_analysis.answers.token_formula import TokenFormula
 from otb_analysis.answers.triage import Headline, Triage
@@ -28,8 +28,6 @@ from otb_analysis.diagnostics.planner import Planner
 from otb_analysis.figures.comparison import OWN, RATIOS, VALUES
 from otb_analysis.figures.curves import DEGENERATE
 from otb_analysis.figures.timeline import Event
-from otb_analysis.figures.token_columns import Described
-from otb_analysis.figures.tokens import PromptHead
 from otb_analysis.report.records import SCHEMA
 from otb_analysis.schema import ROLLOUTS, TOKENS
 from otb_analysis.statistics import Comparison, Fidelity, Interval

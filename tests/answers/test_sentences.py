@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.answers.measured import decision_lines, interval_words, measure_options
-from otb_analysis.statistics import REFERENCE, Gram, Interval, Proved, decide
+from otb_analysis.statistics import REFERENCE, Comparison, Gram, Interval, Proved, decide
 
 CONFIG = {"sample": {"prompts": 16}, "optimize": {"steps": 61}}
 RECORDED = {"source": {"path": "r.jsonl"}, "model": "my model", "rollouts": "r.jsonl"}
@@ -30,6 +30,8 @@ def cases(gram):
     lost -= lost.mean(axis=1, keepdims=True)
     hidden = Gram(np.einsum("mpd,nqd->mnpq", lost, lost), (REFERENCE, OTB), 96)
     close = found([SAME, 0.97, 1, 1], n_prompts=32, own=0.5, seed=1)
+    within = found([1, *[0.999] * 3], own=0.03)
+    lost_one = Comparison(OTB, "efficiency", None, None)
     return {
         "better": found([1, 0.7, 1, 0.8, 1]),
         "better, exact": found([1, 1, 0.7, 1]),
@@ -38,7 +40,8 @@ def cases(gram):
         "far": replace(close, n_needed=10**6),
         "suffice": replace(close, n_needed=20),
         "worse": found([1, 1.4, 1.5, 1.6]),
-        "within": found([1, *[0.999] * 3], own=0.03),
+        "within": within,
+        "within, one hidden": replace(within, comparisons=(*within.comparisons, lost_one), looked_at=4, signal=True),
         "within, one worse": found([1, 0.999, 0.999, 1.6], own=0.03),
         "noise": replace(decide([hidden]), n_needed=100),
         "noise, far": decide([hidden]),
@@ -78,6 +81,10 @@ def test_every_case_is_a_few_sentences_of_at_most_forty_words(cases):
         ("suffice", ("32 prompts suffice",)),
         ("worse", ("Keep rloo", "all 3 baselines are shown to be worse")),
         ("within", ("Keep rloo", "no difference from rloo is larger than 10 %")),
+        (
+            "within, one hidden",
+            ("none that can be judged is better than rloo by more than 10 %", "all 4 together; 1 cannot be judged"),
+        ),
         ("within, one worse", ("better than rloo by more than 10 %", "1 shown to be worse")),
         ("noise", ("Keep rloo", "Noise hides the true gradient", "About 100 prompts would tell the true gradient")),
         ("noise, far", ("Noise hides the true gradient", "many times more prompts than 24")),

@@ -1,8 +1,9 @@
 import numpy as np
 import pandas as pd
 
+from otb_analysis.answers.triage import alarms_line
 from otb_analysis.diagnostics import StepSeries, change_points, diagnose
-from otb_analysis.figures.alarms import SIGNS, alarms_line, alarms_table
+from otb_analysis.figures.alarms import SIGNS, alarms_table
 from otb_analysis.figures.timeline import timeline_info
 
 CLIPPED = np.repeat([False, True, False], [35, 15, 10])

@@ -1,3 +1,4 @@
+from otb_analysis.answers.pairs import pairing_note
 from otb_analysis.figures.runs import config_differences, default_pairing, group_keys, pair_groups, pair_runs
 
 
@@ -18,14 +19,14 @@ def test_groups_are_paired_by_seed():
     found = pair_groups(SWEEP, "estimator.name", "rloo", "otb")
     assert found.pairs == (("rloo-0", "otb-0"), ("rloo-1", "otb-1"), ("rloo-2", "otb-2"))
     assert (found.by, found.also, found.left_out) == ("seed", (), ())
-    assert found.note == "Paired by seed: 3 pairs, Student's 95 % intervals over seeds."
+    assert pairing_note(found) == "Paired by seed: 3 pairs, Student's 95 % intervals over seeds."
 
 
 def test_a_seed_without_partner_is_left_out_and_named():
     some = {name: one for name, one in SWEEP.items() if name != "otb-1"}
     found = pair_groups(some, "estimator.name", "rloo", "otb")
     assert found.pairs == (("rloo-0", "otb-0"), ("rloo-2", "otb-2"))
-    assert found.left_out == ("rloo-1",) and found.note.endswith("Without a partner of the same seed: rloo-1.")
+    assert found.left_out == ("rloo-1",) and pairing_note(found).endswith("Without a partner of the same seed: rloo-1.")
 
 
 def test_the_partner_differs_in_the_fewest_other_settings_and_they_are_named():
@@ -33,7 +34,7 @@ def test_the_partner_differs_in_the_fewest_other_settings_and_they_are_named():
     assert pair_groups(several, "estimator.name", "rloo", "otb").pairs == (("a", "near"),)
     only_far = {"a": config("rloo", 0), "far": config("otb", 0, 1e-3)}
     found = pair_groups(only_far, "estimator.name", "rloo", "otb")
-    assert found.also == ("optimize.learning_rate",) and "more than what is compared" in found.note
+    assert found.also == ("optimize.learning_rate",) and "more than what is compared" in pairing_note(found)
 
 
 def test_where_a_run_is_kept_is_no_difference():
@@ -44,7 +45,7 @@ def test_where_a_run_is_kept_is_no_difference():
 
 def test_one_pair_has_intervals_over_blocks_of_steps_and_says_so():
     found = pair_runs("a", "b")
-    assert found.by == "step blocks" and "not for other seeds" in found.note
+    assert found.by == "step blocks" and "not for other seeds" in pairing_note(found)
     assert pair_groups({"a": config("rloo", 0), "b": config("otb", 0)}, "estimator.name", "rloo", "otb").by == found.by
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from otb_analysis.answers.measured import planner_words
 from otb_analysis.diagnostics.planner import Cell, Planner
 from otb_analysis.figures.comparison import planner_display, planner_table, plot_planner
 from otb_analysis.statistics import Interval
@@ -41,11 +42,11 @@ def test_the_table_has_a_row_for_each_point_with_its_cost_against_the_recorded_s
 
 
 def test_the_words_say_for_how_many_rollouts():
-    assert planner_display(PLANNER)[0].startswith("How efficient the same 128 rollouts would be")
+    assert planner_words(PLANNER).startswith("How efficient the same 128 rollouts would be")
 
 
 def test_what_is_read_has_a_star_at_the_best_and_leaves_out_rows_without_a_number():
-    shown = planner_display(PLANNER)[1]
+    shown = planner_display(PLANNER)
     assert shown["group size"].tolist() == ["4", "8*", "16"] and shown["estimator"].tolist() == ["rloo"] * 3
     assert shown["cost"].tolist() == ["0.80 [0.70, 0.90]", "1", "–"]
 
@@ -56,8 +57,8 @@ def test_costs_are_drawn_and_read_where_no_efficiency_is_told():
     (rloo,) = plot_planner(hidden).data  # otb has no cost either
     assert (list(rloo.x), list(rloo.y)[:2], np.isnan(rloo.y[2])) == ([4, 8, 16], [0.8, 1], True)
     assert list(rloo.error_y.array)[:2] == pytest.approx([0.1, 0]) == list(rloo.error_y.arrayminus)[:2]
-    assert planner_display(hidden)[0].startswith("What the same 128 rollouts would cost")
+    assert planner_words(hidden).startswith("What the same 128 rollouts would cost")
     assert plot_planner(hidden).layout.yaxis.title.text == "cost, groups of 8 = 1"
-    assert planner_display(hidden)[1].to_dict("list") == {
+    assert planner_display(hidden).to_dict("list") == {
         "estimator": ["rloo"], "group size": ["4"], "cost": ["0.80 [0.70, 0.90]"],
     }  # fmt: skip

@@ -1,6 +1,7 @@
 import json
 from dataclasses import asdict, replace
 
+from otb_analysis.answers.pairs import left_out_note
 from otb_analysis.config import EstimatorConfig, ObjectiveConfig, TrainConfig
 from otb_analysis.figures.runs import config_differences, flatten
 
@@ -11,7 +12,7 @@ def test_configuration_is_flattened_with_dots():
 
 def test_only_settings_that_differ_are_listed_and_missing_ones_show_a_dash():
     found = config_differences({"x": {"seed": 0, "lr": 1e-4}, "y": {"seed": 1, "lr": 1e-4, "extra": True}})
-    assert (found.left_out, found.note) == (0, "")
+    assert (found.left_out, left_out_note(found)) == (0, "")
     assert found.table.to_dict("records") == [
         {"setting": "extra", "x": "–", "y": "True"},
         {"setting": "seed", "x": "0", "y": "1"},
@@ -38,7 +39,8 @@ def test_settings_that_an_older_run_does_not_know_are_counted_unless_another_run
     ]
     # all but run, seed, prompts, group_size, and the two listed above
     assert found.left_out == len(flatten(newer)) - 6
-    assert found.note.startswith("Left out") and found.note.endswith(f": {found.left_out} settings.")
+    note = left_out_note(found)
+    assert note.startswith("Left out") and note.endswith(f": {found.left_out} settings.")
 
 
 def test_setting_left_out_where_one_run_lacks_it_is_listed_where_the_others_disagree():
@@ -53,5 +55,5 @@ def test_setting_left_out_where_one_run_lacks_it_is_listed_where_the_others_disa
 
 def test_one_setting_left_out_is_one():
     older = {name: value for name, value in stored().items() if name != "trackers"}
-    assert config_differences({"older": older, "newer": stored()}).note.endswith(": 1 setting.")
-    assert config_differences({"older": older, "same": older}).note == ""
+    assert left_out_note(config_differences({"older": older, "newer": stored()})).endswith(": 1 setting.")
+    assert left_out_note(config_differences({"older": older, "same": older})) == ""

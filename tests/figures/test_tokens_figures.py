@@ -2,6 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from otb_analysis.answers.prompt import described, prompt_head
 from otb_analysis.answers.token_formula import token_details
 from otb_analysis.errors import InputError
 from otb_analysis.figures.token_columns import (
@@ -16,7 +17,6 @@ from otb_analysis.figures.token_columns import (
     ColorScale,
     color_levels,
     color_scale,
-    described,
     measured,
     palette,
     with_differences,
@@ -25,7 +25,6 @@ from otb_analysis.figures.tokens import (
     column_values,
     grid_info,
     plot_tokens,
-    prompt_head,
     scale_of,
     tokens_info,
 )

@@ -44,7 +44,7 @@ def test_comparison_has_the_reference_at_one_first_then_proved_ones_and_each_row
     assert [row.decides for row in info.rows] == ["", "", "sf", "efficiency"]  # group_mean is a multiple of rloo
     assert [ratio.estimate for ratio in info.rows[0].ratios] == [1, 1, 1]
     assert [row.told for row in info.rows] == ["", "", "better", "better"]
-    assert (info.n_prompts, info.looked_at, info.together) == (48, 2, "all 2 together")
+    assert (info.n_prompts, info.judged, info.together) == (48, True, "all 2 together")
     for row in info.rows[2:]:
         ratio = row.ratios[0 if row.decides == "sf" else 1]
         assert row.together.low < ratio.low < ratio.high < row.together.high

@@ -92,7 +92,7 @@ def test_one_run_has_its_lines_every_estimator_and_the_pair_that_is_asked_for(ca
     assert (run["run"], run["steps"], run["conclusion"]) == (REAL.name, 20, list(answers.lines))
     assert run["fidelity"] == jsonable([{"of": of} | vars(found) for of, found in answers.fidelity])
     assert design["conclusion"] == list(measured.lines) == run["conclusion"][: len(measured.lines)]
-    assert design["looked_at"] == len(measured.decision.tested) and design["recommended"] is None
+    assert design["looked_at"] == len(measured.decision.comparisons) and design["recommended"] is None
     rows = {(row["estimator"], row["energy_source"]): row for row in design["rows"]}
     expected = {row.key: row for row in measured.comparison().rows}
     assert list(rows) == list(expected)

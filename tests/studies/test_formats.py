@@ -32,6 +32,15 @@ def test_a_share_is_written_in_percent_with_its_interval():
     assert (percent(POINT), percent(None)) == ("150 %", "–")
 
 
+def test_ends_that_differ_by_a_hundred_are_a_dash_unless_the_quantity_has_a_sign():
+    assert interval(Interval(1, 0.1, 9.9, 20, "")) == "1.00 (0.10–9.90)"
+    wide = Interval(1, 0.1, 10, 20, "")
+    assert (interval(wide), percent(wide), interval(interval_columns("x", wide), "x")) == ("–", "–", "–")
+    assert interval(wide, form="+.1f") == "+1.0 (+0.1 to +10.0)"  # a difference
+    assert interval(Interval(0.5, 0.001, 0.7, 20, ""), linear=True) == "0.50 (0.00–0.70)"  # a correlation
+    assert interval(Interval(0.1, 0, 0.2, 20, "")) == "0.10 (0.00–0.20)"
+
+
 def test_an_interval_is_three_columns_and_reads_back():
     columns = interval_columns("gain", Interval(1.2345678, 1.1, 1.42, 32, "gain"))
     assert columns == {"gain": 1.2346, "gain_low": 1.1, "gain_high": 1.42}

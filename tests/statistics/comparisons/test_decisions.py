@@ -137,6 +137,24 @@ def test_the_interval_of_all_contains_that_of_one_look_which_contains_the_estima
     assert few.comparisons[0].one_look == few.comparisons[0].together
 
 
+def test_a_baseline_that_noise_hides_is_looked_at_too_and_counts_in_the_interval_of_all():
+    # 16 prompts, each along a direction of its own: no product of two of them, so ∇J is not seen. rloo's ‖g‖² is 1,
+    # otb_loo's by turns .3 and .5, otb's by turns .2 and .9.
+    squares = np.array([[1, 1], [0.3, 0.5], [0.2, 0.9]])
+    g = np.sqrt(np.tile(squares, 8))[:, :, None] * np.eye(16)
+    labels = (REFERENCE, ("otb_loo", "proxy"), OTB)
+    known = unbiased(labels[1])
+    loo, hidden = decide([gram(g, labels)], known=known).comparisons
+    assert hidden.one_look is hidden.together is None
+    # Without a prompt the ratio of sums is 6.1/15 or 5.9/15, so log .4 has the standard error
+    # √15·log(6.1/5.9)/2 = .064555.
+    # Student's t of 15 degrees is 2.13145 at .975, and 2.48988 at .9875, which leaves 2.5 % for each of the two.
+    assert (loo.one_look.low, loo.one_look.high) == pytest.approx((0.34858, 0.45900), abs=1e-5)
+    assert (loo.together.low, loo.together.high) == pytest.approx((0.34061, 0.46975), abs=1e-4)
+    (alone,) = decide([gram(g, labels)], known=known, only=labels[1:2]).comparisons
+    assert alone.together == loo.one_look  # nothing else was looked at
+
+
 @pytest.mark.parametrize(("low", "high", "says"), [(0.1, 9.99, True), (0.1, 10, False), (0, 1, False)])
 def test_ends_that_differ_by_a_hundred_say_nothing(low, high, says):
     assert is_informative(Interval(0.5, low, high, 20, "")) is says
