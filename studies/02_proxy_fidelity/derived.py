@@ -8,7 +8,7 @@ import numpy as np
 from otb_analysis.config import SampleConfig
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Panel, svg
-from studies.lib import Row, Rows, distinct, select
+from studies.lib import Rows, distinct, select
 from studies.lib.formats import above, below, interval_curves
 
 from .study import MARGIN, SOURCES, UPDATES
@@ -45,11 +45,6 @@ def _pooled(efficiency: Rows) -> Rows:
     """The rows pooled over temperatures, or at the only one there is."""
     whole = {(row["model"], row["stage"]) for row in efficiency if row["temperature"] is None}
     return [r for r in efficiency if r["temperature"] is None or (r["model"], r["stage"]) not in whole]
-
-
-def find(rows: Rows, **values: Any) -> Row:
-    """Return the first row with these values, or an empty one."""
-    return next(iter(select(rows, **values)), {})
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:

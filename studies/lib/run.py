@@ -166,7 +166,7 @@ def _environment(folder: Path) -> Environment:
     environment.filters |= {"where": select, "distinct": distinct, "minutes": minutes_words}
     environment.filters |= {"thousands": "{:,}".format, "line": lambda text: " ".join(text.split())}
     environment.tests |= {name: getattr(formats, name) for name in ("above", "below", "spanning")}
-    environment.globals |= {"grid": formats.grid, "heads": formats.heads, "outdated": OUTDATED}
+    environment.globals |= {name: getattr(formats, name) for name in ("grid", "heads", "find")} | {"outdated": OUTDATED}
     return environment
 
 
