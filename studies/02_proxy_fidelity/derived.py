@@ -20,20 +20,20 @@ COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the efficiency rows that the page shows, and which of them tell a source from exact norms."""
     pooled = [row for row in _pooled(tables["efficiency"]) if row["to_rloo"] is not None]
-    tested = [r for r in select(pooled, update=UPDATES[1], estimator="otb") if r["to_exact_low"] is not None]
-    exact = [row for row in select(pooled, update=UPDATES[1], estimator="otb", source="exact") if row["to_rloo_low"]]
+    own, apart = select(pooled, update=UPDATES[1], estimator="otb"), _pooled(tables.get("disagreement", ()))
+    tested = [row for row in own if row["to_exact_low"] is not None]
+    exact = [row for row in select(own, source="exact") if row["to_rloo_low"]]
     excluded = sorted(1 - row["to_exact_low"] for row in select(tested, source="proxy"))
-    apart = _pooled(tables.get("disagreement", ()))
-    proxy = [row for row in select(apart, estimator="otb", source="proxy") if row["disagreement_high"] is not None]
     middle = float(np.median(excluded)) if excluded else None
-    raw = [row for row in select(apart, estimator="otb", source="proxy") if row["variance_low"] is not None]
+    of_otb, of_loo = (select(apart, estimator=name, source="proxy") for name in ("otb", "otb_loo"))
+    proxy = [row for row in of_otb if row["disagreement_high"] is not None]
+    raw, loo = ([row for row in rows if row["variance_low"] is not None] for rows in (of_otb, of_loo))
     return {
         "LIMIT": SampleConfig().max_new_tokens, "gpt2": select(tested, source="proxy", model="gpt2-m"),
         "half": sum(share <= (middle or 0) for share in excluded), "raw_tested": raw,
         "raw_above": [row for row in raw if above(row, 1, "variance")], "apart": apart, "proxy_apart": proxy,
         "proxy_within": [row for row in proxy if below(row, MARGIN, "disagreement")],
-        "loo_apart": [r for r in select(apart, estimator="otb_loo", source="proxy") if r["variance_low"] is not None],
-        "pooled": pooled, "tested": tested,
+        "loo_apart": loo, "pooled": pooled, "tested": tested,
         "told_apart": [row for row in tested if above(row, 1, "to_exact") or below(row, 1, "to_exact")],
         "exact_over_rloo": exact,
         "exact_told": [row for row in exact if above(row, 1, "to_rloo") or below(row, 1, "to_rloo")],

@@ -34,7 +34,7 @@ from otb_analysis.tasks import Prompt
 from otb_analysis.training.runtime import Bar
 from otb_analysis.types import Bool, Float, Gram, Int
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
-from studies.lib.formats import by_label, ratio_columns, ratio_interval, statistics_columns
+from studies.lib.formats import by_label, ratio_columns, ratio_interval, statistics_columns, with_deleted
 from studies.lib.policies import (
     Policy,
     ScoredRollouts,
@@ -281,11 +281,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
 def silenced_part(sums: Float) -> dict[str, float | None]:
     """Return how long silenced scores are, over those drawn by lot, and their share of ΣA²‖s‖² over all tokens."""
     k = {name: at for at, name in enumerate(SUMS)}
-    ratio = cluster_jackknife(
-        sums,
-        lambda m: m[..., k["norm_silenced"]] / m[..., k["silenced"]] / (m[..., k["norm_drawn"]] / m[..., k["drawn"]]),
-        "mean ‖s‖² of silenced over drawn tokens",
-    )
+    four = sums[:, [k[name] for name in ("norm_silenced", "silenced", "norm_drawn", "drawn")]]
+    words = "mean ‖s‖² of silenced over drawn tokens"
+    ratio = cluster_jackknife(four, lambda m: m[..., 0] / m[..., 1] / (m[..., 2] / m[..., 3]), words)
     share = ratio_interval(sums[:, k["power_silenced"]], sums[:, k["power_all"]], "share of ΣA²‖s‖²")
     return interval_columns("norm_ratio", ratio) | interval_columns("power_share", share)
 
@@ -300,12 +298,9 @@ def square_share(gram: Gram, arm: str) -> Interval | None:
 
     def every(x: Float) -> Float:
         own = np.diag(x)
-        pairs = x.sum(axis=0) + x.sum(axis=1) - 2 * own  # products in which a prompt takes part
-        total = x.sum() - own.sum()
-        diagonal = np.concatenate([[own.mean()], (own.sum() - own) / (count - 1)])
-        rest = (count - 1) * (count - 2)
-        across = np.concatenate([[total / (count * (count - 1))], (total - pairs) / rest])
-        return diagonal / UPDATE + (1 - 1 / UPDATE) * across
+        pairs, total = x.sum(axis=0) + x.sum(axis=1) - 2 * own, x.sum() - own.sum()  # products of each prompt, and all
+        across = np.concatenate([[total / count], (total - pairs) / (count - 2)]) / (count - 1)
+        return with_deleted(own) / UPDATE + (1 - 1 / UPDATE) * across
 
     share = 1 - every(gram.inner[m, r]) / every(gram.inner[r, r])
     return jackknife_interval(float(share[0]), share[1:], "share of ‖ḡ‖²", "linear")

@@ -9,7 +9,7 @@ import numpy as np
 from otb_analysis.figures.styles import GREY, estimator_style
 from otb_analysis.figures.svg import Curve
 from otb_analysis.statistics import Interval, cluster_jackknife
-from otb_analysis.types import Label
+from otb_analysis.types import Float, Label
 from studies.lib.record import Row, Rows, distinct, select
 
 Measured = Interval | Row | None
@@ -106,6 +106,11 @@ def spanning(of: Measured, value: float, name: str = "") -> bool:
 def find(rows: Rows, **values: Any) -> Row:
     """Return the first row whose columns have these values, or an empty one."""
     return next(iter(select(rows, **values)), {})
+
+
+def with_deleted(x: Float) -> Float:
+    """Return the mean of one number per cluster [K], and the mean without each of them [1 + K]."""
+    return np.concatenate([[x.mean()], (x.sum() - x) / (len(x) - 1)])
 
 
 def ratio_interval(above: Any, below: Any, words: str, scale: Any = "log") -> Interval | None:
