@@ -11,6 +11,8 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval
 from studies.lib import Row, Rows, distinct, select
 from studies.lib.formats import Measured, below, ends, interval_curve
+from studies.lib.long_answers import COMPARED as COMPARED
+from studies.lib.long_answers import TOLERANCE as TOLERANCE
 from studies.lib.seeds import later_success, paired_difference, steps_survived
 
 from .study import LINES, TRAINED_LENGTH
