@@ -23,7 +23,7 @@ from scipy import stats
 
 from otb_analysis.config import CriticConfig, SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError
-from otb_analysis.statistics import Interval, Moments, jackknife_interval, log_ratio_t, weight_statistics
+from otb_analysis.statistics import Moments, jackknife_interval, log_ratio_t, weight_statistics
 from otb_analysis.statistics import moments as measures
 from otb_analysis.statistics.comparisons import moment_ratios
 from otb_analysis.statistics.energies import correlation
@@ -247,8 +247,8 @@ def pair_rows(values: Values, heads: Sequence[Way]) -> list[dict[str, Any]]:
                 row = {"estimator": name, "against": against, "rewards": rewards}
                 for p in UPDATES:
                     ratios = moment_ratios(values[above, p], values[below, p])
-                    row |= interval_cells(f"gain{p}", ratios["efficiency"])
-                    row |= interval_cells("variance", ratios["variance"]) if p == HEAD else {}
+                    row |= interval_columns(f"gain{p}", ratios["efficiency"], 4)
+                    row |= interval_columns("variance", ratios["variance"], 4) if p == HEAD else {}
                 pairs.append(row)
     return pairs
 
@@ -259,26 +259,25 @@ def entry_row(way: Way, values: Values, reference: Way, floor: float) -> dict[st
     moments, four, prompts = measures.with_projection(raw, c), four_measures(raw, HEAD, c), raw.power.size - 1
     row: dict[str, Any] = {"estimator": way.estimator, "source": way.source, "rewards": way.rewards}
     row |= {"c_known": c is not None}
-    row |= interval_cells(
-        "projection", jackknife_interval(four["projection"][0], four["projection"][1:], "c", "linear")
-    )
+    c_interval = jackknife_interval(four["projection"][0], four["projection"][1:], "c", "linear")
+    row |= interval_columns("projection", c_interval, 4)
     row |= {"bias": rounded(measures.relative_bias(moments)[0], 3)}
     for p in UPDATES:
         e = float(four_measures(values[way, p][0], p, values[way, p][2])["efficiency"][0])
         row |= {f"efficiency{p}": rounded(e, 4) if may_be_shown(e, p, prompts) else None}
     noise = measures.quotient(np.array([floor]), raw.truth_sq[:1])
-    row |= interval_cells("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"))
+    row |= interval_columns("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"), 4)
     equivalents = measures.rollout_equivalents(moments, HEAD, 100)
     of_100 = jackknife_interval(equivalents[0], equivalents[1:], "rollout-equivalents of 100")
-    row |= interval_cells("equivalents", of_100)
+    row |= interval_columns("equivalents", of_100, 4)
     if way == reference:
         return row
     for p in UPDATES:
         ratios = moment_ratios(values[way, p], values[reference, p])
         gain = ratios["efficiency"]
-        row |= interval_cells(f"gain{p}", gain)
+        row |= interval_columns(f"gain{p}", gain, 4)
         if p == HEAD:
-            row |= interval_cells("variance", ratios["variance"]) | interval_cells("sf", ratios["sf"])
+            row |= interval_columns("variance", ratios["variance"], 4) | interval_columns("sf", ratios["sf"], 4)
             row["p_value"] = None if gain is None else rounded(gain.p_value, 3)
     return row
 
@@ -300,11 +299,6 @@ def coupling_rows(found: Gradients, moments: Mapping[Way, Moments]) -> list[dict
     return rows
 
 
-def interval_cells(name: str, found: Interval | None) -> dict[str, float | None]:
-    """Return an interval as columns with four digits."""
-    return {key: rounded(value, 4) for key, value in interval_columns(name, found).items()}
-
-
 def regime_rows(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]]:
     """Return variance over that of `rloo` in the lowest and the highest third of prompts, and rank correlations.
 
@@ -322,9 +316,9 @@ def regime_rows(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]
             own, base, of = variance[way][usable], rloo[usable], value[usable]
             low, _, high = np.array_split(np.argsort(of, kind="stable"), 3)
             rank = correlation(stats.rankdata(of), stats.rankdata(own / base), np.arange(len(of)))
-            row = {"estimator": name, "kind": kind, "prompts": len(of)} | interval_cells("rank", rank)
+            row = {"estimator": name, "kind": kind, "prompts": len(of)} | interval_columns("rank", rank, 4)
             for third, part in (("low", low), ("high", high)):
-                row |= interval_cells(third, log_ratio_t(own[part], base[part], "variance"))
+                row |= interval_columns(third, log_ratio_t(own[part], base[part], "variance"), 4)
                 row |= {f"{third}_from": rounded(of[part].min(), 3), f"{third}_to": rounded(of[part].max(), 3)}
             rows.append(row)
     return rows

@@ -48,18 +48,10 @@ def world_rows(worlds: Worlds) -> list[Row]:
             blocks = np.array(found).reshape(worlds.blocks, -1, len(ADVICE)).sum(axis=1)
             without = blocks.sum(axis=0) - blocks  # the jackknife's error of each ratio
             error = np.sqrt((worlds.blocks - 1) * (without / without[:, 1:2]).var(axis=0)).max()
-            over = blocks.sum(axis=0) / blocks.sum(axis=0)[1]
-            key = {
-                "mean": mean,
-                "spread": spread,
-                "link": link,
-                "prompts": prompts,
-                "success": rounded(reward.mean(), 3),
-            }
-            ratios = {name: rounded(ratio, 3) for name, ratio in zip(ADVICE, over, strict=True)}
-            rows.append(
-                key | ratios | {"error": rounded(error, 3), "advice": advice_of(dict(zip(ADVICE, over, strict=True)))}
-            )
+            ratios = dict(zip(ADVICE, (blocks.sum(axis=0) / blocks.sum(axis=0)[1]).tolist(), strict=True))
+            row = {"mean": mean, "spread": spread, "link": link, "prompts": prompts}
+            row |= {"success": rounded(reward.mean(), 3)} | {name: rounded(ratios[name], 3) for name in ADVICE}
+            rows.append(row | {"error": rounded(error, 3), "advice": advice_of(ratios)})
     return rows
 
 

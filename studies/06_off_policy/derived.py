@@ -27,12 +27,8 @@ DRAWN = {
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the comparisons with `none`, marked where they differ, and at how many distances they do."""
     pairs = over_none(tables["policies"])
-    behind, names, (few, many), every = (
-        select(pairs, drift="behind"),
-        distinct(pairs, "ratio"),
-        BUDGETS,
-        len(DIVERGENCES),
-    )
+    behind, names, (few, many) = select(pairs, drift="behind"), distinct(pairs, "ratio"), BUDGETS
+    every = len(DIVERGENCES)
 
     def count(name: str, budget: int, word: str) -> int:
         return len(select(behind, budget=budget, ratio=name, differs=word))

@@ -195,12 +195,8 @@ def agreement(found: Sequence[Mapping[str, Any]], optimisers: Sequence[str]) -> 
         np.concatenate([pick(of[name])[1:] for of in found for name in optimisers])
         for pick in (lambda r: r[0], lambda r: r[1], lambda r: r[3][0], lambda r: r[3][1])
     )
-    return {
-        "points": len(x),
-        "correlation": rank_correlation(x, y),
-        "repeated": rank_correlation(one, two),
-        "same_side": rounded(float(np.mean((x > 1) == (y > 1)))),
-    }
+    ranks = {"correlation": rank_correlation(x, y), "repeated": rank_correlation(one, two)}
+    return {"points": len(x), **ranks, "same_side": rounded(float(np.mean((x > 1) == (y > 1))))}
 
 
 def rank_correlation(x: Float, y: Float) -> float | None:

@@ -33,6 +33,7 @@ from otb_analysis.training.warm_start import IGNORED, demonstrations, make_optim
 from otb_analysis.types import Bool, Float, Int
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.policies import Policy, fresh_policy
+from studies.lib.record import Gathered
 
 DIGITS = 10
 
@@ -68,8 +69,7 @@ def digit_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def padded(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and attention mask [N, L], padded on the left, so that all texts end in one column."""
-    ids = [torch.tensor(text) for text in texts]
-    both = (ids, [torch.ones_like(x) for x in ids])
+    both = [torch.tensor(text) for text in texts], [torch.ones(len(text), dtype=torch.long) for text in texts]
     ids, seen = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in both)
     return ids, seen
 
@@ -78,10 +78,8 @@ def last_position(model: PreTrainedModel, texts: Sequence[Sequence[int]], states
     """Return the model's output at the last token of each text."""
     ids, seen = (x.to(model.device) for x in padded(texts))
     position = (seen.cumsum(1) - 1).clamp(min=0)
-    return model(
-        input_ids=ids, attention_mask=seen, position_ids=position, output_hidden_states=states, use_cache=False,
-        logits_to_keep=1,
-    )  # fmt: skip
+    settings = {"output_hidden_states": states, "use_cache": False, "logits_to_keep": 1}
+    return model(input_ids=ids, attention_mask=seen, position_ids=position, **settings)
 
 
 @torch.no_grad()
@@ -100,7 +98,7 @@ def read(
     return States(np.concatenate(hidden, axis=1), np.concatenate(logprob), count)
 
 
-def readings(states: States, rows: Float, fitted: Bool, ridge: float) -> list[dict[str, float]]:
+def readings(states: States, rows: Float, fitted: Bool, ridge: float) -> list[dict[str, Any]]:
     """Return of each layer what a probe finds in prompts it was not fitted on, and mean |cos| with the digit rows."""
     found = []
     for hidden in states.hidden:
@@ -151,6 +149,7 @@ ARMS = ("rows", "rest", "all")
 RATES = {"rows": 3e-2, "rest": 3e-3, "all": 3e-3}
 """Learning rates of AdamW, chosen on seed 99, which no table holds."""
 SEEDS, STEPS, CHECK, HELDOUT, NORMS, RIDGE = 6, 600, 50, 1024, 96, 1e-3
+QUICK = {"steps": 20, "check": 10, "heldout": 64, "norms": 8}
 
 
 def cells(quick: bool) -> list[Cell]:
@@ -158,17 +157,12 @@ def cells(quick: bool) -> list[Cell]:
 
     The real model is too large for a quick run.
     """
-    size = {"steps": STEPS, "check": CHECK, "heldout": HELDOUT, "norms": NORMS}
-    size |= {"steps": 20, "check": 10, "heldout": 64, "norms": 8} if quick else {}
-    made = [
-        Cell(
-            f"{start}-s{seed}",
-            {"start": start, "seed": seed, "task": asdict(TASK), "model": asdict(MODEL), "rates": RATES, "ridge": RIDGE}
-            | {"shown": shown, "before": 20 if quick else before} | size,
-        )
-        for start, (shown, before) in STARTS.items()
-        for seed in range(1 if quick else SEEDS)
-    ]  # fmt: skip
+    same = {"task": asdict(TASK), "model": asdict(MODEL), "rates": RATES, "ridge": RIDGE, "steps": STEPS}
+    same |= {"check": CHECK, "heldout": HELDOUT, "norms": NORMS} | (QUICK if quick else {})
+    made = list[Cell]()
+    for start, (shown, before) in STARTS.items():
+        own = same | {"start": start, "shown": shown, "before": 20 if quick else before}
+        made += [Cell(f"{start}-s{seed}", own | {"seed": seed}) for seed in range(1 if quick else SEEDS)]
     facts = {"model": "smollm2", "task": asdict(TASK), "prompts": SEED, "examples": EXAMPLES, "judged": JUDGED}
     facts |= {"batch": BATCH}
     look = {"fitted": FITTED, "norms": REAL_NORMS, "ridge": REAL_RIDGE, "blocks": BLOCKS}
@@ -184,18 +178,15 @@ def measure_small(cell: Cell, bar: Bar) -> Tables:
     mark = policy.tokenizer("#", add_special_tokens=False)["input_ids"]
     texts = [[*encode_prompt(policy.tokenizer, prompt), *mark] for prompt in prompts]
     count, digits = counts(prompts), digit_ids(policy.tokenizer)
-    key = {"model": "small", "start": s["start"], "seed": s["seed"]}
-    tables: dict[str, list[dict[str, Any]]] = {"layers": [], "answers": [], "curves": []}
+    key, tables = {"model": "small", "start": s["start"], "seed": s["seed"]}, Gathered()
 
     def look(model: PreTrainedModel, arm: str) -> None:
-        states = read(model, texts, count, digits)
-        fitted = np.arange(len(count)) % 2 == 0
-        found = readings(states, digit_rows(model, digits), fitted, s["ridge"])
-        for layer, one in enumerate(found, start=1):
-            row = {"arm": arm, "layer": layer, "width": states.hidden.shape[2]}
-            tables["layers"].append(key | row | {name: rounded(x) for name, x in one.items()})
+        states, fitted = read(model, texts, count, digits), np.arange(len(count)) % 2 == 0
+        found = enumerate(readings(states, digit_rows(model, digits), fitted, s["ridge"]), start=1)
+        width = states.hidden.shape[2]
+        layers = [{"layer": k, "width": width} | {n: rounded(x) for n, x in one.items()} for k, one in found]
         share = shares(model, texts[: s["norms"]], digits, s["seed"])
-        tables["answers"].append(key | {"arm": arm} | states.success | share)
+        tables.add(key | {"arm": arm}, layers=layers, answers=[states.success | share])
 
     look(policy.model, "untrained")
     torch.manual_seed(s["seed"])
@@ -207,8 +198,7 @@ def measure_small(cell: Cell, bar: Bar) -> Tables:
         model = deepcopy(policy.model)
         for step in train(replace(policy, model=model), arm, digits, s):
             if step % s["check"] == 0:
-                reached = read(model, texts, count, digits).success
-                tables["curves"].append(key | {"arm": arm, "step": step} | reached)
+                tables.add(key | {"arm": arm, "step": step}, curves=[read(model, texts, count, digits).success])
         look(model, arm)
         bar(number, len(ARMS), f"{cell.name}: {arm}")
     return tables

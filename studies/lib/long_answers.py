@@ -280,11 +280,8 @@ def rollout_facts(blocks: Sequence[dict[str, Any]], update: int) -> dict[str, An
     reward, energy, fifths = joined["reward"], joined["energy"], joined["fifths"]
     mixed = [0 < reward[prompt == p].mean() < 1 for p in np.unique(prompt)]
     row = {"prompts": len(mixed), "rollouts": len(reward), "success": rounded(reward.mean())}
-    row |= {
-        "mixed": float(np.mean(mixed)),
-        "tokens": rounded(joined["length"].mean()),
-        "spread": rounded(joined["length"].std()),
-    }
+    lengths = joined["length"]
+    row |= {"mixed": float(np.mean(mixed)), "tokens": rounded(lengths.mean()), "spread": rounded(lengths.std())}
     row |= {"energy": rounded(energy.mean())} | interval_columns("corr", correlation(energy, reward, prompt, prompt))
     for name, some in (("all", reward >= 0), ("wrong", reward < 1)):
         shares = fifths[some].sum(axis=0) / max(energy[some].sum(), 1e-300)
