@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,10 +117,10 @@ def _block(
     stands_for = np.divide(times * likely.sum(), LOT * likely, out=np.zeros(likely.shape), where=times > 0)
     columns = [table.mask, table.mask & (advantage > 0), silenced, silenced * norm, silenced * power, drawn]
     columns += [drawn * norm, stands_for * power]
-    found.sums.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in columns], axis=1).astype(float))
     options = [StapoOptions(*pair) for pair in setting.pairs]
     counts = [table.mask & (token_weights("stapo", inputs, one) == 0) for one in options]
-    found.grid.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in counts], axis=1).astype(float))
+    for gathered, parts in ((found.sums, columns), (found.grid, counts)):
+        gathered.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in parts], axis=1).astype(float))
     for counter, where in ((found.silenced, silenced), (found.every, table.mask)):
         ids, times = np.unique(table.token_id[where], return_counts=True)
         for i, n in zip(ids, times, strict=True):
@@ -149,19 +150,25 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
     bar(1, 3, "sampled")
     mass, rare, prompt = rare_mass(policy, written, s["pairs"])
     bar(2, 3, "contexts scored")
-    rows = []
-    for k, (probability, entropy) in enumerate(s["pairs"]):
-        share = ratio_interval(np.bincount(prompt, mass[:, k]), np.bincount(prompt), "share of tokens", "linear")
-        row = {"policy": cell.name, "probability": probability, "entropy": entropy}
-        rows.append(row | interval_columns("share", share))
+    rows = share_rows(np.stack([np.bincount(prompt, x) for x in mass.T], axis=1), np.bincount(prompt), s["pairs"])
     default = s["pairs"].index([StapoOptions().probability, StapoOptions().entropy])
     norms = rare_norms(policy, written, rare, mass[:, default], s["norms"])
     bar(3, 3, "norms")
-    whole = {"policy": cell.name, "parameters": policy.model.num_parameters(), "tokens": len(prompt)}
-    whole |= {"prompts": s["prompts"], "rollouts": s["rollouts"], "success": float(written.table.total_reward.mean())}
-    whole |= {"norms": len(norms)}
+    whole = {"parameters": policy.model.num_parameters(), "tokens": len(prompt), "prompts": s["prompts"]}
+    whole |= {"rollouts": s["rollouts"], "success": float(written.table.total_reward.mean()), "norms": len(norms)}
     ratio = ratio_interval(norms[:, 0], norms[:, 1], "mean ‖s‖² of silenced over drawn tokens")
-    return {"thresholds": rows, "policies": [whole | interval_columns("norm_ratio", ratio)]}
+    tables = Gathered()
+    tables.add({"policy": cell.name}, thresholds=rows, policies=[whole | interval_columns("norm_ratio", ratio)])
+    return tables
+
+
+def share_rows(counts: Float, tokens: Float, pairs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """Return by pair of thresholds the share of tokens that they silence, from counts of each prompt [P, pairs]."""
+    rows = []
+    for k, (probability, entropy) in enumerate(pairs):
+        share = ratio_interval(counts[:, k], tokens, "share of tokens", "linear")
+        rows.append({"probability": probability, "entropy": entropy} | interval_columns("share", share))
+    return rows
 
 
 def rare_mass(policy: Policy, written: ScoredRollouts, pairs: list[list[float]]) -> tuple[Float, Int, Int]:
@@ -179,9 +186,11 @@ def rare_mass(policy: Policy, written: ScoredRollouts, pairs: list[list[float]])
         pi = torch.softmax(logits[at - 1].double() / written.temperature, dim=-1).cpu().numpy()
         entropy = -(pi * np.log(np.maximum(pi, 1e-300))).sum(axis=1)
         mass += [[p[p < a].sum() * (h < b) for a, b in pairs] for p, h in zip(pi, entropy, strict=True)]
-        for p, h in zip(pi, entropy, strict=True):
-            few = np.where(p < default.probability, p, 0.0)
-            rare.append(int(rng.choice(len(p), p=few / few.sum())) if h < default.entropy else -1)
+        few = np.where(pi < default.probability, pi, 0.0)
+        rare += [
+            int(rng.choice(len(p), p=p / p.sum())) if h < default.entropy else -1
+            for p, h in zip(few, entropy, strict=True)
+        ]
         prompt += [int(written.rollouts.group[n])] * len(at)
     return np.array(mass), np.array(rare), np.array(prompt)
 
@@ -254,14 +263,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     groups = np.arange(gradients.shape[1])
     cut = Partition(np.repeat(groups, setting.group), groups // (setting.rollouts // setting.group))
     gram = pool_gram([gradients], [cut], [(arm, "none") for arm in ARMS])
-    key = {"policy": cell.name}
     sums = np.concatenate(found.sums)
     whole = {"parameters": policy.model.num_parameters(), "prompts": len(prompts), "rollouts": setting.rollouts}
     whole |= {name: int(total) for name, total in zip(SUMS, sums.sum(axis=0), strict=True) if "_" not in name}
-    grid, shares = np.concatenate(found.grid), []
-    for k, (probability, entropy) in enumerate(PAIRS):
-        share = ratio_interval(grid[:, k], sums[:, SUMS.index("tokens")], "share of tokens", "linear")
-        shares.append({"probability": probability, "entropy": entropy} | interval_columns("share", share))
+    shares = share_rows(np.concatenate(found.grid), sums[:, SUMS.index("tokens")], PAIRS)
     silenced, every = sum(found.silenced.values()), sum(found.every.values())
     kinds = [
         {"token": repr(text), "silenced": count / silenced, "all": found.every[text] / every}
@@ -274,7 +279,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         row |= ratio_columns(pair, {name: name for name in ("variance", "sf", "efficiency")})
         arms.append(row | interval_columns("square_share", square_share(gram.gram(), one.estimator)))
     tables = Gathered()
-    tables.add(key, policies=[whole | silenced_part(sums)], thresholds=shares, kinds=kinds, arms=arms)
+    tables.add({"policy": cell.name}, policies=[whole | silenced_part(sums)], thresholds=shares, kinds=kinds, arms=arms)
     return tables
 
 

@@ -1,6 +1,7 @@
 """Training at one length: what baselines learn from the same start, and how long they last under long steps."""
 
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,9 @@ SMALL_RUNS = Runs(
 
 def training_cells(teach: Cell, runs: Runs) -> list[Cell]:
     """Return a cell for every arm and seed, seed by seed; they come after the cell that taught the policy."""
-    arms = [("learn", name) for name in runs.learn] + [("last", name) for name in runs.last]
-    known = {"runs": asdict(runs), **teach.settings}
-    return [
-        Cell(f"{kind}-{name}-s{seed}", {**known, "arm": name, "seed": seed}, after=(teach,))
-        for seed in runs.seeds
-        for kind, name in arms
-    ]
+    arms = [*(("learn", name) for name in runs.learn), *(("last", name) for name in runs.last)]
+    known, ways = {"runs": asdict(runs), **teach.settings}, product(runs.seeds, arms)
+    return [Cell(f"{kind}-{arm}-s{k}", {**known, "arm": arm, "seed": k}, after=(teach,)) for k, (kind, arm) in ways]
 
 
 def run_config(config: TrainConfig, runs: Runs, kind: str, arm: str, seed: int) -> TrainConfig:
