@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ class ScoredRollouts:
         """Return a row of each distinct rollout [U], and the distinct rollout of each row [N]: copies cost nothing."""
         r = self.rollouts
         key = np.concatenate([r.input_ids, r.mask, r.attention_mask], axis=1)
-        _, first, back = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        first, back = np.unique(key, axis=0, return_index=True, return_inverse=True)[1:]
         return first.astype(np.int64), back.reshape(-1).astype(np.int64)
 
     def by_token(self, x: Float) -> Float:
@@ -205,15 +206,12 @@ def group_sketches(
 ) -> Float:
     """Return a count sketch of Σ weights·s of every group [M, G, K], weights [M, N, T]; a few groups at a time."""
     by_column, parts = written.rollouts.by_column(weights), []
+    how: Any = {"dim": buckets, "temperature": written.temperature, "soft": written.rollouts.soft, "scope": scope}
     for first in range(0, int(group.max()) + 1, 64):
         rows = np.flatnonzero((group >= first) & (group < first + 64))
         ids, mask, attention = (x[torch.as_tensor(rows)] for x in written.batch)
-        settings = {"temperature": written.temperature, "soft": written.rollouts.soft, "scope": scope}
-        parts.append(
-            gradient_sketch(
-                policy.model, ids, mask, by_column[rows], group[rows] - first, attention, dim=buckets, **settings
-            )
-        )
+        cluster = group[rows] - first
+        parts.append(gradient_sketch(policy.model, ids, mask, by_column[rows], cluster, attention, **how))
     return np.concatenate(parts).transpose(1, 0, 2)
 
 
@@ -266,6 +264,5 @@ def with_values(policy: Policy, critic: Critic, written: ScoredRollouts) -> Scor
 
 
 def _as_critic_sees(policy: Policy, written: ScoredRollouts) -> CriticBatch:
-    forward = score(policy, written.rollouts, written.temperature)
-    rows = np.arange(len(written.rollouts.group))
+    forward, rows = score(policy, written.rollouts, written.temperature), np.arange(len(written.rollouts.group))
     return CriticBatch(written.rollouts, forward, np.array_split(rows, max(1, len(rows) // 512)))
