@@ -94,8 +94,7 @@ def make_case(model: PreTrainedModel, tokens: int, rollouts: int = 1, written: b
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
     weights = torch.randn(rollouts, ROWS, tokens + 1, generator=generator).double().numpy() / tokens
-    direction = gradients.batch_gradient(model, ids, mask, weights[:, 0])
-    return Case(model, ids, mask, weights, direction)
+    return Case(model, ids, mask, weights, gradients.batch_gradient(model, ids, mask, weights[:, 0]))
 
 
 def plain_loop(case: Case, count: int | None = None) -> tuple[float, Float]:

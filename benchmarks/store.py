@@ -57,8 +57,7 @@ def run(config: StoreConfig) -> Report:
 
 def variance_in_pandas(path: Path) -> pd.DataFrame:
     """Return the answer to `VARIANCE` as pandas computes it from the same files."""
-    names = ["step", "t", "mask", "entropy"]
-    tokens: Any = pd.read_parquet(path / "tokens.parquet", columns=names)
+    tokens: Any = pd.read_parquet(path / "tokens.parquet", columns=["step", "t", "mask", "entropy"])
     tokens = tokens[tokens["mask"]]
     tokens["bin"], tokens["entropy"] = tokens["t"] // 64, tokens["entropy"].astype(float)
     measures = {"n": ("entropy", "size"), "mean": ("entropy", "mean"), "variance": ("entropy", "var")}

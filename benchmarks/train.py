@@ -72,8 +72,7 @@ class Turn:
     def rate(self, phase: str) -> float:
         """Return the tokens per second of a phase of `PHASES`."""
         both = self.sample + self.update
-        seconds = (self.sample, self.update, both, self.whole - both, self.whole)
-        return self.tokens / seconds[PHASES.index(phase)]
+        return self.tokens / (self.sample, self.update, both, self.whole - both, self.whole)[PHASES.index(phase)]
 
 
 def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:

@@ -40,7 +40,7 @@ from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Gram, Label
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.formats import by_label, ratio_columns
-from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, trained, write
+from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, pretrained, train_from, write
 from studies.lib.pools import agreement_rows, energies_beside, promising_prompts, prompt_gram, proved_of_pool
 from studies.lib.record import Gathered
 
@@ -113,7 +113,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     _measure_stage(cell, "init", policy, tables, bar)
     fit(policy.model, policy.tokenizer, policy.task, config)
     _measure_stage(cell, "warm", policy, tables, bar)
-    _measure_stage(cell, "rl", trained(policy, config, work, bar), tables, bar)
+    run = train_from(policy, replace(config, run="rl"), work, bar)
+    policy = replace(policy, model=pretrained(replace(config, model=str(run / "model"))).model)
+    _measure_stage(cell, "rl", policy, tables, bar)
     return tables
 
 

@@ -42,8 +42,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     marked = set[int]()
     # Rows whose efficiency differs from that of `rloo`: false-discovery rate 5 % in each policy, pool and group size
     for policy, pool, size in dict.fromkeys((row["policy"], row["pool"], row["size"]) for row in rows):
-        same = select(rows, policy=policy, pool=pool, size=size)
-        tested = [row for row in same if row["p_value"] is not None]
+        tested = [row for row in select(rows, policy=policy, pool=pool, size=size) if row["p_value"] is not None]
         q = stats.false_discovery_control([row["p_value"] for row in tested], method="by") if tested else ()
         marked |= {id(row) for row, x in zip(tested, q, strict=True) if x <= 0.05}
     return CONSTANTS | {

@@ -55,8 +55,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     means, finals = (
         {name: seed_mean(values, "held-out success", "logit") for name, values in of.items()} for of in (own, ends)
     )
-    worst = dict[tuple[str, int], float]()
-    worlds = [dict(row) for row in tables.get("worlds", ())]
+    worst, worlds = dict[tuple[str, int], float](), [dict(row) for row in tables.get("worlds", ())]
     for row in worlds:
         row["least"] = min(ADVICE, key=lambda name: row[name])
         row["ahead"] = row["energy_regression"] < row["james_stein"]

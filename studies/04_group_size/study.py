@@ -218,8 +218,7 @@ def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path
         evaluate=EvaluateConfig(every=max(1, count // size.evaluations), prompts=size.heldout, samples=2),
         checkpoint=replace(config.checkpoint, every=0), root=work, run=f"{name}-{rate:g}-{seed}",
     )  # fmt: skip
-    path = train(config, bar)
-    steps, rows = training_steps(path, **COLUMNS), []
+    steps, rows = training_steps(train(config, bar), **COLUMNS), []
     facts = {column: float(np.mean([row[column] for row in steps])) for column in ("clipped", "grad_norm")}
     before = {"n_tokens": 0, "n_rollouts": 0}  # without the step's own update
     for row in steps:

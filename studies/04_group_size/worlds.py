@@ -35,8 +35,7 @@ def world_rows(worlds: Worlds) -> list[Row]:
     """Return of every world and update size each advice's variance over `rloo`'s, and which advice wins."""
     rows = list[Row]()
     for number, (mean, spread, link) in enumerate(product(worlds.means, worlds.spreads, worlds.links)):
-        random = np.random.default_rng(number)
-        reward, energy, entropy = toy_world(mean, spread, link, (worlds.drawn, GROUP), random)
+        reward, energy, entropy = toy_world(mean, spread, link, (worlds.drawn, GROUP), np.random.default_rng(number))
         terminal = np.zeros(energy.shape)
         terminal[..., -1] = reward
         for prompts in worlds.prompts:

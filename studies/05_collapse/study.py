@@ -77,12 +77,11 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
 
 def signal_means(steps: pd.DataFrame, end: int | None) -> dict[str, float | None]:
     """Return entropy, ‖ḡ‖ and length over the first steps, those up to the collapse, and the last ones."""
-    means: dict[str, float | None] = {}
-    for name, column in SIGNALS.items():
-        values = steps[column].to_numpy(np.float64)
-        means[f"{name}_first"] = float(values[:SPAN].mean())
-        means[f"{name}_before"] = None if end is None else float(values[max(0, end + 1 - SPAN) : end + 1].mean())
-        means[f"{name}_last"] = float(values[-SPAN:].mean())
+    ends = {"first": SPAN, "before": None if end is None else end + 1, "last": len(steps)}
+    means = dict[str, float | None]()
+    for (name, column), (when, stop) in product(SIGNALS.items(), ends.items()):
+        part = steps[column].to_numpy(np.float64)[max(0, (stop or 0) - SPAN) : stop]
+        means[f"{name}_{when}"] = None if stop is None else float(part.mean())
     return means
 
 

@@ -116,8 +116,7 @@ def pair_rows(grams: Mapping[int, Gram], known: Proved) -> list[dict[str, Any]]:
 
 def signal_columns(gram: Gram, known: Proved) -> dict[str, Any]:
     """Return ‖∇J‖² and the noise scale of `rloo`, with intervals over prompts, and how many prompts would show it."""
-    truth = known.truth & frozenset(gram.labels) or REFERENCE
-    value = deleted_moments([gram], REFERENCE, truth).truth_sq
+    value = deleted_moments([gram], REFERENCE, known.truth & frozenset(gram.labels) or REFERENCE).truth_sq
     found = jackknife_interval(value[0], value[1:], "‖∇J‖²", "linear")
     scale = gradient_noise_scale([gram], REFERENCE, known)
     wanted = None  # at which an interval of ‖∇J‖² would leave 0 out, if the estimate is right
@@ -172,12 +171,10 @@ def batched(batches: Sequence[int], limit: int) -> Callable[[Pool, Partition], d
         advantages: dict[Label, Float] = {REFERENCE: estimate("rloo", inputs).advantage}
         prompts = int(cut.prompt.max()) + 1
         for count in batches:
-            place = random.permutation(prompts) // count
-            batch = (turns(cut) * prompts + place[cut.prompt])[cut.group]
+            batch = (turns(cut) * prompts + (random.permutation(prompts) // count)[cut.prompt])[cut.group]
             advantages[f"{count} {ENDLESS}", "none"] = in_batches(ENDLESS, inputs, batch, None)
             for label, options in ways.items():
-                found = in_batches(ACROSS, inputs, batch, options)
-                advantages[f"{count} {ACROSS}", label] = found
+                advantages[f"{count} {ACROSS}", label] = in_batches(ACROSS, inputs, batch, options)
         return advantages
 
     return estimates

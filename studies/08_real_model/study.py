@@ -106,8 +106,7 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
     """Measure a block of prompts: exact norms of tokens and rollouts, sketched norms, and a sketch of every score."""
     policy, written = policy_of(cell.settings, size, start, work, bar), kept_pickle(cell.after[0], work)
     groups = np.arange(size.prompts)[cell.settings["number"] * size.block :][: size.block]
-    rows = np.isin(written.rollouts.group, groups)
-    sketched = np.full(written.table.mask.shape, np.nan)
+    rows, sketched = np.isin(written.rollouts.group, groups), np.full(written.table.mask.shape, np.nan)
     for group in groups[groups < size.hybrid]:
         of = written.rollouts.group == group
         sketched[of] = hybrid(policy, written, int(group), size)[of]
@@ -119,11 +118,9 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
 
 def hybrid(policy: Policy, written: ScoredRollouts, group: int, size: Size) -> Float:
     """Return sketched norms [N, T] of a prompt's rollouts, copies once; NaN where the model has no hybrid sketch."""
-    first, back = written.distinct()
-    mine = np.flatnonzero(written.rollouts.group == group)
-    rows = np.intersect1d(first, mine)
+    (first, back), mine = written.distinct(), np.flatnonzero(written.rollouts.group == group)
+    rows, out = np.intersect1d(first, mine), np.full(written.table.mask.shape, np.nan)
     ids, mask, attention = (x[rows] for x in written.batch)
-    out = np.full(written.table.mask.shape, np.nan)
     try:
         found = sketch_score_norms(policy.model, ids, mask, attention, directions=size.directions, method="hybrid")
     except InputError:
@@ -144,8 +141,7 @@ def policy_of(settings: Mapping[str, Any], size: Size, start: TrainConfig | None
         path = work.parent / "adapter"  # kept beside the cells
         if not (path / "model" / "adapter").is_dir():
             lora = None if start is None else replace(start, lora=LoraConfig(rank=LORA.rank))
-            teaching = replace(TRAINED, steps=size.updates, precision="bfloat16")
-            config = config_of(teaching, "rloo", 3e-4, 0, lora)
+            config = config_of(replace(TRAINED, steps=size.updates, precision="bfloat16"), "rloo", 3e-4, 0, lora)
             if size is SMALL:
                 sample = SampleConfig(prompts=4, group_size=4, max_new_tokens=size.tokens)
                 config = replace(config, sample=sample, optimize=OptimizeConfig(steps=size.updates, learning_rate=1e-3))

@@ -56,8 +56,7 @@ def batch_gradients(at: Derailment, prompts: int, group: int, rng: np.random.Gen
     pay = np.repeat(rng.choice(PAYS, size=prompts), group)
     inputs = at.inputs(state, token, on * (rng.random(len(on)) < pay), group)
     entropy = -(at.policy * np.log(at.policy)).sum(axis=1)
-    value = pay[:, None] * at.value[np.arange(at.horizon), state]
-    inputs = replace(inputs, entropy=entropy[state], value=value)
+    inputs = replace(inputs, entropy=entropy[state], value=pay[:, None] * at.value[np.arange(at.horizon), state])
     advantages = arm_advantages(inputs, at.horizon)
     return np.stack([at.group_gradients(state, token, advantages[arm], len(on))[0] for arm in ARMS])
 

@@ -82,8 +82,7 @@ class Judged:
         for fitted in (odd, ~odd):
             first, second = np.where(fitted, weight, 0.0), np.where(fitted, 0.0, weight)
             efficiency = self.metrics[optimiser.split("_")[0]].efficiency(first)
-            curve = np.einsum("abg,b->ag", gains, first)
-            chosen = np.where(self.allowed[optimiser], curve, -np.inf).argmax(axis=1)
+            chosen = np.where(self.allowed[optimiser], np.einsum("abg,b->ag", gains, first), -np.inf).argmax(axis=1)
             gain = np.einsum("ab,b->a", gains[np.arange(len(ARMS)), :, chosen], second) / second.sum()
             halves.append((efficiency, gain))
         predicted = np.mean([e / e[0] for e, _ in halves], axis=0)
@@ -138,8 +137,7 @@ def of_process(name: str, found: Mapping[str, Any]) -> Judged:
     for line in LINES:
         power, along, truth = (found[f"{line}_{of}"] for of in ("power", "along", "truth"))
         metrics[line] = Metric(power, along=along, truth=float(truth))
-    allowed = {line: found[f"{line}_ess"] >= LEAST_ESS for line in gains}
-    return Judged(name, "derailment", gains, allowed, metrics)
+    return Judged(name, "derailment", gains, {line: found[f"{line}_ess"] >= LEAST_ESS for line in gains}, metrics)
 
 
 def tables(judged: Sequence[Judged], replicates: int, seed: int = 0) -> dict[str, list[dict[str, Any]]]:

@@ -262,12 +262,11 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
         return {"real_curves": list(curve_of_all(model, tokenizer, task, judged, s, bar))}
     prompts = [*distinct_prompts(task, "train", s["fitted"]), *judged]
     texts, fitted = encoded(tokenizer, prompts), np.arange(len(prompts)) < s["fitted"]
-    states = read(model, texts, counts(prompts), digits, at_once=s["batch"])
+    states, rows = read(model, texts, counts(prompts), digits, at_once=s["batch"]), digit_rows(model, digits)
     bar(1, 3, "states")
-    rows = digit_rows(model, digits)
     curve = [curve_row("rows", *point) for point in rows_trained(states, rows, fitted, s["rows"], s["batch"])]
-    found = layer_intervals(states, rows, fitted, s)
-    layers = [{"layer": k, "width": rows.shape[1]} | row for k, row in enumerate(found, 1)]
+    found = enumerate(layer_intervals(states, rows, fitted, s), 1)
+    layers = [{"layer": k, "width": rows.shape[1]} | row for k, row in found]
     bar(2, 3, "probes and rows")
     share = shares(model, texts[-s["norms"] :], digits, seed=0)
     bar(3, 3, "norms")
@@ -278,12 +277,9 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
 
 def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return prompts as the model reads them, up to the blank before the number."""
-    texts = []
-    for prompt in prompts:
-        letters, target = prompt.text.removesuffix("=").split("?")
-        text = f"{EXAMPLES}Letters: {' '.join(letters)}\nNumber of {target}: "
-        texts.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return texts
+    asked = (prompt.text.removesuffix("=").split("?") for prompt in prompts)
+    texts = [f"{EXAMPLES}Letters: {' '.join(letters)}\nNumber of {target}: " for letters, target in asked]
+    return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
 def counts(prompts: Sequence[Prompt]) -> Int:
@@ -293,22 +289,19 @@ def counts(prompts: Sequence[Prompt]) -> Int:
 
 def layer_intervals(states: States, rows: Float, fitted: Bool, s: Any) -> list[dict[str, Any]]:
     """Return readings by layer with intervals over prompts, from leaving out one block of them after another."""
-    block = np.arange(len(fitted)) % s["blocks"]
-    whole = readings(states, rows, fitted, s["ridge"])
-    without = []
-    for k in np.unique(block):
-        kept = block != k
+    block, without = np.arange(len(fitted)) % s["blocks"], list[list[dict[str, Any]]]()
+    for kept in (block != k for k in np.unique(block)):
         part = States(states.hidden[:, kept], states.logprob[kept], states.count[kept])
         without.append(readings(part, rows, fitted[kept], s["ridge"]))
-    table, judged = list[dict[str, Any]](), int((~fitted).sum())
-    for k, row in enumerate(whole):
-        found = {
-            name: jackknife_interval(row[name], [one[k][name] for one in without], name, scale="linear")
-            for name in ("r_squared", "cos_probe", "cos_shift")
-        }
+    table, judged = list[dict[str, Any]](), np.arange(int((~fitted).sum()))
+    for k, whole in enumerate(readings(states, rows, fitted, s["ridge"])):
+        row = dict[str, Any]()
+        for name in ("r_squared", "cos_probe", "cos_shift"):
+            others = [one[k][name] for one in without]
+            row |= interval_columns(name, jackknife_interval(whole[name], others, name, scale="linear"))
         # A share of judged prompts, of the probe as it is: refits make jumps of so rough a number.
-        found["exact"] = share_interval(np.arange(judged) < round(row["exact"] * judged), "rounded prediction is right")
-        table.append({c: value for name, one in found.items() for c, value in interval_columns(name, one).items()})
+        right = share_interval(judged < round(whole["exact"] * len(judged)), "rounded prediction is right")
+        table.append(row | interval_columns("exact", right))
     return table
 
 
@@ -318,10 +311,9 @@ def rows_trained(states: States, rows: Float, fitted: Bool, how: Any, batch: int
     States and all other logits stay as they are, so that nothing else of the model is needed: with z' the new logits of
     the digits, π' = exp(z'_v)/(R + Σ exp z'), R the sum over all other tokens.
     """
-    hidden, count = torch.tensor(states.hidden[-1]), torch.tensor(states.count)
-    weight = torch.tensor(rows)
-    logits = hidden @ weight.T
-    total = (logits - torch.tensor(states.logprob)).mean(dim=1)  # log Σ_v exp z_v, the same from each digit
+    hidden, count, weight = (torch.tensor(x) for x in (states.hidden[-1], states.count, rows))
+    # log Σ_v exp z_v, the same from each digit
+    total = (hidden @ weight.T - torch.tensor(states.logprob)).mean(dim=1)
     others = total + torch.tensor(np.log1p(-np.minimum(np.exp(states.logprob).sum(axis=1), 1 - 1e-12)))
     weight.requires_grad_()
     train, judged = (torch.tensor(np.flatnonzero(part)) for part in (fitted, ~fitted))

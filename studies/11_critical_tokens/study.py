@@ -79,8 +79,7 @@ def summaries(tokens: Sequence[Token]) -> dict[str, list[dict[str, Any]]]:
             columns |= {f"{name}_sq": ranked[name] ** 2 for name in names}
             columns |= {f"{name}_{target}": ranked[name] * ranked[target] for name in names}
         sums += [{"kind": kind} | row for row in sums_by_prompt(own, columns)]
-    wrong = [token for token in tokens if not token["right"]]
-    x = values(wrong)
+    x = values(wrong := [token for token in tokens if not token["right"]])
     for name in DRAWN:  # the mean effect of each fifth of some scores, lowest first
         part = np.clip(((ranks(x[name]) + 0.5) * BINS).astype(int), 0, BINS - 1)
         effects = {int(k) + 1: x["effect"][part == k] for k in np.unique(part)}
@@ -185,8 +184,7 @@ def successes(
         draft.turns.append(Turn(str(policy.tokenizer.decode(ids[:-1] if finished else ids)), finished))
         draft.finish_reason = "stop" if finished else "length"
         drafts.append(draft)
-    group = np.repeat(rollouts.group[rows], draws)
-    paid = compute_rewards(policy.task, collate(drafts, rollouts.prompts, group, 0))
+    paid = compute_rewards(policy.task, collate(drafts, rollouts.prompts, np.repeat(rollouts.group[rows], draws), 0))
     return (paid.reward.sum(axis=1) >= right).reshape(n, draws).mean(axis=1)
 
 

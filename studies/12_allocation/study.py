@@ -111,8 +111,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         for size in s["sizes"]:
             row = {"law": cell.name.removeprefix("exact-"), "world": world, "size": size}
             for arm, (n, weight) in arms(laws, p, won, size).items():
-                update = s["update"] * (2 if arm == "half" else 1)
-                rows.append(row | {"arm": arm} | worth(laws, n, weight, update))
+                rows.append(row | {"arm": arm} | worth(laws, n, weight, s["update"] * (2 if arm == "half" else 1)))
         bar(world + 1, s["worlds"], f"{cell.name}: populations enumerated")
     return {"worlds": rows}
 
@@ -169,8 +168,8 @@ def worth(laws: Laws, n: Float, weight: Float, update: int) -> dict[str, float |
     within = float((weight**2 * (laws.single / n + laws.pair / (n * (n - 1)))).mean())
     between = float((weight**2 * laws.square).mean() - mean @ mean)
     true_sq, along = float(truth @ truth), float(mean @ truth)
-    efficiency = along**2 / (true_sq * (float(mean @ mean) + (within + between) / update))
-    values = {"within": within, "between": between, "efficiency": efficiency}
+    values = {"within": within, "between": between}
+    values["efficiency"] = along**2 / (true_sq * (float(mean @ mean) + (within + between) / update))
     values |= {"bias": float(np.linalg.norm(mean - truth)) / true_sq**0.5, "projection": along / true_sq}
     return {name: rounded(value) for name, value in values.items()}
 

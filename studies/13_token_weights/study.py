@@ -105,8 +105,8 @@ def _block(
     advantage = estimate("rloo", replace(table.inputs(None), group=group)).advantage
     inputs = TokenWeightInputs(table.mask, advantage, table.stats.logprob, table.stats.entropy)
     silenced = table.mask & (token_weights("stapo", inputs) == 0)
-    count = int(silenced.sum())
-    drawn, other = _by_lot(table.mask, max(count, LOT), rng), _by_lot(table.mask & (advantage > 0), count, rng)
+    count, positive = int(silenced.sum()), table.mask & (advantage > 0)
+    drawn, other = _by_lot(table.mask, max(count, LOT), rng), _by_lot(positive, count, rng)
     likely = advantage**2 * np.where(table.mask, table.stats.energy, 0.0)
     times = np.zeros(likely.shape)  # none where every group was paid alike
     if likely.any():
@@ -115,8 +115,8 @@ def _block(
     power = advantage**2 * norm
     # Horvitz and Thompson: each draw stands for 1/(LOT · its chance) tokens
     stands_for = np.divide(times * likely.sum(), LOT * likely, out=np.zeros(likely.shape), where=times > 0)
-    columns = [table.mask, table.mask & (advantage > 0), silenced, silenced * norm, silenced * power, drawn]
-    columns += [drawn * norm, stands_for * power]
+    parts = [silenced * norm, silenced * power, drawn, drawn * norm, stands_for * power]
+    columns = [table.mask, positive, silenced, *parts]
     options = [StapoOptions(*pair) for pair in setting.pairs]
     counts = [table.mask & (token_weights("stapo", inputs, one) == 0) for one in options]
     for gathered, parts in ((found.sums, columns), (found.grid, counts)):
@@ -132,9 +132,8 @@ def _block(
 
 
 def _by_lot(where: Bool, count: int, rng: np.random.Generator) -> Bool:
-    out, at = np.zeros(where.shape, bool), np.flatnonzero(where)
-    out.reshape(-1)[rng.choice(at, min(count, len(at)), replace=False)] = True
-    return out
+    at = np.flatnonzero(where)
+    return np.isin(np.arange(where.size), rng.choice(at, min(count, len(at)), replace=False)).reshape(where.shape)
 
 
 REAL_TASK = ReasoningGymConfig(name=("letter_counting",), config=('{"min_words": 1, "max_words": 2}',))
@@ -204,8 +203,7 @@ def rare_norms(policy: Policy, written: ScoredRollouts, rare: Int, mass: Float, 
     rng = np.random.default_rng(1)
     where = np.argwhere(mask.numpy())
     chance = np.where(rare >= 0, mass, 0.0)
-    size = min(count, int((chance > 0).sum()))
-    confident = rng.choice(len(where), size, replace=False, p=chance / chance.sum())
+    confident = rng.choice(len(where), min(count, int((chance > 0).sum())), replace=False, p=chance / chance.sum())
     others = rng.choice(len(where), len(confident), replace=False)
     out = np.zeros((len(confident), 2))
     for k, pair in enumerate(zip(confident, others, strict=True)):

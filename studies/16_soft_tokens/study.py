@@ -97,8 +97,7 @@ def slopes(policy: Policy, s: Any, base: SampleConfig) -> list[dict[str, Any]]:
     length = float(torch.sqrt(torch.stack([d.double().square().sum() for d in direction]).sum()))
     rows, generator, beside = [], TransformersGenerator(policy.model, policy.tokenizer), prompts[s["prompts"] :]
     for arm, (soft, noise) in s["arms"].items():
-        config = replace(base, soft=soft, soft_noise=noise)
-        ends = []
+        config, ends = replace(base, soft=soft, soft_noise=noise), []
         for sign in (1, -1):
             move_parameters(policy, direction, sign * s["step"] / length)
             totals = list[float]()  # of a group of rollouts of every prompt; the same seed draws the same noise
@@ -197,8 +196,7 @@ def measured(
 
     Columns that end in `_rest` leave the table of embeddings out.
     """
-    table, buckets = written.table, s["buckets"]
-    inputs = table.inputs(None)
+    table, inputs, buckets = written.table, written.table.inputs(None), s["buckets"]
     few = table.group < s["measured"]
     norm = exact_norms(policy, written, table.mask & few[:, None])
     advantage = {name: estimate(name, inputs).advantage for name in ("rloo", "none")}

@@ -91,8 +91,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         by_length, out = sorted(rows, key=lambda row: row["tokens"]), list[Curve]()
         for policy in distinct(rows, "policy"):
             points = {math.log2(row["tokens"]): value(row) for row in select(by_length, policy=policy)}
-            width = 2.0 if len(points) > 1 else 0.0
-            out.append(interval_curve(points, name, policy, COLORS[policy], width=width))
+            out.append(interval_curve(points, name, policy, COLORS[policy], width=2.0 if len(points) > 1 else 0.0))
         return out
 
     def logarithms(row: Row) -> dict[str, float | None]:

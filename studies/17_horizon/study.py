@@ -108,8 +108,7 @@ def config_of(setting: Setting, quick: bool) -> TrainConfig:
 def fresh(setting: Setting, quick: bool) -> Policy:
     """Return an untaught policy."""
     config = config_of(setting, quick)
-    room = 24 * (setting.tool_calls + 1) + config.sample.limit
-    return fresh_policy(config, setting.architecture, positions=room)
+    return fresh_policy(config, setting.architecture, positions=24 * (setting.tool_calls + 1) + config.sample.limit)
 
 
 def cells(settings: Sequence[Setting], size: Size, runs: Runs, trained: str) -> list[Cell]:

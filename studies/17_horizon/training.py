@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.config import EstimatorConfig, EvaluateConfig, ObjectiveConfig, OptimizeConfig, TrainConfig
-from otb_analysis.training.loop import train
 from otb_analysis.training.runtime import Bar
 from studies.lib import Cell, Tables
 from studies.lib.collapse import collapse_step, trailing_mean
-from studies.lib.policies import Policy
+from studies.lib.policies import Policy, train_from
 from studies.lib.record import training_steps
 from studies.lib.seeds import BASE
 
@@ -22,6 +21,9 @@ LAST = {
     "rloo": "rloo", "lowered": "studies.lib.collapse:lowered", "otb": "otb", "raised": "studies.lib.collapse:raised",
 }  # fmt: skip
 """Arms that are driven into collapse, as in study 05: rollouts four batches old, and a rate that rises to the end."""
+
+COLUMNS = {"success": "heldout_success", "reward": "reward_mean", "norm": "grad_norm", "clipped": "clipped"}
+"""What is read of each step."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,7 @@ def run_config(config: TrainConfig, runs: Runs, kind: str, arm: str, seed: int) 
 
 def run_tables(policy: Policy, config: TrainConfig, key: dict[str, Any], learns: bool, work: Path, bar: Bar) -> Tables:
     """Train a taught policy; return held-out success by step, or the step at which the run collapsed."""
-    start = work / "start"
-    policy.model.save_pretrained(start)
-    policy.tokenizer.save_pretrained(start)
-    steps = training_steps(
-        train(replace(config, root=work, model=str(start)), bar), success="heldout_success", reward="reward_mean",
-        norm="grad_norm", clipped="clipped",
-    )  # fmt: skip
+    steps = training_steps(train_from(policy, config, work, bar), **COLUMNS)
     if learns:
         facts = {name: float(np.mean([row[name] for row in steps])) for name in ("norm", "clipped")}
         judged = [row for row in steps if row["success"] is not None]

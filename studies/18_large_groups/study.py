@@ -123,8 +123,7 @@ def noise_and_mean(sketch: Float, reward: Float, size: Size, n: int) -> tuple[Fl
         inputs = EstimatorInputs(reward[:, None], np.ones((len(reward), 1), bool), cut.group)
         weights = np.stack([estimate(name, inputs).advantage[:, 0] for name in NAMES])
         pool = pool_gram([group_gradients(sketch, weights, cut)], [cut], LABELS)
-        apart = np.einsum("mmp->mp", pool.apart)
-        found.append((np.stack([pool.group_variance(label) for label in LABELS]), apart))
+        found.append((np.stack([pool.group_variance(label) for label in LABELS]), np.einsum("mmp->mp", pool.apart)))
     noise, mean = np.mean(found, axis=0)
     return noise, mean
 

@@ -202,8 +202,7 @@ def norm_rows(policy: Policy, written: ScoredRollouts, positions: int) -> tuple[
     exact, proxy = exact_norms(policy, written, chosen), proxy_of(written)
     seconds = process_time() - began
     cells = position_cells(table.group, table.mask.shape[1])[:, :1] + policy_position(table.mask)
-    prompt = np.broadcast_to(table.group[:, None], chosen.shape)[chosen]
-    pair = proxy[chosen], exact[chosen], prompt, cells[chosen]
+    pair = proxy[chosen], exact[chosen], np.broadcast_to(table.group[:, None], chosen.shape)[chosen], cells[chosen]
     agreement = fidelity(proxy, exact, chosen, cells)
     row = {"tokens": int(chosen.sum()), "norm_seconds": rounded(seconds)}
     row |= interval_columns("within", correlation(*pair)) | interval_columns("log_within", log_correlation(*pair))

@@ -148,13 +148,12 @@ def demonstrated(
             yield step, success, float(np.mean(nats[-every:]))
 
 
-def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Policy:
-    """Return a policy after reinforcement learning from where it is; the one given is left as it is."""
+def train_from(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Path:
+    """Train from where a policy is, which is left as it is; return where the run and its model are."""
     start = work / "start"
     policy.model.save_pretrained(start)
     policy.tokenizer.save_pretrained(start)
-    path = train(replace(config, root=work, run="rl", model=str(start)), bar)
-    return replace(policy, model=pretrained(replace(config, model=str(path / "model"))).model)
+    return train(replace(config, root=work, model=str(start)), bar)
 
 
 def different_prompts(policy: Policy, first: int, count: int, among: int = 0) -> list[Prompt]:
@@ -184,8 +183,7 @@ def write(
 ) -> ScoredRollouts:
     """Sample groups of rollouts, one per prompt, and score every token once; the arguments are those of `draw`."""
     rollouts = draw(policy, prompts, config, seed, at_once)
-    forward = score(policy, rollouts, config.temperature)
-    table = replace(token_table(rollouts, forward, None), limit=config.limit)
+    table = replace(token_table(rollouts, score(policy, rollouts, config.temperature), None), limit=config.limit)
     return ScoredRollouts(rollouts, table, config.temperature)
 
 
@@ -251,16 +249,14 @@ def fitted_critic(policy: Policy, config: CriticConfig, batches: Sequence[Scored
         raise InputError("a critic is fitted on at least one batch with critic.enabled true; pass both.")
     for k, written in enumerate(batches):
         seen = _as_critic_sees(policy, written)
-        table = replace(written.table, value=critic.value(seen))
-        critic.update(seen, critic_target(config, table.inputs(None)))
+        critic.update(seen, critic_target(config, replace(written.table, value=critic.value(seen)).inputs(None)))
         bar(k + 1, len(batches), f"fitting a critic to {config.target}")
     return critic
 
 
 def with_values(policy: Policy, critic: Critic, written: ScoredRollouts) -> ScoredRollouts:
     """Return rollouts with a critic's values V(h_t) in their table."""
-    value = critic.value(_as_critic_sees(policy, written))
-    return replace(written, table=replace(written.table, value=value))
+    return replace(written, table=replace(written.table, value=critic.value(_as_critic_sees(policy, written))))
 
 
 def _as_critic_sees(policy: Policy, written: ScoredRollouts) -> CriticBatch:

@@ -111,8 +111,7 @@ def measured_tokens(
     """
     rows, temperature = np.isin(written.rollouts.group, groups), written.temperature
     norms = GradientMeasurer(policy.model, MeasureConfig(), temperature).norms(written.rollouts, groups)
-    part = written.rollouts.take(np.flatnonzero(rows))
-    sketch, node = token_sketches(policy.model, part, temperature, dim, bar)
+    sketch, node = token_sketches(policy.model, written.rollouts.take(np.flatnonzero(rows)), temperature, dim, bar)
     wide = np.pad(node, ((0, 0), (0, written.table.mask.shape[1] - node.shape[1])))
     return {"exact": norms.norm_sq[rows], "whole": norms.rollout_norm_sq[rows], "sketch": sketch, "node": wide}
 
@@ -196,8 +195,7 @@ def every_estimate(pool: Pool, cut: Partition, batch: int | None = None) -> dict
 
 def turns(cut: Partition) -> Int:
     """Return of each group whether it is the first, second … of its prompt [G]: groups of one turn make a batch."""
-    starts = np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))
-    return np.arange(cut.prompt.size) - starts[cut.prompt]
+    return np.arange(cut.prompt.size) - np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))[cut.prompt]
 
 
 def update_batches(cut: Partition, prompts: int | None = None) -> Int:

@@ -231,8 +231,7 @@ def committed_cells(tables: Mapping[str, Rows]) -> dict[tuple[str, str], Finishe
         took = row["minutes"], row["peak_mib"], row["machine"], row["processor_minutes"]
         known = {estimator: words for name in own for estimator, words in defaults.get(name, {}).items()}
         found[row["cell"], row["digest"]] = Finished(own, *took, known)
-    whole = all(len(tables.get(name, ())) == count for name, count in taken.items())
-    return found if whole else {}
+    return found if all(len(tables.get(name, ())) == count for name, count in taken.items()) else {}
 
 
 class CellCache:

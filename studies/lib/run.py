@@ -108,8 +108,7 @@ def study_page(
     facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
     facts |= {"missing": [cell.name for cell in cells if not select(tables[COST], cell=cell.name)]}
     facts |= {"aged": outdated_defaults(tables.get(DEFAULTS, ())), **tables, **study.numbers(tables)}
-    seen = dict(study.names) | facts
-    page = _environment(folder).get_template(TEMPLATE).render(seen)
+    page = _environment(folder).get_template(TEMPLATE).render(dict(study.names) | facts)
     return _folded(re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"), figures
 
 

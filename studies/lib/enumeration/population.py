@@ -104,8 +104,7 @@ def masked_rows(baseline: Float, tree: Tree) -> Float:
 def _alignment(tree: Tree, rho: Float) -> Float:
     """ρ_t s_t · Σ_k ρ_k s_k G_k [M, T]."""
     # g of the completion first: s_t·g then needs no T × T products of scores.
-    whole = np.einsum("mt,mtd->md", rho * tree.returns, tree.score)
-    return rho * np.einsum("mtd,md->mt", tree.score, whole)
+    return rho * np.einsum("mtd,md->mt", tree.score, np.einsum("mt,mtd->md", rho * tree.returns, tree.score))
 
 
 def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:
