@@ -42,23 +42,19 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     best = {row["policy"]: row["length"] for row in select(tables["pilot"], line="adamw", arm="rloo")}
     policies = [row for row in tables["policies"] if row["policy"] not in later]
     norms = {row["policy"]: max(1.0, row["grad_norm"]) for row in tables["policies"] if row["policy"] in best}
+    # By optimiser, the point of each checkpoint's arm with the highest predicted efficiency
+    best_first = sorted(select(tables["points"], kind="model"), key=lambda row: -row["predicted"])
+    names = distinct(policies, "policy")
+    foremost = {name: [find(best_first, policy=k, optimiser=name) for k in names] for name in (*BEST, *STEPS)}
     return {
         "by": {(row["kind"], row["optimiser"]): row for row in tables["correlations"]},
         "wanted": sorted(column(tables["pilot"], "wanted")), "policies": policies,
         "new_policies": [row for row in tables["policies"] if row not in policies],
         "overlong": {policy: OPTIMIZE.learning_rate / norm / best[policy] for policy, norm in norms.items()},
-        "ess": min(column(tables["checks"], "ess")), "foremost": foremost(tables["points"]),
+        "ess": min(column(tables["checks"], "ess")), "foremost": foremost,
         "within": {name: within(tables["points"], which) for name, which in WITHIN.items()},
         "asked": {name: within(new, which) for name, which in ASKED.items()} if new else {},
-        "new_foremost": foremost(new),
     }  # fmt: skip
-
-
-def foremost(points: Rows) -> dict[str, Rows]:
-    """Return, by optimiser, the point of each checkpoint's arm with the highest predicted efficiency."""
-    models = sorted(select(points, kind="model"), key=lambda row: -row["predicted"])
-    names = distinct(select(points, kind="model"), "policy")
-    return {name: [find(models, policy=k, optimiser=name) for k in names] for name in (*BEST, *STEPS)}
 
 
 def within(points: Rows, optimisers: Sequence[str]) -> tuple[Interval | None, list[float]]:
