@@ -35,7 +35,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         for part in ("learn-", "last-", f"-qwen3-{max(LINES)}-")
     ]
     # The policies in whose longer answers `otb` is shown to leave less at equal progress
-    less = [long["policy"] for short, long in trend if below(long["otb"], short["otb"]["sf_ratio_low"], "sf_ratio")]
+    both = [(long, short["otb"]["sf_ratio_low"] or 0.0) for short, long in trend]
+    less = [long["policy"] for long, low in both if below(long["otb"], low, "sf_ratio")]
     out = {"shown": rows, "growth": growths, "gains": gains(tables), "minutes": minutes}
     return out | {"trend": trend, "fallen": less}
 
