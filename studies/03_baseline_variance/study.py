@@ -204,8 +204,8 @@ def moments_of(found: Gradients, size: int, mixed: Bool | None) -> tuple[dict[Wa
     reference = np.maximum(spread.power - spread.mean_sq, 0) + spread.truth_sq
     products = (truth - truth.mean(axis=0)) @ (truth - truth.mean(axis=0)).T
     square = 2 * ((products**2).sum() - (np.diag(products) ** 2).sum()) / (len(truth) - 1) ** 2
-    moments = {way: replace(moments, reference_power=reference) for way, moments in every.items()}
-    return moments, float(np.sqrt(square) / len(truth))
+    floor = float(np.sqrt(square) / len(truth))
+    return {way: replace(moments, reference_power=reference) for way, moments in every.items()}, floor
 
 
 def tables_of(moments: Mapping[Way, Moments], size: int, floor: float) -> dict[str, list[dict[str, Any]]]:
@@ -223,8 +223,7 @@ def tables_of(moments: Mapping[Way, Moments], size: int, floor: float) -> dict[s
     signal |= interval_columns("signal", jackknife_interval(truth[0], truth[1:], "‖∇J‖²", "linear"))
     signal |= interval_columns("noise_scale", noise_scale(measures.with_projection(moments[reference], 1.0)))
     rows = [entry_row(way, values, reference, floor) for way in heads]
-    pairs = pair_rows(values, heads) if size in ASKED_SIZES else []
-    return {"estimators": rows, "pairs": pairs, "signal": [signal]}
+    return {"estimators": rows, "pairs": pair_rows(values, heads) if size in ASKED_SIZES else [], "signal": [signal]}
 
 
 def pair_rows(values: Values, heads: Sequence[Way]) -> list[dict[str, Any]]:
