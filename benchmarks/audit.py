@@ -50,7 +50,7 @@ def run(config: AuditBenchConfig) -> Report:
         with TemporaryDirectory() as folder:
             with phase(f"sampling from {model}"), threads(config.threads):
                 facts = write_rollouts(Path(folder) / "rollouts.jsonl", model, case.sample)
-            variances: list[dict[tuple[str, str], float]] = []
+            variances = list[dict[tuple[str, str], float]]()
             for gram in config.gram:
                 with phase(f"auditing {model}, Gram matrix {gram}"):
                     row, report = audit(Path(folder), model, case, gram, config.threads)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 import otb_analysis
 from benchmarks.config import DashboardBenchConfig
@@ -57,8 +58,8 @@ class Server:
     @property
     def processor(self) -> float:
         """Processor seconds so far, of which other work on the machine takes nothing."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
 
     @property
     def memory(self) -> float:
@@ -223,9 +224,8 @@ def run(config: DashboardBenchConfig) -> Report:
                 root = write_runs(folder / f"one-{measured}", 1, shape, config.compacted)
                 names[root] = f"1 of {config.steps:,} steps, {measured} measured"
             one, *_ = names
-            names[write_runs(folder / "many", config.runs, small, config.compacted)] = (
-                f"{config.runs} of {config.many_steps:,} steps"
-            )
+            many = write_runs(folder / "many", config.runs, small, config.compacted)
+            names[many] = f"{config.runs} of {config.many_steps:,} steps"
         with browser() as chromium:
             pages = menu(chromium, one, config.port)
             timed = [name for name in pages if not config.pages or name.lower() in config.pages]
@@ -316,8 +316,7 @@ def seconds_per_step(
 
     The steps are as large as those of the large run; the new ones are not measured.
     """
-    measured = max(1, config.measured[0] * steps // config.steps)
-    shape = Shape(steps, measured, config.tokens * steps // config.steps)
+    shape = Shape(steps, max(1, config.measured[0] * steps // config.steps), config.tokens * steps // config.steps)
     shutil.rmtree(root, ignore_errors=True)
     writer = write_synthetic_run(root, "followed", shape, finish=False)
     rng, seconds = np.random.default_rng(1), dict[str, dict[str, float]]()

@@ -64,13 +64,9 @@ class Case:
 
 def model_config(size: str) -> dict[str, Any]:
     """Return the fields of the Qwen2 configuration of a size; the peer builds the same model from them."""
-    base = SIZES[size]
-    return base | {
-        "intermediate_size": 3 * base["hidden_size"],
-        "num_key_value_heads": base["num_attention_heads"] // 2,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    }
+    base, same = SIZES[size], {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+    widths = {"intermediate_size": 3 * base["hidden_size"], "num_key_value_heads": base["num_attention_heads"] // 2}
+    return base | widths | same
 
 
 def model_of(size: str, device: str, dtype: str) -> PreTrainedModel:
@@ -98,8 +94,7 @@ def make_case(model: PreTrainedModel, tokens: int, rollouts: int = 1, written: b
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
     weights = torch.randn(rollouts, ROWS, tokens + 1, generator=generator).double().numpy() / tokens
-    direction = gradients.batch_gradient(model, ids, mask, weights[:, 0])
-    return Case(model, ids, mask, weights, direction)
+    return Case(model, ids, mask, weights, gradients.batch_gradient(model, ids, mask, weights[:, 0]))
 
 
 def plain_loop(case: Case, count: int | None = None) -> tuple[float, Float]:
@@ -183,28 +178,24 @@ def error_of(name: str, result: Any, exact: Exact | None) -> float | None:
     if exact is None:
         return abs(float(result.share.sum()) / result.norm_sq - 1) if isinstance(result, Attribution) else None
     if isinstance(result, Attribution):
-        return _largest(result.alignment, exact.alignment)
-    if isinstance(result, tuple):  # of a loop: seconds and norms
-        return _largest(result[1][0, exact.tokens], exact.norm_sq)
-    if isinstance(result, ScoreNorms):
-        norm_sq = result.norm_sq[0, exact.tokens]
+        got, expected = result.alignment, exact.alignment
+    elif isinstance(result, ScoreNorms) and result.path_norm_sq is not None:
+        got, expected = result.path_norm_sq[0, exact.paths], exact.path_norm_sq
+    elif isinstance(result, ScoreNorms | tuple):  # of a loop: seconds and norms
+        norm_sq = result[1] if isinstance(result, tuple) else result.norm_sq
+        got, expected = norm_sq[0, exact.tokens], exact.norm_sq
         if name.startswith("sketch"):
-            return float(np.sqrt(np.mean((norm_sq / exact.norm_sq - 1) ** 2)))
-        if result.path_norm_sq is not None:
-            return _largest(result.path_norm_sq[0, exact.paths], exact.path_norm_sq)
-        return _largest(norm_sq, exact.norm_sq)
-    if isinstance(result, np.ndarray) and result.shape == (1, len(exact.rows)):
-        return _largest(result[0], exact.rows)
-    return None
+            return float(np.sqrt(np.mean((got / expected - 1) ** 2)))
+    elif isinstance(result, np.ndarray) and result.shape == (1, len(exact.rows)):
+        got, expected = result[0], exact.rows
+    else:
+        return None
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def _spread(last: int, count: int) -> np.ndarray:
     """So many columns from 1 to the last, evenly spread."""
     return np.unique(np.linspace(1, last, count).round().astype(int))
-
-
-def _largest(got: Float, expected: Float) -> float:
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def _logprobs(case: Case) -> Tensor:

@@ -62,8 +62,7 @@ def measured(size: str, tokens: int, name: str) -> tuple[int | None, int | None]
 
     call(WARM_UP)[0]()
     run, batch = call(tokens)
-    asked = None if name == STEP else ENGINES[name].needed_bytes(batch, False)
-    return peak(run, "cpu"), asked
+    return peak(run, "cpu"), None if name == STEP else ENGINES[name].needed_bytes(batch, False)
 
 
 @torch.no_grad()

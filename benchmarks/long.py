@@ -107,12 +107,8 @@ def _calls(config: LongConfig, model: PreTrainedModel, rollouts: Rollouts) -> di
 
         return measure
 
-    calls = {
-        PASS: group_passes(model, rollouts),
-        GRADIENTS: measured(gradients=Schedule(every=1)),
-        DRAWN: measured(sampled=drawn),
-        STEP: measured(gradients=Schedule(every=1), sampled=drawn),
-    }
+    calls = {PASS: group_passes(model, rollouts), GRADIENTS: measured(gradients=Schedule(every=1))}
+    calls |= {DRAWN: measured(sampled=drawn), STEP: measured(gradients=Schedule(every=1), sampled=drawn)}
     tokens = int(mask[0].sum())
     if tokens <= config.further_to:
         calls |= {name: measured(**{name: PLANS[name]}) for name in config.further}

@@ -26,9 +26,8 @@ def run(config: MonitorBenchConfig) -> Report:
         InputError: There is no interpreter with TRL, or it does not work.
     """
     if config.trl_python is None:
-        raise InputError(
-            "otb bench monitor runs inside TRL; pass --trl-python an interpreter with trl and this package."
-        )
+        remedy = "pass --trl-python an interpreter with trl and this package"
+        raise InputError(f"otb bench monitor runs inside TRL; {remedy}.")
     rows = []
     with TemporaryDirectory() as folder:
         for model in ("small",) if config.quick else config.models:

@@ -172,13 +172,9 @@ def machine() -> dict[str, str]:
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     # The load of cores that this process may not use says little about its figures.
     pinned = "" if bound == cores else f", this on {bound} of its own"
-    facts = {
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": torch.__version__,
-        "load": f"{os.getloadavg()[1]:.1f} on {cores} cores{pinned}",
-    }
+    facts = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
+    facts |= {"numpy": np.__version__, "torch": torch.__version__}
+    facts |= {"load": f"{os.getloadavg()[1]:.1f} on {cores} cores{pinned}"}
     return facts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 

@@ -63,10 +63,9 @@ def bench_sampled(batch: DemoBatch, repeats: int) -> tuple[list[dict[str, Any]],
     drawn = {f"{by} {share}": partial(sampled, tokens=round(share * tokens), by=by) for by, share in plan}
     norm_sq = exact().norm_sq
     seconds = least_seconds({EXACT: exact} | drawn, repeats)
-    rows = [{"by": EXACT, "tokens": tokens, "share": 1.0, "cost": 1.0, "error": 0.0, "stated": 0.0, "coverage": 1.0}]
-    for name, draw in drawn.items():
-        rows.append(sampled_row(name.split()[0], draw(), norm_sq, seconds[name] / seconds[EXACT]))
-    return rows, seconds[EXACT]
+    whole = {"by": EXACT, "tokens": tokens, "share": 1.0, "cost": 1.0, "error": 0.0, "stated": 0.0, "coverage": 1.0}
+    cost = {name: seconds[name] / seconds[EXACT] for name in drawn}
+    return [whole, *(sampled_row(k.split()[0], draw(), norm_sq, cost[k]) for k, draw in drawn.items())], seconds[EXACT]
 
 
 def sampled_row(by: str, norms: SampledNorms, exact: Float, cost: float) -> dict[str, Any]:

@@ -4,9 +4,6 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PretrainedConfig
 
 from benchmarks.config import ScaleConfig
 from benchmarks.publish import Report, notes_of, report_of
@@ -124,9 +121,8 @@ class Costs(ScaleConfig):
     @property
     def one_round(self) -> Rounds:
         """All at once."""
-        return Rounds(
-            1, 1, self.rows * self.prompts / self.processes, self.signals(self.rows, self.own * self.group_size)
-        )
+        held = self.signals(self.rows, self.own * self.group_size)
+        return Rounds(1, 1, self.rows * self.prompts / self.processes, held)
 
     def packed(self, free: float) -> Rounds:
         """As many rounds as free bytes of a process take: half of them hold the signals of a round."""
@@ -142,16 +138,6 @@ class Costs(ScaleConfig):
     def sent(self, way: Rounds) -> float:
         """Bytes of gradients that one process sends to the others."""
         return way.rounds * way.rows * self.weights * (1 - 1 / self.processes)
-
-
-def costs_of_model(config: PretrainedConfig, **sizes: Any) -> Costs:
-    """Return the costs of a model, whose every head is taken to have keys and values of its own."""
-    shape: dict[str, Any] = {
-        "layers": config.num_hidden_layers,
-        "width": config.hidden_size,
-        "inner": config.intermediate_size,
-    }
-    return Costs(vocabulary=config.vocab_size, processes=1, **shape, **sizes)
 
 
 def run(config: ScaleConfig) -> Report:

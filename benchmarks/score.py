@@ -45,8 +45,7 @@ def run(config: ScoreBenchConfig) -> Report:
             facts = write_rollouts(Path(folder) / "rollouts.jsonl", "demo", sample)
         for turn, (what, by) in product(range(config.repeats), least):
             with phase(f"{what} by {by}"):
-                name = f"{turn}-{what}-{by}".replace(" ", "-")
-                found = spent(Path(folder), name, ways[by], levels[what])
+                found = spent(Path(folder), f"{turn}-{what}-{by}".replace(" ", "-"), ways[by], levels[what])
                 least[what, by] = min(least[what, by], found, key=lambda one: one["wall"])
     rows = [
         {"what": what, "by": by, **one, "ratio": one["wall"] / least[what, ONE]["wall"]}

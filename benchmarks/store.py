@@ -6,6 +6,7 @@ Everything is read by a new `RunStore`, so nothing is held from before; the oper
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from benchmarks.config import StoreConfig
 from benchmarks.peer_side import peak
 from benchmarks.publish import Report, mebibytes_cell, notes_of, report_of
 from benchmarks.synthetic_run import Shape, synthetic_step, write_synthetic_run
-from benchmarks.timing import interleaved, run_otb, timed
+from benchmarks.timing import least_seconds, run_otb
 from otb_analysis.estimators import standing_for_truth
 from otb_analysis.statistics import REFERENCE, pooled_statistics
 from otb_analysis.store import EXACT_ROWS, RolloutFilter, RunStore, find_rollouts, runs_df
@@ -41,16 +42,11 @@ def run(config: StoreConfig) -> Report:
             write_synthetic_run(root, f"synthetic-{seed}", shape, seed)
         writer = write_synthetic_run(Path(temporary) / "appended", "run", Shape(1, 1, 1, 2, 2, 2), finish=False)
         appended = synthetic_step(np.random.default_rng(0), 1, shape, config.append, measured=False)
-        calls: dict[str, Callable[[], object]] = {
-            f"append a step of {config.append:,} tokens": lambda: writer.write_step(1, appended)
-        }
-        calls |= reads(root, "synthetic-0")
-        calls = {name: call for name, call in calls.items() if config.pandas or name != PANDAS}
-        timings = interleaved({name: timed(call) for name, call in calls.items()}, config.repeats)
-        rows = [
-            {"what": name, "seconds": timing.minimum, "memory": peak(calls[name], "cpu")}
-            for name, timing in timings.items()
-        ]
+        append = f"append a step of {config.append:,} tokens"
+        calls = {append: lambda: writer.write_step(1, appended)} | reads(root, "synthetic-0")
+        timed_calls = {name: call for name, call in calls.items() if config.pandas or name != PANDAS}
+        least = least_seconds(timed_calls, config.repeats, perf_counter)
+        rows = [{"what": name, "seconds": x, "memory": peak(calls[name], "cpu")} for name, x in least.items()]
         if config.runs > 1:
             words = ["compare", *(str(root / f"synthetic-{seed}") for seed in (0, 1))]
             spent, _ = run_otb(words, {"OMP_NUM_THREADS": "1"})
@@ -61,8 +57,7 @@ def run(config: StoreConfig) -> Report:
 
 def variance_in_pandas(path: Path) -> pd.DataFrame:
     """Return the answer to `VARIANCE` as pandas computes it from the same files."""
-    names = ["step", "t", "mask", "entropy"]
-    tokens: Any = pd.read_parquet(path / "tokens.parquet", columns=names)
+    tokens: Any = pd.read_parquet(path / "tokens.parquet", columns=["step", "t", "mask", "entropy"])
     tokens = tokens[tokens["mask"]]
     tokens["bin"], tokens["entropy"] = tokens["t"] // 64, tokens["entropy"].astype(float)
     measures = {"n": ("entropy", "size"), "mean": ("entropy", "mean"), "variance": ("entropy", "var")}
@@ -79,9 +74,7 @@ def reads(root: Path, run: str) -> dict[str, Callable[[], object]]:
         "Triage: list of runs": lambda: runs_df(root),
         "Run: every step": lambda: RunStore(path).steps_df(),
         "Rollouts: a search over all steps": lambda: find_rollouts(RunStore(path), RolloutFilter(text="token1")),
-        "Tokens: one prompt": lambda: (store := RunStore(path)).tokens_df(
-            store.complete_steps()[-1:], where='"group" = 0'
-        ),
+        "Tokens: one prompt": lambda: (s := RunStore(path)).tokens_df(s.complete_steps()[-1:], where='"group" = 0'),
         "Estimators: measures over steps": lambda: [
             pooled_statistics([gram]) for gram in list(RunStore(path).reduced_grams(against).values())[:40]
         ],

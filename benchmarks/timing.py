@@ -235,7 +235,5 @@ def group_forward(model: PreTrainedModel, rollouts: Rollouts) -> Callable[[], No
 
 
 def _by_group(model: PreTrainedModel, rollouts: Rollouts) -> tuple[ScoreBatch, list[tuple[Rollout, ...]]]:
-    problem = prepare(model, Batch(*rollouts.tensors(model.device)), "all", 1.0)
-    return problem, [
-        tuple(r for r in problem.rollouts if rollouts.group[r.row] == g) for g in np.unique(rollouts.group)
-    ]
+    problem, group = prepare(model, Batch(*rollouts.tensors(model.device)), "all", 1.0), rollouts.group
+    return problem, [tuple(r for r in problem.rollouts if group[r.row] == g) for g in np.unique(group)]

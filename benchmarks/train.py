@@ -72,8 +72,7 @@ class Turn:
     def rate(self, phase: str) -> float:
         """Return the tokens per second of a phase of `PHASES`."""
         both = self.sample + self.update
-        seconds = (self.sample, self.update, both, self.whole - both, self.whole)
-        return self.tokens / seconds[PHASES.index(phase)]
+        return self.tokens / (self.sample, self.update, both, self.whole - both, self.whole)[PHASES.index(phase)]
 
 
 def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
@@ -200,19 +199,11 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
 def peer_spec(config: TrainConfig, repeats: int, bench: TrainBenchConfig, memory: bool = False) -> dict[str, object]:
     """What the peer is told; it warms up with one step of its own."""
     prompts = draw_prompts(make_task(config), "train", 0, config.sample.prompts * (repeats + 1))
-    return {
-        "model": str(Path(config.model).absolute()),
-        "threads": bench.threads,
-        "device": str(device_of()),
-        "prompts": [prompt.text for prompt in prompts],
-        "prompts_per_step": config.sample.prompts,
-        "group_size": config.sample.group_size,
-        "max_new_tokens": config.sample.max_new_tokens,
-        "steps": repeats + 1,
-        "learning_rate": LEARNING_RATE,
-        "clock": "wall" if memory else bench.clock,
-        "memory": memory,
-    }
+    facts = {name: getattr(config.sample, name) for name in ("group_size", "max_new_tokens")}
+    facts |= {"prompts_per_step": config.sample.prompts, "prompts": [prompt.text for prompt in prompts]}
+    facts |= {"model": str(Path(config.model).absolute()), "threads": bench.threads, "device": str(device_of())}
+    facts |= {"steps": repeats + 1, "learning_rate": LEARNING_RATE, "memory": memory}
+    return facts | {"clock": "wall" if memory else bench.clock}
 
 
 def _phase_rows(turns: Mapping[str, list[Turn]], memory: Mapping[str, int]) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 from benchmarks.publish import Report, markdown
@@ -98,31 +99,24 @@ COLUMNS = {"what": "{what}", "before": "{before:.3f}", "after": "{after:.3f}", "
 
 def measured(before: Path, after: Path, steps: int, grams: int, turns: int) -> list[dict[str, object]]:
     """Return a row for each thing that is done, with what both checkouts take: the least of some turns."""
-    rows, checkouts = list[dict[str, object]](), {"before": before, "after": after}
-
-    def add(what: str, found: dict[str, list[float]], at: int) -> None:
-        old, new = (found[name][at] for name in checkouts)
-        rows.append({"what": what, "before": old, "after": new, "ratio": new / old if old else None})
-
+    found, checkouts = dict[str, list[float]](), {"before": before, "after": after}
     with tempfile.TemporaryDirectory() as temporary:
         folders = {name: Path(temporary) / name for name in checkouts}
         for run, length, due in (("live", steps, 0), ("ended", steps, 0), ("compared", grams, grams)):
             wrote = {name: call(checkouts[name], WRITE, folders[name], run, length, due, 2560) for name in folders}
             if not due:
-                add(f"{run}: a step is written, ms", wrote, 0)
+                found[f"{run}: a step is written, ms"] = [numbers[0] for numbers in wrote.values()]
             if run == "ended":
-                add("ended: the end of the run, s", wrote, 1)
-        for name, checkout in checkouts.items():
-            for at in range(24):
-                call(checkout, WRITE, folders[name] / "many", f"run{at}", 200, 0, 640)
-        for what in WHATS:
-            kinds = {"a list of 24 runs": ["ended"], "products of every Gram matrix": ["compared"]}
-            for run in kinds.get(what, ["live", "ended"]):
-                found = [{n: call(checkouts[n], READ, folders[n], run, what) for n in folders} for _ in range(turns)]
-                least = {n: [min(turn[n][i] for turn in found) for i in range(3)] for n in folders}
-                add(f"{run}: {what}, s", least, 0)
-                add(f"{run}: {what}, MiB more", least, 2)
-    return rows
+                found["ended: the end of the run, s"] = [numbers[1] for numbers in wrote.values()]
+        for name, at in product(checkouts, range(24)):
+            call(checkouts[name], WRITE, folders[name] / "many", f"run{at}", 200, 0, 640)
+        kinds = {"a list of 24 runs": ["ended"], "products of every Gram matrix": ["compared"]}
+        for run, what in [(run, name) for name in WHATS for run in kinds.get(name, ["live", "ended"])]:
+            took = [[call(checkouts[n], READ, folders[n], run, what) for n in folders] for _ in range(turns)]
+            for i, unit in ((0, "s"), (2, "MiB more")):
+                found[f"{run}: {what}, {unit}"] = [min(one[i] for one in each) for each in zip(*took, strict=True)]
+    pairs = {what: dict(zip(checkouts, both, strict=True)) for what, both in found.items()}
+    return [{"what": k, **x, "ratio": x["after"] / x["before"] if x["before"] else None} for k, x in pairs.items()]
 
 
 def commit_of(checkout: Path) -> str:
@@ -134,12 +128,10 @@ def commit_of(checkout: Path) -> str:
 def main() -> None:
     """Measure two checkouts and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--grams", type=int, default=700)
-    parser.add_argument("--turns", type=int, default=3)
+    for place, options in {"before": {}, "after": {}, "--out": {"required": True}}.items():
+        parser.add_argument(place, type=Path, **options)
+    for option, count in {"--steps": 2000, "--grams": 700, "--turns": 3}.items():
+        parser.add_argument(option, type=int, default=count)
     asked = parser.parse_args()
     rows = measured(asked.before, asked.after, asked.steps, asked.grams, asked.turns)
     words = f"--out docs/results --steps {asked.steps} --grams {asked.grams} --turns {asked.turns}"

@@ -20,12 +20,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     curves, cost = tables["curves"], {row["cell"]: row for row in tables["cost"]}
     runs = []
     for run in tables["runs"]:
-        points = select(curves, task=run["task"], seed=run["seed"])
-        ends = {
-            f"{end}{suffix}": points[at][column]
-            for end, at in (("before", 0), ("after", -1))
-            for suffix, column in (("", "success"), ("_low", "low"), ("_high", "high"))
-        }
+        first, *_, last = select(curves, task=run["task"], seed=run["seed"])
+        names = {"": "success", "_low": "low", "_high": "high"}
+        ends = {f"{end}{x}": row[of] for end, row in (("before", first), ("after", last)) for x, of in names.items()}
         runs.append({**run, **cost[run["cell"]], **ends, **GOALS[run["task"]]})
     return {"each_run": runs}
 
@@ -37,10 +34,9 @@ def over_seeds(rows: Rows, name: str = "success") -> Interval | None:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw each task's learning curves: the seeds thin, their mean with its interval."""
-    curves = tables["curves"]
     panels = []
-    for task in distinct(curves, "task"):
-        own = select(curves, task=task)
+    for task in distinct(tables["curves"], "task"):
+        own = select(tables["curves"], task=task)
         points = {step: over_seeds(select(own, step=step)) for step in sorted(distinct(own, "step"))}
         drawn = [interval_curve(points, "", "mean over seeds, 95 % interval", BLUE), *seed_curves(own, "success")]
         rules, note = [(GOALS[task][name], name) for name in ("target", "aim")], "success on held-out prompts"

@@ -41,12 +41,11 @@ def config_of(task: str, seed: int, quick: bool) -> TrainConfig:
 
 def cells(seeds: Mapping[str, Sequence[int]], quick: bool) -> list[Cell]:
     """Return one cell per task and seed."""
-    return [
-        Cell(f"{task}-s{seed}", {"task": task, "seed": seed, "quick": quick, "config": plain_config(config)})
-        for task, numbers in seeds.items()
-        for seed in numbers
-        for config in [config_of(task, seed, quick)]
-    ]
+    made = list[Cell]()
+    for task, seed in ((task, seed) for task, numbers in seeds.items() for seed in numbers):
+        known = {"task": task, "seed": seed, "quick": quick, "config": plain_config(config_of(task, seed, quick))}
+        made.append(Cell(f"{task}-s{seed}", known))
+    return made
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:

@@ -74,9 +74,8 @@ class Claim:
     def often(self) -> str:
         """`all 60`, `none of 60`, or the share of cases with its exact (Clopper–Pearson) 95 % interval."""
         count = len(self.cases)
-        if self.holds in (0, count):
-            return f"all {count}" if self.holds else f"none of {count}"
-        return f"{self.holds} of {count}" if count < FEW else f"{self.share} of {count}"
+        some = f"{self.holds if count < FEW else self.share} of {count}"
+        return {0: f"none of {count}", count: f"all {count}"}.get(self.holds, some)
 
     @property
     def share(self) -> str:
@@ -102,16 +101,15 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
 
     derailed = derailment(tables["derailment"], rates, chunks)
     # The median of the gap closed of each estimator and setting, and whether it is in the range first found
-    quoted = list[tuple[str, str, float, bool]]()
-    for name, (only, low, high) in QUOTED_GAPS.items():
-        for setting in (setting for setting in SETTINGS if only in setting):
-            middle = float(np.median(of[setting][name]))
-            quoted.append((name, setting, middle, low - 0.005 <= middle <= high + 0.005))
+    quoted = [
+        (name, setting, middle := float(np.median(of[setting][name])), low - 0.005 <= middle <= high + 0.005)
+        for name, (only, low, high) in QUOTED_GAPS.items() for setting in SETTINGS if only in setting
+    ]  # fmt: skip
     claims = all_claims(of, derailed, [inside for *_, inside in quoted])
-    tendencies = [claim for claim in claims.values() if not claim.identity]
+    identities, tendencies = ([c for c in claims.values() if c.identity == which] for which in (True, False))
     known = {name: of[f"{name}, corr"] for name in GROUPS}
     return {
-        "claims": claims, "identities": [claim for claim in claims.values() if claim.identity],
+        "claims": claims, "identities": identities,
         "tendencies": tendencies, "always": [claim for claim in tendencies if claim.everywhere],
         "never": [claim for claim in tendencies if not claim.holds], "of": of, "derailed": derailed,
         "outside": [case for case in quoted if not case[-1]], "spread": spread, "estimators": COMPARED,
@@ -127,52 +125,37 @@ def all_claims(of: Columns, derailed: Mapping[str, Any], quoted: Sequence[bool])
     tabular, shared, groups, sizes = of["tabular"], of["shared"], of["groups"], of["sizes"]
     value, prefix = of["population"]["value"], of["population"]["prefix"]
     least, most = WITHIN
+    corr = {name: of[f"{name}, corr"] for name in GROUPS}
     cases: dict[int, dict[str, Cases]] = {
-        1: _zero(of["population"], "overlap", "regret_error")
-        | _zero(of["prompts"], "split_error", "between_rloo_error")
-        | {"between_any": abs(of["prompts"]["between_otb"] - 1) < ROUNDING},
-        2: _zero(tabular, "first_token_error")
-        | {
+        1: {**_zero(of["population"], "overlap", "regret_error"), **_zero(of["prompts"], "split_error",
+            "between_rloo_error"), "between_any": abs(of["prompts"]["between_otb"] - 1) < ROUNDING},
+        2: {**_zero(tabular, "first_token_error"),
             "token_optimal": abs(tabular["token_optimal exact"] - 1) < ROUNDING,
             "otb_is_not": tabular["otb exact"] < 1 - ROUNDING,
-            "token_optimal_ahead": shared["token_optimal exact"] >= shared["otb exact"],
-            "quoted": quoted,
-        }
-        | {f"no_worse {setting}": of[setting]["otb exact"] >= 0 for setting in SETTINGS},
-        3: _zero(groups, "self_inclusion_error", "mean_length_error", "mean_sideways")
-        | {
+            "token_optimal_ahead": shared["token_optimal exact"] >= shared["otb exact"], "quoted": quoted,
+            **{f"no_worse {setting}": of[setting]["otb exact"] >= 0 for setting in SETTINGS}},
+        3: {**_zero(groups, "self_inclusion_error", "mean_length_error", "mean_sideways"),
             "otb_sideways": groups["otb_sideways"] > ROUNDING,
             "reversed": (groups["v otb"] < 1) & (groups["sf otb"] > 1),
             "fooled": (groups["v otb"] < 1) & (groups["e1000 otb"] < 1),
             "beats_optimum": groups["nsf sequence_optimal"] < 1,
-            "beats_optimum derailment": [below(x, 1) for x in derailed["beats_optimum"]],
-        },
-        4: _zero(groups, "loo_bias")
-        | {
-            "zero_tail": of["ragged"]["zero_tail_bias"] > ROUNDING,
+            "beats_optimum derailment": [below(x, 1) for x in derailed["beats_optimum"]]},
+        4: {**_zero(groups, "loo_bias"), "zero_tail": of["ragged"]["zero_tail_bias"] > ROUNDING,
             "otb_loo derailment": [below(x, 1) for x in derailed["otb_loo"]],
             "sequence_optimal_loo derailment": [below(x, 1) for x in derailed["sequence_optimal_loo"]],
             "mean_worse": [x > 1 for x in derailed["mean_worse"]],
-        }
-        | {f"rloo_ahead {name}": of[name]["v otb_loo"] > 1 for name in GROUPS}
-        | {f"corr_decides {k}": (of[f"{k}, corr"]["corr"] < 0) == (of[f"{k}, corr"]["v otb_loo"] < 1) for k in GROUPS},
-        5: {
-            "value_above": value > prefix * (1 + ROUNDING),
+            **{f"rloo_ahead {name}": of[name]["v otb_loo"] > 1 for name in GROUPS},
+            **{f"corr_decides {k}": (rows["corr"] < 0) == (rows["v otb_loo"] < 1) for k, rows in corr.items()}},
+        5: {"value_above": value > prefix * (1 + ROUNDING), "value_constant": value > 1,
             "prefix_best": prefix <= np.minimum(1, value) * (1 + ROUNDING),
-            "value_constant": value > 1,
-            "value derailment": [x > 1 for x in derailed["value"]],
-        },
-        6: _zero(of["population"], "regret_error_off_policy")
-        | _zero(of["ratios"], *KNOWN_RATIOS)
-        | {name: of["ratios"][name] > ROUNDING for name in CASES if name not in KNOWN_RATIOS},
-        7: {
-            "sizes_raw": (least < sizes["variance"]) & (sizes["variance"] < most),
-            "sizes_sf": sizes["sf"] > 1,
+            "value derailment": [x > 1 for x in derailed["value"]]},
+        6: {**_zero(of["population"], "regret_error_off_policy"), **_zero(of["ratios"], *KNOWN_RATIOS),
+            **{name: of["ratios"][name] > ROUNDING for name in CASES if name not in KNOWN_RATIOS}},
+        7: {"sizes_raw": (least < sizes["variance"]) & (sizes["variance"] < most), "sizes_sf": sizes["sf"] > 1,
             "sizes_efficiency": sizes["efficiency"] < 1,
             "sizes_raw derailment": [least < x.estimate < most for x in derailed["sizes_raw"]],
-            "sizes_sf derailment": [above(x, 1) for x in derailed["sizes_sf"]],
-        },
-    }
+            "sizes_sf derailment": [above(x, 1) for x in derailed["sizes_sf"]]},
+    }  # fmt: skip
     return {
         name: Claim(fact, held, name in IDENTITIES) for fact, claims in cases.items() for name, held in claims.items()
     }
@@ -187,29 +170,26 @@ def derailment(exact: Rows, rates: Sequence[float], chunks: Derailed) -> dict[st
     """Return ratios on the derailment process at each rate of mistakes, and its facts there."""
     at = [{row["baseline"]: row["variance"] for row in select(exact, mistakes=rate)} for rate in rates]
     rloo = chunks(SMALL, "rloo", "nv")
-    return {
-        "facts": [select(exact, mistakes=rate)[0] for rate in rates],
-        "beats_optimum": [seed_mean(x, "N·SF") for x in chunks(SMALL, "sequence_optimal", "nsf")],
-        "mean_worse": [one["group_mean"] / one["none"] for one in at],
-        "value": [one["value"] for one in at],
-        "sizes_raw": size_ratios(chunks, "nv"),
-        "sizes_sf": size_ratios(chunks, "nsf"),
-    } | {
+    over_rloo = {
         name: [seed_mean(x / y, "variance over rloo") for x, y in zip(chunks(SMALL, name, "nv"), rloo, strict=True)]
         for name in ("otb_loo", "sequence_optimal_loo")
     }
+    return over_rloo | {
+        "facts": [select(exact, mistakes=rate)[0] for rate in rates], "value": [one["value"] for one in at],
+        "beats_optimum": [seed_mean(x, "N·SF") for x in chunks(SMALL, "sequence_optimal", "nsf")],
+        "mean_worse": [one["group_mean"] / one["none"] for one in at],
+        "sizes_raw": size_ratios(chunks, "nv"), "sizes_sf": size_ratios(chunks, "nsf"),
+    }  # fmt: skip
 
 
 def size_ratios(chunks: Derailed, measure: str) -> list[Interval]:
     """Return V or SF of one group of `otb`, N = 4, over one of the mean, N = 32, intervals from both sets of chunks."""
     ratios = []
     for few, many in zip(chunks(SMALL, "otb", measure), chunks(LARGE, "group_mean", measure), strict=True):
-        small, large = few / SMALL, many / LARGE
-        ratio, count = small.mean() / large.mean(), min(len(small), len(large))
-        errors = [x.std(ddof=1) / len(x) ** 0.5 / x.mean() for x in (small, large)]
+        ratio, count = (few.mean() / SMALL) / (many.mean() / LARGE), min(len(few), len(many))
+        errors = [x.std(ddof=1) / len(x) ** 0.5 / x.mean() for x in (few, many)]
         half = stats.t.ppf(0.975, count - 1) * np.hypot(*errors)
-        ends = ratio * np.exp(-half), ratio * np.exp(half)
-        ratios.append(Interval(float(ratio), float(ends[0]), float(ends[1]), count, "ratio of groups"))
+        ratios.append(Interval(*(float(ratio * np.exp(x)) for x in (0.0, -half, half)), count, "ratio of groups"))
     return ratios
 
 
@@ -217,19 +197,16 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the variance of `otb_loo` over `rloo`, and the two ratios of fact 7, against corr(W_T, R)."""
     ragged, equal = (select(tables["groups"], setting=name) for name in ("ragged", "equal"))
     loo, rloo, sizes = estimator_style("otb_loo").color, estimator_style("rloo").color, tables["sizes"]
-    drawn = {
-        ("otb_loo over rloo, N = 4", "variance, one point a policy"): (
-            (ragged, "v otb_loo", "otb_loo, ragged", loo), (equal, "v otb_loo", "otb_loo, equal", GREY),
-        ),
-        ("otb at N = 4 over the mean at N = 32", "one point a policy"): (
-            (sizes, "variance", "raw variance", GREY), (sizes, "sf", "SF", rloo),
-        ),
-    }  # fmt: skip
-    panels = []
-    for (title, note), parts in drawn.items():
-        curves = []
-        for rows, name, words, color in parts:
-            known = [row for row in rows if row["corr"] is not None]
-            curves.append(Curve(column(known, "corr"), column(known, name), words, width=0, color=color))
-        panels.append(Panel(title, note, "corr(W_T, R)", curves, ((1.0, "equal"),)))
+
+    def points(rows: Rows, name: str, words: str, color: str) -> Curve:
+        known = [row for row in rows if row["corr"] is not None]
+        return Curve(column(known, "corr"), column(known, name), words, width=0, color=color)
+
+    ratios = [points(ragged, "v otb_loo", "otb_loo, ragged", loo), points(equal, "v otb_loo", "otb_loo, equal", GREY)]
+    few_many = [points(sizes, "variance", "raw variance", GREY), points(sizes, "sf", "SF", rloo)]
+    across, one = "corr(W_T, R)", ((1.0, "equal"),)
+    panels = [
+        Panel("otb_loo over rloo, N = 4", "variance, one point a policy", across, ratios, one),
+        Panel("otb at N = 4 over the mean at N = 32", "one point a policy", across, few_many, one),
+    ]
     return {"corr.svg": svg(panels)}

@@ -8,7 +8,7 @@ import numpy as np
 from otb_analysis.config import SampleConfig
 from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Panel, svg
-from studies.lib import Row, Rows, distinct, select
+from studies.lib import Rows, distinct, select
 from studies.lib.formats import above, below, hidden, interval_curves
 
 from .study import MARGIN, SOURCES, UPDATES
@@ -20,21 +20,21 @@ COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the efficiency rows that the page shows, and which of them tell a source from exact norms."""
     pooled = [row for row in _pooled(tables["efficiency"]) if row["to_rloo"] is not None]
-    tested = [r for r in select(pooled, update=UPDATES[1], estimator="otb") if r["to_exact_low"] is not None]
-    exact = select(pooled, update=UPDATES[1], estimator="otb", source="exact")
+    own, apart = select(pooled, update=UPDATES[1], estimator="otb"), _pooled(tables.get("disagreement", ()))
+    tested = [row for row in own if row["to_exact_low"] is not None]
+    exact = select(own, source="exact")
     exact = [r for r in exact if r["to_rloo_low"] and not hidden(r["to_rloo_low"], r["to_rloo_high"])]
     excluded = sorted(1 - row["to_exact_low"] for row in select(tested, source="proxy"))
-    apart = _pooled(tables.get("disagreement", ()))
-    proxy = [row for row in select(apart, estimator="otb", source="proxy") if row["disagreement_high"] is not None]
     middle = float(np.median(excluded)) if excluded else None
-    raw = [row for row in select(apart, estimator="otb", source="proxy") if row["variance_low"] is not None]
+    of_otb, of_loo = (select(apart, estimator=name, source="proxy") for name in ("otb", "otb_loo"))
+    proxy = [row for row in of_otb if row["disagreement_high"] is not None]
+    raw, loo = ([row for row in rows if row["variance_low"] is not None] for rows in (of_otb, of_loo))
     return {
         "LIMIT": SampleConfig().max_new_tokens, "gpt2": select(tested, source="proxy", model="gpt2-m"),
         "half": sum(share <= (middle or 0) for share in excluded), "raw_tested": raw,
         "raw_above": [row for row in raw if above(row, 1, "variance")], "apart": apart, "proxy_apart": proxy,
         "proxy_within": [row for row in proxy if below(row, MARGIN, "disagreement")],
-        "loo_apart": [r for r in select(apart, estimator="otb_loo", source="proxy") if r["variance_low"] is not None],
-        "pooled": pooled, "tested": tested,
+        "loo_apart": loo, "pooled": pooled, "tested": tested,
         "shown": [row for row in tested if not hidden(row["to_exact_low"], row["to_exact_high"])],
         "told_apart": [row for row in tested if above(row, 1, "to_exact") or below(row, 1, "to_exact")],
         "exact_over_rloo": exact,
@@ -47,11 +47,6 @@ def _pooled(efficiency: Rows) -> Rows:
     """The rows pooled over temperatures, or at the only one there is."""
     whole = {(row["model"], row["stage"]) for row in efficiency if row["temperature"] is None}
     return [r for r in efficiency if r["temperature"] is None or (r["model"], r["stage"]) not in whole]
-
-
-def find(rows: Rows, **values: Any) -> Row:
-    """Return the first row with these values, or an empty one."""
-    return next(iter(select(rows, **values)), {})
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:

@@ -40,7 +40,7 @@ from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Float, Gram, Label
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.formats import by_label, ratio_columns
-from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, trained, write
+from studies.lib.policies import Policy, ScoredRollouts, fresh_policy, pretrained, train_from, write
 from studies.lib.pools import agreement_rows, energies_beside, promising_prompts, prompt_gram, proved_of_pool
 from studies.lib.record import Gathered
 
@@ -113,7 +113,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     _measure_stage(cell, "init", policy, tables, bar)
     fit(policy.model, policy.tokenizer, policy.task, config)
     _measure_stage(cell, "warm", policy, tables, bar)
-    _measure_stage(cell, "rl", trained(policy, config, work, bar), tables, bar)
+    run = train_from(policy, replace(config, run="rl"), work, bar)
+    policy = replace(policy, model=pretrained(replace(config, model=str(run / "model"))).model)
+    _measure_stage(cell, "rl", policy, tables, bar)
     return tables
 
 
@@ -127,11 +129,9 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: Gathered, bar
         bar(k, len(temperatures), f"{cell.name}: {stage} at temperature {temperature}")
         sample = SampleConfig(prompts=prompts, group_size=GROUP_SIZE, temperature=temperature)
         first = FIRST_PROMPT + 10_000 * (STAGES.index(stage) * 10 + k)
-        pilot = 0 if stage == "init" else settings["pilot"]
+        pilot, chosen = 0 if stage == "init" else settings["pilot"], draw_prompts(policy.task, "train", first, prompts)
         if pilot:
             chosen = promising_prompts(policy, first, prompts, replace(sample, group_size=pilot), seed=1)
-        else:
-            chosen = draw_prompts(policy.task, "train", first, prompts)
         written = write(policy, chosen, sample, seed=k)
         energies, table = energies_of(policy, written, k), written.table
         weights = weight_statistics(energies["exact"], table.mask, table.total_reward, table.group)
@@ -153,15 +153,11 @@ def _measure_stage(cell: Cell, stage: str, policy: Policy, tables: Gathered, bar
 
 def energies_of(policy: Policy, written: ScoredRollouts, seed: int) -> dict[str, Float]:
     """Return every source's token energies [N, T], the exact ones first."""
-    first, back = written.distinct()
+    (first, back), temperature = written.distinct(), written.temperature
     args = (policy.model, *(x[first] for x in written.batch))
-    exact, sketch = (
-        written.by_token(measured.norm_sq[back])
-        for measured in (
-            token_score_norms(*args, temperature=written.temperature),
-            sketch_score_norms(*args, temperature=written.temperature, directions=DIRECTIONS, seed=seed),
-        )
-    )
+    norms = token_score_norms(*args, temperature=temperature)
+    sketched = sketch_score_norms(*args, temperature=temperature, directions=DIRECTIONS, seed=seed)
+    exact, sketch = (written.by_token(measured.norm_sq[back]) for measured in (norms, sketched))
     found = energies_beside(written, exact, CALIBRATION_SHARE, seed) | {"sketch": np.maximum(sketch, 0.0)}
     return {name: found[name] for name in ("exact", *SOURCES)}
 
@@ -180,11 +176,10 @@ def efficiency_rows(grams: Sequence[Gram]) -> list[dict[str, Any]]:
     """Return efficiency of every source at each size of update, over exact norms and `rloo`, and the gain lost."""
     rows, known = [], proved_of_pool(grams[0].labels, grams[0].n_prompts, GROUP_SIZE)
     for prompts in UPDATES:
-        against = {
-            name: by_label(paired_ratios(grams, (name, "exact"), n_prompts=prompts, known=known)) for name in ESTIMATORS
-        }
-        plain = by_label(paired_ratios(grams, n_prompts=prompts, known=known))
-        for label, row in by_label(pooled_statistics(grams, n_prompts=prompts, known=known)).items():
+        at: dict[str, Any] = {"n_prompts": prompts, "known": known}
+        against = {name: by_label(paired_ratios(grams, (name, "exact"), **at)) for name in ESTIMATORS}
+        plain = by_label(paired_ratios(grams, **at))
+        for label, row in by_label(pooled_statistics(grams, **at)).items():
             exact = against.get(row.estimator, {}).get(label)
             lost = gain_lost(grams, label, (row.estimator, "exact"), prompts, known) if exact else None
             named = {"update": prompts, "estimator": row.estimator, "source": row.energy_source}

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from otb_analysis.figures.styles import BLUE, estimator_style
+from otb_analysis.figures.styles import BLUE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from studies.lib import Row, Rows, column, distinct, select
-from studies.lib.formats import above, below, interval
+from studies.lib.formats import above, below, interval, looks_of
 
 from .entries import ASKED_SIZES, HALF, OFFSET, UPDATES
 from .study import AGAINST, AHEAD, BEST, FULL, FULL_COMPARED, HEAD, KINDS, LENGTHS, LESSON, MARGIN, REGIME_SIZE, REGIMES
@@ -22,7 +22,7 @@ SHOWN = (
 UNBIASED = ("rloo", "none", "value")
 """Those of `AGAINST` that are proved unbiased, as `BEST` is."""
 DRAWN = ("none", "value", "sequence_optimal", "otb", "energy_across_loo", BEST)
-COLORS = {"energy_across_loo": BLUE}
+COLORS = {"energy_across_loo": {"color": BLUE}}
 """Where two entries of the figure have one colour."""
 CONSTANTS = {
     "AGAINST": AGAINST, "AHEAD": AHEAD, "BEST": BEST, "HEAD": HEAD, "KINDS": KINDS, "MARGIN": MARGIN, "OFFSET": OFFSET,
@@ -42,24 +42,19 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     marked = set[int]()
     # Rows whose efficiency differs from that of `rloo`: false-discovery rate 5 % in each policy, pool and group size
     for policy, pool, size in dict.fromkeys((row["policy"], row["pool"], row["size"]) for row in rows):
-        same = select(rows, policy=policy, pool=pool, size=size)
-        tested = [row for row in same if row["p_value"] is not None]
+        tested = [row for row in select(rows, policy=policy, pool=pool, size=size) if row["p_value"] is not None]
         q = stats.false_discovery_control([row["p_value"] for row in tested], method="by") if tested else ()
         marked |= {id(row) for row, x in zip(tested, q, strict=True) if x <= 0.05}
     return CONSTANTS | {
-        "plain": rows,
-        "asked": asked,
-        "cells": len(every) // len(AGAINST),
+        "plain": rows, "asked": asked, "cells": len(every) // len(AGAINST), "policies_of": distinct(rows, "policy"),
         "count": lambda against, word: sum(decision(row) == word for row in select(every, against=against)),
         "small": {word: sum(shown_order(row, UPDATES[0]) == word for row in every) for word in ("ahead", "behind")},
         "differs": lambda row: id(row) in marked,
         # With its source where it was measured with exact norms
         "entry_name": lambda row: f"`{row['estimator']}`{' (exact)' if row['source'] == 'exact' else ''}",
         "best_first": lambda rows: sorted(rows, key=lambda row: -(row[f"gain{HEAD}"] or 1)),
-        "find": lambda rows, **values: next(iter(select(rows, **values)), None),
         "sizes": sorted({(row["size"], row["pool"]) for row in rows if row["pool"] == "wide" or row["size"] > 16}),
-        "policies_of": distinct(rows, "policy"),
-    }
+    }  # fmt: skip
 
 
 def binary_rows(rows: Rows) -> Rows:
@@ -69,12 +64,10 @@ def binary_rows(rows: Rows) -> Rows:
 
 def shown_order(row: Row, update: int) -> str:
     """Return what an interval of a ratio of efficiencies shows: ahead, behind, equal within the margin, or open."""
-    if above(row, 1, f"gain{update}"):
-        return "ahead"
-    if below(row, 1, f"gain{update}"):
-        return "behind"
-    inside = above(row, 1 - MARGIN, f"gain{update}") and below(row, 1 + MARGIN, f"gain{update}")
-    return "equal" if inside else "open"
+    name = f"gain{update}"
+    if above(row, 1, name) or below(row, 1, name):
+        return "ahead" if above(row, 1, name) else "behind"
+    return "equal" if above(row, 1 - MARGIN, name) and below(row, 1 + MARGIN, name) else "open"
 
 
 def decision(row: Row) -> str:
@@ -88,12 +81,10 @@ def decision(row: Row) -> str:
     return "ahead" if below(row, 1, "variance") else "behind" if above(row, 1, "variance") else "open"
 
 
-def gain(row: Row | None, update: int) -> str:
-    """Return a ratio of efficiencies with a mark: ▲ ahead, ▼ behind, = equal within the margin."""
-    if row is None:
-        return ""
+def gain(row: Row, update: int) -> str:
+    """Return a ratio of efficiencies with a mark, nothing without one: ▲ ahead, ▼ behind, = equal within the margin."""
     mark = {"ahead": " ▲", "behind": " ▼", "equal": " =", "open": ""}[shown_order(row, update)]
-    return interval(row, f"gain{update}") + mark
+    return interval(row, f"gain{update}") + mark if row else ""
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
@@ -104,11 +95,9 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             same = [row for row in rows if row["policy"] == policy and row["source"] != "exact"]
             curves = []
             for name in DRAWN:
-                style, gains = estimator_style(name), select(same, estimator=name)
-                known = [row for row in gains if row[f"gain{update}"] is not None]
+                known = [row for row in select(same, estimator=name) if row[f"gain{update}"] is not None]
                 x, y = [float(np.log2(row["size"])) for row in known], column(known, f"gain{update}")
-                color = COLORS.get(name, style.color)
-                curves += [Curve(x, y, name, color=color, dashed=style.dash != "solid")] if x else []
+                curves += [Curve(x, y, name, **looks_of(name) | COLORS.get(name, {}))] if x else []
             note = f"efficiency over rloo's, update of {update} prompts"
             panels.append(Panel(policy, note, "log₂ of the group size N", curves, [(1.0, "")]))
     return {"gains.svg": svg(panels, columns=3)}

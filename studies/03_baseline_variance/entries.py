@@ -82,13 +82,13 @@ def every_way(
 
     Updates are numbered by their size and whether they are of the pilot's choice alone.
     """
-    proxy = replace(pool.inputs, group=cut.group, energy=pool.proxy)
     exact = replace(pool.inputs, group=cut.group)
+    proxy = replace(exact, energy=pool.proxy)
     shifted = replace(proxy, reward=add_last(proxy.reward, proxy.mask, np.full(len(proxy.mask), -0.5)))
-    ways: dict[Way, Float] = {}
-    updates: dict[tuple[int, bool], Int] = {}
+    ways, updates = dict[Way, Float](), dict[tuple[int, bool], Int]()
+    sources = {name: "proxy" if ESTIMATORS[name].reads_energy else "none" for name in (*ALONE, *ACROSS[:-1])}
     for name in ALONE:
-        source = "proxy" if ESTIMATORS[name].reads_energy else "none"
+        source = sources[name]
         ways[Way(name, source)] = estimate(name, proxy).advantage
         if name in EXACT:
             ways[Way(name, "exact")] = estimate(name, exact).advantage
@@ -101,8 +101,8 @@ def every_way(
             place = [random.permutation(chosen) for _ in range(len(cut.prompt) // prompts)]
             updates[update, only] = whole_updates(place, update, prompts)
             for name in ACROSS[:-1]:
-                source = "proxy" if ESTIMATORS[name].reads_energy else "none"
-                ways[Way(name, source, "0/1", update, only)] = in_updates(name, proxy, cut, place, update, pool)
+                way = Way(name, sources[name], "0/1", update, only)
+                ways[way] = in_updates(name, proxy, cut, place, update, pool)
             regression = ways[Way("energy_regression", "proxy", "0/1", update, only)]  # a constant leaves it alone
             for rewards in ("0/1", "±1"):
                 otb = ways[Way("otb", "proxy", rewards)]
@@ -112,8 +112,7 @@ def every_way(
 
 def whole_updates(place: Sequence[Int], update: int, prompts: int) -> Int:
     """Return the update of every group [G], numbered from 0; −1 where it is in none of full size of its own."""
-    number = np.full((prompts, len(place)), -1)
-    count = 0
+    number, count = np.full((prompts, len(place)), -1), 0
     for turn, order in enumerate(place):
         full = len(order) // update
         number[order[: full * update], turn] = count + np.arange(full * update) // update

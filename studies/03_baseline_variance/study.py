@@ -23,7 +23,7 @@ from scipy import stats
 
 from otb_analysis.config import CriticConfig, SampleConfig, TrainConfig, WarmStartConfig
 from otb_analysis.errors import InputError
-from otb_analysis.statistics import Interval, Moments, jackknife_interval, log_ratio_t, weight_statistics
+from otb_analysis.statistics import Moments, jackknife_interval, log_ratio_t, weight_statistics
 from otb_analysis.statistics import moments as measures
 from otb_analysis.statistics.comparisons import moment_ratios
 from otb_analysis.statistics.energies import correlation
@@ -36,7 +36,7 @@ from otb_analysis.statistics.gradients import (
 from otb_analysis.statistics.moments import vector_moments
 from otb_analysis.training.runtime import Bar
 from otb_analysis.types import Bool
-from studies.lib import Cell, Study, Tables, interval_columns, rounded
+from studies.lib import Cell, Study, Tables, interval_columns, or_nan, rounded, select
 from studies.lib.policies import (
     critic_batches,
     different_prompts,
@@ -114,10 +114,10 @@ def measured(cell: Cell, size: Size, config: TrainConfig, work: Path, bar: Bar) 
     corr = weight_statistics(inputs.energy, inputs.mask, paid, inputs.group).total_reward_corr
     length, rows = inputs.mask.sum(axis=1), []
     for p, both in enumerate(mixed if kind == "wide" else np.ones(size.deep_prompts, bool)):
-        mine = inputs.group == p
-        row = {"prompt": p, "mixed": bool(both), "success": float(paid[mine].mean())}
-        row |= {"corr": rounded(corr[p], 3), "length": rounded(length[mine].mean(), 3)}
-        rows.append(key | row | {"spread": rounded(length[mine].std() / length[mine].mean(), 3), "pool": kind})
+        mine, long = paid[inputs.group == p], length[inputs.group == p]
+        row = {"prompt": p, "mixed": bool(both), "success": float(mine.mean()), "corr": rounded(corr[p], 3)}
+        row |= {"length": rounded(long.mean(), 3), "spread": rounded(long.std() / long.mean(), 3)}
+        rows.append(key | row | {"pool": kind})
     facts = key | {"pool": kind, "parameters": policy.model.num_parameters()} | pool.facts()
     return {"policies": [facts], "prompts": rows}
 
@@ -191,24 +191,21 @@ def moments_of(found: Gradients, size: int, mixed: Bool | None) -> tuple[dict[Wa
 
     What stands for ∇J is the mean gradient of all ways that are proved unbiased and look at their own prompt only.
     """
-    only = mixed is not None
-    kept_prompts = np.flatnonzero(mixed) if mixed is not None else np.arange(found.mean.shape[1])
+    kept_prompts = np.arange(found.mean.shape[1]) if mixed is None else np.flatnonzero(mixed)
     plain = {way: m for m, way in enumerate(found.ways) if not way.prompts and way.rewards == "0/1"}
     known = proved_of_pool([way[:2] for way in plain], len(kept_prompts), size)
     true = [m for way, m in plain.items() if way[:2] in known.truth]
     truth = np.mean([found.mean[m, kept_prompts] for m in true], axis=0, dtype=float)
     no_power = np.zeros(len(kept_prompts))
-    ways = {way: m for m, way in enumerate(found.ways) if not way.prompts or way.mixed == only}
-    every = {
-        way: vector_moments(found.mean[m, kept_prompts], found.power[m, kept_prompts], truth, no_power)
-        for way, m in ways.items()
-    }
+    ways = {way: m for m, way in enumerate(found.ways) if not way.prompts or way.mixed == (mixed is not None)}
+    parts = {way: (found.mean[m, kept_prompts], found.power[m, kept_prompts]) for way, m in ways.items()}
+    every = {way: vector_moments(mean, power, truth, no_power) for way, (mean, power) in parts.items()}
     spread = every[Way("rloo", "none")]
     reference = np.maximum(spread.power - spread.mean_sq, 0) + spread.truth_sq
     products = (truth - truth.mean(axis=0)) @ (truth - truth.mean(axis=0)).T
     square = 2 * ((products**2).sum() - (np.diag(products) ** 2).sum()) / (len(truth) - 1) ** 2
-    moments = {way: replace(moments, reference_power=reference) for way, moments in every.items()}
-    return moments, float(np.sqrt(square) / len(truth))
+    floor = float(np.sqrt(square) / len(truth))
+    return {way: replace(moments, reference_power=reference) for way, moments in every.items()}, floor
 
 
 def tables_of(moments: Mapping[Way, Moments], size: int, floor: float) -> dict[str, list[dict[str, Any]]]:
@@ -220,15 +217,13 @@ def tables_of(moments: Mapping[Way, Moments], size: int, floor: float) -> dict[s
         found = moments[way._replace(prompts=update if way.prompts else 0)]
         prompts = found.power.size - 1
         batch = min(update if way.prompts else prompts, prompts)
-        projection = proved_of_pool([way[:2]], batch, size).projection.get(way[:2])
-        values[way, update] = found, update, projection
+        values[way, update] = found, update, proved_of_pool([way[:2]], batch, size).projection.get(way[:2])
     truth = moments[reference].truth_sq
     signal = {"prompts": truth.size - 1}
     signal |= interval_columns("signal", jackknife_interval(truth[0], truth[1:], "‖∇J‖²", "linear"))
     signal |= interval_columns("noise_scale", noise_scale(measures.with_projection(moments[reference], 1.0)))
     rows = [entry_row(way, values, reference, floor) for way in heads]
-    pairs = pair_rows(values, heads) if size in ASKED_SIZES else []
-    return {"estimators": rows, "pairs": pairs, "signal": [signal]}
+    return {"estimators": rows, "pairs": pair_rows(values, heads) if size in ASKED_SIZES else [], "signal": [signal]}
 
 
 def pair_rows(values: Values, heads: Sequence[Way]) -> list[dict[str, Any]]:
@@ -239,16 +234,15 @@ def pair_rows(values: Values, heads: Sequence[Way]) -> list[dict[str, Any]]:
         for rewards in ("0/1", "±1"):
             above = by_name.get((name, "proxy", rewards)) or by_name[name, "proxy", "0/1"]
             for against in AGAINST:
-                changed = {name, against} & set(OFFSET)
-                if rewards == "±1" and not changed:
+                if rewards == "±1" and not {name, against} & set(OFFSET):
                     continue
                 source = next(s for n, s, _ in by_name if n == against and s != "exact")
                 below = by_name.get((against, source, rewards)) or by_name[against, source, "0/1"]
                 row = {"estimator": name, "against": against, "rewards": rewards}
                 for p in UPDATES:
                     ratios = moment_ratios(values[above, p], values[below, p])
-                    row |= interval_cells(f"gain{p}", ratios["efficiency"])
-                    row |= interval_cells("variance", ratios["variance"]) if p == HEAD else {}
+                    row |= interval_columns(f"gain{p}", ratios["efficiency"], 4)
+                    row |= interval_columns("variance", ratios["variance"], 4) if p == HEAD else {}
                 pairs.append(row)
     return pairs
 
@@ -259,27 +253,25 @@ def entry_row(way: Way, values: Values, reference: Way, floor: float) -> dict[st
     moments, four, prompts = measures.with_projection(raw, c), four_measures(raw, HEAD, c), raw.power.size - 1
     row: dict[str, Any] = {"estimator": way.estimator, "source": way.source, "rewards": way.rewards}
     row |= {"c_known": c is not None}
-    row |= interval_cells(
-        "projection", jackknife_interval(four["projection"][0], four["projection"][1:], "c", "linear")
-    )
+    c_interval = jackknife_interval(four["projection"][0], four["projection"][1:], "c", "linear")
+    row |= interval_columns("projection", c_interval, 4)
     row |= {"bias": rounded(measures.relative_bias(moments)[0], 3)}
     for p in UPDATES:
         e = float(four_measures(values[way, p][0], p, values[way, p][2])["efficiency"][0])
-        row |= {f"efficiency{p}": rounded(e, 4) if may_be_shown(e, p, prompts) else None}
+        row[f"efficiency{p}"] = rounded(e, 4) if may_be_shown(e, p, prompts) else None
     noise = measures.quotient(np.array([floor]), raw.truth_sq[:1])
-    row |= interval_cells("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"))
+    row |= interval_columns("efficiency", shown_efficiency(four["efficiency"], HEAD, float(noise[0]), "efficiency"), 4)
     equivalents = measures.rollout_equivalents(moments, HEAD, 100)
     of_100 = jackknife_interval(equivalents[0], equivalents[1:], "rollout-equivalents of 100")
-    row |= interval_cells("equivalents", of_100)
+    row |= interval_columns("equivalents", of_100, 4)
     if way == reference:
         return row
     for p in UPDATES:
         ratios = moment_ratios(values[way, p], values[reference, p])
-        gain = ratios["efficiency"]
-        row |= interval_cells(f"gain{p}", gain)
+        row |= interval_columns(f"gain{p}", gain := ratios["efficiency"], 4)
         if p == HEAD:
-            row |= interval_cells("variance", ratios["variance"]) | interval_cells("sf", ratios["sf"])
-            row["p_value"] = None if gain is None else rounded(gain.p_value, 3)
+            row |= interval_columns("variance", ratios["variance"], 4) | interval_columns("sf", ratios["sf"], 4)
+            row["p_value"] = gain and rounded(gain.p_value, 3)
     return row
 
 
@@ -289,20 +281,13 @@ def coupling_rows(found: Gradients, moments: Mapping[Way, Moments]) -> list[dict
     The variance of an update of P prompts is V/P·(1 + (P − 1)·C/V), C the covariance of two prompts of one update: what
     each knows of the other. Everything else on the page has V/P.
     """
-    rows = []
-    for m, way in enumerate(found.ways):
-        if way not in moments or way.prompts not in COUPLED_UPDATES or way.rewards != "0/1":
-            continue
+    rows, asked = [], [way for way in moments if way.prompts in COUPLED_UPDATES and way.rewards == "0/1"]
+    for m, way in ((m, way) for m, way in enumerate(found.ways) if way in asked):
         variance = measures.batch_variance(moments[way], 1)[0]
         covariance = found.together[m] - moments[way].mean_sq[0]
         factor = 1 + (way.prompts - 1) * covariance / variance if variance > 0 else np.nan
         rows.append({"estimator": way.estimator, "update": way.prompts, "factor": rounded(factor, 4)})
     return rows
-
-
-def interval_cells(name: str, found: Interval | None) -> dict[str, float | None]:
-    """Return an interval as columns with four digits."""
-    return {key: rounded(value, 4) for key, value in interval_columns(name, found).items()}
 
 
 def regime_rows(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]]:
@@ -311,22 +296,19 @@ def regime_rows(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]
     Prompts of one policy are distinct, so each is a cluster; policies share some of theirs and are not pooled.
     """
     variance = {way: found.power[m] - found.apart[m] for m, way in enumerate(found.ways) if way.rewards == "0/1"}
-    rloo = variance[Way("rloo", "none")]
-    facts = [row for row in cell.given["prompts"] if row["pool"] == "deep"]
-    rows = []
-    for name in REGIMES:
-        way = next(way for way in variance if way.estimator == name and way.source != "exact")
-        for kind in KINDS:
-            value = np.array([np.nan if row[kind] is None else row[kind] for row in facts], dtype=float)
-            usable = np.isfinite(value) & (variance[way] > 0) & (rloo > 0)
-            own, base, of = variance[way][usable], rloo[usable], value[usable]
-            low, _, high = np.array_split(np.argsort(of, kind="stable"), 3)
-            rank = correlation(stats.rankdata(of), stats.rankdata(own / base), np.arange(len(of)))
-            row = {"estimator": name, "kind": kind, "prompts": len(of)} | interval_cells("rank", rank)
-            for third, part in (("low", low), ("high", high)):
-                row |= interval_cells(third, log_ratio_t(own[part], base[part], "variance"))
-                row |= {f"{third}_from": rounded(of[part].min(), 3), f"{third}_to": rounded(of[part].max(), 3)}
-            rows.append(row)
+    rloo, facts, rows = variance[Way("rloo", "none")], select(cell.given["prompts"], pool="deep"), []
+    for name, kind in product(REGIMES, KINDS):
+        own = next(x for way, x in variance.items() if way.estimator == name and way.source != "exact")
+        value = np.array([or_nan(row[kind]) for row in facts])
+        usable = np.isfinite(value) & (own > 0) & (rloo > 0)
+        own, base, of = own[usable], rloo[usable], value[usable]
+        low, _, high = np.array_split(np.argsort(of, kind="stable"), 3)
+        rank = correlation(stats.rankdata(of), stats.rankdata(own / base), np.arange(len(of)))
+        row = {"estimator": name, "kind": kind, "prompts": len(of)} | interval_columns("rank", rank, 4)
+        for third, part in (("low", low), ("high", high)):
+            row |= interval_columns(third, log_ratio_t(own[part], base[part], "variance"), 4)
+            row |= {f"{third}_from": rounded(of[part].min(), 3), f"{third}_to": rounded(of[part].max(), 3)}
+        rows.append(row)
     return rows
 
 

@@ -28,19 +28,13 @@ LONG = ("mean32-long", "rloo32-long")
 """Arms with large updates that are compared after as many updates."""
 CONTRASTS = {
     "rollouts": (
-        ("otb4", "mean32"),
-        ("otb4", "rloo4-wide"),
-        ("otb4", "rloo4"),
-        ("regression4", "rloo4"),
-        ("regression4", "otb4"),
-        ("blend4", "rloo4"),
-        ("blend4", "otb4"),
-        ("blend4", "regression4"),
+        ("otb4", "mean32"), ("otb4", "rloo4-wide"), ("otb4", "rloo4"), ("regression4", "rloo4"),
+        ("regression4", "otb4"), ("blend4", "rloo4"), ("blend4", "otb4"), ("blend4", "regression4"),
         *((arm, "rloo4") for arm in RIVALS),
         *(("regression4", arm) for arm in RIVALS),
     ),
     "updates": (("otb4", "mean32-long"), ("regression4", "mean32-long"), ("rloo32-long", "mean32-long")),
-}
+}  # fmt: skip
 """What is made equal → pairs of arms: the first minus the second."""
 
 
@@ -51,20 +45,17 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     shared = {"rollouts": at_all(curves, LONG, "n_rollouts"), "updates": at_all(curves, LARGE, "step")}
     rates = {name: best_rate(select(sweep, arm=name), "mean") for name in distinct(sweep, "arm")}
     last = {name: max(column(select(curves, arm=name), "step")) for name in arms}
+    later = {equal: {name: later_success(select(rows, arm=name)) for name in arms} for equal, rows in shared.items()}
     gains = {
-        (arm, base): gained(shared[equal], arm, base)
-        for equal, pairs in CONTRASTS.items()
-        for arm, base in pairs
-        if {arm, base} <= set(arms)
-    }
-    means, finals = dict[str, Interval | None](), dict[str, Interval | None]()
-    for name in arms:
-        later = later_success(select(shared["updates" if name in LONG else "rollouts"], arm=name))
-        means[name] = seed_mean(list(later.values()), "held-out success", "logit")
-        end = column(select(curves, arm=name, step=last[name]), "success")
-        finals[name] = seed_mean(end, "held-out success", "logit")
-    worst = dict[tuple[str, int], float]()
-    worlds = [dict(row) for row in tables.get("worlds", ())]
+        (arm, base): paired_difference(later[equal][arm], later[equal][base], f"success of {arm} minus that of {base}")
+        for equal, pairs in CONTRASTS.items() for arm, base in pairs if {arm, base} <= set(arms)
+    }  # fmt: skip
+    ends = {name: column(select(curves, arm=name, step=last[name]), "success") for name in arms}
+    own = {name: list(later["updates" if name in LONG else "rollouts"][name].values()) for name in arms}
+    means, finals = (
+        {name: seed_mean(values, "held-out success", "logit") for name, values in of.items()} for of in (own, ends)
+    )
+    worst, worlds = dict[tuple[str, int], float](), [dict(row) for row in tables.get("worlds", ())]
     for row in worlds:
         row["least"] = min(ADVICE, key=lambda name: row[name])
         row["ahead"] = row["energy_regression"] < row["james_stein"]
@@ -89,19 +80,10 @@ def at_all(curves: Rows, without: Sequence[str], name: str) -> Rows:
     return [row for row in rows if row[name] in set.intersection(*at)]
 
 
-def gained(shared: Rows, arm: str, base: str) -> Interval | None:
-    """Return the difference of mean held-out success between two arms, paired over the seeds that both have."""
-    one, other = (later_success(select(shared, arm=name)) for name in (arm, base))
-    both = {seed: value for seed, value in one.items() if seed in other}
-    return paired_difference(both, other, f"held-out success of {arm} minus that of {base}")
-
-
 def reading(gain: Interval | None) -> str:
     """Read a difference against 0 and against the margin of non-inferiority."""
-    if above(gain, 0):
-        return "better"
     if above(gain, -MARGIN):
-        return "no worse"
+        return "better" if above(gain, 0) else "no worse"
     return "worse" if below(gain, 0) else "not shown"
 
 
@@ -110,8 +92,7 @@ def advised(readings: Mapping[tuple[str, str], str]) -> str:
     better = {pair for pair, words in readings.items() if words == "better"}
     rivals = [arm for arm in RIVALS if ("regression4", arm) in readings]
     enough = [arm for arm in rivals if (arm, "rloo4") in better and ("regression4", arm) not in better]
-    taken = "regression4" if ("regression4", "rloo4") in better else "rloo4"
-    return next(iter(enough), taken)
+    return [*enough, "regression4" if ("regression4", "rloo4") in better else "rloo4"][0]
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
@@ -138,16 +119,13 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
               rules=[(0.0, ""), (-MARGIN, "margin")], percent=True),
     ]  # fmt: skip
     pictures = {"learning.svg": svg(panels, columns=2)}
-    worlds = tables.get("worlds", [])
-    if worlds:
-        grid = [
-            Panel(f"Success near {1 / (1 + np.exp(-mean)):.0%}, {prompts} × {GROUP}", "link of energy and reward",
-                  "spread of difficulty", [
-                      Curve(column(won, "spread"), column(won, "link"), advice, color=color, width=0)
-                      for advice, color in ADVISED.items()
-                      if (won := select(worlds, mean=mean, prompts=prompts, advice=advice))
-                  ], y_range=(-2, 2))
-            for prompts, mean in product(distinct(worlds, "prompts"), distinct(worlds, "mean"))
+    worlds, grid = tables.get("worlds", []), list[Panel]()
+    for prompts, mean in product(distinct(worlds, "prompts"), distinct(worlds, "mean")):
+        won = {advice: select(worlds, mean=mean, prompts=prompts, advice=advice) for advice in ADVISED}
+        points = [
+            Curve(column(rows, "spread"), column(rows, "link"), advice, color=ADVISED[advice], width=0)
+            for advice, rows in won.items() if rows
         ]  # fmt: skip
-        pictures["worlds.svg"] = svg(grid, columns=3)
-    return pictures
+        title = f"Success near {1 / (1 + np.exp(-mean)):.0%}, {prompts} × {GROUP}"
+        grid.append(Panel(title, "link of energy and reward", "spread of difficulty", points, y_range=(-2, 2)))
+    return pictures | ({"worlds.svg": svg(grid, columns=3)} if grid else {})

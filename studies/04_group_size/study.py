@@ -118,13 +118,11 @@ def pool_tables(starts: Sequence[TrainConfig], prompts: int, rollouts: int, bar:
             grams[n].append(gram)
         bar(number + 1, len(starts), f"pool: start {number}")
     known = {n: proved_of_pool(LABELS, prompts, n) for n in grams}
-    rows = []
+    rows, ratios, labels = [], [], {label[0]: label for label in LABELS}
     for n, update in product(grams, (64, 512)):
         for one in pooled_statistics(grams[n], n_prompts=update // n, known=known[n]):
             key = {"estimator": one.estimator, "size": n, "update": update, "clusters": one.n_clusters}
             rows.append(key | {"c_known": one.c_known} | statistics_columns(one))
-    ratios = []
-    labels = {label[0]: label for label in LABELS}
     for pair in PAIRS:
         arms = [ARMS[name] for name in pair]
         above, below = (Update(grams[arm.group], labels[arm.estimator], arm.prompts) for arm in arms)
@@ -177,17 +175,12 @@ def cells(size: Size, quick: bool) -> list[Cell]:
     arms = {name: asdict(ARMS[name]) for name in size.arms}
     pairs = [[asdict(ARMS[name]) for name in pair] for pair in PAIRS]
     pool = Cell("pool", common | {"labels": [list(label) for label in LABELS], "pairs": pairs})
-    sweeps = {
-        name: Cell(f"sweep-{name}", common | {"arm": name, "facts": facts})
-        for name, facts in arms.items()
-        if not ARMS[name].follows
-    }
+    own = {name: common | {"arm": name, "facts": facts} for name, facts in arms.items()}
+    sweeps = {name: Cell(f"sweep-{name}", own[name]) for name in arms if not ARMS[name].follows}
     runs = [
-        Cell(f"run-{k}-s{seed}", common | {"arm": k, "facts": facts, "seed": seed}, (sweeps[ARMS[k].follows or k],))
-        for number, seed in enumerate(size.seeds)
-        for k, facts in arms.items()
-        if not ARMS[k].seeds or number < ARMS[k].seeds
-    ]
+        Cell(f"run-{name}-s{seed}", own[name] | {"seed": seed}, (sweeps[ARMS[name].follows or name],))
+        for number, seed in enumerate(size.seeds) for name in arms if number < (ARMS[name].seeds or len(size.seeds))
+    ]  # fmt: skip
     worlds = {"worlds": asdict(FEW_WORLDS if quick else WORLDS), "advice": list(ADVICE), "tie": TIE}
     return [pool, *sweeps.values(), *runs, Cell("worlds", worlds)]
 
@@ -225,8 +218,7 @@ def trained(name: str, rate: float, seed: int, size: Size, how: tuple[bool, Path
         evaluate=EvaluateConfig(every=max(1, count // size.evaluations), prompts=size.heldout, samples=2),
         checkpoint=replace(config.checkpoint, every=0), root=work, run=f"{name}-{rate:g}-{seed}",
     )  # fmt: skip
-    path = train(config, bar)
-    steps, rows = training_steps(path, **COLUMNS), []
+    steps, rows = training_steps(train(config, bar), **COLUMNS), []
     facts = {column: float(np.mean([row[column] for row in steps])) for column in ("clipped", "grad_norm")}
     before = {"n_tokens": 0, "n_rollouts": 0}  # without the step's own update
     for row in steps:

@@ -35,8 +35,7 @@ def world_rows(worlds: Worlds) -> list[Row]:
     """Return of every world and update size each advice's variance over `rloo`'s, and which advice wins."""
     rows = list[Row]()
     for number, (mean, spread, link) in enumerate(product(worlds.means, worlds.spreads, worlds.links)):
-        random = np.random.default_rng(number)
-        reward, energy, entropy = toy_world(mean, spread, link, (worlds.drawn, GROUP), random)
+        reward, energy, entropy = toy_world(mean, spread, link, (worlds.drawn, GROUP), np.random.default_rng(number))
         terminal = np.zeros(energy.shape)
         terminal[..., -1] = reward
         for prompts in worlds.prompts:
@@ -48,18 +47,10 @@ def world_rows(worlds: Worlds) -> list[Row]:
             blocks = np.array(found).reshape(worlds.blocks, -1, len(ADVICE)).sum(axis=1)
             without = blocks.sum(axis=0) - blocks  # the jackknife's error of each ratio
             error = np.sqrt((worlds.blocks - 1) * (without / without[:, 1:2]).var(axis=0)).max()
-            over = blocks.sum(axis=0) / blocks.sum(axis=0)[1]
-            key = {
-                "mean": mean,
-                "spread": spread,
-                "link": link,
-                "prompts": prompts,
-                "success": rounded(reward.mean(), 3),
-            }
-            ratios = {name: rounded(ratio, 3) for name, ratio in zip(ADVICE, over, strict=True)}
-            rows.append(
-                key | ratios | {"error": rounded(error, 3), "advice": advice_of(dict(zip(ADVICE, over, strict=True)))}
-            )
+            ratios = dict(zip(ADVICE, (blocks.sum(axis=0) / blocks.sum(axis=0)[1]).tolist(), strict=True))
+            row = {"mean": mean, "spread": spread, "link": link, "prompts": prompts}
+            row |= {"success": rounded(reward.mean(), 3)} | {name: rounded(ratios[name], 3) for name in ADVICE}
+            rows.append(row | {"error": rounded(error, 3), "advice": advice_of(ratios)})
     return rows
 
 

@@ -38,7 +38,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     effects = {suffix: effects_of(staged, suffix) for suffix in SUFFIXES}
     # By how many steps the level helps `rloo`, without ratios and where they take its force away
     plain, corrected = (effect_by_seed(staged, LEVEL[:1], suffix) for suffix in SUFFIXES)
-    taken = paired_difference(plain, corrected, "effect of the level less with ratios") if corrected else None
+    taken = paired_difference(plain, corrected, "effect of the level less with ratios")
     contrasts = dict[tuple[str, str, int, str], dict[str, Any]]()
     for suffix, staleness, (one, base) in product(SUFFIXES, STALENESSES, PAIRS):
         names = (f"{one}-{staleness}{suffix}", f"{base}-{staleness}{suffix}")
@@ -62,11 +62,10 @@ def effects_of(runs: Rows, suffix: str) -> dict[str, Interval | None]:
     not trained, so that each effect is one difference.
     """
     level, shape = (effect_by_seed(runs, pairs, suffix) for pairs in (LEVEL, SHAPE))
+    alone = {"level": level, "shape": shape}
     return {
-        "level": seed_mean(list(level.values()), "effect of the level on steps survived"),
-        "shape": seed_mean(list(shape.values()), "effect of the shape on steps survived"),
-        "level − shape": paired_difference(level, shape, "effect of the level minus the shape's") if shape else None,
-    }
+        name: seed_mean(list(of.values()), f"effect of the {name} on steps survived") for name, of in alone.items()
+    } | {"level − shape": paired_difference(level, shape, "effect of the level minus the shape's")}
 
 
 def effect_by_seed(runs: Rows, pairs: Sequence[tuple[str, str]], suffix: str) -> dict[int, float]:
@@ -81,12 +80,10 @@ def effect_by_seed(runs: Rows, pairs: Sequence[tuple[str, str]], suffix: str) ->
 
 def cause_of_lasting(effects: Mapping[str, Interval | None]) -> str:
     """Say what makes `otb` last, by the rule that `study.py` fixed: level, shape, both or open."""
-    level, shape, more = (effects[name] for name in ("level", "shape", "level − shape"))
-    if above(level, 0) and above(more, 0):
-        return "level"
-    if above(shape, 0) and below(more, 0):
-        return "shape"
-    return "both" if above(level, 0) and above(shape, 0) else "open"
+    (level, shape), more = (above(effects[name], 0) for name in ("level", "shape")), effects["level − shape"]
+    if (level and above(more, 0)) or (shape and below(more, 0)):
+        return "level" if above(more, 0) else "shape"
+    return "both" if level and shape else "open"
 
 
 def never_collapsed(runs: Rows, name: str) -> int:
@@ -102,9 +99,8 @@ def contrast(runs: Rows, arm: str, base: str) -> Interval | None:
 
 def censored_words(runs: Rows, arm: str, base: str) -> str:
     """Say which side the last step cuts a difference of lifetimes on: none, the first, the second or both."""
-    if never_collapsed(runs, arm):
-        return "both cut: " if never_collapsed(runs, base) else "at least "
-    return "at most " if never_collapsed(runs, base) else ""
+    cut = never_collapsed(runs, arm) > 0, never_collapsed(runs, base) > 0
+    return {(True, True): "both cut: ", (True, False): "at least ", (False, True): "at most "}.get(cut, "")
 
 
 def window_pairs(attribution: Rows) -> list[tuple[Row, Row]]:
@@ -120,10 +116,8 @@ def against_control(pairs: list[tuple[Row, Row]], name: str) -> dict[str, Any]:
     `change` is by how much fatal steps exceed control steps: the median over a seed's runs, then Student's over seeds.
     """
     fatal, control = ([pair[side][name] for pair in pairs] for side in (0, 1))
-    by_seed = dict[int, list[float]]()
-    for one, other in pairs:
-        by_seed.setdefault(one["seed"], []).append(one[name] - other[name])
-    changes = [float(np.median(values)) for values in by_seed.values()]
+    more = [{"seed": one["seed"], "more": one[name] - other[name]} for one, other in pairs]
+    changes = [float(np.median(column(select(more, seed=seed), "more"))) for seed in distinct(more, "seed")]
     return {
         "name": name, "fatal": fatal, "control": control, "change": seed_mean(changes, f"fatal minus control {name}"),
         "higher": sum(a > b for a, b in zip(fatal, control, strict=True)),
@@ -141,11 +135,12 @@ def fatal_shares(attribution: Rows, name: str) -> dict[str, list[float]]:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the trailing reward of every arm without ratios: the seeds thin, their mean."""
-    panels, note = [], "mean reward of the last 6 steps"
-    for name, arm in ARMS.items():
-        if arm.ratio == "none" and (own := select(tables["curves"], arm=name)):
-            middle = mean_curve(own, "step", "reward", name, arm.color, width=3.0)
-            drawn = [*seed_curves(own, "reward"), middle]
+    panels = []
+    for name in distinct(tables["curves"], "arm"):
+        if ARMS[name].ratio == "none":
+            own = select(tables["curves"], arm=name)
+            drawn = [*seed_curves(own, "reward"), mean_curve(own, "step", "reward", name, ARMS[name].color, width=3.0)]
+            note = "mean reward of the last 6 steps"
             panels.append(Panel(name, note, "step", drawn, y_range=(0.0, 1.0), percent=True))
     return {"reward.svg": svg(panels, columns=4)}
 
@@ -163,36 +158,34 @@ WHEN = ("first", "before", "last")
 
 def forecast_numbers(runs: Rows, detectors: Rows, signals: Rows) -> dict[str, Any]:
     """Return what each detector called, which forecast is shown, and how the signals went."""
-    broken, quiet = collapsed(runs), still_calm(runs)
     pending = [row for row in runs if not ARMS[row["arm"]].calm and row["collapse"] is None]
-    arms = distinct(signals, "arm")
+    kinds = {"broken": collapsed(runs), "pending": pending, "quiet": still_calm(runs)}
     measured = [row["detector"] for row in detectors if row["level"] != MISSING]
     watched = [name for name in DETECTORS if name in measured]  # those that had what they read in some run
     # no test of the detectors that call the staged conditions themselves
     names = [name for name in watched if name not in CONDITIONS]
     p_values = dict(zip(names, holm([p_value(seed_differences(runs, detectors, n)) for n in names]), strict=True))
-    kinds = {"broken": broken, "pending": pending, "quiet": quiet}
     told = dict[str, dict[str, Any]]()
     for name in watched:
         called = {kind: number_called(some, detectors, name) for kind, some in kinds.items()}
         told[name] = {"leads": sorted(leads_of(runs, detectors, name)), **called, "p": p_values.get(name)}
-    ends = [row for row in signals if any((r["arm"], r["seed"]) == (row["arm"], row["seed"]) for r in broken)]
+    ends = [row for row in signals if select(kinds["broken"], arm=row["arm"], seed=row["seed"])]
     changes = dict[str, dict[str, Any]]()
     # Medians at the start, before the collapse and at the end, and in how many runs it rose
     for name in SIGNALS if ends else ():
         first, *later = ([row[f"{name}_{when}"] for row in ends] for when in WHEN)
         rose = [sum(a > b for a, b in zip(values, first, strict=True)) for values in later]
         changes[name] = {"medians": [float(np.median(values)) for values in (first, *later)], "rose": rose}
+    of_arm = {arm: select(signals, arm=arm) for arm in distinct(signals, "arm")}
     path = {
-        name: {a: [mean(column(select(signals, arm=a), f"{name}_{when}")) for when in WHEN] for a in arms}
+        name: {arm: [mean(column(own, f"{name}_{when}")) for when in WHEN] for arm, own in of_arm.items()}
         for name in SIGNALS
     }
-    return {
+    return kinds | {
         "told": told, "all_detectors": list(DETECTORS), "p_values": p_values,
         "forecast_shown": [name for name, p in p_values.items() if p <= SHOWN_BELOW],
-        "blind": [name for name in p_values if not told[name]["broken"]],
-        "broken": broken, "pending": pending, "quiet": quiet,
-        "calm_runs": [row for row in runs if ARMS[row["arm"]].calm], "signal_path": path, "signal_change": changes,
+        "blind": [name for name in p_values if not told[name]["broken"]], "signal_path": path, "signal_change": changes,
+        "calm_runs": [row for row in runs if ARMS[row["arm"]].calm],
     }  # fmt: skip
 
 
@@ -206,34 +199,26 @@ def still_calm(runs: Rows) -> Rows:
     return [row for row in runs if ARMS[row["arm"]].calm and row["collapse"] is None]
 
 
-def first_calls(detectors: Rows, name: str) -> dict[tuple[str, int], int | None]:
-    """Return the step at which a detector first called each run, None where it never did."""
-    return {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
-
-
 def leads_of(runs: Rows, detectors: Rows, name: str) -> list[int]:
     """Return a detector's lead in every run that collapsed and that it called at or before the collapse."""
-    first = first_calls(detectors, name)
-    leads = [(row["collapse"], first[row["arm"], row["seed"]]) for row in collapsed(runs)]
-    return [end - at for end, at in leads if at is not None and at <= end]
+    ends = {(row["arm"], row["seed"]): row["collapse"] for row in collapsed(runs)}
+    calls = {(row["arm"], row["seed"]): row["watch"] for row in select(detectors, detector=name)}
+    return [end - calls[run] for run, end in ends.items() if calls[run] is not None and calls[run] <= end]
 
 
 def number_called(runs: Rows, detectors: Rows, name: str) -> int:
     """Return how many of some runs a detector called at any time."""
-    first = first_calls(detectors, name)
-    return sum(first[row["arm"], row["seed"]] is not None for row in runs)
+    called = [(row["arm"], row["seed"]) for row in select(detectors, detector=name) if row["watch"] is not None]
+    return sum((row["arm"], row["seed"]) in called for row in runs)
 
 
 def seed_differences(runs: Rows, detectors: Rows, name: str) -> list[float]:
     """Return, seed by seed, the share of its collapsed runs called in time minus the share of its calm runs called."""
-    differences = []
-    for seed in distinct(runs, "seed"):
-        same = select(runs, seed=seed)
-        broken, quiet = collapsed(same), still_calm(same)
-        if broken and quiet:
-            in_time = len(leads_of(same, detectors, name)) / len(broken)
-            differences.append(in_time - number_called(quiet, detectors, name) / len(quiet))
-    return differences
+    each = [select(runs, seed=seed) for seed in distinct(runs, "seed")]
+    return [
+        len(leads_of(same, detectors, name)) / len(broken) - number_called(quiet, detectors, name) / len(quiet)
+        for same in each if (broken := collapsed(same)) and (quiet := still_calm(same))
+    ]  # fmt: skip
 
 
 def p_value(differences: list[float]) -> float:
@@ -248,9 +233,6 @@ def p_value(differences: list[float]) -> float:
 
 def holm(p_values: list[float]) -> list[float]:
     """Return p-values adjusted by Holm: the k-th smallest of m times m − k + 1, and none below a smaller one's."""
-    p = np.asarray(p_values, dtype=float)
-    order = np.argsort(p, kind="stable")
-    raised = np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1))
-    adjusted = np.empty(p.size)
-    adjusted[order] = np.minimum(raised, 1.0)
-    return adjusted.tolist()
+    order = np.argsort(p_values, kind="stable")
+    raised = np.maximum.accumulate(np.asarray(p_values)[order] * np.arange(len(order), 0, -1))
+    return np.minimum(raised, 1.0)[np.argsort(order)].tolist()

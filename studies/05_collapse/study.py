@@ -16,6 +16,7 @@ helps is again a lower B.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,8 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
     facts = {"rate": rate, "steps": len(reward), "collapse": end, "best": float(mean.max()), "last": float(mean[-1])}
     facts |= {"clip_fraction": float(np.mean(clipped)), "baseline": float(level.to_numpy(np.float64)[0])}
     facts |= {"reward": float(reward[:EARLY].mean())}
-    fired = [
-        {"detector": found.detector, "level": found.level, "watch": found.watch_step, "alarm": found.alarm_step}
-        for found in diagnose(step_series(steps))
-    ]
+    columns = {"detector": "detector", "level": "level", "watch": "watch_step", "alarm": "alarm_step"}
+    fired = [{name: getattr(one, of) for name, of in columns.items()} for one in diagnose(step_series(steps))]
     curve = [{"step": int(step), "reward": float(value)} for step, value in zip(steps["step"], mean, strict=True)]
     tables, shown = Gathered(), curve[:: max(1, len(curve) // 25)]
     tables.add(key, runs=[facts], signals=[signal_means(steps, end)], detectors=fired, curves=shown)
@@ -78,12 +77,11 @@ def run_tables(key: dict[str, Any], rate: float, store: RunStore) -> Tables:
 
 def signal_means(steps: pd.DataFrame, end: int | None) -> dict[str, float | None]:
     """Return entropy, ‖ḡ‖ and length over the first steps, those up to the collapse, and the last ones."""
-    means: dict[str, float | None] = {}
-    for name, column in SIGNALS.items():
-        values = steps[column].to_numpy(np.float64)
-        means[f"{name}_first"] = float(values[:SPAN].mean())
-        means[f"{name}_before"] = None if end is None else float(values[max(0, end + 1 - SPAN) : end + 1].mean())
-        means[f"{name}_last"] = float(values[-SPAN:].mean())
+    ends = {"first": SPAN, "before": None if end is None else end + 1, "last": len(steps)}
+    means = dict[str, float | None]()
+    for (name, column), (when, stop) in product(SIGNALS.items(), ends.items()):
+        part = steps[column].to_numpy(np.float64)[max(0, (stop or 0) - SPAN) : stop]
+        means[f"{name}_{when}"] = None if stop is None else float(part.mean())
     return means
 
 
@@ -97,14 +95,11 @@ def windows(attributed: Sequence[int], end: int) -> dict[str, list[int]]:
 
 def attribution_rows(store: RunStore, steps: pd.DataFrame, end: int) -> list[dict[str, Any]]:
     """Return who held the largest attributed gradient before the collapse, and who the largest of a usual stretch."""
-    norm = steps["grad_norm"].to_numpy(np.float64)
-    found = windows(attributed_steps(store), end)
-    first = found["fatal"][0] if found["fatal"] else 0
+    norm, rows = steps["grad_norm"].to_numpy(np.float64), []
+    found = {name: tried for name, tried in windows(attributed_steps(store), end).items() if tried}
+    first = found["fatal"][0] if found else 0
     usual = float(np.median(norm[:first])) if first else None
-    rows = []
     for name, tried in found.items():
-        if not tried:
-            continue
         one = max((step_attribution(store, step) for step in tried), key=lambda step: step.norm_sq)
         tokens, prompts = np.abs(one.tokens.share), np.abs(one.prompts.share)
         paid = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [one.step])["rollout"]
@@ -215,20 +210,16 @@ def config_of(seed: int, size: Size, quick: bool, arm: Arm) -> TrainConfig:
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return one cell per arm and seed, seed by seed."""
     common: dict[str, object] = {"quick": quick, "size": asdict(size), "rule": RULE, "effects": [LEVEL, SHAPE]}
-    return [
-        Cell(
-            f"{name}-s{seed}",
-            {**common, "arm": name, "seed": seed, "config": plain_config(config_of(seed, size, quick, ARMS[name]))},
-        )
-        for seed in size.seeds
-        for name in size.arms
-    ]
+    made = list[Cell]()
+    for seed, name in product(size.seeds, size.arms):
+        config = plain_config(config_of(seed, size, quick, ARMS[name]))
+        made.append(Cell(f"{name}-s{seed}", {**common, "arm": name, "seed": seed, "config": config}))
+    return made
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     """Let one arm of a seed run into its end."""
-    quick = cell.settings["quick"]
-    name, seed = cell.settings["arm"], cell.settings["seed"]
+    quick, name, seed = (cell.settings[key] for key in ("quick", "arm", "seed"))
     config = started(config_of(seed, SMALL if quick else FULL, quick, ARMS[name]), work)
     store = RunStore(train(replace(config, root=work, run=name), bar))
     return run_tables({"arm": name, "seed": seed}, config.optimize.learning_rate, store)

@@ -27,18 +27,17 @@ DRAWN = {
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the comparisons with `none`, marked where they differ, and at how many distances they do."""
     pairs = over_none(tables["policies"])
-    behind = select(pairs, drift="behind")
-    names, (few, many), every = distinct(pairs, "ratio"), BUDGETS, len(DIVERGENCES)
-    more, less = (
-        {(n, b): len(select(behind, budget=b, ratio=n, differs=word)) for n in names for b in BUDGETS}
-        for word in ("more", "less")
-    )
+    behind, names, (few, many) = select(pairs, drift="behind"), distinct(pairs, "ratio"), BUDGETS
+    every = len(DIVERGENCES)
+
+    def count(name: str, budget: int, word: str) -> int:
+        return len(select(behind, budget=budget, ratio=name, differs=word))
+
     return {
-        "pairs": pairs,
-        "always_more": [name for name in names if more[name, many] == every],
-        "ever_more_in_small": [name for name in names if more[name, few]],
-        "always_less": [name for name in names if less[name, few] == less[name, many] == every],
-    }
+        "pairs": pairs, "always_more": [name for name in names if count(name, many, "more") == every],
+        "ever_more_in_small": [name for name in names if count(name, few, "more")],
+        "always_less": [n for n in names if count(n, few, "less") == count(n, many, "less") == every],
+    }  # fmt: skip
 
 
 def over_none(policies: Rows) -> Rows:
@@ -49,15 +48,13 @@ def over_none(policies: Rows) -> Rows:
     difference is shown or nothing was tested.
     """
     rows = []
-    for drift in distinct(policies, "drift"):
-        for divergence in distinct(policies, "divergence"):
-            same = select(policies, drift=drift, divergence=divergence)
-            for budget, name in product(BUDGETS, [name for name in CASES if name != PLAIN]):
-                above, below = ([row[f"efficiency_{budget} {which}"] for row in same] for which in (name, PLAIN))
-                found = ratio_interval(above, below, f"efficiency of {name} over {PLAIN}")  # policies are the clusters
-                row = {"drift": drift, "divergence": divergence, "budget": budget, "ratio": name}
-                row |= interval_columns("over_none", found)
-                rows.append(row | {"over_none_p": None if found is None else rounded(found.p_value)})
+    for drift, divergence in product(distinct(policies, "drift"), distinct(policies, "divergence")):
+        same = select(policies, drift=drift, divergence=divergence)
+        for budget, name in product(BUDGETS, [name for name in CASES if name != PLAIN]):
+            above, below = ([row[f"efficiency_{budget} {which}"] for row in same] for which in (name, PLAIN))
+            found = ratio_interval(above, below, f"efficiency of {name} over {PLAIN}")  # policies are the clusters
+            row = {"drift": drift, "divergence": divergence, "budget": budget, "ratio": name}
+            rows.append(row | interval_columns("over_none", found) | {"over_none_p": found and rounded(found.p_value)})
     tested = [row["over_none_p"] for row in rows if row["over_none_p"] is not None]
     qs = iter(stats.false_discovery_control(tested, method="by") if tested else ())
     for row in rows:
@@ -69,13 +66,11 @@ def over_none(policies: Rows) -> Rows:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw efficiency over divergence at both budgets."""
-    exact, panels = tables["exact"], []
+    own = [dict(row) | {"ratio": row["ratio"].replace("`", "")} for row in select(tables["exact"], drift="behind")]
+    colors, panels = {name.replace("`", ""): color for name, color in DRAWN.items()}, []
+    note, x = "efficiency, sampler behind along ∇J", "log₁₀ KL of a completion, nats"
     for budget in BUDGETS:
-        own = [dict(row) | {"ratio": row["ratio"].replace("`", "")} for row in select(exact, drift="behind")]
-        colors = {name.replace("`", ""): color for name, color in DRAWN.items()}
-        curves = interval_curves(
-            own, "ratio", lambda row: math.log10(row["divergence"]), f"efficiency_{budget}", colors
-        )
-        note, x = "efficiency, sampler behind along ∇J", "log₁₀ KL of a completion, nats"
+        name = f"efficiency_{budget}"
+        curves = interval_curves(own, "ratio", lambda row: math.log10(row["divergence"]), name, colors)
         panels.append(Panel(f"Enumerated, {budget} rollouts", note, x, curves, y_range=(0.0, 1.0)))
     return {"efficiency.svg": svg(panels)}

@@ -8,6 +8,7 @@ so that variance at equal progress is the variance and needs no ∇J.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from otb_analysis.types import Gram
 from studies.lib import Cell, Study, Tables
 from studies.lib.formats import interval_columns, ratio_columns, rounded, statistics_columns
 from studies.lib.pools import pooled_grams, proved_of_pool
-from studies.lib.record import training_steps
+from studies.lib.record import Gathered, training_steps
 from studies.lib.seeds import BASE, QUICK_MODEL, QUICK_START, started
 
 COMPARED = (
@@ -87,16 +88,11 @@ def config_of(seed: int, quick: bool) -> TrainConfig:
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return one cell per stage at which rollouts are pooled, and one per seed of the trainings of each kind."""
     common = {"quick": quick, "size": asdict(size), "compared": list(COMPARED), "proved": True}
-    pools = [Cell(f"pool-{stage}", common | {"config": plain_config(config_of(0, quick))}) for stage in STAGES]
-    trainings = [
-        Cell(
-            f"{kind}-s{seed}",
-            common | {"trained": list(names), "seed": seed, "config": plain_config(config_of(seed, quick))},
-        )
-        for kind, names in TRAINED.items()
-        for seed in size.train_seeds
-    ]
-    return pools + trainings
+    made = [Cell(f"pool-{stage}", common | {"config": plain_config(config_of(0, quick))}) for stage in STAGES]
+    for (kind, names), seed in product(TRAINED.items(), size.train_seeds):
+        own = {"trained": list(names), "seed": seed, "config": plain_config(config_of(seed, quick))}
+        made.append(Cell(f"{kind}-s{seed}", common | own))
+    return made
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -122,21 +118,19 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         for n, gram in found.items():
             grams[n].append(gram)
         bar(number + 1, len(size.seeds), f"{stage}: seed {seed}")
-    known = {n: proved_of_pool(labels, UPDATE_PROMPTS, n) for n in size.sizes}
-    rows = []
-    for n in size.sizes:
-        pairs = {p.estimator: p for p in paired_ratios(grams[n], n_prompts=UPDATE_PROMPTS, known=known[n])}
-        for one in pooled_statistics(grams[n], n_prompts=UPDATE_PROMPTS, known=known[n]):
-            row = {"stage": stage, "size": n, "estimator": one.estimator, "clusters": one.n_clusters}
+    tables = Gathered({"rollouts": facts})
+    for n, measured in grams.items():
+        at: dict[str, Any] = {"n_prompts": UPDATE_PROMPTS, "known": proved_of_pool(labels, UPDATE_PROMPTS, n)}
+        pairs, rows = {p.estimator: p for p in paired_ratios(measured, **at)}, []
+        for one in pooled_statistics(measured, **at):
+            row = {"estimator": one.estimator, "clusters": one.n_clusters}
             row |= {"c_known": one.c_known, "bias": rounded(one.relative_bias)}
             row |= {"rollout_equivalents": rounded(one.rollout_equivalents), "rollouts": one.n_rollouts}
             rows.append(row | statistics_columns(one) | ratio_columns(pairs.get(one.estimator), RATIOS))
-    signal = [
-        {"stage": stage, "size": n, "prompts": sum(gram.n_prompts for gram in grams[n]) * n // size.pool}
-        | interval_columns("noise_scale", gradient_noise_scale(grams[n], ("rloo", "none"), known[n]))
-        for n in size.sizes
-    ]
-    return {"rollouts": facts, "signal": signal, "estimators": rows}
+        scale = interval_columns("noise_scale", gradient_noise_scale(measured, ("rloo", "none"), at["known"]))
+        signal = {"prompts": sum(gram.n_prompts for gram in measured) * n // size.pool} | scale
+        tables.add({"stage": stage, "size": n}, signal=[signal], estimators=rows)
+    return tables
 
 
 def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | None]:
@@ -146,11 +140,8 @@ def rollout_facts(rollouts: Rollouts, table: TokenTable) -> dict[str, float | No
     turns = np.array([len(turns) for turns in rollouts.turns])
     spread = [np.ptp(turns[rollouts.group == g]) > 0 for g in range(len(rollouts.prompts))]
     known_corr = weights.total_reward_corr[np.isfinite(weights.total_reward_corr)]
-    return {
-        "success": float(table.total_reward.mean()),
-        "turns": float(turns.mean()),
-        "turns_differ": float(np.mean(spread)),
-        "policy_tokens": float(table.mask.sum(axis=1).mean()),
+    means = {"success": table.total_reward, "turns": turns, "turns_differ": spread, "policy_tokens": table.mask.sum(1)}
+    return {name: float(np.mean(x)) for name, x in means.items()} | {
         "tool_share": float(1 - table.mask.sum() / table.present.sum()),
         "corr_median": float(np.median(known_corr)) if known_corr.size else None,
         "corr_pooled": weights.pooled_total_reward_corr,
@@ -161,21 +152,17 @@ def curves(names: Sequence[str], seed: int, size: Size, quick: bool, how: tuple[
     """Train a seed under estimators from the same start on the same prompts; return held-out success."""
     work, bar = how
     config = started(config_of(seed, quick), work)
-    config = replace(
-        config,
-        optimize=replace(config.optimize, steps=size.train_steps),
-        evaluate=EvaluateConfig(every=max(1, size.train_steps // 4), prompts=size.heldout, samples=2),
-        checkpoint=replace(config.checkpoint, every=0),
-    )
+    judged = EvaluateConfig(every=max(1, size.train_steps // 4), prompts=size.heldout, samples=2)
+    plan, off = replace(config.optimize, steps=size.train_steps), replace(config.checkpoint, every=0)
+    config = replace(config, optimize=plan, evaluate=judged, checkpoint=off)
     rows = []
     for name in names:
         path = train(replace(config, root=work, run=name, estimator=EstimatorConfig(name=name)), bar)
         found = training_steps(path, success="heldout_success", norm="grad_norm")
         norms = np.array([row["norm"] for row in found])
         facts = {"clip_fraction": float(np.mean(norms > config.optimize.max_grad_norm)), "norm": float(norms.mean())}
-        judged = [row for row in found if row["success"] is not None]
-        key = {"seed": seed, "estimator": name}
-        rows += [key | {"step": row["step"], "success": row["success"]} | facts for row in judged]
+        points = ({"step": row["step"], "success": row["success"]} for row in found if row["success"] is not None)
+        rows += [{"seed": seed, "estimator": name} | point | facts for point in points]
     return rows
 
 

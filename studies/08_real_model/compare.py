@@ -67,11 +67,10 @@ def comparison(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
     tables = Gathered()
     tables.add(key, policies=[{name: facts[name] for name in FACTS}], agreement=agreement)
     for n in SIZES:
-        by_batch = {
-            p: gram_of_prompts(pool, n, s["shuffles"], seed=n, estimates=partial(every_estimate, batch=p))
-            for p in {min(p, s["prompts"]) for p in UPDATES}
-        }
-        grams = {p: by_batch[min(p, s["prompts"])] for p in UPDATES}
+        seen = {p: min(p, s["prompts"]) for p in UPDATES}
+        estimates = {p: partial(every_estimate, batch=p) for p in set(seen.values())}
+        by_batch = {p: gram_of_prompts(pool, n, s["shuffles"], n, every) for p, every in estimates.items()}
+        grams = {p: by_batch[batch] for p, batch in seen.items()}
         known = proved_of_pool(grams[UPDATES[0]].labels, s["prompts"], n)
         signal = signal_columns(grams[UPDATES[0]], known)
         compared = {"estimators": estimator_rows(grams, known, s["buckets"]), "pairs": pair_rows(grams, known)}
@@ -117,8 +116,7 @@ def pair_rows(grams: Mapping[int, Gram], known: Proved) -> list[dict[str, Any]]:
 
 def signal_columns(gram: Gram, known: Proved) -> dict[str, Any]:
     """Return ‖∇J‖² and the noise scale of `rloo`, with intervals over prompts, and how many prompts would show it."""
-    truth = known.truth & frozenset(gram.labels) or REFERENCE
-    value = deleted_moments([gram], REFERENCE, truth).truth_sq
+    value = deleted_moments([gram], REFERENCE, known.truth & frozenset(gram.labels) or REFERENCE).truth_sq
     found = jackknife_interval(value[0], value[1:], "‖∇J‖²", "linear")
     scale = gradient_noise_scale([gram], REFERENCE, known)
     wanted = None  # at which an interval of ‖∇J‖² would leave 0 out, if the estimate is right
@@ -148,13 +146,13 @@ def regressions(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
     s, batches = cell.settings, [count for count in BATCHES if count <= cell.settings["prompts"]]
     gram = gram_of_prompts(pool, GROUP, s["shuffles"], seed=GROUP, estimates=batched(batches, s["tokens"]))
     ratios = by_label(paired_ratios([gram]))
-    tables: Tables = {"regressions": [], "features": []}
+    tables = Gathered({"regressions": [], "features": []})
     for (name, setting), pair in ratios.items():
         count, _, estimator = name.partition(" ")
-        key: dict[str, Any] = {"policy": cell.settings["policy"], "batch": int(count)}
-        table = "features" if setting in SETS else "regressions"
-        key |= {"features": setting} if setting in SETS else {"estimator": estimator, "ridge": setting}
-        tables[table].append(key | ratio_columns(pair, {"variance": "variance"}))
+        own = {"features": setting} if setting in SETS else {"estimator": estimator, "ridge": setting}
+        row = own | ratio_columns(pair, {"variance": "variance"})
+        key = {"policy": cell.settings["policy"], "batch": int(count)}
+        tables.add(key, **{"features" if setting in SETS else "regressions": [row]})
     return tables
 
 
@@ -164,10 +162,8 @@ def batched(batches: Sequence[int], limit: int) -> Callable[[Pool, Partition], d
     It gives advantages [N, T] by batch size and estimator, and by ridge or features, beside those of `rloo`.
     """
     random = np.random.default_rng(0)
-    ways: dict[str, Any] = {
-        f"{ridge:g}": options_from_dict("energy_regression", {"ridge": str(ridge), "T_max": str(limit)})
-        for ridge in RIDGES
-    }
+    asked = {f"{ridge:g}": {"ridge": str(ridge), "T_max": str(limit)} for ridge in RIDGES}
+    ways: dict[str, Any] = {label: options_from_dict("energy_regression", x) for label, x in asked.items()}
     ways |= {label: RegressionOptions(features=names, T_max=limit) for label, names in SETS.items()}
 
     def estimates(pool: Pool, cut: Partition) -> dict[Label, Float]:
@@ -175,12 +171,10 @@ def batched(batches: Sequence[int], limit: int) -> Callable[[Pool, Partition], d
         advantages: dict[Label, Float] = {REFERENCE: estimate("rloo", inputs).advantage}
         prompts = int(cut.prompt.max()) + 1
         for count in batches:
-            place = random.permutation(prompts) // count
-            batch = (turns(cut) * prompts + place[cut.prompt])[cut.group]
+            batch = (turns(cut) * prompts + (random.permutation(prompts) // count)[cut.prompt])[cut.group]
             advantages[f"{count} {ENDLESS}", "none"] = in_batches(ENDLESS, inputs, batch, None)
             for label, options in ways.items():
-                found = in_batches("energy_regression", inputs, batch, options)
-                advantages[f"{count} energy_regression", label] = found
+                advantages[f"{count} {ACROSS}", label] = in_batches(ACROSS, inputs, batch, options)
         return advantages
 
     return estimates

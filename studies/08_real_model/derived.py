@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.estimators.spec import RegressionOptions
-from otb_analysis.figures.styles import BLUE, estimator_style
+from otb_analysis.figures.styles import BLUE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
-from studies.lib.formats import above, below, interval_curve
+from studies.lib.formats import above, below, interval_curve, looks_of
 from studies.lib.record import read_tables
-from studies.lib.seeds import paired_difference
+from studies.lib.seeds import mean_by_seed, paired_difference
 
 from .compare import ACROSS, SIZES
 from .study import FULL as POOL
@@ -49,34 +49,25 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     spent = [0.0, 0.0]  # Minutes of processor time before training and for it
     for row in tables["cost"]:
         spent[row["cell"].startswith(("sweep-", "run-", "untrained"))] += row["processor_minutes"]
+    memory = MEMORY[ACROSS]["memory"]
+    # The default ridge of that memory in the first update, and later
+    ridges = [RegressionOptions(memory=memory).ridge_for(FULL.prompts, later) for later in (False, True)]
     return {
-        "spent": spent,
-        "edge": [row["arm"] for row in arms if row["rate"] == max(FULL.rates)],
-        "memory": MEMORY["energy_regression"]["memory"],
-        # The default ridge of that memory in the first update, and later
-        "ridges": [
-            RegressionOptions(memory=MEMORY[ACROSS]["memory"]).ridge_for(FULL.prompts, later) for later in (False, True)
-        ],
-        "arms": arms,
-        "told": told,
-        "trained": {row["arm"]: row for row in arms},
-        "longest": POOL.tokens,
-        "regression": [row for row in across if below(row, 1, "sf")],
+        "spent": spent, "edge": [row["arm"] for row in arms if row["rate"] == max(FULL.rates)], "memory": memory,
+        "ridges": ridges, "arms": arms, "told": told, "trained": {row["arm"]: row for row in arms},
+        "longest": POOL.tokens, "regression": [row for row in across if below(row, 1, "sf")],
         "regression_bare": [row for row in across if below(row, 1, "sf_bare")],
-        "none_rows": select(full, estimator="none"),
-        "otb_rows": select(full, estimator="otb", source="proxy"),
+        "none_rows": select(full, estimator="none"), "otb_rows": select(full, estimator="otb", source="proxy"),
         "proxy_log": column(select(tables["agreement"], source="proxy", of="w"), "log_within"),
         "toy_log": column(select(toy, source="proxy", of="w"), "log_within"),
-        "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]],
-        "toy_agreement": toy,
-    }
+        "lengths": [row["tokens"] / row["rollouts"] for row in tables["policies"]], "toy_agreement": toy,
+    }  # fmt: skip
 
 
 def listed(rows: Rows) -> Rows:
     """Return the rows of the page, unbiased ones first: no baseline that needs exact norms but forms of `otb`."""
-    kept = [
-        r for r in rows if r["estimator"] in LISTED and (r["source"] != "exact" or r["estimator"].startswith("otb"))
-    ]
+    kept = [row for row in rows if row["estimator"] in LISTED]
+    kept = [row for row in kept if row["source"] != "exact" or row["estimator"].startswith("otb")]
     return sorted(kept, key=lambda row: (not row["c_known"], row["sf"] or 0))
 
 
@@ -96,20 +87,14 @@ def arms_of(tables: Mapping[str, Rows]) -> Rows:
         "reward": ("reward", training),
         "late": ("reward", [row for row in training if row["step"] > last - LATE]),
     }
-
-    def by_seed(arm: str, measure: str) -> dict[int, float]:
-        name, rows = measures[measure]
-        mine = select(rows, arm=arm)
-        return {seed: float(np.mean(column(select(mine, seed=seed), name))) for seed in distinct(mine, "seed")}
-
     found = []
     for arm in distinct(training, "arm"):
         mine = select(training, arm=arm)
         row = {"arm": arm, "rate": mine[0]["rate"], "clipped": float(np.mean(column(mine, "clipped")))}
-        for name in measures:
-            own = by_seed(arm, name)
+        for name, (column_of, rows) in measures.items():
+            own, base = (mean_by_seed(select(rows, arm=which), column_of) for which in (arm, AGAINST))
             row[name] = seed_mean(list(own.values()), name, "logit")
-            row[f"{name}_over"] = paired_difference(own, by_seed(AGAINST, name), name)
+            row[f"{name}_over"] = paired_difference(own, base, name)
         found.append(row)
     return found
 
@@ -124,34 +109,23 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             known = [row for row in known if row["sf_low"] is not None]
             x = [place + (len(SHOWN) + 2) * SIZES.index(row["size"]) for row in known]
             y, low, high = ([min(row[k], CUT) for row in known] for k in ("sf", "sf_low", "sf_high"))
-            own.append(Curve(x, y, name, low, high, COLORS.get(name, estimator_style(name).color), width=0))
+            own.append(Curve(x, y, name, low, high, COLORS.get(name, looks_of(name)["color"]), width=0))
         panels.append(Panel(policy, note, "groups of 4, then groups of 8", own, [(1.0, "")], (0.0, CUT)))
     curves = []
     for arm in ARMS:
         mine, points = select(tables["training"], arm=arm), dict[float, Interval | None]()
         for start in range(0, max((row["step"] for row in mine), default=-1) + 1, 4):
             some = [row for row in mine if start <= row["step"] < start + 4]
-            by_seed = [float(np.mean(column(select(some, seed=k), "reward"))) for k in distinct(some, "seed")]
-            points[start + 1.5] = seed_mean(by_seed, "reward", "logit")
-        style = estimator_style(arm)
-        curves.append(interval_curve(points, "", arm, style.color, dashed=style.dash != "solid"))
-    learned = [
-        Panel("Each arm at its own rate", "mean reward of 4 updates over seeds, 95 %", "update", curves, percent=True)
-    ]
-    over = [(row["arm"], row["after_over"]) for row in arms_of(tables) if row["arm"] != AGAINST]
+            points[start + 1.5] = seed_mean(list(mean_by_seed(some, "reward").values()), "reward", "logit")
+        curves.append(interval_curve(points, "", arm, **looks_of(arm)))
+    over = {row["arm"]: row["after_over"] for row in arms_of(tables) if row["arm"] != AGAINST}
     marks = [
-        Curve([place], [x.estimate], arm, [x.low], [x.high], estimator_style(arm).color, width=0)
-        for place, (arm, x) in enumerate(over)
-        if x is not None and x.low is not None and x.high is not None
+        interval_curve({place: x}, "", arm, looks_of(arm)["color"], width=0)
+        for place, (arm, x) in enumerate(over.items()) if x is not None and x.low is not None
+    ]  # fmt: skip
+    note, across = "mean reward of 4 updates over seeds, 95 %", "otb, energy_regression, none"
+    learned = [
+        Panel("Each arm at its own rate", note, "update", curves, percent=True),
+        Panel("Held-out success − rloo's", "paired by seed, 95 %", across, marks, [(0.0, "")], percent=True),
     ]
-    learned.append(
-        Panel(
-            "Held-out success − rloo's",
-            "paired by seed, 95 %",
-            "otb, energy_regression, none",
-            marks,
-            [(0.0, "")],
-            percent=True,
-        )
-    )
     return {"variance.svg": svg(panels, columns=3), "training.svg": svg(learned, columns=2)}

@@ -93,15 +93,12 @@ def drawn(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar: Ba
     written = with_values(policy, fitted_critic(policy, CRITIC, lessons, bar), written)
     keep_pickle(work, written)
     rollouts, table = written.rollouts, written.table
-    rows = [
-        {
-            "policy": cell.settings["policy"], "prompt": rollouts.prompts[g].id, "answer": rollouts.prompts[g].answer,
-            "text": rollouts.turns[n][-1].text, "tokens": int(table.mask[n].sum()),
-            "reward": float(table.total_reward[n]),
-            "entropy": rounded(float(table.stats.entropy[n][table.mask[n]].mean())),
-        }
-        for n, g in enumerate(rollouts.group)
-    ]  # fmt: skip
+    rows = list[dict[str, Any]]()
+    for n, prompt in enumerate(rollouts.prompts[g] for g in rollouts.group):
+        facts = {"text": rollouts.turns[n][-1].text, "tokens": int(table.mask[n].sum())}
+        facts |= {"reward": float(table.total_reward[n])}
+        facts |= {"entropy": rounded(float(table.stats.entropy[n][table.mask[n]].mean()))}
+        rows.append({"policy": cell.settings["policy"], "prompt": prompt.id, "answer": prompt.answer} | facts)
     return {"rollouts": rows}
 
 
@@ -109,8 +106,7 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
     """Measure a block of prompts: exact norms of tokens and rollouts, sketched norms, and a sketch of every score."""
     policy, written = policy_of(cell.settings, size, start, work, bar), kept_pickle(cell.after[0], work)
     groups = np.arange(size.prompts)[cell.settings["number"] * size.block :][: size.block]
-    rows = np.isin(written.rollouts.group, groups)
-    sketched = np.full(written.table.mask.shape, np.nan)
+    rows, sketched = np.isin(written.rollouts.group, groups), np.full(written.table.mask.shape, np.nan)
     for group in groups[groups < size.hybrid]:
         of = written.rollouts.group == group
         sketched[of] = hybrid(policy, written, int(group), size)[of]
@@ -122,11 +118,9 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
 
 def hybrid(policy: Policy, written: ScoredRollouts, group: int, size: Size) -> Float:
     """Return sketched norms [N, T] of a prompt's rollouts, copies once; NaN where the model has no hybrid sketch."""
-    first, back = written.distinct()
-    mine = np.flatnonzero(written.rollouts.group == group)
-    rows = np.intersect1d(first, mine)
+    (first, back), mine = written.distinct(), np.flatnonzero(written.rollouts.group == group)
+    rows, out = np.intersect1d(first, mine), np.full(written.table.mask.shape, np.nan)
     ids, mask, attention = (x[rows] for x in written.batch)
-    out = np.full(written.table.mask.shape, np.nan)
     try:
         found = sketch_score_norms(policy.model, ids, mask, attention, directions=size.directions, method="hybrid")
     except InputError:
@@ -147,8 +141,7 @@ def policy_of(settings: Mapping[str, Any], size: Size, start: TrainConfig | None
         path = work.parent / "adapter"  # kept beside the cells
         if not (path / "model" / "adapter").is_dir():
             lora = None if start is None else replace(start, lora=LoraConfig(rank=LORA.rank))
-            teaching = replace(TRAINED, steps=size.updates, precision="bfloat16")
-            config = config_of(teaching, "rloo", 3e-4, 0, lora)
+            config = config_of(replace(TRAINED, steps=size.updates, precision="bfloat16"), "rloo", 3e-4, 0, lora)
             if size is SMALL:
                 sample = SampleConfig(prompts=4, group_size=4, max_new_tokens=size.tokens)
                 config = replace(config, sample=sample, optimize=OptimizeConfig(steps=size.updates, learning_rate=1e-3))
@@ -168,20 +161,15 @@ def cells(size: Size, learning: training.Size, quick: bool) -> list[Cell]:
     made, common = list[Cell](), {"quick": quick}
     drawn_with, measured_with = ({name: getattr(size, name) for name in names} for names in (DRAWN_WITH, MEASURED_WITH))
     compared = {"shuffles": size.shuffles, "sizes": list(SIZES), "updates": list(UPDATES), "share": CALIBRATION_SHARE}
-    compared["against"] = list(AGAINST)
-    compared["estimators"] = sorted(ESTIMATORS)  # those that a pool cannot have leave no row
+    compared |= {"against": AGAINST, "estimators": sorted(ESTIMATORS)}  # those that a pool cannot have leave no row
+    tried = {"group": GROUP, "batches": BATCHES, "ridges": RIDGES, "features": SETS, "shuffles": size.shuffles}
     for name in size.policies:
-        task, critic = asdict(TASKS[name]), asdict(CRITIC)
-        facts = {**common, "policy": name, "task": task, "critic": critic, **drawn_with}
+        facts = {**common, "policy": name, "task": asdict(TASKS[name]), "critic": asdict(CRITIC), **drawn_with}
         draw = Cell(f"draw-{name}", facts)
-        count = -(-size.prompts // size.block)
-        blocks = [
-            Cell(f"measure-{name}-{k}", {**facts, **measured_with, "number": k}, after=(draw,)) for k in range(count)
-        ]
-        made += [draw, *blocks, Cell(f"compare-{name}", {**facts, **measured_with, **compared}, after=(draw, *blocks))]
-        tried = {"group": GROUP, "batches": list(BATCHES), "ridges": list(RIDGES)}
-        tried |= {"features": {label: list(names) for label, names in SETS.items()}, "shuffles": size.shuffles}
-        made.append(Cell(f"regression-{name}", {**facts, **measured_with, **tried}, after=(draw, *blocks)))
+        known, count = facts | measured_with, -(-size.prompts // size.block)
+        blocks = [Cell(f"measure-{name}-{k}", known | {"number": k}, after=(draw,)) for k in range(count)]
+        made += [draw, *blocks, Cell(f"compare-{name}", known | compared, after=(draw, *blocks))]
+        made.append(Cell(f"regression-{name}", known | tried, after=(draw, *blocks)))
     return made + training.cells(learning, common)
 
 

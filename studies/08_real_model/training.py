@@ -149,6 +149,7 @@ def heldout(config: TrainConfig, model: str, size: Size) -> dict[str, Any]:
         rollouts = sample(generator, policy.tokenizer, policy.task, some, config.sample, group)
         rewards.append(compute_rewards(policy.task, rollouts).rewards().sum(axis=1))
     found = heldout_columns(np.concatenate(rewards).reshape(len(prompts), size.answers), config.evaluate.threshold)
-    names = ("success", "success_low", "success_high")
-    facts = {name: rounded(cast("float | None", found[f"heldout_{name}"])) for name in names}
+    facts = {
+        f"success{end}": rounded(cast("float | None", found[f"heldout_success{end}"])) for end in ("", "_low", "_high")
+    }
     return {"prompts": len(prompts), "answers": size.answers} | facts

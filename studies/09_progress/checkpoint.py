@@ -119,9 +119,9 @@ def trained_checkpoint(cell: Cell, training: Training, quick: bool, work: Path, 
     facts = json.loads((Path(config.model) / "warm_start.json").read_text())
     trainer = Trainer.from_config(config)
     unclipped = _unclipped_moments(trainer)
-    steps = []
+    norms = np.zeros(training.updates)
     for step in range(training.updates):
-        steps.append(train_step(trainer, step).steps)
+        norms[step] = train_step(trainer, step).steps["grad_norm"]
         bar(step + 1, training.updates, f"{cell.name}: training")
     state, parameters = trainer.optimizer.optimizer.state, trainer.policy.parameters
     kept = {"clipped": [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in parameters]}
@@ -134,14 +134,11 @@ def trained_checkpoint(cell: Cell, training: Training, quick: bool, work: Path, 
     critic = fitted_critic(policy, CRITIC, lessons, bar)
     trainer.save(work / "model")
     torch.save({"moments": moments, "critic": critic.state()}, work / STATE)
-    norms = np.array([step["grad_norm"] for step in steps], float)
     scale = (moments["unclipped"][1] / moments["clipped"][1])[moments["clipped"][1] > 0].sqrt()
-    row = {
-        "policy": settings["policy"], "task": settings["task"], "parameters": policy.model.num_parameters(),
-        "supervised_steps": facts["steps"], "updates": training.updates, "grad_norm": rounded(float(norms.mean())),
-        "clipped": float((norms > OPTIMIZE.max_grad_norm).mean()), "unclipped_scale": rounded(float(scale.median())),
-        "scale_spread": rounded(float(scale.log().std())),
-    }  # fmt: skip
+    row = {"policy": settings["policy"], "task": settings["task"], "parameters": policy.model.num_parameters()}
+    row |= {"supervised_steps": facts["steps"], "updates": training.updates, "grad_norm": rounded(norms.mean())}
+    row |= {"clipped": float((norms > OPTIMIZE.max_grad_norm).mean())}
+    row |= {"unclipped_scale": rounded(float(scale.median())), "scale_spread": rounded(float(scale.log().std()))}
     return {"policies": [row]}
 
 
@@ -169,8 +166,7 @@ def load(made_by: Cell, training: Training, quick: bool, work: Path) -> Checkpoi
     assert critic is not None
     critic.load_state(state["critic"])
     base = parameters_to_vector(policy.model.parameters()).detach().clone()
-    moments = {name: (first, second) for name, (first, second) in state["moments"].items()}
-    return Checkpoint(policy, critic, config.sample, base, moments, training.updates)
+    return Checkpoint(policy, critic, config.sample, base, state["moments"], training.updates)
 
 
 def settings_of(policy: str, training: Training, quick: bool) -> Mapping[str, Any]:
@@ -199,11 +195,9 @@ def batch_gradients(at: Checkpoint, number: int) -> Tensor:
     advantages = arm_advantages(table.inputs(np.where(table.mask, table.stats.energy, 0.0)), table.limit)
     logprob = completion_logprobs(at.policy.model, written.rollouts, written.temperature).logprob
     parameters = list(at.policy.model.parameters())
-    rows = []
-    for name in ARMS:
-        weights = torch.as_tensor(advantages[name] / len(table.mask)).to(logprob)
-        rows.append(flattened(torch.autograd.grad((weights * logprob).sum(), parameters, retain_graph=True)))
-    return torch.stack(rows)
+    weights = [torch.as_tensor(advantages[name] / len(table.mask)).to(logprob) for name in ARMS]
+    sums = [(weight * logprob).sum() for weight in weights]
+    return torch.stack([flattened(torch.autograd.grad(one, parameters, retain_graph=True)) for one in sums])
 
 
 def arm_advantages(inputs: EstimatorInputs, limit: int) -> dict[str, Float]:

@@ -56,8 +56,7 @@ def batch_gradients(at: Derailment, prompts: int, group: int, rng: np.random.Gen
     pay = np.repeat(rng.choice(PAYS, size=prompts), group)
     inputs = at.inputs(state, token, on * (rng.random(len(on)) < pay), group)
     entropy = -(at.policy * np.log(at.policy)).sum(axis=1)
-    value = pay[:, None] * at.value[np.arange(at.horizon), state]
-    inputs = replace(inputs, entropy=entropy[state], value=value)
+    inputs = replace(inputs, entropy=entropy[state], value=pay[:, None] * at.value[np.arange(at.horizon), state])
     advantages = arm_advantages(inputs, at.horizon)
     return np.stack([at.group_gradients(state, token, advantages[arm], len(on))[0] for arm in ARMS])
 
@@ -66,12 +65,12 @@ def line_gains(at: Derailment, steps: Float, lengths: Float) -> tuple[Float, Flo
     """Return the exact gains and ESS, both [A, B, L], of steps [A, B, T·2·4] at lengths [A, L]."""
     base = np.log(at.policy) + np.zeros((at.horizon, 1, 1))
     before, shape = exact_success(base, at.follows), (*steps.shape[:2], *base.shape)
-    gains, sizes = [], []
+    gains, sizes = np.zeros((2, *steps.shape[:2], lengths.shape[1]))
     for k in range(lengths.shape[1]):
         logits = base + (lengths[:, None, k, None] * steps).reshape(shape)
-        gains.append(float(np.mean(PAYS)) * (exact_success(logits, at.follows) - before))
-        sizes.append(exact_ess(base, logits, at.follows))
-    return np.stack(gains, axis=-1), np.stack(sizes, axis=-1)
+        gains[..., k] = float(np.mean(PAYS)) * (exact_success(logits, at.follows) - before)
+        sizes[..., k] = exact_ess(base, logits, at.follows)
+    return gains, sizes
 
 
 def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,9 +92,7 @@ def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
         probe = 0.02 / np.sqrt((steps**2).sum(axis=2).mean(axis=1))
         bent = (line_gains(at, steps, probe[:, None])[0][..., 0].mean(axis=1) - probe * slope) / probe**2
         best = np.maximum(slope, slope[0] / 10) / (2 * np.maximum(-bent, 1e-12))
-        lengths = best[:, None] * np.array(MULTIPLES)
-        gains, ess = line_gains(at, steps, lengths)
-        out[name] = gains
+        out[name], ess = line_gains(at, steps, best[:, None] * np.array(MULTIPLES))
         out[f"{name}_ess"] = ess.mean(axis=1)
     for name, root in (("sgd", np.ones_like(scale)), ("adamw", np.sqrt(scale))):
         own = gradient * root

@@ -10,6 +10,7 @@ from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, SKY
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, seed_mean
 from studies.lib import Rows, column, distinct, select
+from studies.lib.formats import find
 
 from .checkpoint import OPTIMIZE
 from .points import BEST, STEPS
@@ -40,35 +41,20 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     # spreads a batch over later steps, which together move by rate·ĝ·(clipping)/(√v + ε).
     best = {row["policy"]: row["length"] for row in select(tables["pilot"], line="adamw", arm="rloo")}
     policies = [row for row in tables["policies"] if row["policy"] not in later]
-    moved = {
-        row["policy"]: OPTIMIZE.learning_rate / max(1.0, row["grad_norm"])
-        for row in tables["policies"]
-        if row["policy"] in best
-    }
+    norms = {row["policy"]: max(1.0, row["grad_norm"]) for row in tables["policies"] if row["policy"] in best}
+    # By optimiser, the point of each checkpoint's arm with the highest predicted efficiency
+    best_first = sorted(select(tables["points"], kind="model"), key=lambda row: -row["predicted"])
+    names = distinct(policies, "policy")
+    foremost = {name: [find(best_first, policy=k, optimiser=name) for k in names] for name in (*BEST, *STEPS)}
     return {
         "by": {(row["kind"], row["optimiser"]): row for row in tables["correlations"]},
-        "wanted": sorted(column(tables["pilot"], "wanted")),
-        "policies": policies,
+        "wanted": sorted(column(tables["pilot"], "wanted")), "policies": policies,
         "new_policies": [row for row in tables["policies"] if row not in policies],
-        "overlong": {policy: length / best[policy] for policy, length in moved.items()},
-        "ess": min(column(tables["checks"], "ess")),
+        "overlong": {policy: OPTIMIZE.learning_rate / norm / best[policy] for policy, norm in norms.items()},
+        "ess": min(column(tables["checks"], "ess")), "foremost": foremost,
         "within": {name: rank_correlation(tables["points"], which) for name, which in WITHIN.items()},
-        "foremost": foremost(tables["points"]),
         "asked": {name: rank_correlation(new, which) for name, which in ASKED.items()} if new else {},
-        "new_foremost": foremost(new),
-    }
-
-
-def foremost(points: Rows) -> dict[str, Rows]:
-    """Return, by optimiser, the point of each checkpoint's arm with the highest predicted efficiency."""
-    models = select(points, kind="model")
-    return {
-        name: [
-            max(select(models, policy=policy, optimiser=name), key=lambda row: row["predicted"])
-            for policy in distinct(models, "policy")
-        ]
-        for name in (*BEST, *STEPS)
-    }
+    }  # fmt: skip
 
 
 def rank_correlation(points: Rows, optimisers: Sequence[str]) -> tuple[Interval | None, list[float]]:
@@ -77,12 +63,11 @@ def rank_correlation(points: Rows, optimisers: Sequence[str]) -> tuple[Interval 
     Arms are chosen within a checkpoint. Ranks over all checkpoints also compare points of different ones, whose
     predictions were never about each other.
     """
-    rows = select(points, kind="model")
-    each = []
+    rows, each = select(points, kind="model"), list[float]()
     for policy in distinct(rows, "policy"):
         own = [select(rows, policy=policy, optimiser=name) for name in optimisers]
-        ranks = [[stats.rankdata(column(one, name)) for name in ("predicted", "realised")] for one in own]
-        each.append(float(np.mean([float(np.corrcoef(*pair)[0, 1]) for pair in ranks])))
+        ranks = [stats.spearmanr(column(one, "predicted"), column(one, "realised"))[0] for one in own]
+        each.append(float(np.mean(ranks)))
     return seed_mean(each, "rank correlation within a checkpoint"), each
 
 
@@ -94,11 +79,10 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         curves = []
         for name in optimisers:
             own = select(rows, optimiser=name)
-            x, y = column(own, "predicted"), np.clip(column(own, "realised"), *CUT)
+            y, low, high = (np.clip(column(own, f"realised{end}"), *CUT) for end in ("", "_low", "_high"))
             # Of very few batches a percentile interval may leave its estimate out, and a bar cannot.
-            low = np.minimum(np.clip(column(own, "realised_low"), *CUT), y).tolist()
-            high = np.maximum(np.clip(column(own, "realised_high"), *CUT), y).tolist()
-            curves += [Curve(x, y.tolist(), name, low, high, COLORS[name], width=0)] if own else []
+            heights = y.tolist(), name, np.minimum(low, y).tolist(), np.maximum(high, y).tolist()
+            curves += [Curve(column(own, "predicted"), *heights, COLORS[name], width=0)] if own else []
         if curves:
             ends = [min(x for c in curves for x in c.x), max(x for c in curves for x in c.x)]
             line = Curve(ends, ends, "", color=GREY, width=1.0, dashed=True)

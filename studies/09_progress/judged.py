@@ -117,11 +117,8 @@ def sampled_success(at: Checkpoint, prompts: Sequence[Prompt], step: Tensor | No
 @torch.no_grad()
 def sequence_logprob(model: PreTrainedModel, rollouts: Rollouts) -> Float:
     """Return log π of each completion in nats [n]."""
-    parts = [
-        completion_logprobs(model, rollouts.take(slice(start, start + AT_ONCE)), 1.0).logprob.double().sum(dim=1)
-        for start in range(0, len(rollouts.group), AT_ONCE)
-    ]
-    return torch.cat(parts).cpu().numpy()
+    some = (rollouts.take(slice(start, start + AT_ONCE)) for start in range(0, len(rollouts.group), AT_ONCE))
+    return torch.cat([completion_logprobs(model, x, 1.0).logprob.double().sum(dim=1) for x in some]).cpu().numpy()
 
 
 @contextmanager
@@ -165,7 +162,7 @@ def pilot(at: Checkpoint, judging: Judging, key: Mapping[str, Any], bar: Bar) ->
     by the jackknife, and K for a standard error of a tenth. The pool comes with it.
     """
     pool = held_out(at, judging.prompts, judging.rollouts, judging.blocks)
-    slope, bent, ess = (np.zeros((len(LINES), len(ARMS), judging.pilot)) for _ in range(3))
+    slope, bent, ess = np.zeros((3, len(LINES), len(ARMS), judging.pilot))
     candidates = (batch_gradients(at, PILOT_FROM + k)[0] for k in range(1000))
     first = next(gradient for gradient in candidates if gradient.norm() > 0)
     probe = [_probe_length(at, pool, step) for step in (first, first * at.scale)]
@@ -191,12 +188,9 @@ def pilot(at: Checkpoint, judging: Judging, key: Mapping[str, Any], bar: Bar) ->
             error = float(np.sqrt(count) * np.sqrt((count - 1) / count * ((ratio - ratio.mean()) ** 2).sum()))
             known = bool(a) and np.isfinite(error)
             wanted = min(int(np.ceil((error / 0.1) ** 2)), 10**6) if known else None
-            rows.append(
-                dict(key)
-                | {"line": line, "arm": arm, "slope": along, "curvature": -float(bent[m, a].mean()), "length": best}
-                | {"gain": rounded(along * best / 2), "error": rounded(error) if a else None, "wanted": wanted}
-                | {"ess": rounded(float(ess[m, a].mean())), "batches": judging.pilot}
-            )  # fmt: skip
+            row = {"line": line, "arm": arm, "slope": along, "curvature": -float(bent[m, a].mean()), "length": best}
+            row |= {"gain": rounded(along * best / 2), "error": rounded(error) if a else None, "wanted": wanted}
+            rows.append({**key, **row, "ess": rounded(float(ess[m, a].mean())), "batches": judging.pilot})
     return {"pilot": rows, "pools": [dict(key) | {"success": pool.success, "rollouts": len(pool.paid)}]}, pool
 
 
@@ -210,17 +204,13 @@ def _probe_length(at: Checkpoint, pool: HeldOut, step: Tensor) -> float:
 
 def inner_products(at: Checkpoint, judging: Judging, bar: Bar) -> dict[str, Float]:
     """Return ⟨ĝ, ĝ'⟩ of all arms and batches, plain and in Adam's metric ⟨ĝ, ĝ'/(√v + ε)⟩, both [A, A, B, B]."""
-    made = list[Tensor]()
+    made, shape = list[Tensor](), (len(ARMS), judging.batches)
     for k in range(judging.batches):
         made.append(batch_gradients(at, k))
         bar(k + 1, judging.batches, "gradients")
-    stacked = torch.stack(made, dim=1)
-    count, flat = len(ARMS), stacked.reshape(len(ARMS) * judging.batches, -1)
-    out = {}
-    for line, scaled in (("sgd", flat), ("adamw", flat * at.scale.sqrt())):
-        inner = (scaled @ scaled.T).double().cpu().numpy().reshape(count, judging.batches, count, judging.batches)
-        out[line] = inner.transpose(0, 2, 1, 3)
-    return out
+    flat = torch.stack(made, dim=1).reshape(len(ARMS) * judging.batches, -1)
+    products = {line: x @ x.T for line, x in (("sgd", flat), ("adamw", flat * at.scale.sqrt()))}
+    return {k: x.double().cpu().numpy().reshape(*shape, *shape).transpose(0, 2, 1, 3) for k, x in products.items()}
 
 
 def gains(at: Checkpoint, pool: HeldOut, judging: Judging, part: int, lengths: Rows, bar: Bar) -> dict[str, Float]:

@@ -82,8 +82,7 @@ class Judged:
         for fitted in (odd, ~odd):
             first, second = np.where(fitted, weight, 0.0), np.where(fitted, 0.0, weight)
             efficiency = self.metrics[optimiser.split("_")[0]].efficiency(first)
-            curve = np.einsum("abg,b->ag", gains, first)
-            chosen = np.where(self.allowed[optimiser], curve, -np.inf).argmax(axis=1)
+            chosen = np.where(self.allowed[optimiser], np.einsum("abg,b->ag", gains, first), -np.inf).argmax(axis=1)
             gain = np.einsum("ab,b->a", gains[np.arange(len(ARMS)), :, chosen], second) / second.sum()
             halves.append((efficiency, gain))
         predicted = np.mean([e / e[0] for e, _ in halves], axis=0)
@@ -93,28 +92,21 @@ class Judged:
 
 def of_policy(name: str, products: Mapping[str, Float], parts: Sequence[Mapping[str, Float]], best: Float) -> Judged:
     """Put together what cells measured of a checkpoint; `best` are the pilot's lengths [2, A]."""
-    found = {
-        key: np.concatenate([part[key] for part in parts], axis=0 if key.endswith("alone") else 1)
-        for key in parts[0]
-        if "sampled" not in key
-    }
-    gains, allowed = dict[str, Float](), dict[str, np.ndarray]()
+    keys = [key for key in parts[0] if "sampled" not in key]
+    found = {key: np.concatenate([part[key] for part in parts], axis=-1) for key in keys}
+    gains, allowed, unbiased = dict[str, Float](), dict[str, np.ndarray](), np.isin(ARMS, UNBIASED)
     factor = clip_factor(found["norm"])
+    one, clipped = np.ones_like(factor), factor / factor.mean()
     for m, line in enumerate(LINES):
         slope, length = found[f"{line}_slope"], best[m][:, None]
         bend = (found[f"{line}_gain"] - length * slope) / length**2
         lost = 1 - found[f"{line}_ess"].mean(axis=1)  # it grows with the square of the length
-        for optimiser, share in ((line, np.ones_like(factor)), (f"{line}_clipped", factor / factor.mean())):
-            eta = share[..., None] * (length[..., None] * np.array(GRID))
-            gains[optimiser] = eta * (slope[..., None] + eta * bend[..., None])
-            allowed[optimiser] = lost[:, None] * np.array(GRID) ** 2 <= 1 - LEAST_ESS
         # Unbiased arms have one slope in expectation: with their mean in its place only curvature tells them apart.
-        known = [ARMS.index(name) for name in UNBIASED]
-        common = slope.copy()
-        common[known] = slope[known].mean(axis=0)
-        eta = length[..., None] * np.array(GRID)
-        gains[f"{line}_known"] = eta * (common[..., None] + eta * bend[..., None])
-        allowed[f"{line}_known"] = allowed[line]
+        common = np.where(unbiased[:, None], slope[unbiased].mean(axis=0), slope)
+        for kind, share, along in (("", one, slope), ("_clipped", clipped, slope), ("_known", one, common)):
+            eta = share[..., None] * (length[..., None] * np.array(GRID))
+            gains[line + kind] = eta * (along[..., None] + eta * bend[..., None])
+            allowed[line + kind] = lost[:, None] * np.array(GRID) ** 2 <= 1 - LEAST_ESS
     for step in STEPS:
         gains[step] = (found[step] - found[f"{step}_alone"])[..., None]
         allowed[step] = np.ones((len(ARMS), 1), bool)
@@ -134,20 +126,18 @@ def check_rows(parts: Sequence[Mapping[str, Float]]) -> list[dict[str, Any]]:
         weighted = np.mean([part[gain][:, : part["n_sampled"]] for part in parts])
         error = float(change[i].std(ddof=1) / np.sqrt(change.shape[1]))
         row = {"optimiser": name, "sampled": rounded(float(change[i].mean())), "error": rounded(error)}
-        ess = np.concatenate([part["sgd_ess" if name == "sgd" else f"{name}_ess"] for part in parts], axis=1)
+        ess = np.concatenate([part[f"{name}_ess"] for part in parts], axis=1)
         rows.append(row | {"weighted": rounded(float(weighted)), "ess": rounded(float(ess.mean(axis=1).min()))})
     return rows
 
 
 def of_process(name: str, found: Mapping[str, Any]) -> Judged:
     """Put together what a cell measured of the derailment process."""
-    lines = [key for key in OPTIMISERS if key in found]
-    metrics = {
-        line: Metric(found[f"{line}_power"], along=found[f"{line}_along"], truth=float(found[f"{line}_truth"]))
-        for line in LINES
-    }
-    allowed = {line: found[f"{line}_ess"] >= LEAST_ESS for line in lines}
-    return Judged(name, "derailment", {line: found[line] for line in lines}, allowed, metrics)
+    gains, metrics = {key: found[key] for key in OPTIMISERS if key in found}, dict[str, Metric]()
+    for line in LINES:
+        power, along, truth = (found[f"{line}_{of}"] for of in ("power", "along", "truth"))
+        metrics[line] = Metric(power, along=along, truth=float(truth))
+    return Judged(name, "derailment", gains, {line: found[f"{line}_ess"] >= LEAST_ESS for line in gains}, metrics)
 
 
 def tables(judged: Sequence[Judged], replicates: int, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
@@ -160,12 +150,12 @@ def tables(judged: Sequence[Judged], replicates: int, seed: int = 0) -> dict[str
         whole[one.name], *again[one.name] = ({k: one.over_rloo(k, weight) for k in one.gains} for weight in weights)
     points = list[dict[str, Any]]()
     for one in judged:  # with percentile intervals over its batches
-        for optimiser, (predicted, realised, gain, _) in whole[one.name].items():
+        for optimiser, found in whole[one.name].items():
             for a, arm in enumerate(ARMS):
                 row: dict[str, Any] = {"policy": one.name, "kind": one.kind, "optimiser": optimiser, "arm": arm}
-                for k, (name, value) in enumerate((("predicted", predicted), ("realised", realised), ("gain", gain))):
+                for k, name in enumerate(("predicted", "realised", "gain")):
                     low, high = np.percentile([draw[optimiser][k][a] for draw in again[one.name]], (2.5, 97.5))
-                    row |= {name: rounded(value[a]), f"{name}_low": rounded(low), f"{name}_high": rounded(high)}
+                    row |= {name: rounded(found[k][a]), f"{name}_low": rounded(low), f"{name}_high": rounded(high)}
                 points.append(row)
     rows = []
     for kind in dict.fromkeys(one.kind for one in judged):
@@ -176,11 +166,9 @@ def tables(judged: Sequence[Judged], replicates: int, seed: int = 0) -> dict[str
             if not named:
                 continue
             estimate = agreement([whole[name] for name in names], named)
-            bootstrap = np.array([
-                agreement([again[names[k]][i] for k in chosen], named)["correlation"] for i, chosen in enumerate(draws)
-            ], float)  # fmt: skip
-            low, high = np.nanpercentile(bootstrap, (2.5, 97.5))
-            ends = {"correlation_low": rounded(float(low)), "correlation_high": rounded(float(high))}
+            anew = [agreement([again[names[k]][i] for k in chosen], named) for i, chosen in enumerate(draws)]
+            low, high = np.nanpercentile(np.array([one["correlation"] for one in anew], float), (2.5, 97.5))
+            ends = {"correlation_low": rounded(low), "correlation_high": rounded(high)}
             rows.append({"kind": kind, "optimiser": group, "checkpoints": len(names)} | estimate | ends)
     return {"points": points, "correlations": rows}
 
@@ -191,16 +179,10 @@ def agreement(found: Sequence[Mapping[str, Any]], optimisers: Sequence[str]) -> 
     Beside it the rank correlation of realised ratios from one half of the batches with those from the other, which is
     what noise leaves, and the share of points that fall on the predicted side of `rloo`.
     """
-    x, y, one, two = (
-        np.concatenate([pick(of[name])[1:] for of in found for name in optimisers])
-        for pick in (lambda r: r[0], lambda r: r[1], lambda r: r[3][0], lambda r: r[3][1])
-    )
-    return {
-        "points": len(x),
-        "correlation": rank_correlation(x, y),
-        "repeated": rank_correlation(one, two),
-        "same_side": rounded(float(np.mean((x > 1) == (y > 1)))),
-    }
+    each = [np.stack([one[0], one[1], *one[3]])[:, 1:] for one in (of[name] for of in found for name in optimisers)]
+    x, y, one, two = np.concatenate(each, axis=1)
+    ranks = {"correlation": rank_correlation(x, y), "repeated": rank_correlation(one, two)}
+    return {"points": len(x), **ranks, "same_side": rounded(float(np.mean((x > 1) == (y > 1))))}
 
 
 def rank_correlation(x: Float, y: Float) -> float | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from otb_analysis.training.runtime import Bar
-from studies.lib import Cell, Study, Tables, rounded
+from studies.lib import Cell, Study, Tables, rounded, select
 from studies.lib.record import keep_arrays, keep_pickle, kept_file, kept_pickle
 
 from . import checkpoint, derailed, judged, points
@@ -57,8 +57,10 @@ SMALL = Size(
 
 def cells(size: Size, quick: bool) -> tuple[list[Cell], list[Cell]]:
     """Return cells of checkpoints, the derailment process and their comparison, and those of new checkpoints."""
-    old = list(chain.from_iterable(cells_of(policy, size, quick) for policy in size.policies))
-    new = list(chain.from_iterable(cells_of(policy, size, quick) for policy in size.new_policies))
+    old, new = (
+        list(chain.from_iterable(cells_of(policy, size, quick) for policy in policies))
+        for policies in (size.policies, size.new_policies)
+    )
     process = {
         "quick": quick, "horizon": size.horizon, "batches": size.process_batches, "clip": size.clip,
         "moment_batches": size.moment_batches, "prompts": size.training.prompts, "group": size.training.group,
@@ -75,20 +77,14 @@ def cells(size: Size, quick: bool) -> tuple[list[Cell], list[Cell]]:
 def cells_of(policy: str, size: Size, quick: bool) -> list[Cell]:
     """Return a checkpoint, its pilot, its inner products and its gains."""
     judging, facts = size.judging, checkpoint.settings_of(policy, size.training, quick)
-    first = Cell(f"checkpoint-{policy}", facts)
-    pool = {**facts, "judging": settings_of(judging, POOL), "arms": list(ARMS)}
-    pilot = Cell(f"pilot-{policy}", pool, (first,))
-    products = {**facts, "batches": judging.batches, "arms": list(ARMS)}
-    part = {**pool, "judging": settings_of(judging, (*POOL, *PART))}
-    gains = [
-        Cell(f"gains-{policy}-{k}", part | {"part": k}, (first, pilot)) for k in range(judging.batches // judging.part)
-    ]
-    return [first, pilot, Cell(f"products-{policy}", products, (first,)), *gains]
-
-
-def settings_of(judging: judged.Judging, names: tuple[str, ...]) -> dict[str, int]:
-    """Return some of the settings: cells do not depend on how many batches there are besides their own."""
-    return {name: getattr(judging, name) for name in names}
+    # Cells do not depend on how many batches there are besides their own.
+    pool, part = ({name: getattr(judging, name) for name in names} for names in (POOL, (*POOL, *PART)))
+    first, known = Cell(f"checkpoint-{policy}", facts), {**facts, "arms": list(ARMS)}
+    pilot = Cell(f"pilot-{policy}", known | {"judging": pool}, (first,))
+    products = Cell(f"products-{policy}", known | {"batches": judging.batches}, (first,))
+    numbers, of_part = range(judging.batches // judging.part), known | {"judging": part}
+    gains = [Cell(f"gains-{policy}-{k}", of_part | {"part": k}, (first, pilot)) for k in numbers]
+    return [first, pilot, products, *gains]
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -121,15 +117,11 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
 
 def compared(cell: Cell, policies: Sequence[str], replicates: int, work: Path) -> Tables:
     """Return points and correlations, and how sampling anew agrees with importance weights."""
-    arrays = {
-        one.name: dict(np.load(kept_file(one, work)))
-        for one in cell.after
-        if one.name.split("-")[0] in ("products", "gains", "derailment")
-    }
-    found, checks = [], []
+    kept = [one for one in cell.after if one.name.startswith(("products-", "gains-", "derailment-"))]
+    arrays, found, checks = {one.name: dict(np.load(kept_file(one, work))) for one in kept}, [], []
     for policy in policies:
         parts = [arrays[name] for name in arrays if name.startswith(f"gains-{policy}-")]
-        lengths = [row for row in cell.given["pilot"] if row["policy"] == policy]
+        lengths = select(cell.given["pilot"], policy=policy)
         best = np.array([judged.best_lengths(lengths, line) for line in judged.LINES])
         found.append(points.of_policy(policy, arrays[f"products-{policy}"], parts, best))
         checks += [{"policy": policy} | row for row in points.check_rows(parts)]

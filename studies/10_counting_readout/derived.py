@@ -9,7 +9,7 @@ from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import seed_mean
 from studies.lib import Rows, column, distinct, interval_columns, select
 from studies.lib.formats import interval_curve
-from studies.lib.seeds import by_seed
+from studies.lib.seeds import by_seed, paired_difference
 
 POLICIES = {
     ("direct", "untrained"): "untrained",
@@ -36,10 +36,8 @@ def chance(width: int) -> float:
 
 def over_seeds(rows: Rows, scales: Mapping[str, str]) -> dict[str, Any]:
     """Return means over seeds with Student's intervals."""
-    found = dict[str, Any]()
-    for name, scale in scales.items():
-        found |= interval_columns(name, seed_mean(column(rows, name), name, scale))
-    return found
+    means = {name: seed_mean(column(rows, name), name, scale) for name, scale in scales.items()}
+    return {key: x for name, found in means.items() for key, x in interval_columns(name, found).items()}
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
@@ -69,7 +67,7 @@ def gain(curves: Rows, start: str, arm: str) -> dict[str, Any]:
     """Return what training an arm adds to π of the right digit, seed by seed."""
     rows = select(curves, start=start, arm=arm)
     first, last = (by_seed(select(rows, step=end(column(rows, "step"))), "right") for end in (min, max))
-    added = seed_mean([last[seed] - first[seed] for seed in first], "gain in π of the right digit")
+    added = paired_difference(last, first, "gain in π of the right digit")
     return {"start": start, "arm": arm, "seeds": len(first)} | interval_columns("gain", added)
 
 
@@ -82,21 +80,19 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     ]
     if "real_layers" not in tables:
         return {"training.svg": svg(panels, columns=3)}
-    real = tables["real_layers"]
-    by_layer = {row["layer"]: row for row in real}
-    by_chance = {k: {"c": chance(row["width"])} for k, row in by_layer.items()}
+    by_layer = {row["layer"]: dict(row) | {"c": chance(row["width"])} for row in tables["real_layers"]}
     held = [interval_curve(by_layer, "r_squared", "probe", BLUE)]
     angles = [
         interval_curve(by_layer, "cos_probe", "probe", BLUE),
         interval_curve(by_layer, "cos_shift", "movement of the state with the count", ORANGE),
-        interval_curve(by_chance, "c", "chance", GREY, dashed=True),
+        interval_curve(by_layer, "c", "chance", GREY, dashed=True),
     ]
-    title, of = "SmolLM2: the count in its states", "R² of a linear probe on new prompts"
-    layers = [Panel(title, of, "layer", held, y_range=(0.0, 1.0))]
-    title, of = "SmolLM2: angle with the digit rows", "mean |cos| over ten digits"
-    layers.append(Panel(title, of, "layer", angles, y_range=(0.0, 0.2)))
-    own = [dict(row) | {"seed": 0} for row in tables["real_curves"]]
-    panels.append(learning(own, "SmolLM2", f"{note}, 95 % over prompts"))
+    of, angle = "R² of a linear probe on new prompts", "mean |cos| over ten digits"
+    layers = [
+        Panel("SmolLM2: the count in its states", of, "layer", held, y_range=(0.0, 1.0)),
+        Panel("SmolLM2: angle with the digit rows", angle, "layer", angles, y_range=(0.0, 0.2)),
+    ]
+    panels.append(learning(tables["real_curves"], "SmolLM2", f"{note}, 95 % over prompts"))
     return {"layers.svg": svg(layers), "training.svg": svg(panels, columns=3)}
 
 
@@ -104,11 +100,7 @@ def learning(rows: Rows, title: str, note: str) -> Panel:
     """Return learning curves by what was trained: over seeds, or of one run as its rows have it."""
     curves = []
     for arm in distinct(rows, "arm"):
-        own = select(rows, arm=arm)
-        points = {
-            step / 100: at[0] if at[0].get("right_low") is not None else over_seeds(at, {"right": "logit"})
-            for step in distinct(own, "step")
-            if (at := select(own, step=step))
-        }
+        at = {step: select(rows, arm=arm, step=step) for step in distinct(select(rows, arm=arm), "step")}
+        points = {k / 100: x[0] if "right_low" in x[0] else over_seeds(x, {"right": "logit"}) for k, x in at.items()}
         curves.append(interval_curve(points, "right", *ARMS[arm]))
     return Panel(title, note, "hundred steps of 16 prompts", curves, y_range=(0.0, 1.0), percent=True)

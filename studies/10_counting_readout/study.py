@@ -33,6 +33,7 @@ from otb_analysis.training.warm_start import IGNORED, demonstrations, make_optim
 from otb_analysis.types import Bool, Float, Int
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
 from studies.lib.policies import Policy, fresh_policy
+from studies.lib.record import Gathered
 
 DIGITS = 10
 
@@ -68,8 +69,7 @@ def digit_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def padded(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and attention mask [N, L], padded on the left, so that all texts end in one column."""
-    ids = [torch.tensor(text) for text in texts]
-    both = (ids, [torch.ones_like(x) for x in ids])
+    both = [torch.tensor(text) for text in texts], [torch.ones(len(text), dtype=torch.long) for text in texts]
     ids, seen = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in both)
     return ids, seen
 
@@ -78,10 +78,8 @@ def last_position(model: PreTrainedModel, texts: Sequence[Sequence[int]], states
     """Return the model's output at the last token of each text."""
     ids, seen = (x.to(model.device) for x in padded(texts))
     position = (seen.cumsum(1) - 1).clamp(min=0)
-    return model(
-        input_ids=ids, attention_mask=seen, position_ids=position, output_hidden_states=states, use_cache=False,
-        logits_to_keep=1,
-    )  # fmt: skip
+    settings = {"output_hidden_states": states, "use_cache": False, "logits_to_keep": 1}
+    return model(input_ids=ids, attention_mask=seen, position_ids=position, **settings)
 
 
 @torch.no_grad()
@@ -100,7 +98,7 @@ def read(
     return States(np.concatenate(hidden, axis=1), np.concatenate(logprob), count)
 
 
-def readings(states: States, rows: Float, fitted: Bool, ridge: float) -> list[dict[str, float]]:
+def readings(states: States, rows: Float, fitted: Bool, ridge: float) -> list[dict[str, Any]]:
     """Return of each layer what a probe finds in prompts it was not fitted on, and mean |cos| with the digit rows."""
     found = []
     for hidden in states.hidden:
@@ -151,6 +149,7 @@ ARMS = ("rows", "rest", "all")
 RATES = {"rows": 3e-2, "rest": 3e-3, "all": 3e-3}
 """Learning rates of AdamW, chosen on seed 99, which no table holds."""
 SEEDS, STEPS, CHECK, HELDOUT, NORMS, RIDGE = 6, 600, 50, 1024, 96, 1e-3
+QUICK = {"steps": 20, "check": 10, "heldout": 64, "norms": 8}
 
 
 def cells(quick: bool) -> list[Cell]:
@@ -158,17 +157,12 @@ def cells(quick: bool) -> list[Cell]:
 
     The real model is too large for a quick run.
     """
-    size = {"steps": STEPS, "check": CHECK, "heldout": HELDOUT, "norms": NORMS}
-    size |= {"steps": 20, "check": 10, "heldout": 64, "norms": 8} if quick else {}
-    made = [
-        Cell(
-            f"{start}-s{seed}",
-            {"start": start, "seed": seed, "task": asdict(TASK), "model": asdict(MODEL), "rates": RATES, "ridge": RIDGE}
-            | {"shown": shown, "before": 20 if quick else before} | size,
-        )
-        for start, (shown, before) in STARTS.items()
-        for seed in range(1 if quick else SEEDS)
-    ]  # fmt: skip
+    same = {"task": asdict(TASK), "model": asdict(MODEL), "rates": RATES, "ridge": RIDGE, "steps": STEPS}
+    same |= {"check": CHECK, "heldout": HELDOUT, "norms": NORMS} | (QUICK if quick else {})
+    made = list[Cell]()
+    for start, (shown, before) in STARTS.items():
+        own = same | {"start": start, "shown": shown, "before": 20 if quick else before}
+        made += [Cell(f"{start}-s{seed}", own | {"seed": seed}) for seed in range(1 if quick else SEEDS)]
     facts = {"model": "smollm2", "task": asdict(TASK), "prompts": SEED, "examples": EXAMPLES, "judged": JUDGED}
     facts |= {"batch": BATCH}
     look = {"fitted": FITTED, "norms": REAL_NORMS, "ridge": REAL_RIDGE, "blocks": BLOCKS}
@@ -184,18 +178,15 @@ def measure_small(cell: Cell, bar: Bar) -> Tables:
     mark = policy.tokenizer("#", add_special_tokens=False)["input_ids"]
     texts = [[*encode_prompt(policy.tokenizer, prompt), *mark] for prompt in prompts]
     count, digits = counts(prompts), digit_ids(policy.tokenizer)
-    key = {"model": "small", "start": s["start"], "seed": s["seed"]}
-    tables: dict[str, list[dict[str, Any]]] = {"layers": [], "answers": [], "curves": []}
+    key, tables = {"model": "small", "start": s["start"], "seed": s["seed"]}, Gathered()
 
     def look(model: PreTrainedModel, arm: str) -> None:
-        states = read(model, texts, count, digits)
-        fitted = np.arange(len(count)) % 2 == 0
-        found = readings(states, digit_rows(model, digits), fitted, s["ridge"])
-        for layer, one in enumerate(found, start=1):
-            row = {"arm": arm, "layer": layer, "width": states.hidden.shape[2]}
-            tables["layers"].append(key | row | {name: rounded(x) for name, x in one.items()})
+        states, fitted = read(model, texts, count, digits), np.arange(len(count)) % 2 == 0
+        found = enumerate(readings(states, digit_rows(model, digits), fitted, s["ridge"]), start=1)
+        width = states.hidden.shape[2]
+        layers = [{"layer": k, "width": width} | {n: rounded(x) for n, x in one.items()} for k, one in found]
         share = shares(model, texts[: s["norms"]], digits, s["seed"])
-        tables["answers"].append(key | {"arm": arm} | states.success | share)
+        tables.add(key | {"arm": arm}, layers=layers, answers=[states.success | share])
 
     look(policy.model, "untrained")
     torch.manual_seed(s["seed"])
@@ -207,8 +198,7 @@ def measure_small(cell: Cell, bar: Bar) -> Tables:
         model = deepcopy(policy.model)
         for step in train(replace(policy, model=model), arm, digits, s):
             if step % s["check"] == 0:
-                reached = read(model, texts, count, digits).success
-                tables["curves"].append(key | {"arm": arm, "step": step} | reached)
+                tables.add(key | {"arm": arm, "step": step}, curves=[read(model, texts, count, digits).success])
         look(model, arm)
         bar(number, len(ARMS), f"{cell.name}: {arm}")
     return tables
@@ -272,12 +262,11 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
         return {"real_curves": list(curve_of_all(model, tokenizer, task, judged, s, bar))}
     prompts = [*distinct_prompts(task, "train", s["fitted"]), *judged]
     texts, fitted = encoded(tokenizer, prompts), np.arange(len(prompts)) < s["fitted"]
-    states = read(model, texts, counts(prompts), digits, at_once=s["batch"])
+    states, rows = read(model, texts, counts(prompts), digits, at_once=s["batch"]), digit_rows(model, digits)
     bar(1, 3, "states")
-    rows = digit_rows(model, digits)
     curve = [curve_row("rows", *point) for point in rows_trained(states, rows, fitted, s["rows"], s["batch"])]
-    found = layer_intervals(states, rows, fitted, s)
-    layers = [{"layer": k, "width": rows.shape[1]} | row for k, row in enumerate(found, 1)]
+    found = enumerate(layer_intervals(states, rows, fitted, s), 1)
+    layers = [{"layer": k, "width": rows.shape[1]} | row for k, row in found]
     bar(2, 3, "probes and rows")
     share = shares(model, texts[-s["norms"] :], digits, seed=0)
     bar(3, 3, "norms")
@@ -288,12 +277,9 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
 
 def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return prompts as the model reads them, up to the blank before the number."""
-    texts = []
-    for prompt in prompts:
-        letters, target = prompt.text.removesuffix("=").split("?")
-        text = f"{EXAMPLES}Letters: {' '.join(letters)}\nNumber of {target}: "
-        texts.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return texts
+    asked = (prompt.text.removesuffix("=").split("?") for prompt in prompts)
+    texts = [f"{EXAMPLES}Letters: {' '.join(letters)}\nNumber of {target}: " for letters, target in asked]
+    return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
 def counts(prompts: Sequence[Prompt]) -> Int:
@@ -303,22 +289,19 @@ def counts(prompts: Sequence[Prompt]) -> Int:
 
 def layer_intervals(states: States, rows: Float, fitted: Bool, s: Any) -> list[dict[str, Any]]:
     """Return readings by layer with intervals over prompts, from leaving out one block of them after another."""
-    block = np.arange(len(fitted)) % s["blocks"]
-    whole = readings(states, rows, fitted, s["ridge"])
-    without = []
-    for k in np.unique(block):
-        kept = block != k
+    block, without = np.arange(len(fitted)) % s["blocks"], list[list[dict[str, Any]]]()
+    for kept in (block != k for k in np.unique(block)):
         part = States(states.hidden[:, kept], states.logprob[kept], states.count[kept])
         without.append(readings(part, rows, fitted[kept], s["ridge"]))
-    table, judged = list[dict[str, Any]](), int((~fitted).sum())
-    for k, row in enumerate(whole):
-        found = {
-            name: jackknife_interval(row[name], [one[k][name] for one in without], name, scale="linear")
-            for name in ("r_squared", "cos_probe", "cos_shift")
-        }
+    table, judged = list[dict[str, Any]](), np.arange(int((~fitted).sum()))
+    for k, whole in enumerate(readings(states, rows, fitted, s["ridge"])):
+        row = dict[str, Any]()
+        for name in ("r_squared", "cos_probe", "cos_shift"):
+            others = [one[k][name] for one in without]
+            row |= interval_columns(name, jackknife_interval(whole[name], others, name, scale="linear"))
         # A share of judged prompts, of the probe as it is: refits make jumps of so rough a number.
-        found["exact"] = share_interval(np.arange(judged) < round(row["exact"] * judged), "rounded prediction is right")
-        table.append({c: value for name, one in found.items() for c, value in interval_columns(name, one).items()})
+        right = share_interval(judged < round(whole["exact"] * len(judged)), "rounded prediction is right")
+        table.append(row | interval_columns("exact", right))
     return table
 
 
@@ -328,10 +311,9 @@ def rows_trained(states: States, rows: Float, fitted: Bool, how: Any, batch: int
     States and all other logits stay as they are, so that nothing else of the model is needed: with z' the new logits of
     the digits, π' = exp(z'_v)/(R + Σ exp z'), R the sum over all other tokens.
     """
-    hidden, count = torch.tensor(states.hidden[-1]), torch.tensor(states.count)
-    weight = torch.tensor(rows)
-    logits = hidden @ weight.T
-    total = (logits - torch.tensor(states.logprob)).mean(dim=1)  # log Σ_v exp z_v, the same from each digit
+    hidden, count, weight = (torch.tensor(x) for x in (states.hidden[-1], states.count, rows))
+    # log Σ_v exp z_v, the same from each digit
+    total = (hidden @ weight.T - torch.tensor(states.logprob)).mean(dim=1)
     others = total + torch.tensor(np.log1p(-np.minimum(np.exp(states.logprob).sum(axis=1), 1 - 1e-12)))
     weight.requires_grad_()
     train, judged = (torch.tensor(np.flatnonzero(part)) for part in (fitted, ~fitted))

@@ -1,6 +1,6 @@
 """What the page of critical tokens needs beyond its tables: rank correlations over prompts, and its figure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -12,6 +12,7 @@ from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval, cluster_jackknife
 from otb_analysis.types import Float
 from studies.lib import Rows, column, distinct, interval_columns, select
+from studies.lib.formats import ratio_interval
 
 from .study import DECISIVE, DRAWN, FINDERS, KINDS, LOWEST, SCORES, SIZES
 
@@ -28,10 +29,10 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     for policy, kind, (target, names, plain) in product(policies, KINDS, targets):
         sums = select(tables["sums"], policy=policy, kind=kind)
         for name, words in names.items():
-            row = {"policy": policy, "kind": kind, "target": target, "score": name, "words": words}
-            row |= interval_columns("correlation", correlation(sums, name, target))
+            key = {"policy": policy, "kind": kind, "target": target, "score": name, "words": words}
             more = None if name == plain else correlation(sums, name, target, plain)
-            rows.append(row | interval_columns("over_plain", more))
+            own = interval_columns("correlation", correlation(sums, name, target))
+            rows.append(key | own | interval_columns("over_plain", more))
     decided = [decisive(select(tables["found"], policy=policy), policy) for policy in policies]
     return {"correlations": rows, "decisive": decided, "DECISIVE": DECISIVE, "LOWEST": LOWEST, "FEW": FEW}
 
@@ -57,22 +58,16 @@ def decisive(rows: Rows, policy: str) -> dict[str, Any]:
     `found_by` is the share of them among the tenth of these tokens that a score ranks lowest; by lot it is a tenth.
     `more` is that share by the contrast less that by log π.
     """
-    table = np.array([column(rows, name) for name in ("decisive", *FINDERS)], dtype=float).T
-    place = {name: k for k, name in enumerate(FINDERS, start=1)}
-    tokens = int(sum(column(rows, "tokens")))
-    row: dict[str, Any] = {"policy": policy, "tokens": tokens, "decisive": int(table[:, 0].sum())}
-    for name, at in place.items():
-        row |= interval_columns(f"found_by_{name}", found_share(table, lambda s, at=at: s[..., at]))
-    more = found_share(table, lambda s: s[..., place["contrast"]] - s[..., place["logprob"]])
-    return row | interval_columns("more", more)
-
-
-def found_share(table: Float, found: Callable[[Float], Float]) -> Interval | None:
-    """Return what was found over what there was to find, column 0 of the table of prompts; of few, without ends."""
-    if not table[:, 0].any():
-        return None
-    whole = cluster_jackknife(table, lambda s: found(s) / s[..., 0], "share found", "linear")
-    return whole if whole is None or table[:, 0].sum() >= FEW else replace(whole, low=None, high=None)
+    there = np.array(column(rows, "decisive"))
+    found = {f"found_by_{name}": np.array(column(rows, name)) for name in FINDERS}
+    found["more"] = found["found_by_contrast"] - found["found_by_logprob"]
+    row: dict[str, Any] = {"policy": policy, "tokens": sum(column(rows, "tokens")), "decisive": int(there.sum())}
+    for name, counts in found.items():
+        share = ratio_interval(counts, there, "share found", "linear") if there.any() else None
+        if share and there.sum() < FEW:
+            share = replace(share, low=None, high=None)
+        row |= interval_columns(name, share)
+    return row
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
@@ -83,8 +78,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         for name, color in COLORS.items():  # the mean effect of each fifth over all seeds' tokens
             own = select(tables["fifths"], policy=policy, score=name)
             parts = {float(part): select(own, fifth=part) for part in distinct(own, "fifth")}
-            weights = [(column(rows, "effect"), column(rows, "tokens")) for rows in parts.values()]
-            means = [float(np.average(effect, weights=tokens)) for effect, tokens in weights]
+            means = [np.average(column(x, "effect"), weights=column(x, "tokens")) for x in parts.values()]
             curves.append(Curve(list(parts), means, SCORES[name], color=color))
         title, note = f"{policy}: tokens of wrong rollouts", "mean effect on success"
         panels.append(Panel(title, note, "fifth of the score, lowest first", curves))

@@ -79,14 +79,12 @@ def summaries(tokens: Sequence[Token]) -> dict[str, list[dict[str, Any]]]:
             columns |= {f"{name}_sq": ranked[name] ** 2 for name in names}
             columns |= {f"{name}_{target}": ranked[name] * ranked[target] for name in names}
         sums += [{"kind": kind} | row for row in sums_by_prompt(own, columns)]
-    wrong = [token for token in tokens if not token["right"]]
-    x = values(wrong)
+    x = values(wrong := [token for token in tokens if not token["right"]])
     for name in DRAWN:  # the mean effect of each fifth of some scores, lowest first
         part = np.clip(((ranks(x[name]) + 0.5) * BINS).astype(int), 0, BINS - 1)
-        for k in np.unique(part):
-            effect = x["effect"][part == k]
-            row = {"score": name, "fifth": int(k) + 1, "tokens": len(effect)}
-            fifths.append(row | {"effect": rounded(float(effect.mean()))})
+        effects = {int(k) + 1: x["effect"][part == k] for k in np.unique(part)}
+        one = {"score": name}
+        fifths += [one | {"fifth": k, "tokens": len(e), "effect": rounded(e.mean())} for k, e in effects.items()]
     return {"sums": sums, "found": found_rows(wrong), "fifths": fifths}
 
 
@@ -110,10 +108,7 @@ def sums_by_prompt(tokens: Sequence[Token], columns: Mapping[str, Any]) -> list[
     """Return a row per prompt with the sums of columns [n] over its tokens."""
     prompts, place = np.unique([token["prompt"] for token in tokens], return_inverse=True)
     summed = {name: np.bincount(place.reshape(-1), x, len(prompts)) for name, x in columns.items()}
-    return [
-        {"prompt": int(prompt)} | {name: rounded(float(x[k])) for name, x in summed.items()}
-        for k, prompt in enumerate(prompts)
-    ]
+    return [{"prompt": int(p)} | {n: rounded(x[k]) for n, x in summed.items()} for k, p in enumerate(prompts)]
 
 
 def found_rows(tokens: Sequence[Token]) -> list[dict[str, int]]:
@@ -122,8 +117,7 @@ def found_rows(tokens: Sequence[Token]) -> list[dict[str, int]]:
     bad = x["effect"] <= DECISIVE
     columns = {"tokens": np.ones(len(bad)), "decisive": bad}
     columns |= {name: bad & (ranks(x[name]) < LOWEST - 0.5) for name in FINDERS}
-    rows = sums_by_prompt(tokens, columns)
-    return [{name: int(value) for name, value in row.items()} for row in rows]
+    return [{name: int(value) for name, value in row.items()} for row in sums_by_prompt(tokens, columns)]
 
 
 def token_effects(
@@ -190,8 +184,7 @@ def successes(
         draft.turns.append(Turn(str(policy.tokenizer.decode(ids[:-1] if finished else ids)), finished))
         draft.finish_reason = "stop" if finished else "length"
         drafts.append(draft)
-    group = np.repeat(rollouts.group[rows], draws)
-    paid = compute_rewards(policy.task, collate(drafts, rollouts.prompts, group, 0))
+    paid = compute_rewards(policy.task, collate(drafts, rollouts.prompts, np.repeat(rollouts.group[rows], draws), 0))
     return (paid.reward.sum(axis=1) >= right).reshape(n, draws).mean(axis=1)
 
 
@@ -263,11 +256,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     bar(2, 3, f"{cell.name}: continuing")
     kept, other = token_effects(policy, written.rollouts, chosen, RIGHT, s["draws"], s["length"], 2000 + s["seed"], bar)
     columns |= {"kept": kept, "replaced": other}
-    tokens = [
-        {"prompt": int(written.table.group[i]), "right": bool(right[i])}
-        | {name: rounded(float(x[i, j])) for name, x in columns.items()}
-        for i, j in zip(n.tolist(), t.tolist(), strict=True)
-    ]
+    tokens = list[Token]()
+    for i, j in zip(n.tolist(), t.tolist(), strict=True):
+        facts = {"prompt": int(written.table.group[i]), "right": bool(right[i])}
+        tokens.append(facts | {name: rounded(x[i, j]) for name, x in columns.items()})
     share = np.bincount(written.table.group, right) / np.bincount(written.table.group)
     facts = {"success": float(right.mean()), "mixed": int(((share > 0) & (share < 1)).sum()), "rollouts": len(right)}
     facts |= {"policy_tokens": int(written.table.mask.sum()), "tokens": len(tokens)}

@@ -12,8 +12,8 @@ from otb_analysis.figures.styles import AMBER, BLUE, GREEN, ORANGE, PINK
 from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import Interval, cluster_jackknife, jackknife_interval
 from otb_analysis.types import Float
-from studies.lib import Rows, column, distinct, interval_columns, select
-from studies.lib.formats import interval_curves, ratio_interval
+from studies.lib import Rows, column, distinct, interval_columns, mean, select
+from studies.lib.formats import interval_curves, ratio_interval, with_deleted
 
 from .study import EARLIER, MOST, SIZES, UPDATE
 
@@ -35,9 +35,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         own, equal = (select(worlds, law=law, size=size, arm=which) for which in (arm, "equal"))
         row: dict[str, Any] = {"where": f"enumerated, {law}", "size": size, "arm": arm}
         for name in ("efficiency", "within"):  # populations are the clusters
-            pair = column(own, name), column(equal, name)
-            row |= interval_columns(name, ratio_interval(*pair, f"{name} over equal"))
-        rows.append(row | {name: float(np.mean(column(own, name))) for name in ("bias", "projection")})
+            row |= interval_columns(name, ratio_interval(column(own, name), column(equal, name), f"{name} over equal"))
+        rows.append(row | {name: mean(column(own, name)) for name in ("bias", "projection")})
     for task in distinct(prompts, "task"):  # prompts are the clusters, sizes stay as they were chosen for all of them
         own = select(prompts, task=task)
         q, a, b, along = (np.array(column(own, name)) for name in ("q", "a", "b", "along"))
@@ -49,9 +48,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
             for arm in (name for name in WORDS if name in sizes):
                 within = [a / k + b / (k * (k - 1)) for k in (np.full(len(own), size), sizes[arm])]
                 update = (UPDATE, 2 * UPDATE if arm == "half" else UPDATE)
-                row = {"where": f"pool, {task}", "size": size, "arm": arm, "bias": None, "projection": None}
-                row |= interval_columns("efficiency", efficiency_ratio(q, along, within, update))
-                rows.append(row | interval_columns("within", ratio_interval(within[1], within[0], "within")))
+                key = {"where": f"pool, {task}", "size": size, "arm": arm, "bias": None, "projection": None}
+                own_row = key | interval_columns("efficiency", efficiency_ratio(q, along, within, update))
+                rows.append(own_row | interval_columns("within", ratio_interval(within[1], within[0], "within")))
     return {"ratios": rows, "words": WORDS, "thirds": thirds(prompts)}
 
 
@@ -60,14 +59,9 @@ def efficiency_ratio(q: Float, along: Float, within: list[Float], update: tuple[
 
     Both have the mean ∇J, so ‖∇J‖² cancels but for its part in E‖g‖² = ‖∇J‖² + (q + V − ‖∇J‖²)/U.
     """
-    count = len(q)
-
-    def every(x: Float) -> Float:
-        return np.concatenate([[x.mean()], (x.sum() - x) / (count - 1)])
-
     # Each product of two prompts is in the rows of both
-    truth = np.concatenate([[along.mean()], (along.sum() - 2 * along) / (count - 2)])
-    equal, arm = (truth + (every(q + v) - truth) / u for v, u in zip(within, update, strict=True))
+    truth = np.concatenate([[along.mean()], (along.sum() - 2 * along) / (len(q) - 2)])
+    equal, arm = (truth + (with_deleted(q + v) - truth) / u for v, u in zip(within, update, strict=True))
     return jackknife_interval(float(equal[0] / arm[0]), equal[1:] / arm[1:], "efficiency over equal groups")
 
 
@@ -82,10 +76,8 @@ def thirds(prompts: Rows) -> list[dict[str, Any]]:
         p, variance = np.array(column(own, "success")), np.array([row["a"] / 8 + row["b"] / 56 for row in own])
         third = np.arange(len(own)) * 3 // len(own)
         for k in range(3):
-            sums = [x * (third == j) for j in (k, 2) for x in (variance, p * (1 - p))]
-            found = cluster_jackknife(
-                np.stack(sums, 1), lambda m: m[..., 0] / m[..., 1] / (m[..., 2] / m[..., 3]), "V/(p(1 − p))"
-            )
+            sums = np.stack([x * (third == j) for j in (k, 2) for x in (variance, p * (1 - p))], 1)
+            found = cluster_jackknife(sums, lambda m: m[..., 0] / m[..., 1] / (m[..., 2] / m[..., 3]), "V/(p(1 − p))")
             rows.append({"task": task, "success": float(p[third == k].mean())} | interval_columns("relative", found))
     return rows
 

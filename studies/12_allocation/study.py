@@ -109,10 +109,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         p = np.array([tree.objective for tree in trees])
         won = {k: rng.binomial(k, p) for k in s["earlier"]}
         for size in s["sizes"]:
+            row = {"law": cell.name.removeprefix("exact-"), "world": world, "size": size}
             for arm, (n, weight) in arms(laws, p, won, size).items():
-                half = arm == "half"
-                row = {"law": cell.name.removeprefix("exact-"), "world": world, "size": size, "arm": arm}
-                rows.append(row | worth(laws, n, weight, s["update"] * (2 if half else 1)))
+                rows.append(row | {"arm": arm} | worth(laws, n, weight, s["update"] * (2 if arm == "half" else 1)))
         bar(world + 1, s["worlds"], f"{cell.name}: populations enumerated")
     return {"worlds": rows}
 
@@ -169,8 +168,8 @@ def worth(laws: Laws, n: Float, weight: Float, update: int) -> dict[str, float |
     within = float((weight**2 * (laws.single / n + laws.pair / (n * (n - 1)))).mean())
     between = float((weight**2 * laws.square).mean() - mean @ mean)
     true_sq, along = float(truth @ truth), float(mean @ truth)
-    efficiency = along**2 / (true_sq * (float(mean @ mean) + (within + between) / update))
-    values = {"within": within, "between": between, "efficiency": efficiency}
+    values = {"within": within, "between": between}
+    values["efficiency"] = along**2 / (true_sq * (float(mean @ mean) + (within + between) / update))
     values |= {"bias": float(np.linalg.norm(mean - truth)) / true_sq**0.5, "projection": along / true_sq}
     return {name: rounded(value) for name, value in values.items()}
 
@@ -193,14 +192,12 @@ def pooled(cell: Cell, bar: Bar) -> Tables:
     paid, group = later.table.total_reward, later.rollouts.group
     parts = [from_rollouts(sketch[group == p], paid[group == p]) for p in range(len(chosen))]
     laws = Laws(*map(np.array, zip(*parts, strict=True)))
-    total = laws.gradient.sum(axis=0)
-    along = (laws.gradient @ total - (laws.gradient**2).sum(axis=1)) / (len(chosen) - 1)
-    rows = []
+    along = (laws.gradient @ laws.gradient.sum(axis=0) - (laws.gradient**2).sum(axis=1)) / (len(chosen) - 1)
+    values, rows = {"q": laws.square, "a": laws.single, "b": laws.pair, "along": along}, []
     for p in range(len(chosen)):
         row = {"task": task, "prompt": p, "success": float(paid[group == p].mean())}
         row |= {f"won{k}": float(past[p, :k].sum()) for k in s["earlier"]}
-        values = (laws.square[p], laws.single[p], laws.pair[p], along[p])
-        rows.append(row | {key: rounded(float(x)) for key, x in zip(("q", "a", "b", "along"), values, strict=True)})
+        rows.append(row | {name: rounded(x[p]) for name, x in values.items()})
     bar(3, 3, f"{cell.name}: measured")
     return {"prompts": rows}
 

@@ -20,8 +20,7 @@ DRAWN = {"stapo": AMBER, "drawn": GREY, "delightful": ORANGE}
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the rows at the default thresholds, the small policies, and the arms that are compared with `rloo`."""
     at = {"probability": DEFAULT.probability, "entropy": DEFAULT.entropy}
-    small = [row for row in tables["policies"] if row["silenced"] is not None]
-    real = [row for row in tables["policies"] if row["silenced"] is None]
+    small, real = ([r for r in tables["policies"] if (r["silenced"] is None) == of_real] for of_real in (False, True))
     return {
         "shares": clipped(tables["thresholds"]),
         "default": {row["policy"]: row for row in select(tables["thresholds"], **at)}, "small": small, "real": real,
@@ -38,20 +37,16 @@ def clipped(rows: Rows) -> Rows:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the share of silenced tokens over τ_p, and every arm's efficiency over that of `rloo`."""
-    ends = ("share", "share_low", "share_high")
-    thresholds = [
-        dict(row) | {end: 10_000 * row[end] for end in ends}
-        for row in clipped(select(tables["thresholds"], entropy=DEFAULT.entropy))
-    ]
+    ends, rows = ("share", "share_low", "share_high"), clipped(select(tables["thresholds"], entropy=DEFAULT.entropy))
+    thresholds = [dict(row) | {end: 10_000 * row[end] for end in ends} for row in rows]
     policies = distinct(tables["arms"], "policy")  # the small ones
     colors = dict(zip(policies, COLORS, strict=False))
     shares = interval_curves(thresholds, "policy", lambda row: math.log10(row["probability"]), "share", colors)
     own = {arm: select(tables["arms"], arm=arm) for arm in DRAWN}
     arms = [side_by_side(own[arm], k, "efficiency", arm, color) for k, (arm, color) in enumerate(DRAWN.items())]
-    note = f"of 10,000; H < {DEFAULT.entropy} nats, A > 0"
-    rule = (1.0, "the paper's 0.01 %")
+    note, rule = f"of 10,000; H < {DEFAULT.entropy} nats, A > 0", ((1.0, "the paper's 0.01 %"),)
     panels = [
-        Panel("Tokens that STAPO silences", note, "log₁₀ τ_p", shares, (rule,)),
+        Panel("Tokens that STAPO silences", note, "log₁₀ τ_p", shares, rule),
         Panel("Efficiency over rloo's", ", ".join(policies), "policy", arms, ((1.0, "rloo"),)),
     ]
     return {"weights.svg": svg(panels)}

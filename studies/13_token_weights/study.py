@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from otb_analysis.tasks import Prompt
 from otb_analysis.training.runtime import Bar
 from otb_analysis.types import Bool, Float, Gram, Int
 from studies.lib import Cell, Study, Tables, interval_columns, rounded
-from studies.lib.formats import by_label, ratio_columns, ratio_interval, statistics_columns
+from studies.lib.formats import by_label, ratio_columns, ratio_interval, statistics_columns, with_deleted
 from studies.lib.policies import (
     Policy,
     ScoredRollouts,
@@ -104,8 +105,8 @@ def _block(
     advantage = estimate("rloo", replace(table.inputs(None), group=group)).advantage
     inputs = TokenWeightInputs(table.mask, advantage, table.stats.logprob, table.stats.entropy)
     silenced = table.mask & (token_weights("stapo", inputs) == 0)
-    count = int(silenced.sum())
-    drawn, other = _by_lot(table.mask, max(count, LOT), rng), _by_lot(table.mask & (advantage > 0), count, rng)
+    count, positive = int(silenced.sum()), table.mask & (advantage > 0)
+    drawn, other = _by_lot(table.mask, max(count, LOT), rng), _by_lot(positive, count, rng)
     likely = advantage**2 * np.where(table.mask, table.stats.energy, 0.0)
     times = np.zeros(likely.shape)  # none where every group was paid alike
     if likely.any():
@@ -114,12 +115,12 @@ def _block(
     power = advantage**2 * norm
     # Horvitz and Thompson: each draw stands for 1/(LOT · its chance) tokens
     stands_for = np.divide(times * likely.sum(), LOT * likely, out=np.zeros(likely.shape), where=times > 0)
-    columns = [table.mask, table.mask & (advantage > 0), silenced, silenced * norm, silenced * power, drawn]
-    columns += [drawn * norm, stands_for * power]
-    found.sums.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in columns], axis=1).astype(float))
+    parts = [silenced * norm, silenced * power, drawn, drawn * norm, stands_for * power]
+    columns = [table.mask, positive, silenced, *parts]
     options = [StapoOptions(*pair) for pair in setting.pairs]
     counts = [table.mask & (token_weights("stapo", inputs, one) == 0) for one in options]
-    found.grid.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in counts], axis=1).astype(float))
+    for gathered, parts in ((found.sums, columns), (found.grid, counts)):
+        gathered.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in parts], axis=1).astype(float))
     for counter, where in ((found.silenced, silenced), (found.every, table.mask)):
         ids, times = np.unique(table.token_id[where], return_counts=True)
         for i, n in zip(ids, times, strict=True):
@@ -131,9 +132,8 @@ def _block(
 
 
 def _by_lot(where: Bool, count: int, rng: np.random.Generator) -> Bool:
-    out, at = np.zeros(where.shape, bool), np.flatnonzero(where)
-    out.reshape(-1)[rng.choice(at, min(count, len(at)), replace=False)] = True
-    return out
+    at = np.flatnonzero(where)
+    return np.isin(np.arange(where.size), rng.choice(at, min(count, len(at)), replace=False)).reshape(where.shape)
 
 
 REAL_TASK = ReasoningGymConfig(name=("letter_counting",), config=('{"min_words": 1, "max_words": 2}',))
@@ -149,19 +149,25 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
     bar(1, 3, "sampled")
     mass, rare, prompt = rare_mass(policy, written, s["pairs"])
     bar(2, 3, "contexts scored")
-    rows = []
-    for k, (probability, entropy) in enumerate(s["pairs"]):
-        share = ratio_interval(np.bincount(prompt, mass[:, k]), np.bincount(prompt), "share of tokens", "linear")
-        row = {"policy": cell.name, "probability": probability, "entropy": entropy}
-        rows.append(row | interval_columns("share", share))
+    rows = share_rows(np.stack([np.bincount(prompt, x) for x in mass.T], axis=1), np.bincount(prompt), s["pairs"])
     default = s["pairs"].index([StapoOptions().probability, StapoOptions().entropy])
     norms = rare_norms(policy, written, rare, mass[:, default], s["norms"])
     bar(3, 3, "norms")
-    whole = {"policy": cell.name, "parameters": policy.model.num_parameters(), "tokens": len(prompt)}
-    whole |= {"prompts": s["prompts"], "rollouts": s["rollouts"], "success": float(written.table.total_reward.mean())}
-    whole |= {"norms": len(norms)}
+    whole = {"parameters": policy.model.num_parameters(), "tokens": len(prompt), "prompts": s["prompts"]}
+    whole |= {"rollouts": s["rollouts"], "success": float(written.table.total_reward.mean()), "norms": len(norms)}
     ratio = ratio_interval(norms[:, 0], norms[:, 1], "mean ‖s‖² of silenced over drawn tokens")
-    return {"thresholds": rows, "policies": [whole | interval_columns("norm_ratio", ratio)]}
+    tables = Gathered()
+    tables.add({"policy": cell.name}, thresholds=rows, policies=[whole | interval_columns("norm_ratio", ratio)])
+    return tables
+
+
+def share_rows(counts: Float, tokens: Float, pairs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """Return by pair of thresholds the share of tokens that they silence, from counts of each prompt [P, pairs]."""
+    rows = []
+    for k, (probability, entropy) in enumerate(pairs):
+        share = ratio_interval(counts[:, k], tokens, "share of tokens", "linear")
+        rows.append({"probability": probability, "entropy": entropy} | interval_columns("share", share))
+    return rows
 
 
 def rare_mass(policy: Policy, written: ScoredRollouts, pairs: list[list[float]]) -> tuple[Float, Int, Int]:
@@ -179,9 +185,11 @@ def rare_mass(policy: Policy, written: ScoredRollouts, pairs: list[list[float]])
         pi = torch.softmax(logits[at - 1].double() / written.temperature, dim=-1).cpu().numpy()
         entropy = -(pi * np.log(np.maximum(pi, 1e-300))).sum(axis=1)
         mass += [[p[p < a].sum() * (h < b) for a, b in pairs] for p, h in zip(pi, entropy, strict=True)]
-        for p, h in zip(pi, entropy, strict=True):
-            few = np.where(p < default.probability, p, 0.0)
-            rare.append(int(rng.choice(len(p), p=few / few.sum())) if h < default.entropy else -1)
+        few = np.where(pi < default.probability, pi, 0.0)
+        rare += [
+            int(rng.choice(len(p), p=p / p.sum())) if h < default.entropy else -1
+            for p, h in zip(few, entropy, strict=True)
+        ]
         prompt += [int(written.rollouts.group[n])] * len(at)
     return np.array(mass), np.array(rare), np.array(prompt)
 
@@ -195,8 +203,7 @@ def rare_norms(policy: Policy, written: ScoredRollouts, rare: Int, mass: Float, 
     rng = np.random.default_rng(1)
     where = np.argwhere(mask.numpy())
     chance = np.where(rare >= 0, mass, 0.0)
-    size = min(count, int((chance > 0).sum()))
-    confident = rng.choice(len(where), size, replace=False, p=chance / chance.sum())
+    confident = rng.choice(len(where), min(count, int((chance > 0).sum())), replace=False, p=chance / chance.sum())
     others = rng.choice(len(where), len(confident), replace=False)
     out = np.zeros((len(confident), 2))
     for k, pair in enumerate(zip(confident, others, strict=True)):
@@ -254,14 +261,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     groups = np.arange(gradients.shape[1])
     cut = Partition(np.repeat(groups, setting.group), groups // (setting.rollouts // setting.group))
     gram = pool_gram([gradients], [cut], [(arm, "none") for arm in ARMS])
-    key = {"policy": cell.name}
     sums = np.concatenate(found.sums)
     whole = {"parameters": policy.model.num_parameters(), "prompts": len(prompts), "rollouts": setting.rollouts}
     whole |= {name: int(total) for name, total in zip(SUMS, sums.sum(axis=0), strict=True) if "_" not in name}
-    grid, shares = np.concatenate(found.grid), []
-    for k, (probability, entropy) in enumerate(PAIRS):
-        share = ratio_interval(grid[:, k], sums[:, SUMS.index("tokens")], "share of tokens", "linear")
-        shares.append({"probability": probability, "entropy": entropy} | interval_columns("share", share))
+    shares = share_rows(np.concatenate(found.grid), sums[:, SUMS.index("tokens")], PAIRS)
     silenced, every = sum(found.silenced.values()), sum(found.every.values())
     kinds = [
         {"token": repr(text), "silenced": count / silenced, "all": found.every[text] / every}
@@ -274,18 +277,16 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         row |= ratio_columns(pair, {name: name for name in ("variance", "sf", "efficiency")})
         arms.append(row | interval_columns("square_share", square_share(gram.gram(), one.estimator)))
     tables = Gathered()
-    tables.add(key, policies=[whole | silenced_part(sums)], thresholds=shares, kinds=kinds, arms=arms)
+    tables.add({"policy": cell.name}, policies=[whole | silenced_part(sums)], thresholds=shares, kinds=kinds, arms=arms)
     return tables
 
 
 def silenced_part(sums: Float) -> dict[str, float | None]:
     """Return how long silenced scores are, over those drawn by lot, and their share of ΣA²‖s‖² over all tokens."""
     k = {name: at for at, name in enumerate(SUMS)}
-    ratio = cluster_jackknife(
-        sums,
-        lambda m: m[..., k["norm_silenced"]] / m[..., k["silenced"]] / (m[..., k["norm_drawn"]] / m[..., k["drawn"]]),
-        "mean ‖s‖² of silenced over drawn tokens",
-    )
+    four = sums[:, [k[name] for name in ("norm_silenced", "silenced", "norm_drawn", "drawn")]]
+    words = "mean ‖s‖² of silenced over drawn tokens"
+    ratio = cluster_jackknife(four, lambda m: m[..., 0] / m[..., 1] / (m[..., 2] / m[..., 3]), words)
     share = ratio_interval(sums[:, k["power_silenced"]], sums[:, k["power_all"]], "share of ΣA²‖s‖²")
     return interval_columns("norm_ratio", ratio) | interval_columns("power_share", share)
 
@@ -300,12 +301,9 @@ def square_share(gram: Gram, arm: str) -> Interval | None:
 
     def every(x: Float) -> Float:
         own = np.diag(x)
-        pairs = x.sum(axis=0) + x.sum(axis=1) - 2 * own  # products in which a prompt takes part
-        total = x.sum() - own.sum()
-        diagonal = np.concatenate([[own.mean()], (own.sum() - own) / (count - 1)])
-        rest = (count - 1) * (count - 2)
-        across = np.concatenate([[total / (count * (count - 1))], (total - pairs) / rest])
-        return diagonal / UPDATE + (1 - 1 / UPDATE) * across
+        pairs, total = x.sum(axis=0) + x.sum(axis=1) - 2 * own, x.sum() - own.sum()  # products of each prompt, and all
+        across = np.concatenate([[total / count], (total - pairs) / (count - 2)]) / (count - 1)
+        return with_deleted(own) / UPDATE + (1 - 1 / UPDATE) * across
 
     share = 1 - every(gram.inner[m, r]) / every(gram.inner[r, r])
     return jackknife_interval(float(share[0]), share[1:], "share of ‖ḡ‖²", "linear")

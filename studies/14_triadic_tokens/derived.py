@@ -10,7 +10,7 @@ from otb_analysis.figures.svg import Panel, svg
 from otb_analysis.statistics import seed_mean
 from studies.lib import Rows, column, distinct, interval_columns, select
 from studies.lib.formats import mean_curve
-from studies.lib.seeds import by_seed
+from studies.lib.seeds import by_seed, paired_difference
 
 COLORS = {"characters": BLUE, "triads": ORANGE}
 QUANTITIES = {
@@ -36,10 +36,10 @@ def end_of(curves: Rows, task: str) -> dict[str, Any]:
     row: dict[str, Any] = {"task": task, "step": last}
     for name in ("success", "nats"):
         found = {tokens: by_seed(select(curves, task=task, tokens=tokens, step=last), name) for tokens in COLORS}
-        seeds = sorted(found["triads"].keys() & found["characters"].keys())
         row |= {f"{name}_{tokens}": float(np.mean(list(values.values()))) for tokens, values in found.items()}
-        difference = seed_mean([found["triads"][k] - found["characters"][k] for k in seeds], f"difference in {name}")
-        row |= interval_columns(f"{name}_difference", difference) | {"seeds": len(seeds)}
+        difference = paired_difference(found["triads"], found["characters"], f"difference in {name}")
+        row |= interval_columns(f"{name}_difference", difference)
+        row["seeds"] = len(found["triads"].keys() & found["characters"].keys())
     return row
 
 
@@ -47,9 +47,9 @@ def ratios(policies: Rows) -> list[dict[str, Any]]:
     """Return the mean over seeds of triads over characters, of the seeds in which both were good enough."""
     rows = []
     for name, words in QUANTITIES.items():
-        triads, characters = (by_seed(select(policies, tokens=tokens), name) for tokens in ("triads", "characters"))
-        seeds = sorted(triads.keys() & characters.keys())
-        known = [(triads[k], characters[k]) for k in seeds if triads[k] is not None and characters[k] is not None]
+        known = [row for row in policies if row[name] is not None]
+        triads, characters = (by_seed(select(known, tokens=tokens), name) for tokens in ("triads", "characters"))
+        known = [(triads[k], characters[k]) for k in sorted(triads.keys() & characters.keys())]
         if known:
             means = dict(zip(("triads", "characters"), map(float, np.mean(known, axis=0)), strict=True))
             row = {"quantity": name, "words": words, "seeds": len(known)} | means

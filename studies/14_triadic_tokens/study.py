@@ -5,6 +5,7 @@ a policy is right often enough, so that unequal success does not stand behind th
 """
 
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,16 @@ QUICK = {"checks": 2, "heldout": 16, "prompts": 16, "pool": 16, "buckets": 128, 
 
 def cells(quick: bool) -> list[Cell]:
     """Return one cell per task, tokenizer and seed."""
-    size = {
-        "checks": CHECKS, "heldout": HELDOUT, "prompts": PROMPTS, "pool": POOL, "buckets": BUCKETS, "enough": ENOUGH,
-    }  # fmt: skip
-    size |= (QUICK if quick else {}) | {"group": GROUP, "length": LENGTH}
-    seeds = {MEASURED: 1} if quick else SEEDS
-    return [
-        Cell(
-            f"{tokens}-{task}-s{seed}",
-            {"task": task, "settings": asdict(TASKS[task]), "tokens": tokens, "model": asdict(model), "seed": seed}
-            | {"measured": task == MEASURED, "steps": 60 if quick else STEPS[task]} | size,
-        )
-        for task, count in seeds.items()
-        for seed in range(count)
-        for tokens, model in MODELS.items()
-    ]  # fmt: skip
+    size = {"checks": CHECKS, "heldout": HELDOUT, "prompts": PROMPTS, "pool": POOL, "buckets": BUCKETS}
+    size |= {"enough": ENOUGH} | (QUICK if quick else {}) | {"group": GROUP, "length": LENGTH}
+    made = list[Cell]()
+    for task, count in ({MEASURED: 1} if quick else SEEDS).items():
+        facts = {"task": task, "settings": asdict(TASKS[task]), "measured": task == MEASURED} | size
+        facts["steps"] = 60 if quick else STEPS[task]
+        for seed, (tokens, model) in product(range(count), MODELS.items()):
+            own = {"tokens": tokens, "model": asdict(model), "seed": seed}
+            made.append(Cell(f"{tokens}-{task}-s{seed}", facts | own))
+    return made
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -71,8 +67,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     )  # fmt: skip
     policy = fresh_policy(config)
     key = {"task": s["task"], "tokens": s["tokens"], "seed": s["seed"]}
-    curve: list[dict[str, Any]] = []
-    policies: list[dict[str, Any]] = []
+    curve, policies = list[dict[str, Any]](), list[dict[str, Any]]()
     checks = demonstrated(policy, config, s["steps"] // s["checks"], s["heldout"], s["length"])
     for step, success, nats in checks:
         curve.append(key | {"step": step, "success": success, "nats": rounded(nats)})
@@ -102,12 +97,10 @@ def measured(policy: Policy, s: Any) -> dict[str, float | None]:
     gradients = group_sketches(policy, written, weights, group, s["buckets"])
     cut = Partition(group, groups // (s["pool"] // s["group"]))
     gram = pool_gram([gradients], [cut], [("rloo", "none"), ("digits", "none")]).gram()
-    variance, scale = {}, None
-    for label in gram.labels:
-        moments = deleted_moments([gram], label)
-        variance[label[0]] = float(moments.power[0] - moments.mean_sq[0])
-        if label[0] == "rloo" and moments.mean_sq[0] > 0:
-            scale = variance["rloo"] / float(moments.mean_sq[0])
+    moments = {label[0]: deleted_moments([gram], label) for label in gram.labels}
+    variance = {name: float(one.power[0] - one.mean_sq[0]) for name, one in moments.items()}
+    square = float(moments["rloo"].mean_sq[0])
+    scale = variance["rloo"] / square if square > 0 else None
     rollouts, other = len(table.mask), table.mask & ~digits
     counts = {"answer_tokens": float(table.mask.sum() / rollouts), "digit_tokens": float(digits.sum() / rollouts)}
     found = {"norm_digit": norm[digits].mean(), "norm_other": norm[other].mean()}

@@ -1,6 +1,7 @@
 """What the page of Filters of sampling needs beyond its tables: medians, means with intervals, its figure."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ LABELS = {"dynamic, other prompts": BLUE, "dynamic, same prompt again": ORANGE, 
 
 def middle(rows: Rows, name: str) -> float | None:
     """Return the median of a column."""
-    values = column(rows, name)
-    return float(np.median(values)) if values else None
+    return float(np.median(values)) if (values := column(rows, name)) else None
 
 
 def cosines(rows: Rows, label: str, estimator: str) -> Interval | None:
@@ -27,23 +27,21 @@ def cosines(rows: Rows, label: str, estimator: str) -> Interval | None:
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return functions for the cells of the page."""
+
+    def values(kind: str, name: str, what: str) -> list[float]:
+        return column(select(tables["filters"], filter=kind, estimator=name), what)
+
     return {
-        "cosines": lambda label, name: cosines(tables["batches"], label, name),
-        "gain": lambda kind, name, what: seed_mean(
-            np.array(column(select(tables["filters"], filter=kind, estimator=name), what)), what, "log"
-        ),
-        "worst": lambda kind, name, what: max(column(select(tables["filters"], filter=kind, estimator=name), what)),
-        "labels": list(LABELS),
-    }
+        "cosines": partial(cosines, tables["batches"]), "worst": lambda *of: max(values(*of)), "labels": list(LABELS),
+        "gain": lambda kind, name, what: seed_mean(values(kind, name, what), what, "log"),
+    }  # fmt: skip
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the cosine of the mean update of several prompts and ∇J, for every estimator and filter."""
     names = distinct(tables["batches"], "estimator")
-    curves = []
-    for k, (label, color) in enumerate(LABELS.items()):
-        found = [cosines(tables["batches"], label, name) for name in names]
-        curves.append(side_by_side(found, k, "", label, color))
+    found = {label: [cosines(tables["batches"], label, name) for name in names] for label in LABELS}
+    curves = [side_by_side(found[label], k, "", label, color) for k, (label, color) in enumerate(LABELS.items())]
     note = "1: the filter changes lengths at most"
     axis = ", ".join(f"{k} {name}" for k, name in enumerate(names, 1))
     return {"filters.svg": svg([Panel("Cosine of the mean update and ∇J", note, axis, curves, ((1.0, ""),))])}

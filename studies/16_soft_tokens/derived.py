@@ -32,8 +32,7 @@ def large(of: Interval | None, digits: int = 0) -> str:
 
 def mean_of(rows: Rows, arm: str, name: str, scale: str = "linear") -> Interval | None:
     """Return the mean of a column over policies, with Student's interval."""
-    values = column(select(rows, arm=arm), name)
-    return seed_mean(values, name, scale) if values else None
+    return seed_mean(column(select(rows, arm=arm), name), name, scale)
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:

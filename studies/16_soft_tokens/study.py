@@ -97,8 +97,7 @@ def slopes(policy: Policy, s: Any, base: SampleConfig) -> list[dict[str, Any]]:
     length = float(torch.sqrt(torch.stack([d.double().square().sum() for d in direction]).sum()))
     rows, generator, beside = [], TransformersGenerator(policy.model, policy.tokenizer), prompts[s["prompts"] :]
     for arm, (soft, noise) in s["arms"].items():
-        config = replace(base, soft=soft, soft_noise=noise)
-        ends = []
+        config, ends = replace(base, soft=soft, soft_noise=noise), []
         for sign in (1, -1):
             move_parameters(policy, direction, sign * s["step"] / length)
             totals = list[float]()  # of a group of rollouts of every prompt; the same seed draws the same noise
@@ -182,8 +181,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     prompts = distinct_prompts(policy.task, "train", s["prompts"])
     rows, discrete = [], None
     for done, (name, (soft, noise)) in enumerate(s["arms"].items()):
-        chosen = replace(sample, soft=soft, soft_noise=noise)
-        written = write(policy, prompts, chosen, seed=1000 + s["seed"])
+        written = write(policy, prompts, replace(sample, soft=soft, soft_noise=noise), seed=1000 + s["seed"])
         found, signal = measured(policy, written, s, discrete)
         discrete = signal if discrete is None else discrete
         rows.append({"seed": s["seed"], "arm": name, "soft": soft, "noise": noise} | found)
@@ -198,8 +196,7 @@ def measured(
 
     Columns that end in `_rest` leave the table of embeddings out.
     """
-    table, buckets = written.table, s["buckets"]
-    inputs = table.inputs(None)
+    table, inputs, buckets = written.table, written.table.inputs(None), s["buckets"]
     few = table.group < s["measured"]
     norm = exact_norms(policy, written, table.mask & few[:, None])
     advantage = {name: estimate(name, inputs).advantage for name in ("rloo", "none")}
@@ -215,13 +212,13 @@ def measured(
         "success": float(table.total_reward.mean()), "norm_first": float(norm[known & first].mean()),
         "norm_later": float(norm[known & ~first].mean()), "tokens": float(table.mask.sum() / len(table.mask)),
     }  # fmt: skip
-    for words, columns in (("", slice(None)), ("_rest", slice(buckets, None))):
-        own = truth[:, columns]
-        found |= {f"variance{words}": variance(rloo[:, columns]), f"signal{words}": cross_product(own, own)}
+    for words, first_bucket in (("", 0), ("_rest", buckets)):
+        own = truth[:, first_bucket:]
+        found |= {f"variance{words}": variance(rloo[:, first_bucket:]), f"signal{words}": cross_product(own, own)}
         if path is not None and discrete is not None:
-            theirs = discrete[:, columns]
-            found[f"through{words}"] = variance(own)
-            found |= {f"along{words}": cross_product(own, theirs), f"discrete{words}": cross_product(theirs, theirs)}
+            theirs = discrete[:, first_bucket:]
+            found |= {f"through{words}": variance(own), f"along{words}": cross_product(own, theirs)}
+            found[f"discrete{words}"] = cross_product(theirs, theirs)
     for name, arm, base in (("none", none, rloo), ("otb_loo", otb[: s["measured"]], rloo[: s["measured"]])):
         spread = variance(base)
         found[name] = variance(arm) / spread if spread > 0 else None

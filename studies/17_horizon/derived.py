@@ -1,7 +1,7 @@
 """What the page of The horizon needs beyond its tables: one row a policy, growth with length, and its figure."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,9 @@ from otb_analysis.figures.styles import AMBER, BLUE, GREEN, GREY, ORANGE, PINK
 from otb_analysis.figures.svg import Curve, Panel, svg
 from otb_analysis.statistics import Interval
 from studies.lib import Row, Rows, distinct, select
-from studies.lib.formats import Measured, ends, interval_curve
+from studies.lib.formats import Measured, below, ends, interval_curve
+from studies.lib.long_answers import COMPARED as COMPARED
+from studies.lib.long_answers import TOLERANCE as TOLERANCE
 from studies.lib.seeds import later_success, paired_difference, steps_survived
 
 from .study import LINES, TRAINED_LENGTH
@@ -32,13 +34,11 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         sum(row["processor_minutes"] for row in tables["cost"] if part in f"{row['cell']}-")
         for part in ("learn-", "last-", f"-qwen3-{max(LINES)}-")
     ]
+    # The policies in whose longer answers `otb` is shown to leave less at equal progress
+    both = [(long, short["otb"]["sf_ratio_low"] or 0.0) for short, long in trend]
+    less = [long["policy"] for long, low in both if below(long["otb"], low, "sf_ratio")]
     out = {"shown": rows, "growth": growths, "gains": gains(tables), "minutes": minutes}
-    return out | {"trend": trend, "fallen": fallen(trend)}
-
-
-def fallen(trend: Sequence[tuple[Row, Row]]) -> list[str]:
-    """Return the policies in whose longer answers `otb` is shown to leave less at equal progress."""
-    return [long["policy"] for short, long in trend if long["otb"]["sf_ratio_high"] < short["otb"]["sf_ratio_low"]]
+    return out | {"trend": trend, "fallen": less}
 
 
 def gains(tables: Mapping[str, Rows]) -> dict[str, dict[str, Interval | None]]:
@@ -48,9 +48,8 @@ def gains(tables: Mapping[str, Rows]) -> dict[str, dict[str, Interval | None]]:
     steps = {arm: steps_survived(select(lasted, arm=arm)) for arm in distinct(lasted, "arm")}
     out = dict[str, dict[str, Interval | None]]()
     for kind, by_arm, words in (("learning", success, "held-out success"), ("lasting", steps, "steps survived")):
-        base = by_arm.get("rloo", {})
-        shared = {arm: {seed: x for seed, x in seeds.items() if seed in base} for arm, seeds in by_arm.items()}
-        out[kind] = {arm: paired_difference(seeds, base, words) for arm, seeds in shared.items() if arm != "rloo"}
+        base = by_arm.pop("rloo", {})
+        out[kind] = {arm: paired_difference(seeds, base, words) for arm, seeds in by_arm.items()}
     return out
 
 
@@ -61,14 +60,8 @@ def shown(tables: Mapping[str, Rows], facts: Row) -> dict[str, Any]:
     norms = select(tables["norms"], **key)
     sizes = distinct(select(tables["estimators"], **key), "size")
     (signal,) = select(tables["signal"], **key, size=sizes[-1])
-    return dict(facts) | {
-        "noise": signal,
-        "by": rows,
-        "otb": rows["otb_turn", sizes[-1]],
-        "sizes": sizes,
-        "norms": norms[0] if norms else None,
-        "most": rows["rloo", sizes[-1]],
-    }
+    known = {"noise": signal, "by": rows, "sizes": sizes, "norms": norms[0] if norms else None}
+    return {**facts, **known, "otb": rows["otb_turn", sizes[-1]], "most": rows["rloo", sizes[-1]]}
 
 
 def growth(rows: Rows) -> Interval | None:
@@ -96,29 +89,23 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
 
     def curves(value: Callable[[Row], Measured], name: str) -> list[Curve]:
         """One curve for each policy over the lengths, points where there is one length."""
-        out = list[Curve]()
+        by_length, out = sorted(rows, key=lambda row: row["tokens"]), list[Curve]()
         for policy in distinct(rows, "policy"):
-            by_length = sorted(select(rows, policy=policy), key=lambda row: row["tokens"])
-            points = {math.log2(row["tokens"]): value(row) for row in by_length}
-            width = 2.0 if len(points) > 1 else 0.0
-            out.append(interval_curve(points, name, policy, COLORS[policy], width=width))
+            points = {math.log2(row["tokens"]): value(row) for row in select(by_length, policy=policy)}
+            out.append(interval_curve(points, name, policy, COLORS[policy], width=2.0 if len(points) > 1 else 0.0))
         return out
-
-    def curves_of(estimator: str, name: str) -> list[Curve]:
-        return curves(lambda row: row["by"][estimator, row["sizes"][-1]], name)
 
     def logarithms(row: Row) -> dict[str, float | None]:
         names = ("variance", "variance_low", "variance_high")
         return {name: row["most"][name] and math.log10(row["most"][name]) for name in names}
 
+    regressed = curves(lambda row: row["by"]["energy_regression", row["sizes"][-1]], "variance_ratio")
+    ranks = curves(lambda row: row["norms"], "spearman_within")
     across, ratio, one = "log₂ of tokens", "variance over rloo's", ((1.0, "rloo"),)
     panels = [
         Panel("Variance of rloo", "log₁₀, of an update", across, curves(logarithms, "variance")),
-        Panel("otb at equal progress", ratio, across, curves_of("otb_turn", "sf_ratio"), one),
-        Panel("energy_regression", ratio, across, curves_of("energy_regression", "variance_ratio"), one),
-        Panel(
-            "Proxy against exact norms", "rank correlation within (prompt, position)", across,
-            curves(lambda row: row["norms"], "spearman_within"),
-        ),
-    ]  # fmt: skip
+        Panel("otb at equal progress", ratio, across, curves(lambda row: row["otb"], "sf_ratio"), one),
+        Panel("energy_regression", ratio, across, regressed, one),
+        Panel("Proxy against exact norms", "rank correlation within (prompt, position)", across, ranks),
+    ]
     return {"horizon.svg": svg(panels)}

@@ -12,7 +12,6 @@ to 128 tokens stand in one commit with their numbers, those of longer ones in an
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 from otb_analysis.config import (
@@ -24,11 +23,10 @@ from otb_analysis.config import (
     plain_config,
 )
 from otb_analysis.training.runtime import Bar
-from otb_analysis.training.warm_start import fit
-from studies.lib import Cell, Study, Tables, rounded
-from studies.lib.long_answers import COMPARED, TOLERANCE, Cuts, compared, norm_rows, pooled
-from studies.lib.policies import Policy, different_prompts, fresh_policy, write
-from studies.lib.record import keep_pickle, kept_pickle
+from studies.lib import Cell, Study, Tables
+from studies.lib.long_answers import Amount, compared, norms, planned, pooled, teach
+from studies.lib.policies import Policy, fresh_policy
+from studies.lib.record import kept_pickle
 from studies.lib.seeds import QUICK_MODEL
 
 from .training import FULL_RUNS, SMALL_RUNS, Runs, run_config, run_tables, training_cells
@@ -47,9 +45,6 @@ MODELS["gpt2"] = replace(MODELS["qwen3"], feed_forward=192)
 """One with rotary positions and gated layers, one with learned positions and plain ones; as many parameters."""
 LARGEST = {False: 9, True: 15}
 """Largest term, by whether steps branch."""
-PROMPTS_FROM, NORMS_FROM = 40_000_000, 50_000_000
-UPDATE = 32
-"""Prompts of the update that efficiency is stated for, and those that a batch-coupled estimator sees."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +56,6 @@ class Setting:
     architecture: str = "qwen3"
     branching: bool = False
     tool_calls: int = 0
-
-    @property
-    def label(self) -> str:
-        """Name in the cells."""
-        return f"{self.name}-{self.length}"
 
 
 TURNS, TURNS_LENGTH, TRAINED_LENGTH = (1, 3, 10), 512, 512
@@ -80,21 +70,10 @@ SETTINGS += [Setting(f"turns{calls}", TURNS_LENGTH, tool_calls=calls) for calls 
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Amount):
     """How much is measured of a policy."""
 
-    blocks: int = 8  # Each of UPDATE prompts
-    rollouts: int = 16
-    sizes: tuple[int, ...] = (4, 8)
-    buckets: int = 1024
-    norm_prompts: int = 24
-    positions: int = 6
     quick: bool = False
-
-    @property
-    def cuts(self) -> Cuts:
-        """How rollouts are grouped."""
-        return Cuts(self.sizes, UPDATE, self.buckets)
 
     def parts(self, length: int) -> list[range]:
         """Return the blocks of each cell: long answers take more cells, so that little is lost where one is stopped."""
@@ -129,25 +108,18 @@ def config_of(setting: Setting, quick: bool) -> TrainConfig:
 def fresh(setting: Setting, quick: bool) -> Policy:
     """Return an untaught policy."""
     config = config_of(setting, quick)
-    room = 24 * (setting.tool_calls + 1) + config.sample.limit
-    return fresh_policy(config, setting.architecture, positions=room)
+    return fresh_policy(config, setting.architecture, positions=24 * (setting.tool_calls + 1) + config.sample.limit)
 
 
-def cells(settings: Sequence[Setting], size: Size) -> list[Cell]:
-    """Return what teaches a policy, what measures its tokens' norms and its groups' gradients, and what compares."""
-    made = list[Cell]()
+def cells(settings: Sequence[Setting], size: Size, runs: Runs, trained: str) -> list[Cell]:
+    """Return the cells of all policies, shortest answers first, and then those that train one of them."""
+    made, facts = list[Cell](), asdict(size)
+    how = {"update": facts.pop("update"), "size": facts}
     for one in settings:
         known = {"setting": asdict(one), "config": plain_config(config_of(one, size.quick)), "quick": size.quick}
-        teach = Cell(f"teach-{one.label}", known)
-        measured = known | {"size": asdict(size), "update": UPDATE, "tolerance": TOLERANCE, "compared": list(COMPARED)}
-        norms = Cell(f"norms-{one.label}", measured, after=(teach,))
-        pools = [
-            Cell(f"pool-{one.label}-{k}", measured | {"blocks": list(blocks)}, after=(teach,))
-            for k, blocks in enumerate(size.parts(one.length))
-        ]
-        compare = Cell(f"compare-{one.label}", measured, after=(teach, *pools))
-        made += [teach, norms, *pools, compare]
-    return made
+        parts = [{"blocks": list(blocks)} for blocks in size.parts(one.length)]
+        made += planned(f"{one.name}-{one.length}", known, how, parts)
+    return made + training_cells(next(cell for cell in made if cell.name == f"teach-{trained}"), runs)
 
 
 def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
@@ -156,10 +128,10 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     key: dict[str, Any] = {"policy": setting.name, "length": setting.length}
     kind = cell.name.partition("-")[0]
     if kind == "compare":
-        return compared(key, cell.after[1:], size.cuts, work)
+        return compared(key, cell.after[1:], size, work)
     policy = fresh(setting, size.quick)
     if kind == "teach":
-        return taught(key, policy, config_of(setting, size.quick), work)
+        return teach(key, policy, config_of(setting, size.quick), work)
     policy.model.load_state_dict(kept_pickle(cell.after[0], work))
     if kind in ("learn", "last"):
         arm, seed = cell.settings["arm"], cell.settings["seed"]
@@ -167,30 +139,11 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         return run_tables(policy, config, key | {"arm": arm, "seed": seed}, kind == "learn", work, bar)
     sample = replace(config_of(setting, size.quick).sample, group_size=size.rollouts)
     if kind == "norms":
-        prompts = different_prompts(policy, NORMS_FROM, size.norm_prompts)
-        row, shares = norm_rows(policy, write(policy, prompts, sample, seed=1), size.positions)
-        return {"norms": [key | row], "fifths": [key | one for one in shares]}
-    prompts, blocks = different_prompts(policy, PROMPTS_FROM, size.blocks * UPDATE), cell.settings["blocks"]
-    return {"blocks": [key | row for row in pooled(policy, prompts, blocks, sample, size.cuts, work, bar)]}
+        return norms(key, policy, sample, size)
+    return pooled(key, policy, cell.settings["blocks"], sample, size, work, bar)
 
 
-def taught(key: dict[str, Any], policy: Policy, config: TrainConfig, work: Path) -> Tables:
-    """Teach a policy until its success lies in the band."""
-    began = process_time()
-    steps, success = fit(policy.model, policy.tokenizer, policy.task, config)
-    keep_pickle(work, dict(policy.model.state_dict()))
-    row = {"parameters": policy.model.num_parameters(), "steps": steps, "checked": success}
-    return {"policies": [key | row | {"teach_seconds": rounded(process_time() - began)}]}
-
-
-def planned(settings: Sequence[Setting], size: Size, runs: Runs, trained: str) -> list[Cell]:
-    """Return the cells of all policies, shortest answers first, and then those that train one of them."""
-    measured = cells(settings, size)
-    (teach,) = (cell for cell in measured if cell.name == f"teach-{trained}")
-    return measured + training_cells(teach, runs)
-
-
-PLAN = planned(SETTINGS, FULL, FULL_RUNS, f"qwen3-{TRAINED_LENGTH}")
+PLAN = cells(SETTINGS, FULL, FULL_RUNS, f"qwen3-{TRAINED_LENGTH}")
 COMMITTED = 128
 """Tokens of the longest answers whose policies' cells the committed tables have at least."""
 STUDY = Study(
@@ -198,7 +151,7 @@ STUDY = Study(
     question="How does the variance of the gradient grow with the length of answers, what does `otb` take away of it "
     "at equal progress, and does the proxy hold?",
     cells=[cell for cell in PLAN if cell.settings["setting"]["length"] <= COMMITTED],
-    quick=planned(SMALL_SETTINGS, SMALL, SMALL_RUNS, "qwen3-32"),
+    quick=cells(SMALL_SETTINGS, SMALL, SMALL_RUNS, "qwen3-32"),
     measure=measure,
     later=[cell for cell in PLAN if cell.settings["setting"]["length"] > COMMITTED],
 )

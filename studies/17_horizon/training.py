@@ -1,17 +1,17 @@
 """Training at one length: what baselines learn from the same start, and how long they last under long steps."""
 
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from otb_analysis.config import EstimatorConfig, EvaluateConfig, ObjectiveConfig, OptimizeConfig, TrainConfig
-from otb_analysis.training.loop import train
 from otb_analysis.training.runtime import Bar
 from studies.lib import Cell, Tables
 from studies.lib.collapse import collapse_step, trailing_mean
-from studies.lib.policies import Policy
+from studies.lib.policies import Policy, train_from
 from studies.lib.record import training_steps
 from studies.lib.seeds import BASE
 
@@ -21,6 +21,9 @@ LAST = {
     "rloo": "rloo", "lowered": "studies.lib.collapse:lowered", "otb": "otb", "raised": "studies.lib.collapse:raised",
 }  # fmt: skip
 """Arms that are driven into collapse, as in study 05: rollouts four batches old, and a rate that rises to the end."""
+
+COLUMNS = {"success": "heldout_success", "reward": "reward_mean", "norm": "grad_norm", "clipped": "clipped"}
+"""What is read of each step."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,9 @@ SMALL_RUNS = Runs(
 
 def training_cells(teach: Cell, runs: Runs) -> list[Cell]:
     """Return a cell for every arm and seed, seed by seed; they come after the cell that taught the policy."""
-    arms = [("learn", name) for name in runs.learn] + [("last", name) for name in runs.last]
-    known = {"runs": asdict(runs), **teach.settings}
-    return [
-        Cell(f"{kind}-{name}-s{seed}", {**known, "arm": name, "seed": seed}, after=(teach,))
-        for seed in runs.seeds
-        for kind, name in arms
-    ]
+    arms = [*(("learn", name) for name in runs.learn), *(("last", name) for name in runs.last)]
+    known, ways = {"runs": asdict(runs), **teach.settings}, product(runs.seeds, arms)
+    return [Cell(f"{kind}-{arm}-s{k}", {**known, "arm": arm, "seed": k}, after=(teach,)) for k, (kind, arm) in ways]
 
 
 def run_config(config: TrainConfig, runs: Runs, kind: str, arm: str, seed: int) -> TrainConfig:
@@ -76,13 +75,7 @@ def run_config(config: TrainConfig, runs: Runs, kind: str, arm: str, seed: int) 
 
 def run_tables(policy: Policy, config: TrainConfig, key: dict[str, Any], learns: bool, work: Path, bar: Bar) -> Tables:
     """Train a taught policy; return held-out success by step, or the step at which the run collapsed."""
-    start = work / "start"
-    policy.model.save_pretrained(start)
-    policy.tokenizer.save_pretrained(start)
-    steps = training_steps(
-        train(replace(config, root=work, model=str(start)), bar), success="heldout_success", reward="reward_mean",
-        norm="grad_norm", clipped="clipped",
-    )  # fmt: skip
+    steps = training_steps(train_from(policy, config, work, bar), **COLUMNS)
     if learns:
         facts = {name: float(np.mean([row[name] for row in steps])) for name in ("norm", "clipped")}
         judged = [row for row in steps if row["success"] is not None]

@@ -5,10 +5,9 @@ from itertools import product
 
 import numpy as np
 
-from otb_analysis.figures.styles import estimator_style
 from otb_analysis.figures.svg import Curve, Panel, svg
 from studies.lib import Rows, distinct, select
-from studies.lib.formats import interval_curve
+from studies.lib.formats import interval_curve, looks_of
 
 ASKED = {"fall": "N · tr Cov over that of N = 4", "sf_over": "tr Cov/‖E ĝ‖² over that of rloo"}
 
@@ -20,7 +19,6 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         curves = list[Curve]()
         for estimator in distinct(rows, "estimator"):
             points = {float(np.log2(row["size"])): row for row in select(rows, kind=kind, estimator=estimator)}
-            style = estimator_style(estimator)
-            curves.append(interval_curve(points, name, estimator, style.color, dashed=style.dash != "solid"))
+            curves.append(interval_curve(points, name, estimator, **looks_of(estimator)))
         panels.append(Panel(f"{kind} prompts", note, "log₂ of the group size N", curves, [(1.0, "")]))
     return {"noise.svg": svg(panels, columns=2)}

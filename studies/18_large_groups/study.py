@@ -54,13 +54,7 @@ SMALL = Size("sums", looked=64, each=1, block=2, rollouts=16, tokens=8, buckets=
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return the first look, the blocks of prompts, and what they say."""
-    own = {
-        "quick": quick,
-        "policy": size.policy,
-        "task": asdict(LETTERS),
-        "many": {**asdict(size), "sizes": list(size.sizes)},
-        "kinds": {name: list(ends) for name, ends in KINDS.items()},
-    }
+    own = {"quick": quick, "policy": size.policy, "task": asdict(LETTERS), "many": asdict(size), "kinds": KINDS}
     look = Cell("many-look", own)
     count = -(-len(KINDS) * size.each // size.block)
     blocks = [Cell(f"many-{k}", {**own, "number": k}, after=(look,)) for k in range(count)]
@@ -115,10 +109,10 @@ def compared(cell: Cell, size: Size, work: Path) -> Tables:
                     "sf": (v, s), "fall": (n * v, least * start[m, own]), "over": (v, base), "length": (s, length),
                     "sf_over": (v * length, s * base),
                 }  # fmt: skip
-                row = {"kind": kind, "size": n, "estimator": name}
-                rows.append(
-                    row | {k: x for of, ab in ratios.items() for k, x in interval_columns(of, log_ratio_t(*ab)).items()}
-                )
+                row: dict[str, Any] = {"kind": kind, "size": n, "estimator": name}
+                for of, pair in ratios.items():
+                    row |= interval_columns(of, log_ratio_t(*pair))
+                rows.append(row)
     return {"many_groups": rows}
 
 
@@ -129,8 +123,7 @@ def noise_and_mean(sketch: Float, reward: Float, size: Size, n: int) -> tuple[Fl
         inputs = EstimatorInputs(reward[:, None], np.ones((len(reward), 1), bool), cut.group)
         weights = np.stack([estimate(name, inputs).advantage[:, 0] for name in NAMES])
         pool = pool_gram([group_gradients(sketch, weights, cut)], [cut], LABELS)
-        apart = np.einsum("mmp->mp", pool.apart)
-        found.append((np.stack([pool.group_variance(label) for label in LABELS]), apart))
+        found.append((np.stack([pool.group_variance(label) for label in LABELS]), np.einsum("mmp->mp", pool.apart)))
     noise, mean = np.mean(found, axis=0)
     return noise, mean
 

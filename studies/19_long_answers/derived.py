@@ -22,8 +22,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     for facts in tables["rollouts"]:
         key = {"task": facts["task"]}
         (norms,), signal = select(tables["norms"], **key), select(tables["signal"], **key)
-        size = signal[-1]["size"]
-        by = {row["estimator"]: row for row in select(tables["estimators"], **key, size=size)}
+        by = {row["estimator"]: row for row in select(tables["estimators"], **key, size=signal[-1]["size"])}
         shown.append(dict(facts) | {"norms": norms, "noise": signal[-1], "by": by})
     return {"shown": shown}
 

@@ -11,42 +11,32 @@ came before.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from time import process_time
 
 import torch
 
 from otb_analysis.config import SampleConfig, TrainConfig, WarmStartConfig, plain_config
 from otb_analysis.rollouts.models import load_policy, small_model, small_tokenizer
 from otb_analysis.training.runtime import Bar
-from otb_analysis.training.warm_start import fit
-from studies.lib import Cell, Study, Tables, rounded
-from studies.lib.long_answers import COMPARED, TOLERANCE, Cuts, compared, norm_rows, pooled
-from studies.lib.policies import Policy, different_prompts, write
-from studies.lib.record import keep_pickle, kept_pickle
+from studies.lib import Cell, Study, Tables
+from studies.lib.long_answers import Amount, compared, norms, planned, pooled, teach
+from studies.lib.policies import Policy
+from studies.lib.record import kept_pickle
 from studies.lib.seeds import QUICK_MODEL
 
 from .tasks import WrittenOut
 
 TASKS = {"letters": (5, 5), "sums": (15, 16)}
 """Words and terms of a question: answers of 110 to 130 tokens."""
-PROMPTS_FROM, NORMS_FROM = 40_000_000, 50_000_000
 RATE = 2e-4
 """AdamW's rate of teaching, for all parameters."""
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much is taught and measured."""
+class Size(Amount):
+    """How much is taught and measured; a cell measures a block."""
 
     model: str = "smollm2"
     tokens: int = 160  # Longest answer
-    update: int = 16  # Prompts of a cell, of the update that efficiency is stated for, and that an estimator sees
-    blocks: int = 3
-    rollouts: int = 8
-    sizes: tuple[int, ...] = (4,)
-    buckets: int = 4096
-    norm_prompts: int = 12
-    positions: int = 4
     teach: WarmStartConfig = field(
         default_factory=lambda: WarmStartConfig(
             success_low=0.35, success_high=0.65, batch=8, learning_rate=RATE, max_steps=200, check_every=5,
@@ -55,9 +45,9 @@ class Size:
     )  # fmt: skip
 
 
-FULL = Size()
-SMALL = Size(
-    model="", tokens=24, blocks=1, rollouts=4, sizes=(2,), buckets=256, norm_prompts=8, positions=2,
+FULL = Size(blocks=3, rollouts=8, sizes=(4,), buckets=4096, norm_prompts=12, positions=4, update=16)
+SMALL = replace(
+    FULL, model="", tokens=24, blocks=1, rollouts=4, sizes=(2,), buckets=256, norm_prompts=8, positions=2,
     teach=WarmStartConfig(success_low=0.02, success_high=1.0, batch=32, max_steps=2000, check_prompts=64),
 )  # fmt: skip
 SMALL_TASKS = {"sums": (2, 2)}
@@ -67,16 +57,12 @@ GEMMA_TASKS = {"sums-gemma": TASKS["sums"]}
 
 
 def cells(tasks: Mapping[str, tuple[int, int]], size: Size) -> list[Cell]:
-    """Return what teaches each task, what measures norms of tokens and gradients of groups, and what compares."""
+    """Return the cells of every task."""
     made = list[Cell]()
     for name, ends in tasks.items():
         known = {"task": name, "ends": list(ends), "quick": size is SMALL, "config": plain_config(config_of(size))}
         known |= {"model": size.model} if size is GEMMA else {}
-        teach = Cell(f"teach-{name}", known)
-        measured = known | {"size": asdict(size), "tolerance": TOLERANCE, "compared": list(COMPARED)}
-        norms = Cell(f"norms-{name}", measured, after=(teach,))
-        pools = [Cell(f"pool-{name}-{k}", measured | {"block": k}, after=(teach,)) for k in range(size.blocks)]
-        made += [teach, norms, *pools, Cell(f"compare-{name}", measured, after=(teach, *pools))]
+        made += planned(name, known, {"size": asdict(size)}, [{"block": k} for k in range(size.blocks)])
     return made
 
 
@@ -91,9 +77,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     size, key = SMALL if cell.settings["quick"] else FULL, {"task": cell.settings["task"]}
     size = GEMMA if cell.settings.get("model") else size
     kind, config = cell.name.partition("-")[0], config_of(size)
-    cuts = Cuts(size.sizes, size.update, size.buckets)
     if kind == "compare":
-        return compared(key, cell.after[1:], cuts, work)
+        return compared(key, cell.after[1:], size, work)
     task = WrittenOut(cell.settings["task"].partition("-")[0], *cell.settings["ends"])
     if size.model:
         model, tokenizer = load_policy(size.model)
@@ -102,18 +87,12 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         model = small_model(config.small_model, tokenizer, 0)
     policy = Policy(model.eval(), tokenizer, task)
     if kind == "teach":
-        began, adamw = process_time(), torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.98), weight_decay=0.0)
-        steps, success = fit(model, tokenizer, task, config, [adamw] if size.model else None)
-        keep_pickle(work, dict(model.state_dict()))
-        row = {"steps": steps, "checked": success, "teach_seconds": rounded(process_time() - began)}
-        return {"policies": [key | {"parameters": model.num_parameters()} | row]}
+        adamw = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.98), weight_decay=0.0)
+        return teach(key, policy, config, work, [adamw] if size.model else None)
     model.load_state_dict(kept_pickle(cell.after[0], work))
     if kind == "norms":
-        written = write(policy, different_prompts(policy, NORMS_FROM, size.norm_prompts), config.sample, seed=1)
-        row, shares = norm_rows(policy, written, size.positions)
-        return {"norms": [key | row], "fifths": [key | one for one in shares]}
-    prompts, blocks = different_prompts(policy, PROMPTS_FROM, size.blocks * size.update), [cell.settings["block"]]
-    return {"blocks": [key | row for row in pooled(policy, prompts, blocks, config.sample, cuts, work, bar)]}
+        return norms(key, policy, config.sample, size)
+    return pooled(key, policy, [cell.settings["block"]], config.sample, size, work, bar)
 
 
 STUDY = Study(

@@ -26,8 +26,7 @@ def raised(inputs: EstimatorInputs) -> Float:
 
 def _moved(name: str, to: str, inputs: EstimatorInputs) -> Float:
     shape, level = estimate(name, inputs), estimate(to, inputs)
-    distance = (level.baseline - shape.baseline)[inputs.mask].mean()
-    return np.where(inputs.mask, shape.advantage - distance, 0.0)
+    return np.where(inputs.mask, shape.advantage - (level.baseline - shape.baseline)[inputs.mask].mean(), 0.0)
 
 
 def trailing_mean(reward: Float) -> Float:

@@ -138,9 +138,8 @@ def section(name: str, example: Mapping[str, Any]) -> str:
     # The file that is read has a number in its name.
     step = whole.get("step") == repr(FILE) and not any("step" in words.split(", ") for _, words in rows.values())
     where = f"Files: {called}{'; the step is in the name' * step}."
-    return "\n".join(
-        [f"## `{name}`: {kind.about}", "", where, "", "| field | needed | becomes |", "|---|---|---|", *lines]
-    )
+    head = [f"## `{name}`: {kind.about}", "", where, "", "| field | needed | becomes |", "|---|---|---|"]
+    return "\n".join([*head, *lines])
 
 
 def record_of(kind: Format, row: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -154,12 +153,8 @@ def record_of(kind: Format, row: Mapping[str, Any]) -> dict[str, Any] | str:
     if record is None:
         return "left out"
     parts = {name: value for name, value in vars(record).items() if name not in ("place", "columns", "special")}
-    parts |= {**record.columns, "note": +tally}
-    return {
-        name: repr(value.tolist() if isinstance(value, np.ndarray) else value)
-        for name, value in parts.items()
-        if value is not None
-    }
+    known = {name: x for name, x in {**parts, **record.columns, "note": +tally}.items() if x is not None}
+    return {name: repr(x.tolist() if isinstance(x, np.ndarray) else x) for name, x in known.items()}
 
 
 def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from otb_analysis.figures.styles import GREY
+from otb_analysis.figures.styles import GREY, estimator_style
 from otb_analysis.figures.svg import Curve
 from otb_analysis.statistics import Interval, cluster_jackknife
 from otb_analysis.statistics.intervals import WIDE
-from otb_analysis.types import Label
+from otb_analysis.types import Float, Label
 from studies.lib.record import Row, Rows, distinct, select
 
 Measured = Interval | Row | None
@@ -22,9 +22,9 @@ def rounded(value: float | None, digits: int = 5) -> float | None:
     return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
 
 
-def interval_columns(name: str, found: Interval | None) -> dict[str, float | None]:
+def interval_columns(name: str, found: Interval | None, digits: int = 5) -> dict[str, float | None]:
     """Return an interval as the columns NAME, NAME_low and NAME_high of a row."""
-    return dict(zip((name, f"{name}_low", f"{name}_high"), map(rounded, ends(found)), strict=True))
+    return {f"{name}{end}": rounded(x, digits) for end, x in zip(("", "_low", "_high"), ends(found), strict=True)}
 
 
 def statistics_columns(row: Any, *names: str) -> dict[str, float | None]:
@@ -114,6 +114,16 @@ def spanning(of: Measured, value: float, name: str = "") -> bool:
     return ends(of, name)[1] is not None and not above(of, value, name) and not below(of, value, name)
 
 
+def find(rows: Rows, **values: Any) -> Row:
+    """Return the first row whose columns have these values, or an empty one."""
+    return next(iter(select(rows, **values)), {})
+
+
+def with_deleted(x: Float) -> Float:
+    """Return the mean of one number per cluster [K], and the mean without each of them [1 + K]."""
+    return np.concatenate([[x.mean()], (x.sum() - x) / (len(x) - 1)])
+
+
 def ratio_interval(above: Any, below: Any, words: str, scale: Any = "log") -> Interval | None:
     """Return Σ above / Σ below with its interval; each entry of the two is one cluster."""
     return cluster_jackknife(np.stack([above, below], axis=-1), lambda m: m[..., 0] / m[..., 1], words, scale)
@@ -159,10 +169,8 @@ def interval_curves(
     rows: Rows, by: str, x: Callable[[Row], float], name: str, colors: Mapping[str, str]
 ) -> list[Curve]:
     """Return a curve with its band for each value of a column that has a color and rows, in the order of the colors."""
-    own = {key: select(rows, **{by: key}) for key in colors}
-    return [
-        interval_curve({x(row): row for row in found}, name, key, colors[key]) for key, found in own.items() if found
-    ]
+    own = {key: found for key in colors if (found := select(rows, **{by: key}))}
+    return [interval_curve({x(row): row for row in found}, name, key, colors[key]) for key, found in own.items()]
 
 
 def side_by_side(found: Sequence[Measured], place: int, name: str, words: str, color: str) -> Curve:
@@ -183,7 +191,11 @@ def seed_curves(rows: Rows, y: str) -> list[Curve]:
 def mean_curve(rows: Rows, x: str, y: str, words: str, color: str, **looks: Any) -> Curve:
     """Return the means of two columns over the rows of each step."""
     at = [select(rows, step=step) for step in sorted(distinct(rows, "step"))]
-    return Curve(
-        [or_nan(mean(column(own, x))) for own in at], [or_nan(mean(column(own, y))) for own in at], words, color=color,
-        **looks,
-    )  # fmt: skip
+    means = ([or_nan(mean(column(own, name))) for own in at] for name in (x, y))
+    return Curve(*means, words, color=color, **looks)
+
+
+def looks_of(estimator: str) -> dict[str, Any]:
+    """Return the colour of an estimator's curve, and whether it is dashed."""
+    style = estimator_style(estimator)
+    return {"color": style.color, "dashed": style.dash != "solid"}

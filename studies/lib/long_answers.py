@@ -5,7 +5,7 @@ row, most rows are smooth, and few directions span them: the sum of all scores, 
 more than a share `TOLERANCE` of its length left, tokens counted by the root of their proxy energy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.arrays import policy_position
-from otb_analysis.config import SampleConfig
+from otb_analysis.config import SampleConfig, TrainConfig
 from otb_analysis.estimators import ESTIMATORS, EstimatorInputs, available, with_limit
 from otb_analysis.gradients import gradient_sketch
 from otb_analysis.statistics import (
@@ -31,11 +31,11 @@ from otb_analysis.statistics import (
     systematic_sample,
 )
 from otb_analysis.statistics.energies import correlation, log_correlation
-from otb_analysis.tasks import Prompt
 from otb_analysis.training.runtime import Bar
+from otb_analysis.training.warm_start import fit
 from otb_analysis.types import Bool, Float, Int
 from studies.lib.formats import by_label, interval_columns, ratio_columns, rounded, statistics_columns
-from studies.lib.policies import Policy, ScoredRollouts, exact_norms, write
+from studies.lib.policies import Policy, ScoredRollouts, different_prompts, exact_norms, write
 from studies.lib.pools import in_batches, proved_of_pool, update_batches
 from studies.lib.record import Cell, Gathered, Tables, keep_pickle, kept_pickle
 
@@ -54,15 +54,48 @@ FIFTHS = 5
 """Parts of an answer in which its energy is counted."""
 RATIOS = {"variance_ratio": "variance", "sf_ratio": "sf", "efficiency_ratio": "efficiency"}
 """Columns of the ratios to `rloo`."""
+PARTS = {"bias": "relative_bias", "within": "within", "between": "between"}
+"""Columns without intervals."""
+
+
+PROMPTS_FROM, NORMS_FROM = 40_000_000, 50_000_000
+"""Indices of the first training prompts whose gradients, and whose tokens' norms, are measured."""
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """How rollouts are grouped and their gradients kept."""
+class Amount:
+    """How much is measured of a policy; made by a study."""
 
-    sizes: tuple[int, ...]  # Rollouts of a group
-    update: int  # Prompts of a block: an estimator that looks at its batch sees them, and efficiency is stated for them
-    buckets: int  # Of a count sketch
+    blocks: int = 8  # Of prompts
+    rollouts: int = 16
+    sizes: tuple[int, ...] = (4, 8)  # Rollouts of a group
+    buckets: int = 1024  # Of a count sketch
+    norm_prompts: int = 24
+    positions: int = 6
+    update: int = 32  # Prompts of a block: a batch-coupled estimator sees them, and efficiency is stated for them
+
+
+def planned(
+    label: str, known: Mapping[str, Any], how: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
+) -> list[Cell]:
+    """Return what teaches a policy, what measures its tokens' norms and its groups' gradients, and what compares.
+
+    The policy depends on `known`, what is measured of it on `how`, too; each of `parts` says which blocks a cell takes.
+    """
+    measured = {**known, **how, "tolerance": TOLERANCE, "compared": list(COMPARED)}
+    teach = Cell(f"teach-{label}", known)
+    pools = [Cell(f"pool-{label}-{k}", measured | dict(part), after=(teach,)) for k, part in enumerate(parts)]
+    norms, compare = (Cell(f"{k}-{label}", measured, (teach, *of)) for k, of in (("norms", ()), ("compare", pools)))
+    return [teach, norms, *pools, compare]
+
+
+def teach(key: dict[str, Any], policy: Policy, config: TrainConfig, work: Path, optimizers: Any = None) -> Tables:
+    """Teach a policy until its success lies in the band of its supervised start, and keep its weights."""
+    began = process_time()
+    steps, success = fit(policy.model, policy.tokenizer, policy.task, config, optimizers)
+    keep_pickle(work, dict(policy.model.state_dict()))
+    row = {"parameters": policy.model.num_parameters(), "steps": steps, "checked": success}
+    return {"policies": [key | row | {"teach_seconds": rounded(process_time() - began)}]}
 
 
 def proxy_of(written: ScoredRollouts) -> Float:
@@ -103,8 +136,8 @@ def block_gradients(
     """
     table, proxy = written.table, proxy_of(written)
     cuts = {n: partitions(table.group, n, 1, seed=n)[0] for n in sizes}
-    plain = [advantages(table.inputs(proxy), cut, update, table.limit) for cut in cuts.values()]
-    rows = np.concatenate([np.stack(list(one.values())) for one in plain])
+    plain = (advantages(table.inputs(proxy), cut, update, table.limit) for cut in cuts.values())
+    rows = np.concatenate([list(one.values()) for one in plain])
     at = [np.flatnonzero(mask) for mask in table.mask]
     spans = [directions_of(rows[:, n, t], proxy[n, t]) for n, t in enumerate(at)]
     ranks = [len(span) for span, _ in spans]
@@ -165,76 +198,74 @@ def norm_rows(policy: Policy, written: ScoredRollouts, positions: int) -> tuple[
 
     Totals of fifths are Horvitz–Thompson's from the drawn tokens; intervals are over prompts.
     """
-    (chosen, inverse), table = drawn_cells(written, positions, seed=1), written.table
-    began = process_time()
+    (chosen, inverse), table, began = drawn_cells(written, positions, seed=1), written.table, process_time()
     exact, proxy = exact_norms(policy, written, chosen), proxy_of(written)
     seconds = process_time() - began
     cells = position_cells(table.group, table.mask.shape[1])[:, :1] + policy_position(table.mask)
-    prompt = np.broadcast_to(table.group[:, None], chosen.shape)[chosen]
-    pair = proxy[chosen], exact[chosen], prompt, cells[chosen]
+    pair = proxy[chosen], exact[chosen], np.broadcast_to(table.group[:, None], chosen.shape)[chosen], cells[chosen]
     agreement = fidelity(proxy, exact, chosen, cells)
     row = {"tokens": int(chosen.sum()), "norm_seconds": rounded(seconds)}
     row |= interval_columns("within", correlation(*pair)) | interval_columns("log_within", log_correlation(*pair))
     row |= {"spearman_within": agreement.within.spearman if agreement.within else None}
     fifth = fifths_of(written)
-    sums = [[float((w * inverse)[chosen & (fifth == k)].sum()) for k in range(FIFTHS)] for w in (proxy, exact)]
-    shares = [
-        {"fifth": k + 1, "drawn_proxy": rounded(sums[0][k] / sum(sums[0])), "exact": rounded(sums[1][k] / sum(sums[1]))}
-        for k in range(FIFTHS)
-    ]
-    return row, shares
+    drawn, whole = (
+        np.array([float((w * inverse)[chosen & (fifth == k)].sum()) for k in range(FIFTHS)]) for w in (proxy, exact)
+    )
+    pairs = zip(drawn / sum(drawn), whole / sum(whole), strict=True)
+    return row, [{"fifth": k, "drawn_proxy": rounded(a), "exact": rounded(b)} for k, (a, b) in enumerate(pairs, 1)]
+
+
+def norms(key: dict[str, Any], policy: Policy, sample: SampleConfig, size: Amount) -> Tables:
+    """Return what `norm_rows` says of rollouts that are drawn for it."""
+    prompts = different_prompts(policy, NORMS_FROM, size.norm_prompts)
+    row, shares = norm_rows(policy, write(policy, prompts, sample, seed=1), size.positions)
+    return {"norms": [key | row], "fifths": [key | one for one in shares]}
 
 
 def pooled(
+    key: dict[str, Any],
     policy: Policy,
-    prompts: Sequence[Prompt],
     blocks: Sequence[int],
     sample: SampleConfig,
-    cuts: Cuts,
+    size: Amount,
     work: Path,
     bar: Bar,
-) -> list[dict[str, Any]]:
+) -> Tables:
     """Sample blocks of prompts and keep the gradients of their groups; return a row of a table for each."""
-    kept, rows, update = list[Any](), list[dict[str, Any]](), cuts.update
+    kept, rows, update = list[Any](), list[dict[str, Any]](), size.update
+    prompts = different_prompts(policy, PROMPTS_FROM, size.blocks * update)
     for done, block in enumerate(blocks, start=1):
         began = process_time()
         written = write(policy, prompts[block * update : (block + 1) * update], sample, seed=100 + block)
         sampled = process_time()
-        gradients, names, rank = block_gradients(policy, written, cuts.sizes, update, cuts.buckets)
+        gradients, names, rank = block_gradients(policy, written, size.sizes, update, size.buckets)
         kept.append((gradients, names, energy_facts(written)))
         seconds = {"sample_seconds": sampled - began, "gradient_seconds": process_time() - sampled}
-        rows.append({"block": block, "rank": rounded(rank)} | {k: rounded(v) for k, v in seconds.items()})
+        rows.append({**key, "block": block, "rank": rounded(rank)} | {k: rounded(v) for k, v in seconds.items()})
         bar(done, len(blocks), "gradients of groups")
     keep_pickle(work, kept)
-    return rows
+    return {"blocks": rows}
 
 
-def compared(key: dict[str, Any], parts: Sequence[Cell], cuts: Cuts, work: Path) -> Tables:
+def compared(key: dict[str, Any], parts: Sequence[Cell], size: Amount, work: Path) -> Tables:
     """Return variance, SF and efficiency of every estimator at every group size, and what the rollouts are."""
-    blocks, update = [block for part in parts for block in kept_pickle(part, work)], cuts.update
+    blocks, update = [block for part in parts for block in kept_pickle(part, work)], size.update
     labels = [(name, "proxy" if ESTIMATORS[name].reads_energy else "none") for name in blocks[0][1]]
     tables = Gathered()
     tables.add(key, rollouts=[rollout_facts([facts for _, _, facts in blocks], update)])
-    for n in cuts.sizes:
-        known, measured = (
-            proved_of_pool(labels, update, n),
-            np.concatenate([block[f"g{n}"] for block, _, _ in blocks], axis=1),
-        )
+    for n in size.sizes:
+        known = proved_of_pool(labels, update, n)
+        measured = np.concatenate([block[f"g{n}"] for block, _, _ in blocks], axis=1)
         prompt = np.concatenate([block[f"prompt{n}"] + update * k for k, (block, _, _) in enumerate(blocks)])
         pool = pool_gram([measured], [Partition(np.repeat(np.arange(len(prompt)), n), prompt)], labels)
         gram = pool.gram()
         pairs = by_label(paired_ratios([gram], n_prompts=update, known=known))
         rows = []
         for one in pool_statistics(pool, n_prompts=update, known=known):
-            label = (one.estimator, one.energy_source)
-            row = {
-                "estimator": one.estimator,
-                "clusters": one.n_clusters,
-                "c_known": one.c_known,
-                "bias": rounded(one.relative_bias),
-            }
-            row |= {"within": rounded(one.within), "between": rounded(one.between)}
-            rows.append(row | statistics_columns(one) | ratio_columns(pairs.get(label), RATIOS))
+            pair = pairs.get((one.estimator, one.energy_source))
+            row = {"estimator": one.estimator, "clusters": one.n_clusters, "c_known": one.c_known}
+            row |= {name: rounded(getattr(one, of)) for name, of in PARTS.items()}
+            rows.append(row | statistics_columns(one) | ratio_columns(pair, RATIOS))
         scale = gradient_noise_scale([gram], ("rloo", "none"), known)
         signal = {"prompts": gram.n_prompts} | interval_columns("noise_scale", scale)
         tables.add(key | {"size": n}, estimators=rows, signal=[signal])
@@ -247,13 +278,9 @@ def rollout_facts(blocks: Sequence[dict[str, Any]], update: int) -> dict[str, An
     prompt = np.concatenate([block["prompt"] + update * k for k, block in enumerate(blocks)])
     reward, energy, fifths = joined["reward"], joined["energy"], joined["fifths"]
     mixed = [0 < reward[prompt == p].mean() < 1 for p in np.unique(prompt)]
-    row = {
-        "prompts": len(mixed),
-        "rollouts": len(reward),
-        "success": rounded(reward.mean()),
-        "mixed": float(np.mean(mixed)),
-    }
-    row |= {"tokens": rounded(joined["length"].mean()), "spread": rounded(joined["length"].std())}
+    row = {"prompts": len(mixed), "rollouts": len(reward), "success": rounded(reward.mean())}
+    lengths = joined["length"]
+    row |= {"mixed": float(np.mean(mixed)), "tokens": rounded(lengths.mean()), "spread": rounded(lengths.std())}
     row |= {"energy": rounded(energy.mean())} | interval_columns("corr", correlation(energy, reward, prompt, prompt))
     for name, some in (("all", reward >= 0), ("wrong", reward < 1)):
         shares = fifths[some].sum(axis=0) / max(energy[some].sum(), 1e-300)

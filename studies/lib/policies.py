@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ class ScoredRollouts:
         """Return a row of each distinct rollout [U], and the distinct rollout of each row [N]: copies cost nothing."""
         r = self.rollouts
         key = np.concatenate([r.input_ids, r.mask, r.attention_mask], axis=1)
-        _, first, back = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        first, back = np.unique(key, axis=0, return_index=True, return_inverse=True)[1:]
         return first.astype(np.int64), back.reshape(-1).astype(np.int64)
 
     def by_token(self, x: Float) -> Float:
@@ -147,13 +148,12 @@ def demonstrated(
             yield step, success, float(np.mean(nats[-every:]))
 
 
-def trained(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Policy:
-    """Return a policy after reinforcement learning from where it is; the one given is left as it is."""
+def train_from(policy: Policy, config: TrainConfig, work: Path, bar: Bar = silent) -> Path:
+    """Train from where a policy is, which is left as it is; return where the run and its model are."""
     start = work / "start"
     policy.model.save_pretrained(start)
     policy.tokenizer.save_pretrained(start)
-    path = train(replace(config, root=work, run="rl", model=str(start)), bar)
-    return replace(policy, model=pretrained(replace(config, model=str(path / "model"))).model)
+    return train(replace(config, root=work, model=str(start)), bar)
 
 
 def different_prompts(policy: Policy, first: int, count: int, among: int = 0) -> list[Prompt]:
@@ -183,8 +183,7 @@ def write(
 ) -> ScoredRollouts:
     """Sample groups of rollouts, one per prompt, and score every token once; the arguments are those of `draw`."""
     rollouts = draw(policy, prompts, config, seed, at_once)
-    forward = score(policy, rollouts, config.temperature)
-    table = replace(token_table(rollouts, forward, None), limit=config.limit)
+    table = replace(token_table(rollouts, score(policy, rollouts, config.temperature), None), limit=config.limit)
     return ScoredRollouts(rollouts, table, config.temperature)
 
 
@@ -205,15 +204,12 @@ def group_sketches(
 ) -> Float:
     """Return a count sketch of Σ weights·s of every group [M, G, K], weights [M, N, T]; a few groups at a time."""
     by_column, parts = written.rollouts.by_column(weights), []
+    how: Any = {"dim": buckets, "temperature": written.temperature, "soft": written.rollouts.soft, "scope": scope}
     for first in range(0, int(group.max()) + 1, 64):
         rows = np.flatnonzero((group >= first) & (group < first + 64))
         ids, mask, attention = (x[torch.as_tensor(rows)] for x in written.batch)
-        settings = {"temperature": written.temperature, "soft": written.rollouts.soft, "scope": scope}
-        parts.append(
-            gradient_sketch(
-                policy.model, ids, mask, by_column[rows], group[rows] - first, attention, dim=buckets, **settings
-            )
-        )
+        cluster = group[rows] - first
+        parts.append(gradient_sketch(policy.model, ids, mask, by_column[rows], cluster, attention, **how))
     return np.concatenate(parts).transpose(1, 0, 2)
 
 
@@ -253,19 +249,16 @@ def fitted_critic(policy: Policy, config: CriticConfig, batches: Sequence[Scored
         raise InputError("a critic is fitted on at least one batch with critic.enabled true; pass both.")
     for k, written in enumerate(batches):
         seen = _as_critic_sees(policy, written)
-        table = replace(written.table, value=critic.value(seen))
-        critic.update(seen, critic_target(config, table.inputs(None)))
+        critic.update(seen, critic_target(config, replace(written.table, value=critic.value(seen)).inputs(None)))
         bar(k + 1, len(batches), f"fitting a critic to {config.target}")
     return critic
 
 
 def with_values(policy: Policy, critic: Critic, written: ScoredRollouts) -> ScoredRollouts:
     """Return rollouts with a critic's values V(h_t) in their table."""
-    value = critic.value(_as_critic_sees(policy, written))
-    return replace(written, table=replace(written.table, value=value))
+    return replace(written, table=replace(written.table, value=critic.value(_as_critic_sees(policy, written))))
 
 
 def _as_critic_sees(policy: Policy, written: ScoredRollouts) -> CriticBatch:
-    forward = score(policy, written.rollouts, written.temperature)
-    rows = np.arange(len(written.rollouts.group))
+    forward, rows = score(policy, written.rollouts, written.temperature), np.arange(len(written.rollouts.group))
     return CriticBatch(written.rollouts, forward, np.array_split(rows, max(1, len(rows) // 512)))

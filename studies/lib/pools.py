@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,7 @@ def promising_prompts(policy: Policy, first: int, count: int, config: SampleConf
         InputError: Too few candidates qualify.
     """
     distinct = different_prompts(policy, first, 4 * count, among=4 * count)
-    pilot = write(policy, distinct, config, seed).table
-    paid = pilot.total_reward.reshape(len(distinct), -1)
+    paid = write(policy, distinct, config, seed).table.total_reward.reshape(len(distinct), -1)
     chosen = [prompt for prompt, one in zip(distinct, paid, strict=True) if np.ptp(one) > 0][:count]
     if len(chosen) < count:
         there = f"{len(chosen)} of {len(distinct)} prompts are answered rightly sometimes"
@@ -113,8 +113,7 @@ def measured_tokens(
     """
     rows, temperature = np.isin(written.rollouts.group, groups), written.temperature
     norms = GradientMeasurer(policy.model, MeasureConfig(), temperature).norms(written.rollouts, groups)
-    part = written.rollouts.take(np.flatnonzero(rows))
-    sketch, node = token_sketches(policy.model, part, temperature, dim, bar)
+    sketch, node = token_sketches(policy.model, written.rollouts.take(np.flatnonzero(rows)), temperature, dim, bar)
     wide = np.pad(node, ((0, 0), (0, written.table.mask.shape[1] - node.shape[1])))
     return {"exact": norms.norm_sq[rows], "whole": norms.rollout_norm_sq[rows], "sketch": sketch, "node": wide}
 
@@ -145,12 +144,11 @@ def token_sketches(
     """
     node, first = distinct_tokens(rollouts.input_ids, rollouts.mask)
     sketch = np.zeros((int(node.max(initial=0)) + 1, dim), np.float32)
-    todo = first.any(axis=1)
     for group in np.unique(rollouts.group):
-        own = todo & (rollouts.group == group)
+        own = first.any(axis=1) & (rollouts.group == group)
         rows = np.flatnonzero(own)
-        weights = np.zeros((len(rows), int(first[rows].sum(axis=1).max(initial=0)), first.shape[1]))
         at = [np.flatnonzero(first[n]) for n in rows]
+        weights = np.zeros((len(rows), max(map(len, at), default=0), first.shape[1]))
         for weight, columns in zip(weights, at, strict=True):
             weight[np.arange(len(columns)), columns] = 1.0
         ids, mask, attention = rollouts.tensors(model.device, own)
@@ -187,10 +185,8 @@ def every_estimate(pool: Pool, cut: Partition, batch: int | None = None) -> dict
     one group per prompt, as a training step would hold them: `batch` prompts each, by default all. What such an
     estimator is worth depends on it, so give the prompts of the update that it is quoted for.
     """
-    exact = replace(pool.inputs, group=cut.group)
-    sources = {"exact": exact, "proxy": replace(exact, energy=pool.proxy)}
-    advantages: dict[Label, Float] = {}
-    batches = update_batches(cut, batch)[cut.group]
+    exact, batches = replace(pool.inputs, group=cut.group), update_batches(cut, batch)[cut.group]
+    sources, advantages = {"exact": exact, "proxy": replace(exact, energy=pool.proxy)}, dict[Label, Float]()
     for name in available(exact):
         options = with_limit(name, None, pool.written.table.limit)
         chosen = sources if ESTIMATORS[name].reads_energy else {"none": exact}
@@ -201,8 +197,7 @@ def every_estimate(pool: Pool, cut: Partition, batch: int | None = None) -> dict
 
 def turns(cut: Partition) -> Int:
     """Return of each group whether it is the first, second … of its prompt [G]: groups of one turn make a batch."""
-    starts = np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))
-    return np.arange(cut.prompt.size) - starts[cut.prompt]
+    return np.arange(cut.prompt.size) - np.searchsorted(cut.prompt, np.arange(cut.prompt.max() + 1))[cut.prompt]
 
 
 def update_batches(cut: Partition, prompts: int | None = None) -> Int:
@@ -248,10 +243,7 @@ def gram_of_prompts(
     It takes no two groups of a prompt, which `pool_grams` does: the group may be the whole pool. Smaller groups are cut
     from it, and products are averaged over cuts; `statistics.mean_over_subgroups` says what is on the diagonal.
     """
-    prompts = int(pool.inputs.group.max()) + 1
-
-    total: Any = 0.0
-    labels: list[Label] = []
+    total, labels, prompts = np.zeros(()), list[Label](), int(pool.inputs.group.max()) + 1
     cuts = cuts_of(pool.inputs.group, size, shuffles, seed)
     for cut in cuts:
         advantages = estimates(pool, cut)
@@ -265,8 +257,7 @@ def gram_of_prompts(
             features = pool.features(rows)
             weights = np.stack([advantages[label][rows, : features.shape[1]] for label in labels])
             gradients[:, groups] = group_gradients(features, weights, part)
-        flat = gradients.reshape(len(labels) * cut.prompt.size, -1)
-        shape = (len(labels), cut.prompt.size)
+        shape, flat = gradients.shape[:2], gradients.reshape(len(labels) * cut.prompt.size, -1)
         inner = np.asarray(flat @ flat.T, dtype=float).reshape(*shape, *shape).transpose(0, 2, 1, 3)
         total = total + mean_over_subgroups(inner, cut.prompt.size // prompts) / len(cuts)
     names = tuple(prompt.id for prompt in pool.written.rollouts.prompts)
@@ -359,8 +350,8 @@ def energies_beside(written: ScoredRollouts, exact: Float, share: float, seed: i
     `calibrated` is the proxy calibrated on a share of the tokens, drawn by the proxy as the level `sampled` does it.
     """
     mask, stats = written.table.mask, written.table.stats
-    hidden = 0.0 if stats.hidden_norm_sq is None else stats.hidden_norm_sq
-    proxy, hidden = (np.where(mask, x, 0.0) for x in (stats.energy, hidden))
+    known = stats.energy, 0.0 if stats.hidden_norm_sq is None else stats.hidden_norm_sq
+    proxy, hidden = (np.where(mask, x, 0.0) for x in known)
     prob, drawn = np.full(mask.shape, np.nan), np.zeros(mask.shape, bool)
     prob[mask] = inclusion_probabilities(proxy[mask], round(share * int(mask.sum())))
     drawn[mask] = systematic_sample(prob[mask], seed)
@@ -371,21 +362,17 @@ def energies_beside(written: ScoredRollouts, exact: Float, share: float, seed: i
 
 def agreement_rows(table: TokenTable, energies: Mapping[str, Float], sources: Sequence[str]) -> list[dict[str, Any]]:
     """Return correlations of each source with `exact`, of w_t and of W_t, pooled and within (prompt, position)."""
-    rows = []
-    cells = position_cells(table.group, table.mask.shape[1])[:, :1] + policy_position(table.mask)
-    prompt = np.broadcast_to(table.group[:, None], table.mask.shape)[table.mask]
-    for source in sources:
-        for of in ("w", "W"):
-            x, y = (
-                (energies[name] if of == "w" else realized_energy(energies[name], table.mask))[table.mask]
-                for name in (source, "exact")
-            )
-            pair = energies[source], energies["exact"], table.mask
-            agree = fidelity(*pair, cells) if of == "w" else realized_fidelity(*pair, table.group)
-            row: dict[str, Any] = {"source": source, "of": of}
-            for prefix, corr in (("", correlation), ("log_", log_correlation)):
-                row |= interval_columns(f"{prefix}pooled", corr(x, y, prompt))
-                row |= interval_columns(f"{prefix}within", corr(x, y, prompt, cells[table.mask]))
-            row |= {"positive": float(np.mean((x > 0) & (y > 0))), "spearman": agree.pooled.spearman}
-            rows.append(row | {"spearman_within": agree.within.spearman if agree.within else None})
+    rows, mask = [], table.mask
+    cells = position_cells(table.group, mask.shape[1])[:, :1] + policy_position(mask)
+    prompt = np.broadcast_to(table.group[:, None], mask.shape)[mask]
+    for source, of in product(sources, ("w", "W")):
+        pair = energies[source], energies["exact"]
+        x, y = (one[mask] if of == "w" else realized_energy(one, mask)[mask] for one in pair)
+        agree = fidelity(*pair, mask, cells) if of == "w" else realized_fidelity(*pair, mask, table.group)
+        row: dict[str, Any] = {"source": source, "of": of}
+        for prefix, corr in (("", correlation), ("log_", log_correlation)):
+            row |= interval_columns(f"{prefix}pooled", corr(x, y, prompt))
+            row |= interval_columns(f"{prefix}within", corr(x, y, prompt, cells[mask]))
+        row |= {"positive": float(np.mean((x > 0) & (y > 0))), "spearman": agree.pooled.spearman}
+        rows.append(row | {"spearman_within": agree.within.spearman if agree.within else None})
     return rows

@@ -99,7 +99,7 @@ def find_study(name: str, studies: Path) -> Path:
     folders = study_folders(studies)
     for folder in folders:
         number, slug = folder.name.split("_", 1)
-        if name in (folder.name, slug) or (name.isdigit() and int(name) == int(number)):
+        if name in (folder.name, slug, number, number.removeprefix("0")):
             return folder
     asked = f"study {name!r} does not exist" if name else "otb study needs the name of a study"
     raise InputError(f"{asked}; those there are: {', '.join(folder.name for folder in folders) or 'none'}.")
@@ -119,17 +119,16 @@ def load_study(folder: Path) -> Study:
         del sys.modules[name]
     sys.modules[package.__name__] = package
     importlib.invalidate_caches()
-    public = dict[str, dict[str, Any]]()
-    for file in (FILE, DERIVED):
-        if (folder / file).is_file():
-            found = vars(importlib.import_module(f"{package.__name__}.{Path(file).stem}"))
-            public[file] = {name: value for name, value in found.items() if not name.startswith("_")}
-    names, derived = public[FILE], public.get(DERIVED, {})
+    names, derived = (
+        vars(importlib.import_module(f"{package.__name__}.{Path(file).stem}")) if (folder / file).is_file() else {}
+        for file in (FILE, DERIVED)
+    )
     study = names.get("STUDY")
     if not isinstance(study, Study):
         raise InputError(f"{folder / FILE} defines no STUDY; assign a studies.lib.Study to that name.")
     told = {name: derived[name] for name in ("numbers", "figures") if name in derived}
-    return replace(study, names=names | derived, **told)
+    public = {name: value for name, value in (names | derived).items() if not name.startswith("_")}
+    return replace(study, names=public, **told)
 
 
 def write_tables(folder: Path, tables: Tables) -> None:
@@ -232,8 +231,7 @@ def committed_cells(tables: Mapping[str, Rows]) -> dict[tuple[str, str], Finishe
         took = row["minutes"], row["peak_mib"], row["machine"], row["processor_minutes"]
         known = {estimator: words for name in own for estimator, words in defaults.get(name, {}).items()}
         found[row["cell"], row["digest"]] = Finished(own, *took, known)
-    whole = all(len(tables.get(name, ())) == count for name, count in taken.items())
-    return found if whole else {}
+    return found if all(len(tables.get(name, ())) == count for name, count in taken.items()) else {}
 
 
 class CellCache:
@@ -338,9 +336,8 @@ def machine_words() -> str:
     """Return the machine in words: cores that this process may use, their kind, memory, where models run."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    lines = CPU.read_text().splitlines() if CPU.exists() else []
-    kinds = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    kind = kinds[0] if kinds else platform.processor() or platform.machine()
+    kinds = re.findall(r"^model name\s*: (.*)", CPU.read_text() if CPU.exists() else "", re.MULTILINE)
+    kind = kinds[0].strip() if kinds else platform.processor() or platform.machine()
     device = device_of()
     beside = "" if device.type == "cpu" else f", models on {words_of(device)}"
     return f"{cores} core{'s' * (cores > 1)} of {kind}, {memory:.0f} GiB of memory{beside}"
@@ -354,10 +351,8 @@ def forget_peak_memory() -> None:
 
 def peak_memory_mib() -> int | None:
     """Return the most memory that this process held since `forget_peak_memory`, in MiB, where the system tells."""
-    if not STATUS.exists():
-        return None
-    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    return round(int(line.split()[1]) / 1024)
+    found = re.search(r"^VmHWM:\s*(\d+)", STATUS.read_text() if STATUS.exists() else "", re.MULTILINE)
+    return found and round(int(found[1]) / 1024)
 
 
 def digest_of(cell: Cell) -> str:

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -58,11 +58,9 @@ def default_options() -> dict[str, str]:
     ridges = ", ".join([*(f"{ridge:g} below {most} prompts" for most, ridge in RIDGES), f"then {LEAST_RIDGE:g}"])
     found = {}
     for name, spec in ESTIMATORS.items():
-        values = {field.name: getattr(spec.options(), field.name) for field in fields(spec.options)}
-        words = {key: " ".join(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        if words:
-            found[name] = "; ".join(f"{key} = {ridges if word == AUTO else word}" for key, word in words.items())
-    return found
+        values = {key: " ".join(x) if isinstance(x, tuple) else x for key, x in vars(spec.options()).items()}
+        found[name] = "; ".join(f"{key} = {ridges if x == AUTO else x}" for key, x in values.items())
+    return {name: words for name, words in found.items() if words}
 
 
 def named_estimators(facts: Any) -> list[str]:
@@ -83,10 +81,9 @@ def defaults_table(cells: Sequence[Cell], results: Sequence[Finished]) -> Rows:
 
 def outdated_defaults(rows: Rows) -> Rows:
     """Return the rows of `recorded` whose defaults are not today's, with what differs `then` and `today`."""
-    today = {name: words.split("; ") for name, words in default_options().items()}
-    out = list[dict[str, str]]()
+    today, out = default_options(), list[dict[str, str]]()
     for row in rows:
-        then, now = row["defaults"].split("; "), today.get(row["estimator"], ["no such estimator"])
+        then, now = (x.split("; ") for x in (row["defaults"], today.get(row["estimator"], "no such estimator")))
         if then != now:
             differ = {"then": [o for o in then if o not in now], "today": [o for o in now if o not in then]}
             out.append(dict(row) | {when: "; ".join(which) for when, which in differ.items()})
@@ -107,12 +104,11 @@ def study_page(
     if not (folder / TEMPLATE).is_file():
         raise InputError(f"{folder} has no {TEMPLATE}; write the page of the study there.")
     figures = study.figures(tables)
-    facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
-    facts["aged"] = outdated_defaults(tables.get(DEFAULTS, ()))
     cells = () if quick else (*study.cells, *study.later)  # what the tables were made without is named
-    facts["missing"] = [cell.name for cell in cells if not select(tables[COST], cell=cell.name)]
-    seen = dict(study.names) | facts | dict(tables) | dict(study.numbers(tables))
-    page = _environment(folder).get_template(TEMPLATE).render(seen)
+    facts = {"study": study, "name": folder.name, "tables": tables, "figures": figures, "quick": quick}
+    facts |= {"missing": [cell.name for cell in cells if not select(tables[COST], cell=cell.name)]}
+    facts |= {"aged": outdated_defaults(tables.get(DEFAULTS, ())), **tables, **study.numbers(tables)}
+    page = _environment(folder).get_template(TEMPLATE).render(dict(study.names) | facts)
     return _folded(re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"), figures
 
 
@@ -166,7 +162,7 @@ def _environment(folder: Path) -> Environment:
     environment.filters |= {"where": select, "distinct": distinct, "minutes": minutes_words}
     environment.filters |= {"thousands": "{:,}".format, "line": lambda text: " ".join(text.split())}
     environment.tests |= {name: getattr(formats, name) for name in ("above", "below", "spanning")}
-    environment.globals |= {"grid": formats.grid, "heads": formats.heads, "outdated": OUTDATED}
+    environment.globals |= {name: getattr(formats, name) for name in ("grid", "heads", "find")} | {"outdated": OUTDATED}
     return environment
 
 
@@ -205,9 +201,9 @@ def run_study(folder: Path, setting: Setting, bar: Bar = silent) -> Path | None:
         names, results = [cell.name for cell, _ in finished], [one for _, one in finished]
         if any(cell.name not in names for cell in (study.quick if setting.quick else study.cells)):
             return None
-        cost = [one.cost(cell) for cell, one in finished]
         known = defaults_table([cell for cell, _ in finished], results)
-        write_tables(target / "results", joined_tables(results) | {COST: cost} | ({DEFAULTS: known} if known else {}))
+        made = joined_tables(results) | {COST: [one.cost(cell) for cell, one in finished]}
+        write_tables(target / "results", made | ({DEFAULTS: known} if known else {}))
     tables = read_tables(target / "results")
     if COST not in tables:
         raise InputError(f"{target} has no result tables; run otb study {folder.name} first.")
@@ -231,8 +227,7 @@ def _measured(
     for name in only:
         if name not in names:
             raise InputError(f"cell {name!r} does not exist; {nearest(name, names)}")
-    wanted = {cell.name for cell in cells if not only or cell.name in only}
-    again, known = set[str](), -1
+    wanted, again, known = set(only or names), set[str](), -1
     while len(again) > known:
         known = len(again)
         for cell in cells:
@@ -245,10 +240,9 @@ def _measured(
         if cell.name in again:
             bar(number, len(cells), f"{cell.name}: starting")
             earlier = {other.name: cache.load(other) for other in cell.after}
-            absent = [name for name, finished in earlier.items() if finished is None]
-            if absent:
+            if absent := [name for name, one in earlier.items() if one is None]:
                 raise InputError(f"cell {cell.name!r} comes after {', '.join(absent)}; measure those first.")
-            given = joined_tables([finished for finished in earlier.values() if finished is not None])
+            given = joined_tables([one for one in earlier.values() if one is not None])
             work = cache.work(cell)  # measured from its beginning, so that the minutes are those of all of it
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True, exist_ok=True)

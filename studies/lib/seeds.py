@@ -18,6 +18,7 @@ from otb_analysis.config import (
 )
 from otb_analysis.statistics import Interval, seed_mean
 from otb_analysis.training.warm_start import warm_started
+from studies.lib.formats import column
 from studies.lib.record import Rows, distinct, select
 
 MODEL = SmallModelConfig(layers=2, width=64, feed_forward=160)
@@ -58,6 +59,11 @@ def by_seed(rows: Rows, name: str) -> dict[int, float]:
     return {row["seed"]: row[name] for row in rows}
 
 
+def mean_by_seed(rows: Rows, name: str) -> dict[int, float]:
+    """Return the mean of a column, where it is known, over the rows of each seed."""
+    return {seed: float(np.mean(column(select(rows, seed=seed), name))) for seed in distinct(rows, "seed")}
+
+
 def best_rate(sweep: Rows, name: str) -> float:
     """Return the learning rate with the best mean of a column over the seeds of a sweep."""
     means = {rate: np.mean([row[name] for row in select(sweep, rate=rate)]) for rate in distinct(sweep, "rate")}
@@ -66,10 +72,7 @@ def best_rate(sweep: Rows, name: str) -> float:
 
 def later_success(rows: Rows) -> dict[int, float]:
     """Return each seed's mean held-out success over an arm's evaluations after the first one."""
-    later = [row for row in rows if row["step"] > 0]
-    return {
-        seed: float(np.mean([row["success"] for row in select(later, seed=seed)])) for seed in distinct(later, "seed")
-    }
+    return mean_by_seed([row for row in rows if row["step"] > 0], "success")
 
 
 def steps_survived(rows: Rows) -> dict[int, float]:
@@ -78,5 +81,5 @@ def steps_survived(rows: Rows) -> dict[int, float]:
 
 
 def paired_difference(arm: dict[int, float], base: dict[int, float], quantity: str) -> Interval | None:
-    """Return the mean over an arm's seeds of arm − base with Student's interval; None without a seed."""
-    return seed_mean([arm[seed] - base[seed] for seed in arm], quantity)
+    """Return the mean of arm − base over the seeds that both have, with Student's interval; None without a seed."""
+    return seed_mean([arm[seed] - base[seed] for seed in arm if seed in base], quantity)

@@ -16,7 +16,7 @@ from benchmarks.engine import model_config
 from benchmarks.long import BEFORE as BEFORE_LONG
 from benchmarks.long import DRAWN, GRADIENTS, random_rollouts
 from benchmarks.publish import run_bench
-from benchmarks.scale import Costs, costs_of_model
+from benchmarks.scale import Costs
 from otb_analysis.config import ContrastSchedule
 from otb_analysis.gradients import group_gradient_gram, signal_noise, sketch_score_norms, token_score_norms
 from otb_analysis.gradients.batch.inputs import Batch, measured
@@ -137,8 +137,10 @@ def test_seconds_of_measured_levels_follow_the_formulas(name):
     report = json.loads((RESULTS / f"{name}.json").read_text())
     sizes = {"prompts": 2, "group_size": 8, "prompt_tokens": BEFORE_LONG}
     config, seen = Qwen2Config(**model_config("M" if "_M_" in name else "S")), set()
+    # Every head is taken to have keys and values of its own.
+    shape = {"layers": config.num_hidden_layers, "width": config.hidden_size, "inner": config.intermediate_size}
     for row in report["rows"]:
-        costs = costs_of_model(config, tokens=row["tokens"], **sizes)
+        costs = Costs(vocabulary=config.vocab_size, processes=1, tokens=row["tokens"], **shape, **sizes)
         each = {
             GRADIENTS: costs.gram(costs.one_round), DRAWN: costs.drawn_norms, "sketch": costs.sketch,
             "attribution": costs.attribution,

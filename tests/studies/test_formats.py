@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 
 from otb_analysis.figures.svg import Panel, svg
@@ -8,6 +9,7 @@ from studies.lib import interval_columns, or_nan, rounded
 from studies.lib.formats import (
     above,
     below,
+    find,
     grid,
     heads,
     interval,
@@ -19,8 +21,10 @@ from studies.lib.formats import (
     side_by_side,
     span,
     spanning,
+    with_deleted,
 )
 from studies.lib.record import forget_peak_memory, minutes_words, peak_memory_mib
+from studies.lib.seeds import later_success, paired_difference
 
 FOUND = Interval(0.4142, 0.3614, 0.4649, 20, "a share")
 POINT = Interval(1.5, None, None, 3, "")
@@ -118,3 +122,22 @@ def test_peak_memory_is_that_since_it_was_forgotten():
     if high is None or low is None:
         pytest.skip("the system does not tell")
     assert high - low > 150
+
+
+def test_a_row_is_found_by_its_columns_and_none_is_an_empty_one():
+    rows = [{"a": 1, "b": 2}, {"a": 1, "b": 3}]
+    assert find(rows, a=1) == rows[0] and find(rows, b=3) == rows[1] and find(rows, a=2) == {}
+
+
+def test_means_without_each_cluster_stand_behind_the_mean_of_all():
+    # 9/3, then 8/2, 7/2 and 3/2
+    assert with_deleted(np.array([1.0, 2.0, 6.0])).tolist() == [3.0, 4.0, 3.5, 1.5]
+
+
+def test_arms_are_compared_over_the_seeds_that_both_have():
+    rows = [{"seed": seed, "step": step, "success": x} for seed, step, x in ((0, 0, 0.1), (0, 5, 0.4), (0, 9, 0.6))]
+    assert later_success([*rows, {"seed": 1, "step": 5, "success": 0.9}]) == {0: 0.5, 1: 0.9}
+    # seed 2 has no partner: the mean of .5 − .2 and .9 − .4
+    found = paired_difference({0: 0.5, 1: 0.9, 2: 0.0}, {0: 0.2, 1: 0.4}, "x")
+    assert found is not None and found.estimate == pytest.approx(0.4)
+    assert paired_difference({2: 0.0}, {0: 0.2}, "x") is None

@@ -133,7 +133,7 @@ def test_cells_of_a_policy_share_out_its_blocks(parts):
     study = parts["study"]
     for length in study.LINES:
         assert [block for part in study.FULL.parts(length) for block in part] == list(range(8))
-    assert study.FULL.blocks * study.UPDATE >= 200 and study.FULL.rollouts == 16
+    assert study.FULL.blocks * study.FULL.update >= 200 and study.FULL.rollouts == 16
 
 
 def test_growth_is_the_slope_between_shortest_and_longest(parts):
@@ -150,7 +150,7 @@ def test_growth_is_the_slope_between_shortest_and_longest(parts):
 
 def test_arms_of_a_seed_share_everything_but_the_baseline(parts):
     study, training = parts["study"], parts["training"]
-    setting = next(one for one in study.SETTINGS if one.label == "qwen3-512")
+    setting = next(one for one in study.SETTINGS if (one.name, one.length) == ("qwen3", 512))
     config = study.config_of(setting, False)
     for kind, arms in (("learn", training.LEARN), ("last", training.LAST)):
         made = [training.run_config(config, training.FULL_RUNS, kind, arm, 3) for arm in arms]

@@ -65,7 +65,7 @@ def test_02_no_interval_tells_a_source_from_exact_norms():
     half = sorted(x for each in excluded.values() for x in each)[3]
     verdict = verdict_of("02_proxy_fidelity")
     assert f"beyond {100 * half:.0f} % are excluded on 4 of 7 policies; on GPT-2 it is open" in verdict
-    assert min(excluded["gpt2-m"]) > 0.2 and verdict.startswith("Not shown to cost")
+    assert min(excluded["gpt2-m"]) > 0.2 and verdict.startswith("No cost of the proxy is shown")
     loo = select(tables_of("02_proxy_fidelity")["disagreement"], estimator="otb_loo", source="proxy", temperature=None)
     assert len(loo) == 8 and all(row["variance_low"] <= 1 for row in loo)
 

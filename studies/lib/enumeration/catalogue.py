@@ -33,8 +33,7 @@ def page(template: str, **facts: Any) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
 
 
 ROUNDING = 1e-9
@@ -81,13 +80,10 @@ def shift_table() -> str:
     )
     rows = []
     for label, case in CASES.items():
-        row = [label]
-        for trees in (tabular, shared):
-            shift = np.array([mean_shift(tree, case) for tree in trees])
-            row += [spread(shift), f"{(shift > ROUNDING).sum()} of {POLICIES}"]
-        row.append(_median([case_moments(tree, case).relative_bias for tree in shared]))
-        row.append(_median([touched(tree, case) for tree in shared]))
-        rows.append([*row, case.quoted])
+        shifts = [np.array([mean_shift(tree, case) for tree in trees]) for trees in (tabular, shared)]
+        moved = [words for x in shifts for words in (spread(x), f"{(x > ROUNDING).sum()} of {POLICIES}")]
+        off = _median([case_moments(tree, case).relative_bias for tree in shared])
+        rows.append([label, *moved, off, _median([touched(tree, case) for tree in shared]), case.quoted])
     return table(SHIFT_COLUMNS, rows)
 
 

@@ -260,19 +260,16 @@ def scaled_rows(index: int) -> list[str]:
     law = WEAK[name].law(scale)
     # By prompts, then by table, then by estimator.
     found = [measure_by_scale(law, prompts, count, seed=1000 + index) for prompts, count in PROMPTS.items()]
-    rows = []
-    for table in range(len(BY_SCALE)):
-        cells = [_cell(of_prompts[table][estimator]) for estimator in range(2) for of_prompts in found]
-        rows.append(f"| {law.name} | {scale:,} | {' | '.join(cells)} |")
-    return rows
+    each = range(len(BY_SCALE))
+    cells = [[_cell(of_prompts[k][estimator]) for estimator in range(2) for of_prompts in found] for k in each]
+    return [f"| {law.name} | {scale:,} | {' | '.join(row)} |" for row in cells]
 
 
 def _cell(coverage: Coverage) -> str:
-    if coverage.given == 0:
-        return "none"
     text = f"{100 * coverage.covered:.1f}"
     text = text if float(text) >= 100 * NOMINAL_FLOOR else f"**{text}**"
-    return text if coverage.given > 0.995 else f"{text} ({100 * coverage.given:.0f})"
+    share = "" if coverage.given > 0.995 else f" ({100 * coverage.given:.0f})"
+    return f"{text}{share}" if coverage.given else "none"
 
 
 def coverage_page(rows: Sequence[str], by_scale: Sequence[Sequence[str]]) -> str:

@@ -141,8 +141,7 @@ class Derailment:
         state, token = np.zeros((2, n, self.horizon), np.int64)
         for t in range(self.horizon):
             state[:, t] = now
-            drawn = (rng.random(n)[:, None] > cumulative[now]).sum(axis=1)
-            token[:, t] = np.minimum(drawn, 3)
+            token[:, t] = np.minimum((rng.random(n)[:, None] > cumulative[now]).sum(axis=1), 3)
             now = self.follows[now, token[:, t]]
         return state, token, ((now == ON) & (rng.random(n) < self.pay)).astype(np.float64)
 

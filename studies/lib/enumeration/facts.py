@@ -175,13 +175,12 @@ def prompt_row(seed: int) -> dict[str, Any]:
     trees = [random_tree(GROUP, np.random.default_rng(2 * seed + k)) for k in (0, 1)]
     within, between = prompt_parts("rloo", trees, 2)
     whole, plain = two_prompt_variance("rloo", trees, 2), prompt_parts("none", trees, 2)[1]
-    return {
-        "policy": seed,
+    mean, otb = (prompt_parts(name, trees, 2)[1] / plain for name in ("group_mean", "otb"))
+    errors = {
         "split_error": abs((within + between) / 2 - whole) / whole,
         "between_rloo_error": abs(between / plain - 1),
-        "between_mean": prompt_parts("group_mean", trees, 2)[1] / plain,
-        "between_otb": prompt_parts("otb", trees, 2)[1] / plain,
     }
+    return {"policy": seed, **errors, "between_mean": mean, "between_otb": otb}
 
 
 def size_row(seed: int) -> dict[str, Any]:

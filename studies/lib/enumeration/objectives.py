@@ -100,8 +100,7 @@ def batch_cosine(parts: Sequence[Filtered], fresh: bool) -> float:
 
 
 def _inputs(tree: Tree, rows: Int, group: Int) -> FilterInputs:
-    tokens = tree.mask[rows].sum(axis=1).astype(np.float64)
-    return FilterInputs(tree.total[rows], tokens, np.zeros(len(rows)), group)
+    return FilterInputs(tree.total[rows], tree.mask[rows].sum(axis=1).astype(np.float64), np.zeros(len(rows)), group)
 
 
 PEAKED = TreeSpec(vocabulary=3, horizon=3, shared=5, end_token=True, scale=2.0)

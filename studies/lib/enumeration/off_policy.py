@@ -94,8 +94,7 @@ def drifted(spec: TreeSpec, seed: int, drift: float = DRIFT) -> Tree:
 
 def mean_gradient(tree: Tree, case: Case, baseline: float) -> Float:
     """Return E[Σ_t c_t s_t] exactly [D], c the gradient coefficients of the ratio's surrogate for A = G − B."""
-    coefficient = case.ratio(tree).coefficient(_advantage(tree, baseline))
-    return np.einsum("m,mt,mtd->d", tree.prob, coefficient, tree.score)
+    return np.einsum("m,mt,mtd->d", tree.prob, case.ratio(tree).coefficient(_advantage(tree, baseline)), tree.score)
 
 
 def mean_shift(tree: Tree, case: Case, baseline: float | None = None) -> float:
@@ -112,8 +111,7 @@ def case_moments(tree: Tree, case: Case) -> GroupMoments:
     The baseline J is the limit of every plain mean on-policy. `efficiency(P)` of the answer is that of P rollouts.
     """
     coefficient = case.ratio(tree).coefficient(_advantage(tree, tree.objective))
-    single = np.einsum("mt,mtd->md", coefficient, tree.score)
-    return weighted_moments(single, tree.prob, tree.gradient, 1)
+    return weighted_moments(np.einsum("mt,mtd->md", coefficient, tree.score), tree.prob, tree.gradient, 1)
 
 
 def touched(tree: Tree, case: Case) -> float:

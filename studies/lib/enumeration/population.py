@@ -30,10 +30,8 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
     """
     if name not in POPULATION:
         raise InputError(f"{name!r} has no population form of its own; {nearest(name, POPULATION)}")
-    if name == "value":
-        return values(tree)
-    if name == "position_optimal":
-        return masked_rows(position_optimum(tree), tree)
+    if name in ("value", "position_optimal"):
+        return values(tree) if name == "value" else masked_rows(position_optimum(tree), tree)
     # The whole population is one group of an estimator's own batch code, so weights are defined in one place only.
     energy = {"exact": tree.energy, "proxy": tree.proxy}[source]
     whole = Groups.from_labels(np.zeros(len(tree.prob), np.int64))
@@ -43,16 +41,12 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
     # `otb_carry` keeps finished rollouts in the average, with their total return.
     total, carried = tree.total[:, None], np.where(tree.mask, tree.returns, tree.total[:, None])
     weight, paid = {
-        "none": (np.ones((len(total), 1)), np.zeros((len(total), 1))),
-        "group_mean": (batch.present[:, None], total),
-        "opo": (batch.length[:, None], total),
-        "classic_optimal": (rollout_norm_sq[:, None], total),
-        "sequence_optimal": (batch.final[:, None], total),
-        "otb": (batch.realized * tree.mask, tree.returns),
-        "otb_carry": (batch.realized, carried),
-        "token_optimal": (batch.weight, tree.returns),
+        "none": (np.ones((len(total), 1)), 0.0 * total), "group_mean": (batch.present[:, None], total),
+        "opo": (batch.length[:, None], total), "classic_optimal": (rollout_norm_sq[:, None], total),
+        "sequence_optimal": (batch.final[:, None], total), "otb": (batch.realized * tree.mask, tree.returns),
+        "otb_carry": (batch.realized, carried), "token_optimal": (batch.weight, tree.returns),
         "energy_ema": (decayed_energy(batch.weight, decay) * tree.mask, tree.returns),
-    }[name]
+    }[name]  # fmt: skip
     return masked_rows(tree.expect(weight * paid) / tree.expect(weight), tree)
 
 
@@ -99,9 +93,8 @@ def regret(tree: Tree, baseline: Float, ratio: Float | None = None) -> float:
 
 def gap_closed(name: str, tree: Tree, source: str = "exact") -> float:
     """Return the share of the gap from the mean to B* that an entry closes, 1 at the optimum, negative when worse."""
-    return 1 - regret(tree, population_baseline(name, tree, source)) / regret(
-        tree, population_baseline("group_mean", tree)
-    )
+    own, mean = population_baseline(name, tree, source), population_baseline("group_mean", tree)
+    return 1 - regret(tree, own) / regret(tree, mean)
 
 
 def masked_rows(baseline: Float, tree: Tree) -> Float:
@@ -112,8 +105,7 @@ def masked_rows(baseline: Float, tree: Tree) -> Float:
 def _alignment(tree: Tree, rho: Float) -> Float:
     """ρ_t s_t · Σ_k ρ_k s_k G_k [M, T]."""
     # g of the completion first: s_t·g then needs no T × T products of scores.
-    whole = np.einsum("mt,mtd->md", rho * tree.returns, tree.score)
-    return rho * np.einsum("mtd,md->mt", tree.score, whole)
+    return rho * np.einsum("mtd,md->mt", tree.score, np.einsum("mt,mtd->md", rho * tree.returns, tree.score))
 
 
 def _by_prefix(tree: Tree, numerator: Float, denominator: Float) -> Float:

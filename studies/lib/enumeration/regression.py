@@ -55,8 +55,7 @@ def regressed(tree: Tree, n: int) -> Regressed:
     parts = np.einsum("kia,kiad->kad", factor, summed[:, by_token][members]) / n
     returns = np.einsum("ki,kid->kd", total[members], summed[:, 0][members]) / n
     x = np.concatenate([returns[:, None], parts], axis=1)
-    second = np.einsum("k,kad,kbd->ab", prob, x, x)
-    return Regressed(prob, gram, moment, second, float(tree.gradient @ tree.gradient))
+    return Regressed(prob, gram, moment, np.einsum("k,kad,kbd->ab", prob, x, x), float(tree.gradient @ tree.gradient))
 
 
 def limit_variance(prompts: Sequence[Regressed], names: tuple[str, ...], ridge: float = 0.0) -> Float:

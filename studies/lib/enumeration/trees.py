@@ -75,8 +75,7 @@ class Tree:
     @cached_property
     def gradient(self) -> Float:
         """∇J [D], J = E_π R, whichever policy samples."""
-        weight = np.exp(self.logprob.sum(axis=1))
-        return np.einsum("m,mtd,mt->d", weight, self.score, self.returns)
+        return np.einsum("m,mtd,mt->d", np.exp(self.logprob.sum(axis=1)), self.score, self.returns)
 
     @cached_property
     def objective(self) -> float:
@@ -118,8 +117,7 @@ def random_tree(spec: TreeSpec, rng: np.random.Generator) -> Tree:
         features = np.eye(n_prefixes * spec.vocabulary).reshape(n_prefixes, spec.vocabulary, -1)
     else:
         features = rng.normal(size=(n_prefixes, spec.vocabulary, spec.shared)) / np.sqrt(spec.shared)
-    theta = rng.normal(scale=spec.scale, size=features.shape[2])
-    log_pi = log_softmax(features @ theta, axis=1)
+    log_pi = log_softmax(features @ rng.normal(scale=spec.scale, size=features.shape[2]), axis=1)
     pi = np.exp(log_pi)
     # ∇_θ log π(v|h) = φ(h, v) − E_π φ(h, ·), the policy being log-linear.
     score_of = features - np.einsum("hv,hvd->hd", pi, features)[:, None, :]
