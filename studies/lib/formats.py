@@ -77,10 +77,9 @@ def interval(of: Measured, name: str = "", form: str = ".2f", scale: float = 1.0
 
 def percent(of: Measured | float, name: str = "", digits: int = 0) -> str:
     """Return `41.2 % (36.1–46.5)` of a share and its interval; `41 %` of a share alone."""
-    estimate, low, high = (of, None, None) if isinstance(of, int | float) else ends(of, name)
-    shown = "–" if estimate is None or hidden(low, high) else f"{number(estimate, f'.{digits}f', 100)} %"
-    known = shown != "–" and low is not None and high is not None
-    return f"{shown} ({_between(low, high, f'.{digits}f', 100)})" if known else shown
+    (estimate, low, high), form = (of, None, None) if isinstance(of, int | float) else ends(of, name), f".{digits}f"
+    shown = "–" if estimate is None or hidden(low, high) else f"{number(estimate, form, 100)} %"
+    return shown if shown == "–" or low is None or high is None else f"{shown} ({_between(low, high, form, 100)})"
 
 
 def span(values: Sequence[float], form: str = ".2f", scale: float = 1.0) -> str:
