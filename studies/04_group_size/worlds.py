@@ -12,7 +12,7 @@ from studies.lib.worlds import toy_world
 
 LATER = ("james_stein", "james_stein_corrected")
 """Advice that was added after the grid had been seen, so it stands behind all that was there but the regression."""
-ADVICE = ("none", "rloo", "energy_across_loo", "otb_loo", *LATER, "energy_regression")
+ADVICE: tuple[str, ...] = ("none", "rloo", "energy_across_loo", "otb_loo", *LATER, "energy_regression")
 """The simplest first. All are unbiased: variance is that at equal progress. `otb` is not, so `otb_loo` stands in."""
 TIE = 0.05
 """Variance within this share of the least counts as no difference; then the simplest is the advice."""

@@ -180,8 +180,8 @@ def seed_curves(rows: Rows, y: str) -> list[Curve]:
 def mean_curve(rows: Rows, x: str, y: str, words: str, color: str, **looks: Any) -> Curve:
     """Return the means of two columns over the rows of each step."""
     at = [select(rows, step=step) for step in sorted(distinct(rows, "step"))]
-    means = ([or_nan(mean(column(own, name))) for own in at] for name in (x, y))
-    return Curve(*means, words, color=color, **looks)
+    across, up = ([or_nan(mean(column(own, name))) for own in at] for name in (x, y))
+    return Curve(across, up, words, color=color, **looks)
 
 
 def looks_of(estimator: str) -> dict[str, Any]:
