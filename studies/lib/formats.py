@@ -23,7 +23,9 @@ def rounded(value: float | None, digits: int = 5) -> float | None:
 
 def interval_columns(name: str, found: Interval | None, digits: int = 5) -> dict[str, float | None]:
     """Return an interval as the columns NAME, NAME_low and NAME_high of a row."""
-    return {f"{name}{end}": rounded(x, digits) for end, x in zip(("", "_low", "_high"), ends(found), strict=True)}
+    # Five digits first, also where fewer are asked: the committed tables were rounded so, and stay the same.
+    values = zip(("", "_low", "_high"), ends(found), strict=True)
+    return {f"{name}{end}": rounded(rounded(x), digits) for end, x in values}
 
 
 def statistics_columns(row: Any, *names: str) -> dict[str, float | None]:
