@@ -37,7 +37,8 @@ def run(config: EstimatorsConfig) -> Report:
     given = {name: off_policy if "ratio" in entry.needs else inputs for name, entry in ESTIMATORS.items()}
     candidates: dict[str, Callable[[], object]] = {
         name: partial(estimate, name, x, with_limit(name, None, config.tokens)) for name, x in given.items()
-    } | {LOOP: lambda: torch_loop(inputs), PASS: lambda: np.vdot(reward, energy)}
+    }
+    candidates |= {LOOP: lambda: torch_loop(inputs), PASS: lambda: np.vdot(reward, energy)}
     with threads(1):
         best = least_seconds(candidates, config.repeats, perf_counter)
     rows = [{"name": n, "seconds": x, "to_loop": x / best[LOOP], "to_pass": x / best[PASS]} for n, x in best.items()]

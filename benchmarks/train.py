@@ -199,7 +199,7 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
 def peer_spec(config: TrainConfig, repeats: int, bench: TrainBenchConfig, memory: bool = False) -> dict[str, object]:
     """What the peer is told; it warms up with one step of its own."""
     prompts = draw_prompts(make_task(config), "train", 0, config.sample.prompts * (repeats + 1))
-    facts = {name: getattr(config.sample, name) for name in ("group_size", "max_new_tokens")}
+    facts: dict[str, object] = {name: getattr(config.sample, name) for name in ("group_size", "max_new_tokens")}
     facts |= {"prompts_per_step": config.sample.prompts, "prompts": [prompt.text for prompt in prompts]}
     facts |= {"model": str(Path(config.model).absolute()), "threads": bench.threads, "device": str(device_of())}
     facts |= {"steps": repeats + 1, "learning_rate": LEARNING_RATE, "memory": memory}

@@ -189,7 +189,8 @@ def size_ratios(chunks: Derailed, measure: str) -> list[Interval]:
         ratio, count = (few.mean() / SMALL) / (many.mean() / LARGE), min(len(few), len(many))
         errors = [x.std(ddof=1) / len(x) ** 0.5 / x.mean() for x in (few, many)]
         half = stats.t.ppf(0.975, count - 1) * np.hypot(*errors)
-        ratios.append(Interval(*(float(ratio * np.exp(x)) for x in (0.0, -half, half)), count, "ratio of groups"))
+        middle, low, high = (float(ratio * np.exp(x)) for x in (0.0, -half, half))
+        ratios.append(Interval(middle, low, high, count, "ratio of groups"))
     return ratios
 
 

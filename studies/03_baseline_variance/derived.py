@@ -22,7 +22,7 @@ SHOWN = (
 UNBIASED = ("rloo", "none", "value")
 """Those of `AGAINST` that are proved unbiased, as `BEST` is."""
 DRAWN = ("none", "value", "sequence_optimal", "otb", "energy_across_loo", BEST)
-COLORS = {"energy_across_loo": {"color": BLUE}}
+COLORS: dict[str, dict[str, Any]] = {"energy_across_loo": {"color": BLUE}}
 """Where two entries of the figure have one colour."""
 CONSTANTS = {
     "AGAINST": AGAINST, "AHEAD": AHEAD, "BEST": BEST, "HEAD": HEAD, "KINDS": KINDS, "MARGIN": MARGIN, "OFFSET": OFFSET,

@@ -64,8 +64,7 @@ def comparison(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
     paid = table.total_reward.reshape(len(np.unique(table.group)), -1)
     mixed, top = (np.ptp(paid, axis=1) > 0).mean(), energy[: max(1, energy.size // 100)].sum() / energy.sum()
     facts = pool.facts() | {"rollouts": paid.size, "mixed": float(mixed), "top_share": rounded(float(top))}
-    tables = Gathered()
-    tables.add(key, policies=[{name: facts[name] for name in FACTS}], agreement=agreement)
+    tables = Gathered().add(key, policies=[{name: facts[name] for name in FACTS}], agreement=agreement)
     for n in SIZES:
         seen = {p: min(p, s["prompts"]) for p in UPDATES}
         estimates = {p: partial(every_estimate, batch=p) for p in set(seen.values())}

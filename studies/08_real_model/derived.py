@@ -109,7 +109,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
             known = [row for row in known if row["sf_low"] is not None]
             x = [place + (len(SHOWN) + 2) * SIZES.index(row["size"]) for row in known]
             y, low, high = ([min(row[k], CUT) for row in known] for k in ("sf", "sf_low", "sf_high"))
-            own.append(Curve(x, y, name, low, high, COLORS.get(name, looks_of(name)["color"]), width=0))
+            own.append(Curve(x, y, name, low, high, COLORS.get(name) or looks_of(name)["color"], width=0))
         panels.append(Panel(policy, note, "groups of 4, then groups of 8", own, [(1.0, "")], (0.0, CUT)))
     curves = []
     for arm in ARMS:

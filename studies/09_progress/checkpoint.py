@@ -121,7 +121,8 @@ def trained_checkpoint(cell: Cell, training: Training, quick: bool, work: Path, 
     unclipped = _unclipped_moments(trainer)
     norms = np.zeros(training.updates)
     for step in range(training.updates):
-        norms[step] = train_step(trainer, step).steps["grad_norm"]
+        scalars: Any = train_step(trainer, step).steps
+        norms[step] = scalars["grad_norm"]
         bar(step + 1, training.updates, f"{cell.name}: training")
     state, parameters = trainer.optimizer.optimizer.state, trainer.policy.parameters
     kept = {"clipped": [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in parameters]}

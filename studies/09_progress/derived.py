@@ -66,7 +66,7 @@ def rank_correlation(points: Rows, optimisers: Sequence[str]) -> tuple[Interval 
     rows, each = select(points, kind="model"), list[float]()
     for policy in distinct(rows, "policy"):
         own = [select(rows, policy=policy, optimiser=name) for name in optimisers]
-        ranks = [stats.spearmanr(column(one, "predicted"), column(one, "realised"))[0] for one in own]
+        ranks: Any = [stats.spearmanr(column(one, "predicted"), column(one, "realised"))[0] for one in own]
         each.append(float(np.mean(ranks)))
     return seed_mean(each, "rank correlation within a checkpoint"), each
 

@@ -263,9 +263,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     share = np.bincount(written.table.group, right) / np.bincount(written.table.group)
     facts = {"success": float(right.mean()), "mixed": int(((share > 0) & (share < 1)).sum()), "rollouts": len(right)}
     facts |= {"policy_tokens": int(written.table.mask.sum()), "tokens": len(tokens)}
-    tables = Gathered()
-    tables.add({"policy": s["policy"], "seed": s["seed"]}, policies=[facts], **summaries(tokens))
-    return tables
+    return Gathered().add({"policy": s["policy"], "seed": s["seed"]}, policies=[facts], **summaries(tokens))
 
 
 def chosen_tokens(written: ScoredRollouts, right: Bool, each: int, positions: int, seed: int) -> Bool:

@@ -156,12 +156,11 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
     whole = {"parameters": policy.model.num_parameters(), "tokens": len(prompt), "prompts": s["prompts"]}
     whole |= {"rollouts": s["rollouts"], "success": float(written.table.total_reward.mean()), "norms": len(norms)}
     ratio = ratio_interval(norms[:, 0], norms[:, 1], "mean ‖s‖² of silenced over drawn tokens")
-    tables = Gathered()
-    tables.add({"policy": cell.name}, thresholds=rows, policies=[whole | interval_columns("norm_ratio", ratio)])
-    return tables
+    key, whole = {"policy": cell.name}, whole | interval_columns("norm_ratio", ratio)
+    return Gathered().add(key, thresholds=rows, policies=[whole])
 
 
-def share_rows(counts: Float, tokens: Float, pairs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+def share_rows(counts: Float | Int, tokens: Float | Int, pairs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     """Return by pair of thresholds the share of tokens that they silence, from counts of each prompt [P, pairs]."""
     rows = []
     for k, (probability, entropy) in enumerate(pairs):
@@ -276,9 +275,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
         pair = pairs.get((one.estimator, one.energy_source))
         row |= ratio_columns(pair, {name: name for name in ("variance", "sf", "efficiency")})
         arms.append(row | interval_columns("square_share", square_share(gram.gram(), one.estimator)))
-    tables = Gathered()
-    tables.add({"policy": cell.name}, policies=[whole | silenced_part(sums)], thresholds=shares, kinds=kinds, arms=arms)
-    return tables
+    key, whole = {"policy": cell.name}, whole | silenced_part(sums)
+    return Gathered().add(key, policies=[whole], thresholds=shares, kinds=kinds, arms=arms)
 
 
 def silenced_part(sums: Float) -> dict[str, float | None]:

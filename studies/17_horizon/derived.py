@@ -35,8 +35,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         for part in ("learn-", "last-", f"-qwen3-{max(LINES)}-")
     ]
     # The policies in whose longer answers `otb` is shown to leave less at equal progress
-    both = [(long, short["otb"]["sf_ratio_low"] or 0.0) for short, long in trend]
-    less = [long["policy"] for long, low in both if below(long["otb"], low, "sf_ratio")]
+    less = [b["policy"] for a, b in trend if below(b["otb"], a["otb"]["sf_ratio_low"] or 0.0, "sf_ratio")]
     out = {"shown": rows, "growth": growths, "gains": gains(tables), "minutes": minutes}
     return out | {"trend": trend, "fallen": less}
 

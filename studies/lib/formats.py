@@ -24,7 +24,9 @@ def rounded(value: float | None, digits: int = 5) -> float | None:
 
 def interval_columns(name: str, found: Interval | None, digits: int = 5) -> dict[str, float | None]:
     """Return an interval as the columns NAME, NAME_low and NAME_high of a row."""
-    return {f"{name}{end}": rounded(x, digits) for end, x in zip(("", "_low", "_high"), ends(found), strict=True)}
+    # Five digits first, also where fewer are asked: the committed tables were rounded so, and stay the same.
+    values = zip(("", "_low", "_high"), ends(found), strict=True)
+    return {f"{name}{end}": rounded(rounded(x), digits) for end, x in values}
 
 
 def statistics_columns(row: Any, *names: str) -> dict[str, float | None]:
@@ -190,8 +192,8 @@ def seed_curves(rows: Rows, y: str) -> list[Curve]:
 def mean_curve(rows: Rows, x: str, y: str, words: str, color: str, **looks: Any) -> Curve:
     """Return the means of two columns over the rows of each step."""
     at = [select(rows, step=step) for step in sorted(distinct(rows, "step"))]
-    means = ([or_nan(mean(column(own, name))) for own in at] for name in (x, y))
-    return Curve(*means, words, color=color, **looks)
+    across, up = ([or_nan(mean(column(own, name))) for own in at] for name in (x, y))
+    return Curve(across, up, words, color=color, **looks)
 
 
 def looks_of(estimator: str) -> dict[str, Any]:

@@ -251,8 +251,7 @@ def compared(key: dict[str, Any], parts: Sequence[Cell], size: Amount, work: Pat
     """Return variance, SF and efficiency of every estimator at every group size, and what the rollouts are."""
     blocks, update = [block for part in parts for block in kept_pickle(part, work)], size.update
     labels = [(name, "proxy" if ESTIMATORS[name].reads_energy else "none") for name in blocks[0][1]]
-    tables = Gathered()
-    tables.add(key, rollouts=[rollout_facts([facts for _, _, facts in blocks], update)])
+    tables = Gathered().add(key, rollouts=[rollout_facts([facts for _, _, facts in blocks], update)])
     for n in size.sizes:
         known = proved_of_pool(labels, update, n)
         measured = np.concatenate([block[f"g{n}"] for block, _, _ in blocks], axis=1)

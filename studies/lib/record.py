@@ -167,10 +167,11 @@ def read_tables(folder: Path) -> dict[str, Rows]:
 class Gathered(dict[str, list[Row]]):
     """Tables that a cell fills bit by bit."""
 
-    def add(self, key: Row, **tables: Rows) -> None:
-        """Add rows to tables, each behind the columns of a key."""
+    def add(self, key: Row, **tables: Rows) -> "Gathered":
+        """Add rows to tables, each behind the columns of a key; return the tables."""
         for name, rows in tables.items():
             self.setdefault(name, []).extend({**key, **row} for row in rows)
+        return self
 
 
 def training_steps(run: Path, **columns: str) -> list[dict[str, Any]]:
