@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_rounds_are_those_in_which_the_library_packs_signals(case, share, monkey
 def test_seconds_of_measured_levels_follow_the_formulas(name):
     """Their ratios to a forward and backward pass of the same rollouts, which each read their prompt."""
     report = json.loads((RESULTS / f"{name}.json").read_text())
-    sizes = {"prompts": 2, "group_size": 8, "prompt_tokens": BEFORE_LONG}
+    sizes: dict[str, Any] = {"prompts": 2, "group_size": 8, "prompt_tokens": BEFORE_LONG}
     config, seen = Qwen2Config(**model_config("M" if "_M_" in name else "S")), set()
     # Every head is taken to have keys and values of its own.
     shape = {"layers": config.num_hidden_layers, "width": config.hidden_size, "inner": config.intermediate_size}
