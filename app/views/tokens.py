@@ -123,7 +123,8 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     if not (steps := data.cached(run, token_steps)):
         st.info(NOTHING, icon=":material/inbox:")
         st.stop()
-    first = first_step(steps, data.cached(run, exact_steps))  # the last one with exact norms, else the last one
+    # That of page Run, else the last one with exact norms.
+    first = look if (look := data.answers(run).look) in steps else first_step(steps, data.cached(run, exact_steps))
     step = box(row.container(width=110), "Step", "step", steps, first, of=run.name)
     here = Place(run, step, choose_prompt(run, step, row.container(width=520)))
     if (token := asked("token")) is not None:
