@@ -28,12 +28,7 @@ from otb_analysis.figures.comparison import (
     plot_planner,
 )
 from otb_analysis.figures.curves import curves_table, plot_learning
-from otb_analysis.figures.fidelity import (
-    COEFFICIENTS,
-    fidelity_table,
-    plot_fidelity,
-    plot_fidelity_steps,
-)
+from otb_analysis.figures.fidelity import COEFFICIENTS, fidelity_table, plot_fidelity, plot_fidelity_steps
 from otb_analysis.figures.fidelity import SOURCES as COLUMNS
 from otb_analysis.figures.styles import number
 from otb_analysis.statistics import MIN_CLUSTERS

@@ -9,16 +9,7 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from token_view import (
-    KEY,
-    Chosen,
-    Pane,
-    Place,
-    choose_beside,
-    choose_prompt,
-    token_panel,
-    token_view,
-)
+from token_view import KEY, Chosen, Pane, Place, choose_beside, choose_prompt, token_panel, token_view
 from widgets import asked, box, chart, clicked_data, download, frame, one_run, plain, raw, write
 
 from otb_analysis.figures.rollouts import shared_head
