@@ -117,10 +117,8 @@ MOST = 20_000
 """Most tokens whose texts and numbers a browser is given at once; of further rollouts it has the map."""
 KINDS = {"tool": "tool output, not sampled by the policy", "special": "special token"}
 """How the legend calls the kinds of tokens."""
-CARDS, CHARACTERS = 3, 40
-"""Boxes beside one another in a wide window, and characters of a line in one."""
-LINE, HEAD, FOLD = 22, 60, 700
-"""Pixels of a line, of what stands around the lines of a box, and of what a window shows."""
+CARDS, CHARACTERS, LINES = 3, 40, 12  # beside one another in a wide window; of a line; that a box shows
+LINE, HEAD, FOLD = 22, 60, 700  # pixels of a line, of what stands around those of a box, and of a window
 LONG = 300
 """Tokens from which a rollout gets a wide box."""
 
@@ -177,7 +175,8 @@ def token_view(
     }
     narrow = len(panes) > 1 or payload["wide"]
     per_row = 1 if narrow or st.session_state.get("_narrow") else CARDS
-    tall = [_lines(row) * LINE + HEAD for shown in rows for row in shown]
+    lines = [1 + sum(map(len, row.get("texts", ()))) // CHARACTERS for shown in rows for row in shown]
+    tall = [min(LINES, n) * LINE + HEAD for n in lines]
     height = HEAD + sum(max(tall[first : first + per_row]) for first in range(0, len(tall), per_row)) // len(panes)
     # What stands below does not move when the tokens have been drawn.
     st.html(f"<style>.st-key-{KEY} {{ min-height: {min(height, FOLD)}px; }}</style>")
@@ -186,11 +185,6 @@ def token_view(
     data = payload | {"version": version, "chosen": chosen}
     _component(data=data, key=KEY, on_token_change=on_token, on_step_change=on_step)
     return sum("texts" not in row for shown in rows for row in shown)
-
-
-def _lines(row: Mapping[str, Any]) -> int:
-    """Return how many lines the text of a rollout takes in a box, which scrolls beyond twelve."""
-    return min(12, 1 + sum(map(len, row.get("texts", ()))) // CHARACTERS)
 
 
 def _rows(pane: Pane, columns: Mapping[str, str], chosen: int | None, most: int) -> list[dict[str, Any]]:

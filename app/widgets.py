@@ -51,7 +51,10 @@ COMMAND = re.compile(r"(?:(?<=: )|(?<=then ))(otb (?:train|audit|compare) .*?)(?
 def sentences(lines: Sequence[str], bold: bool = False) -> None:
     """Show a line each, the first one bold if asked; a command that a sentence ends in stands below it to be copied."""
     for n, part in enumerate(COMMAND.split("\n".join(lines))):
-        said = [plain(line[0].upper() + line[1:]) for line in part.splitlines() if line]
+        lines = [line for line in part.splitlines() if line]
+        if n and lines:  # what follows a command
+            lines[0] = lines[0][0].upper() + lines[0][1:]
+        said = list(map(plain, lines))
         if n % 2:
             st.code(part, language="bash", wrap_lines=True)
         elif said:

@@ -12,13 +12,7 @@ from widgets import box, chart, compared_runs, download, frame, one_run, plain
 
 from otb_analysis.answers.measured import not_measured
 from otb_analysis.answers.pairs import Pair, estimator_names, first_estimators, left_out_note, zero_note
-from otb_analysis.figures.pairs import (
-    SIDES,
-    curves_rows,
-    noise_display,
-    noise_table,
-    plot_pair,
-)
+from otb_analysis.figures.pairs import SIDES, curves_rows, noise_display, noise_table, plot_pair
 from otb_analysis.figures.runs import (
     Configs,
     config_differences,

@@ -26,12 +26,7 @@ from otb_analysis.figures.comparison import (
     plot_planner,
 )
 from otb_analysis.figures.curves import curves_table, plot_learning
-from otb_analysis.figures.fidelity import (
-    COEFFICIENTS,
-    fidelity_table,
-    plot_fidelity,
-    plot_fidelity_steps,
-)
+from otb_analysis.figures.fidelity import COEFFICIENTS, fidelity_table, plot_fidelity, plot_fidelity_steps
 from otb_analysis.figures.fidelity import SOURCES as COLUMNS
 from otb_analysis.figures.styles import number
 from otb_analysis.statistics import MIN_CLUSTERS
@@ -48,7 +43,6 @@ PARTS = {"comparison": "Comparison", "proxy": "Proxy"}
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
-TOGETHER = "The chosen runs together: "
 POOLED = 4  # Most runs that are pooled without being asked: each takes some tenths of a second
 CALIBRATED = "c·proxy^b, fitted at each step to the tokens measured there. c changes no baseline, the exponent b does."
 THREE = st.column_config.NumberColumn(format="%.3g")
@@ -198,12 +192,11 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
         told, chosen = data.answers(run), compared_runs()
         some = tuple(map(data.measured, chosen)) if len(chosen) <= POOLED else ()
         alone, together = told.lines[bool(told.alarm) :], data.pooled(some, told.design)  # an alarm stands above
-        for lines, who in ((alone, ""), (together, TOGETHER)):
-            plainly = [line for line in lines if not COMMAND.search(line)]
-            sentences([who + plainly[0], *plainly[1:]] if plainly else [], bold=True)
-        with commands:  # below the figure, which they would push out of the window
-            for lines, who in ((alone, ""), (together, TOGETHER)):
-                sentences([who + line for line in lines if COMMAND.search(line)])
+        sentences([line for line in alone if not COMMAND.search(line)], bold=True)
+        with commands:  # below the figure, which all of this would push out of the window
+            sentences([line for line in alone if COMMAND.search(line)])
+            if together:
+                sentences([f"The chosen runs together: {together[0]}", *together[1:]], bold=True)
             if len(chosen) > 1:
                 elsewhere = [] if (root := data.root()) == Path("runs").resolve() else ["--root", str(root)]
                 command = shlex.join(["otb", "compare", *(one.name for one in chosen), *elsewhere])

@@ -9,16 +9,7 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from token_view import (
-    KEY,
-    Chosen,
-    Pane,
-    Place,
-    choose_beside,
-    choose_prompt,
-    token_panel,
-    token_view,
-)
+from token_view import KEY, Chosen, Pane, Place, choose_beside, choose_prompt, token_panel, token_view
 from widgets import box, chart, clicked_data, download, frame, new_query_value, one_run, plain, raw, write
 
 from otb_analysis.answers.prompt import described, prompt_head
@@ -124,7 +115,8 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     if not (steps := data.cached(run, token_steps)):
         st.info(NOTHING, icon=":material/inbox:")
         st.stop()
-    first = first_step(steps, data.cached(run, exact_steps))  # the last one with exact norms, else the last one
+    # That of page Run, else the last one with exact norms.
+    first = look if (look := data.answers(run).look) in steps else first_step(steps, data.cached(run, exact_steps))
     step = box(row.container(width=110), "Step", "step", steps, first, of=run.name)
     here = Place(run, step, choose_prompt(run, step, row.container(width=520)))
     if (token := new_query_value("token")) is not None:

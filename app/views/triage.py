@@ -37,20 +37,8 @@ GROUPS = (
 TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150}
 PIN = " "  # the column whose square pins
 # What a narrow window cuts off matters least.
-ORDER = (
-    PIN,
-    "run",
-    "held-out",
-    "state",
-    "reward",
-    "last",
-    "steps",
-    "age",
-    "estimator",
-    "reward fell",
-    "detector spoke",
-)
-ORDER += ("first", "status")
+ORDER = (PIN, "run", "held-out", "state", "reward", "last", "steps", "age", "estimator")
+ORDER += ("reward fell", "detector spoke", "first", "status")
 SETTING = "config."
 CLICKS = "Click a row to open the run, its box to choose it for all pages, its ■ to make it the reference, ★."
 NO_FIT = "No run fits what is looked for in the sidebar."

@@ -80,12 +80,13 @@ def prompt_view(
     steps = token_steps(store)
     if not steps:
         raise InputError(f"{store.path.name} has no step whose tokens and rollouts are stored; name another run.")
-    step = first_step(steps, exact_steps(store)) if step is None else step
+    run = RunAnswers(store)
+    if step is None:
+        step = run.look if run.look in steps else first_step(steps, exact_steps(store))
     if step not in steps:
         raise InputError(f"step {step} of {store.path.name} has no tokens; steps {steps[0]} to {steps[-1]} have.")
     rollouts: Any = store.rollouts_df([step])
     groups = sorted({int(one) for one in rollouts["group"]})
-    run = RunAnswers(store)
     if group is None:
         own = rollouts["group"][rollouts["rollout"] == rollout].tolist()
         group = int(own[0]) if own else run.first_prompt(step)
