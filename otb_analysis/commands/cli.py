@@ -198,21 +198,17 @@ def _converted(kind: Any, old: Any, value: Any, where: str) -> Any:
     outer, inner = get_origin(kind) or kind, get_args(kind)
     if is_dataclass(kind) and isinstance(value, Mapping):
         return _filled(old, value, where)
-    if outer is Path and isinstance(value, str):
-        return Path(value)
-    if outer is float and type(value) is int:
-        return float(value)
+    if (outer, type(value)) in ((Path, str), (float, int)):
+        return outer(value)
     if kind == dict[str, str] and isinstance(value, Mapping):  # options: their estimator or ratio knows their types
         return {key: ",".join(map(str, x)) if isinstance(x, list) else str(x) for key, x in value.items()}
     if outer is dict and isinstance(value, Mapping):
         return {key: _converted(inner[1], None, x, f"{where}: {key}") for key, x in value.items()}
     if outer is tuple and isinstance(value, list) and (inner[-1] is ... or len(value) == len(inner)):
         return tuple(_converted(inner[0], None, x, where) for x in value)
-    if outer is Literal:
-        if value in inner:
-            return value
+    if outer is Literal and value not in inner:
         raise InputError(f"{where} is {value!r}; {nearest(str(value), inner)}")
-    if type(value) is not outer:
+    if outer is not Literal and type(value) is not outer:
         length = "" if outer is not tuple or inner[-1] is ... else f" of {len(inner)}"
         expected = {tuple: f"a list{length}", dict: "a table"}.get(outer, f"of type {outer.__name__}")
         raise InputError(f"{where} is {value!r}; it must be {'a table' if is_dataclass(kind) else expected}.")

@@ -34,8 +34,7 @@ def population_baseline(name: str, tree: Tree, source: str = "exact", decay: flo
         return values(tree) if name == "value" else masked_rows(position_optimum(tree), tree)
     # The whole population is one group of an estimator's own batch code, so weights are defined in one place only.
     energy = {"exact": tree.energy, "proxy": tree.proxy}[source]
-    whole = Groups.from_labels(np.zeros(len(tree.prob), np.int64))
-    alive = tree.mask.astype(np.float64)
+    alive, whole = tree.mask.astype(np.float64), Groups.from_labels(np.zeros(len(tree.prob), np.int64))
     batch = Batch(tree.returns, tree.total, tree.mask, alive, whole, energy=energy, ratio=tree.ratio * alive)
     rollout_norm_sq = (tree.score.sum(axis=1) ** 2).sum(axis=1)
     # `otb_carry` keeps finished rollouts in the average, with their total return.
