@@ -48,6 +48,7 @@ from otb_analysis.integrations.trl_batch import (
 from otb_analysis.integrations.trl_run import (
     OF_SAMPLING,
     batch_measurer,
+    batch_tables,
     drawn_in_training,
     first_batch,
     measured_batch,
@@ -56,8 +57,8 @@ from otb_analysis.integrations.trl_run import (
     policy_of,
     processes_of,
     refuse_unreadable,
-    step_tables,
     stored_config,
+    updates_of,
 )
 from otb_analysis.integrations.trl_states import METHOD, CaughtStates
 from otb_analysis.measurement.forward import ForwardPass, PolicyLogits, forward_statistics, statistics_of_states
@@ -190,18 +191,12 @@ class OTBMonitor(TrainerCallback):
         self._trains = {"group": "grpo", "rloo": "rloo"}.get(scale, "group_mean")
         trains = {"name": self._trains, "energy": "proxy", "options": {}}
         stored = stored_config(trainer, self._record, trains, "OTBMonitor")
-        if self._record.run:
-            self._log = self._new_log(stored)
+        try:
+            self._log = RunLog(self._record, "", stored) if self._record.run else None
+        except InputError as error:  # an earlier training made the run, which must not be replaced
+            self._tell("log", f"OTBMonitor stores nothing of this training, which goes on: {error}")
         self._step = first_batch(trainer) - 1
         return trainer, stored
-
-    def _new_log(self, stored: Mapping[str, Any]) -> RunLog | None:
-        """Return the log of this training; None where an earlier one made the run that must not be replaced."""
-        try:
-            return RunLog(self._record, "", stored)
-        except InputError as error:
-            self._tell("log", f"OTBMonitor stores nothing of this training, which goes on: {error}")
-            return None
 
     def _watch(self, trainer: Any) -> None:
         """Look at what both methods return: attributes of this one trainer, which hide those of its class."""
@@ -495,7 +490,7 @@ class OTBMonitor(TrainerCallback):
 
         def tables() -> StepTables:
             measured = found or measured_batch(trainer, self._measurer, self._step, *gathered)
-            return step_tables(self._step, *gathered, measured, tokenizer, scalars, sampling)
+            return batch_tables(self._step, *gathered, measured, tokenizer, scalars, sampling)
 
         self._log.keep(self._step, tables)
 
@@ -517,10 +512,7 @@ class OTBMonitor(TrainerCallback):
     def _updates(self) -> dict[str, object]:
         """Return what is stored of the updates on the last batch; their norms where each of them was logged."""
         norms, n, self._norms, self._n_updates = self._norms, self._n_updates, [], 0
-        if not norms or len(norms) != n:
-            return {"n_updates": n}
-        clipped = 0 < self._trainer.args.max_grad_norm < max(norms)
-        return {"grad_norm": norms[0], "grad_norm_max": max(norms), "n_updates": n, "clipped": clipped}
+        return {"n_updates": n} | (updates_of(norms, self._trainer.args.max_grad_norm) if len(norms) == n else {})
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count an update."""

@@ -37,6 +37,7 @@ from otb_analysis.integrations.trl_run import (
     OF_SAMPLING,
     PLAIN,
     batch_measurer,
+    batch_tables,
     filters_of,
     first_batch,
     measured_batch,
@@ -45,8 +46,8 @@ from otb_analysis.integrations.trl_run import (
     policy_of,
     processes_of,
     refuse_unreadable,
-    step_tables,
     stored_config,
+    updates_of,
 )
 from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.measurer import GradientMeasurer
@@ -132,10 +133,7 @@ class OTBGRPOTrainer(Trainer):
     def _update_scalars(self) -> dict[str, object]:
         """Return what is stored of the updates on the last batch; nothing where there was none."""
         norms, self._norms = self._norms, []
-        if not norms:
-            return {}
-        clipped = 0 < self.args.max_grad_norm < max(norms)
-        return {"grad_norm": norms[0], "grad_norm_max": max(norms), "n_updates": len(norms), "clipped": clipped}
+        return updates_of(norms, self.args.max_grad_norm)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the loss of TRL, which takes our advantages by token.
@@ -174,9 +172,11 @@ class OTBGRPOTrainer(Trainer):
                 local = scored(drafts, rollouts, forward_statistics(policy, rollouts, self.temperature, size))
         except NonFiniteError as error:
             raise NonFiniteError(f"step {self.state.global_step}: {error}") from error
-        seconds, step = {"seconds_forward": perf_counter() - start}, self._next_step() if training else -1
-        if training and self._log is not None:
-            self._log.release(self._update_scalars())
+        seconds, step = {"seconds_forward": perf_counter() - start}, -1
+        if training:  # one that goes on from a checkpoint goes on counting
+            step = self._last_step = first_batch(self) if self._last_step is None else self._last_step + 1
+            if self._log is not None:
+                self._log.release(self._update_scalars())
         like = batch["completion_ids"]
         rewards, parts = paid(self, self._rewards_by_function)
         group = np.arange(len(rewards)) // (self.num_generations if training else self.num_generations_eval)
@@ -213,12 +213,7 @@ class OTBGRPOTrainer(Trainer):
             if faults:
                 raise InputError(faults[0])
             measured = found or measured_batch(self, measurer, step, whole, trained)
-            return step_tables(step, whole, trained, measured, self._tokenizer, scalars)
+            return batch_tables(step, whole, trained, measured, self._tokenizer, scalars)
 
         if self._log is not None:
             self._log.keep(step, tables)
-
-    def _next_step(self) -> int:
-        """Return the number of a generated batch; a training that goes on from a checkpoint goes on counting."""
-        self._last_step = first_batch(self) if self._last_step is None else self._last_step + 1
-        return self._last_step

@@ -104,9 +104,7 @@ def drafts_of(batch: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, e
         ids = batch["completion_ids"][i].cpu()[present[i]].tolist()
         known = None if logprobs is None else logprobs[i].cpu()[present[i]].tolist()
         completion = list(zip(ids, sampled[i][present[i]].tolist(), strict=True))
-        draft = draft_of(prompt, completion, known, tokenizer, ends)
-        draft.finish_reason = "stop" if draft.turns and draft.turns[-1].finished else "length"
-        drafts.append(draft)
+        drafts.append(draft_of(prompt, completion, known, tokenizer, ends))
     return drafts
 
 

@@ -1,6 +1,6 @@
 """What is stored of a TRL trainer's run, whoever watches it: its settings, its rewards, the tables of a batch."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -18,11 +18,11 @@ from otb_analysis.errors import InputError
 from otb_analysis.gradients.batch.inputs import free_bytes, gibibytes
 from otb_analysis.integrations.run_log import RecordConfig, tell
 from otb_analysis.integrations.trl_batch import GatheredBatch
-from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, summarize
-from otb_analysis.measurement.table import TokenMeasurements, rollout_rows, token_rows
+from otb_analysis.measurement.measurer import GradientMeasurer, Measurement, step_columns
+from otb_analysis.measurement.table import TokenMeasurements
 from otb_analysis.processes import PATIENCE, SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.models import evaluating, gathered, is_shared_out, without_hooks
-from otb_analysis.store import StepTables, gram_rows, subgroup_rows
+from otb_analysis.store import StepTables
 from otb_analysis.types import Estimate, Float
 
 COPIED = (
@@ -243,7 +243,7 @@ def whole_weights(trainer: Any) -> Iterator[None]:
                 add_hooks(engine)
 
 
-def step_tables(
+def batch_tables(
     step: int,
     whole: GatheredBatch,
     trained: Estimate,
@@ -252,19 +252,19 @@ def step_tables(
     scalars: Mapping[str, object],
     sampling: Mapping[str, object] | None = None,
 ) -> StepTables:
-    """Return everything to store of a step; `found` is of `measured_batch`, `scalars` join those of the step."""
-    rollouts, table, (measured, took) = whole.rollouts, whole.table, found
-    seconds = {"seconds_measure": took, "n_left_out": int((~whole.kept).sum())}
-    gradients = [row.as_row() for row in measured.statistics]
-    return StepTables(
-        tokens=token_rows(table, trained, measured.tokens, tokenizer),
-        rollouts=rollout_rows(rollouts, table, measured.tokens),
-        steps={**summarize(rollouts, table, trained, measured), **seconds, **scalars},
-        gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
-        grams=gram_rows(step, measured.gram) if measured.gram else None,
-        subgroups=subgroup_rows(step, measured.subgroups) if measured.subgroups else None,
-        sampling=sampling,
-    )
+    """Return everything to store of a batch; `found` is of `measured_batch`, `scalars` join those of the step."""
+    measured, took = found
+    tables = step_columns(step, whole.rollouts, whole.table, trained, measured, tokenizer)
+    tables["steps"] |= {"seconds_measure": took, "n_left_out": int((~whole.kept).sum()), **scalars}
+    return StepTables(**tables, sampling=sampling)
+
+
+def updates_of(norms: Sequence[float], max_grad_norm: float) -> dict[str, object]:
+    """Return what is stored of the updates on a batch, from ‖ḡ‖ of each before clipping; nothing without any."""
+    if not norms:
+        return {}
+    clipped = 0 < max_grad_norm < max(norms)
+    return {"grad_norm": norms[0], "grad_norm_max": max(norms), "n_updates": len(norms), "clipped": clipped}
 
 
 def stored_config(trainer: Any, record: RecordConfig, trained: Mapping[str, Any], made_by: str) -> dict[str, Any]:

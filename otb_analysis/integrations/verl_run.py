@@ -14,8 +14,8 @@ from otb_analysis.integrations.batch_numbers import advantages_of
 from otb_analysis.integrations.run_log import RecordConfig, RunLog
 from otb_analysis.integrations.trl_batch import ScoredDraft, gathered_batch
 from otb_analysis.integrations.verl import PREFIX, proxy_energy
-from otb_analysis.measurement.measurer import Measurement, summarize
-from otb_analysis.measurement.table import TokenMeasurements, rollout_rows, token_rows
+from otb_analysis.measurement.measurer import Measurement, step_columns
+from otb_analysis.measurement.table import TokenMeasurements
 from otb_analysis.rollouts.models import special_id
 from otb_analysis.rollouts.sampling import draft_of
 from otb_analysis.store import StepTables
@@ -90,7 +90,6 @@ def step_tables(data: Mapping[str, Any], algorithm: Any, tokenizer: PreTrainedTo
         completion = list(zip(responses[n].astype(int).tolist(), mask[n].astype(bool).tolist(), strict=True))
         known = None if behavior is None else behavior[n]
         draft = draft_of(prompt.astype(int).tolist(), completion, known, tokenizer, ends)
-        draft.finish_reason = "stop" if draft.turns and draft.turns[-1].finished else "length"
         energy, unknown = proxy_energy(logprob, sum_pi_sq), np.zeros(len(logprob))
         stats = {"logprob": logprob, "sum_pi_sq": sum_pi_sq, "entropy": entropy, "energy": energy}
         every.append(ScoredDraft(draft, stats | {"pi_variance": unknown, "logprob_variance": unknown}))
@@ -103,8 +102,5 @@ def step_tables(data: Mapping[str, Any], algorithm: Any, tokenizer: PreTrainedTo
     if name in available(inputs):
         baseline = estimate(name, inputs, options_from_dict(name, options_of(algorithm))).baseline
     trained = Estimate(baseline, advantages_of(whole, rows("advantages")), np.zeros(baseline.shape, bool))
-    return StepTables(
-        tokens=token_rows(table, trained, measured.tokens, tokenizer),
-        rollouts=rollout_rows(whole.rollouts, table, measured.tokens),
-        steps=summarize(whole.rollouts, table, trained, measured),
-    )
+    # No Gram matrix is there, whose rows alone name the step.
+    return StepTables(**step_columns(0, whole.rollouts, table, trained, measured, tokenizer))

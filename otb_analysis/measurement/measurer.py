@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from otb_analysis.arrays import zero_variance_groups
 from otb_analysis.config import MeasureConfig
@@ -36,7 +36,7 @@ from otb_analysis.measurement.level import (
     positions,
     read_once,
 )
-from otb_analysis.measurement.table import TokenMeasurements, TokenTable
+from otb_analysis.measurement.table import TokenMeasurements, TokenTable, rollout_rows, token_rows
 from otb_analysis.objectives.ratios import mismatch_scalars
 from otb_analysis.phases import phase
 from otb_analysis.processes import SINGLE_PROCESS, Processes
@@ -52,6 +52,7 @@ from otb_analysis.statistics import (
     smaller_sizes,
     top_share,
 )
+from otb_analysis.store import gram_rows, subgroup_rows
 from otb_analysis.types import Bool, Estimate, Float, Gram, Int, Label, LogitStats, NormalEquations, Tallies
 
 # Beside a forward and backward pass of the same rollouts: the small model (0.4 M parameters, 26 tokens a rollout, 16
@@ -402,6 +403,26 @@ def summarize(rollouts: Rollouts, table: TokenTable, estimate: Estimate, measure
         "n_measured_prompts": len(np.unique(table.group[measurement.tokens.fully_measured])),
         "n_sketched_prompts": measurement.tokens.n_sketched,
         "measurement_gaps": measurement.gaps,
+    }
+
+
+def step_columns(
+    step: int,
+    rollouts: Rollouts,
+    table: TokenTable,
+    trained: Estimate,
+    measurement: Measurement,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Return the columns of a measured step by the field of `StepTables`; who stores it adds what it knows beside."""
+    gradients = [row.as_row() for row in measurement.statistics]
+    return {
+        "tokens": token_rows(table, trained, measurement.tokens, tokenizer),
+        "rollouts": rollout_rows(rollouts, table, measurement.tokens),
+        "steps": summarize(rollouts, table, trained, measurement),
+        "gradients": {name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
+        "grams": gram_rows(step, measurement.gram) if measurement.gram else None,
+        "subgroups": subgroup_rows(step, measurement.subgroups) if measurement.subgroups else None,
     }
 
 

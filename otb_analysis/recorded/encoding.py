@@ -91,9 +91,8 @@ class Encoder:
             )
         ends = (special_id(self.tokenizer, "eos"),)
         draft = draft_of(prompt, tokens, None if logprobs is None else logprobs.tolist(), self.tokenizer, ends)
-        draft.finish_reason = record.finish_reason
-        if record.finish_reason == "unknown" and draft.turns and draft.turns[-1].finished:
-            draft.finish_reason = "stop"
+        if record.finish_reason != "unknown" or draft.finish_reason != "stop":
+            draft.finish_reason = record.finish_reason
         return draft
 
     def _prompt(self, record: RecordedRollout) -> Tokens:

@@ -18,8 +18,8 @@ from otb_analysis.gradients.batch.scope import select_scope
 from otb_analysis.gradients.exact.verdicts import arithmetic
 from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.level import level_of
-from otb_analysis.measurement.measurer import GradientMeasurer, summarize
-from otb_analysis.measurement.table import TokenTable, rollout_rows, token_rows, token_table
+from otb_analysis.measurement.measurer import GradientMeasurer, step_columns
+from otb_analysis.measurement.table import TokenTable, token_table
 from otb_analysis.phases import note, phase
 from otb_analysis.recorded.encoding import Encoder
 from otb_analysis.recorded.records import LOGPROBS, Tally
@@ -35,7 +35,7 @@ from otb_analysis.recorded.runs import (
     stored_config,
 )
 from otb_analysis.rollouts.models import load_policy, output_layer
-from otb_analysis.store import StepTables, gram_rows, subgroup_rows
+from otb_analysis.store import StepTables
 from otb_analysis.types import Float
 
 Policy = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -175,24 +175,19 @@ class Scorer:
             weights = trained.advantage / len(step.records)
             measurement = self.measurer.measure(step.step, rollouts, table, None, lambda: weights)
         seconds["seconds_measure"] = perf_counter() - start
-        tokens, (n, t) = token_rows(table, trained, measurement.tokens, self.tokenizer), np.nonzero(table.present)
+        tables = step_columns(step.step, rollouts, table, trained, measurement, self.tokenizer)
+        n, t = np.nonzero(table.present)
         # Beside ours the trainer's own numbers; null where not recorded.
         for column in dict.fromkeys(x for one in step.records for x in one.columns if x != "behavior_logprob"):
             whole: Float = np.full(table.mask.shape, np.nan)
             for i, record in enumerate(step.records):
                 whole[i, : len(record.columns[column])] = record.columns[column]
             values = whole[n, t]
-            tokens[f"recorded_{column}"] = np.ma.masked_array(values, mask=~table.mask[n, t] | np.isnan(values))
-        gradients = [row.as_row() for row in measurement.statistics]
-        return StepTables(
-            tokens=tokens,
-            rollouts=rollout_rows(rollouts, table, measurement.tokens) | step.provenance,
-            steps=summarize(rollouts, table, trained, measurement) | step.logged_norm | seconds,
-            gradients={key: [row[key] for row in gradients] for key in gradients[0]} if gradients else None,
-            grams=gram_rows(step.step, measurement.gram) if measurement.gram else None,
-            subgroups=subgroup_rows(step.step, measurement.subgroups) if measurement.subgroups else None,
-            sampling=None if step.repeated else self.sampling.rows(rollouts, table),
-        )
+            known = table.mask[n, t] & ~np.isnan(values)
+            tables["tokens"][f"recorded_{column}"] = np.ma.masked_array(values, mask=~known)
+        tables["rollouts"] |= step.provenance
+        tables["steps"] |= step.logged_norm | seconds
+        return StepTables(**tables, sampling=None if step.repeated else self.sampling.rows(rollouts, table))
 
 
 def refuse_wrong_logprobs(step: RecordedStep, table: TokenTable) -> None:

@@ -163,7 +163,8 @@ def draft_of(
     """Return a rollout from its prompt's token ids and its completion's, each with whether the policy sampled it.
 
     Sampled tokens in a row are one turn; those of `ends` end it and are no part of its text. What follows is the reply
-    to it. `logprobs` are the sampler's, one per completion token, in nats; None where they were not recorded.
+    to it. `logprobs` are the sampler's, one per completion token, in nats; None where they were not recorded. It ended
+    with `stop` where its last turn did, else by its `length`.
     """
     draft, at = Draft(list(prompt)), 0
     for sampled, run in groupby(completion, key=lambda token: token[1]):
@@ -176,6 +177,7 @@ def draft_of(
             draft.turns[-1] = replace(draft.turns[-1], reply=str(tokenizer.decode(ids)))
         known = [float("nan")] * len(ids) if logprobs is None else list(logprobs[span])
         draft.extend(ids, max(len(draft.turns) - 1, 0), known if sampled else None)
+    draft.finish_reason = "stop" if draft.turns and draft.turns[-1].finished else "length"
     return draft
 
 

@@ -18,8 +18,8 @@ from otb_analysis.config import TrainConfig
 from otb_analysis.devices import first_line, products, random_forked
 from otb_analysis.errors import InputError, Interrupted, NonFiniteError, StoreError, why_ended
 from otb_analysis.estimators import entry_of, estimate
-from otb_analysis.measurement.measurer import summarize
-from otb_analysis.measurement.table import compute_rewards, rollout_rows, token_rows
+from otb_analysis.measurement.measurer import Measurement, step_columns
+from otb_analysis.measurement.table import compute_rewards
 from otb_analysis.measurement.worst import worst_tables
 from otb_analysis.objectives.registry import options_from_table
 from otb_analysis.objectives.shaping import FILTERS, FilterInputs, keep_chance
@@ -27,7 +27,7 @@ from otb_analysis.phases import note, phase
 from otb_analysis.processes import Processes
 from otb_analysis.rollouts.sampling import Rollouts, sample
 from otb_analysis.statistics import cluster_jackknife, passing
-from otb_analysis.store import RunWriter, StepTables, gram_rows, subgroup_rows
+from otb_analysis.store import RunWriter, StepTables
 from otb_analysis.tasks import Prompt
 from otb_analysis.tasks.task_calls import distinct_prompts, draw_prompts
 from otb_analysis.trackers import TABLES_EVERY, Trackers
@@ -291,18 +291,12 @@ def train_step(trainer: Trainer, step: int) -> StepTables:
     told = config.trackers and processes.first and step % TABLES_EVERY == 0
     trainer.worst = worst_tables(rollouts, table, trained.advantage, trainer.tokenizer) if told else {}
     seconds = trainer.take_seconds(step)
-    scalars |= summarize(rollouts, table, trained, measurement) | seconds
-    tokens = token_rows(table, trained, measurement.tokens, trainer.tokenizer)
-    by_rollout, first = rollout_rows(rollouts, table, measurement.tokens), processes.first
-    gradients = [row.as_row() for row in measurement.statistics] if first else []
-    return StepTables(
-        tokens=shard_rows(tokens, processes, len(table.mask)),
-        rollouts=shard_rows(by_rollout, processes, len(table.mask)),
-        steps=scalars,
-        gradients={name: [row[name] for row in gradients] for name in gradients[0]} if gradients else None,
-        grams=gram_rows(step, measurement.gram) if first and measurement.gram else None,
-        subgroups=subgroup_rows(step, measurement.subgroups) if first and measurement.subgroups else None,
-    )
+    if not processes.first:  # what all have of the batch is written once
+        measurement = Measurement(measurement.tokens, gaps=measurement.gaps)
+    tables = step_columns(step, rollouts, table, trained, measurement, trainer.tokenizer)
+    for name in ("tokens", "rollouts"):
+        tables[name] = shard_rows(tables[name], processes, len(table.mask))
+    return StepTables(**tables | {"steps": scalars | tables["steps"] | seconds})
 
 
 @contextmanager
