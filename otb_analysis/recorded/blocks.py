@@ -34,7 +34,7 @@ from otb_analysis.config import BlocksConfig, ScoreConfig, plain_config
 from otb_analysis.errors import STOPS, InputError, ProcessError, StoreError
 from otb_analysis.extras import require, require_models
 from otb_analysis.phases import advance, count_to, note, phase, plural
-from otb_analysis.recorded.records import Tally
+from otb_analysis.recorded.records import Tally, first_line
 from otb_analysis.recorded.runs import (
     PLACE,
     RecordedStep,
@@ -74,9 +74,8 @@ def storage_errors(url: str, to: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # drivers of storages fail in ways of their own
-        why = (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
         raise StoreError(
-            f"{url} cannot {to} ({why:.200}); check the address and its rights, or pass another."
+            f"{url} cannot {to} ({first_line(error):.200}); check the address and its rights, or pass another."
         ) from error
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -278,24 +278,6 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
         renamed[ours] = theirs
     if not path.exists():
         raise InputError(f"{path} does not exist; pass a file of rollouts, or a directory of such files.")
-    if renamed:
-        if name not in ("auto", "plain"):
-            raise InputError(f"--fields renames the fields of plain, but --format is {name!r}; leave one of them out.")
-        files = _files(path, FORMATS["plain"], tally := Tally())
-
-        def has_named(file: Path) -> bool:
-            return any(theirs in row for _, row in islice(rows_of(file, Tally()), 1) for theirs in renamed.values())
-
-        files = _with_rollouts(files, has_named, tally)
-        has = frozenset(next((row for file in files for _, row in rows_of(file, Tally())), {}))
-        if lacking := [theirs for theirs in renamed.values() if theirs not in has]:
-            raise InputError(f"--fields names {lacking[0]!r}, but the first record of {path} has {', '.join(has)}.")
-        return Source(path, "plain", files, tally, renamed=renamed)
-
-    # A package's formats come before `plain`, which many files fit.
-    tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
-    files: tuple[Path, ...] = ()
-    fields: Row = {}  # Of the first rollout; none where a file has no rows
     first = dict[Path, Row]()  # Of each file: every format asks, and a file of one array is parsed whole
 
     def first_of(file: Path, kind: Format) -> Row:
@@ -303,6 +285,21 @@ def find_source(path: Path, name: str = "auto", fields_of_plain: Sequence[str] =
             first[file] = next((row for _, row in rows_of(file, Tally())), {})
         return next(kind.unfold(first[file]), {})
 
+    if renamed:
+        if name not in ("auto", "plain"):
+            raise InputError(f"--fields renames the fields of plain, but --format is {name!r}; leave one of them out.")
+        kind, named = FORMATS["plain"], set(renamed.values())
+        files = _files(path, kind, tally := Tally())
+        files = _with_rollouts(files, lambda file: not named.isdisjoint(first_of(file, kind)), tally)
+        has = next(filter(None, (first_of(file, kind) for file in files)), {})
+        if lacking := [one for one in renamed.values() if one not in has]:
+            raise InputError(f"--fields names {lacking[0]!r}, but the first record of {path} has {', '.join(has)}.")
+        return Source(path, "plain", files, tally, renamed=renamed)
+
+    # A package's formats come before `plain`, which many files fit.
+    tried = [name] if name != "auto" else [*list(FORMATS)[:-1], *plugins("format"), "plain"]
+    files: tuple[Path, ...] = ()
+    fields: Row = {}  # Of the first rollout; none where a file has no rows
     for one in tried:
         try:
             kind = format_of(one)

@@ -185,12 +185,12 @@ def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:
             yield from ((Place(path, number), row) for number, row in enumerate(rows, start=1))
     except (OSError, pa.ArrowException, sqlite3.Error) as error:
         whole = "a Parquet file is read from its end, so one that was cut off is lost; " if suffix == ".parquet" else ""
-        raise InputError(f"{path} cannot be read ({_first_line(error)}); {whole}write it again.") from error
+        raise InputError(f"{path} cannot be read ({first_line(error)}); {whole}write it again.") from error
     except InputError:
         raise
     except (TypeError, LookupError, AttributeError, ValueError) as error:
         raise InputError(
-            f"{path} holds no rows that can be read ({_first_line(error)}); export it again, or write JSON lines."
+            f"{path} holds no rows that can be read ({first_line(error)}); export it again, or write JSON lines."
         ) from error
 
 
@@ -287,7 +287,7 @@ def _objects(text: bytes, place: Place, array: bool = False) -> Iterator[Row]:
                 parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         expected = "an array of objects" if array else "one object per line"
-        raise InputError(f"{place} is no JSON ({_first_line(error)}); write {expected}.") from error
+        raise InputError(f"{place} is no JSON ({first_line(error)}); write {expected}.") from error
     for number, row in enumerate(parsed if array else [parsed], start=place.number):
         yield _object(row, Place(place.file, number))
 
@@ -343,7 +343,8 @@ def _pickled(path: Path) -> list[Row]:
     return [{**row, **whole, "file_step": pack.get("rollout_id"), "batch_raw_reward": rewards} for row in rows]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, or its type where it says nothing."""
     text = str(error).splitlines()
     return text[0].rstrip(".") if text else type(error).__name__
 
