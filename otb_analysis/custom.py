@@ -6,6 +6,8 @@ of measuring and conventions of advantages as entry points of the groups `otb_an
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -13,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from otb_analysis.errors import InputError, nearest
+from otb_analysis.errors import STOPS, InputError, nearest
 
 
 @cache  # looks at every installed package, 14 ms, and is asked for each name of an estimator
@@ -67,3 +69,18 @@ def import_attribute(kind: str, name: str) -> Any:
 def one_line(error: Exception) -> str:
     """Return type and message of an exception, for the brackets of a sentence."""
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":. ")[:200]
+
+
+@contextmanager
+def foreign(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever someone else's code raises into one sentence; errors that already are one sentence pass.
+
+    Raises:
+        InputError: What failed, the exception, and the remedy.
+    """
+    try:
+        yield
+    except STOPS:
+        raise
+    except Exception as error:  # someone else's code can fail in any way
+        raise InputError(f"{what} ({one_line(error)}); {remedy}") from error

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.arrays import Groups, at_policy_tokens, has_gaps, masked, returns_to_go
-from otb_analysis.custom import import_attribute, is_custom, one_line, plugins
-from otb_analysis.errors import STOPS, InputError, nearest
+from otb_analysis.custom import foreign, import_attribute, is_custom, plugins
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.estimators.registry import ESTIMATORS, is_portfolio, portfolio
 from otb_analysis.estimators.spec import (
     EstimatorSpec,
@@ -62,12 +62,8 @@ def custom_estimate(
 
 def _answer(name: str, call: Callable[[], object], mask: np.ndarray, where: str) -> Float:
     """Return advantages in float64, or one sentence that names the function and what is wrong with them."""
-    try:
+    with foreign(f"estimator {name!r} failed {where}", "mend the function."):
         answer = call()
-    except STOPS:
-        raise
-    except Exception as error:  # someone else's code can fail in any way
-        raise InputError(f"estimator {name!r} failed {where} ({one_line(error)}); mend the function.") from error
     wanted = f"return advantages of shape [N, T] = {mask.shape}"
     try:
         advantage = np.array(answer, np.float64)

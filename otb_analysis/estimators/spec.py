@@ -6,7 +6,7 @@ squeezed out here, so every formula may take column t for the t-th policy token.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -24,71 +24,69 @@ TRAINABLE_NEEDS = {"energy", "rollout_norm_sq", "value", "turn", "token_id", "ra
 
 
 @dataclass(frozen=True)
-class _Shares:
-    """Options of which those with `ends`, words for what an end means, lie in [0, 1], and those with `among` are named.
-
-    Raises:
-        InputError: One is another.
-    """
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            if (among := one.metadata.get("among")) and getattr(self, one.name) not in among:
-                given = getattr(self, one.name)
-                raise InputError(f"{one.name} is {given!r}; {nearest(str(given), among)}")
-            if (ends := one.metadata.get("ends")) and not 0.0 <= getattr(self, one.name) <= 1.0:
-                raise InputError(f"{one.name} is {getattr(self, one.name)} but must lie in [0, 1]; {ends}.")
-
-
-@dataclass(frozen=True)
-class TailOptions(_Shares):
+class TailOptions(LimitedOptions):
     """What to do where no other rollout of the group is alive at this position."""
 
+    valid = (lambda o: o.tail in get_args(Tail), "tail is {self.tail!r}; choose own_return, group or zero.")
     # `own_return`: B = 0, so A = G (as published). `group`: B = mean of the other, finished rollouts' total returns,
     # weighted by their final realized energy. `zero`: A = 0, which is biased.
-    tail: Tail = field(default="own_return", metadata={"among": get_args(Tail)})
+    tail: Tail = "own_return"
 
 
 @dataclass(frozen=True)
 class DecayOptions(TailOptions):
     """Options of the forgetting energy."""
 
-    # λ in W_t = λ W_{t−1} + w_t
-    decay: float = field(default=0.9, metadata={"ends": "0 is token_optimal, 1 is otb"})
+    valid = (
+        lambda o: 0 <= o.decay <= 1,
+        "decay is {self.decay} but must lie in [0, 1]; 0 is token_optimal, 1 is otb.",
+    )
+    decay: float = 0.9  # λ in W_t = λ W_{t−1} + w_t
 
 
 @dataclass(frozen=True)
-class ValueOptions(_Shares):
+class ValueOptions(LimitedOptions):
     """Options of generalized advantage estimation."""
 
-    # γ, what a reward loses per token of delay; 1 is the task's own return
-    discount: float = field(default=1.0, metadata={"ends": "1 is unbiased"})
-    # λ: 1 uses the rewards alone, G − V(h_t); 0 trusts the critic after one step
-    decay: float = field(default=1.0, metadata={"ends": "1 is unbiased"})
+    valid = (
+        lambda o: 0 <= o.discount <= 1 and 0 <= o.decay <= 1,
+        "discount is {self.discount} and decay is {self.decay} but must lie in [0, 1]; 1 is unbiased.",
+    )
+    discount: float = 1.0  # γ, what a reward loses per token of delay; 1 is the task's own return
+    decay: float = 1.0  # λ: 1 uses the rewards alone, G − V(h_t); 0 trusts the critic after one step
 
 
 @dataclass(frozen=True)
-class QuantileOptions(_Shares):
+class QuantileOptions(LimitedOptions):
     """Options of the quantile baseline."""
 
-    # q: the share of the group that does not exceed the baseline
-    quantile: float = field(default=0.4, metadata={"ends": "0.5 is the (lower) median"})
+    valid = (
+        lambda o: 0 <= o.quantile <= 1,
+        "quantile is {self.quantile} but must lie in [0, 1]; 0.5 is the (lower) median.",
+    )
+    quantile: float = 0.4  # q: the share of the group that does not exceed the baseline
 
 
 @dataclass(frozen=True)
-class LengthOptions(_Shares):
+class LengthOptions(LimitedOptions):
     """Options of the mean weighted by powers of lengths."""
 
-    # α in L^α
-    exponent: float = field(default=0.5, metadata={"ends": "0 is group_mean, 1 is opo"})
+    valid = (
+        lambda o: 0 <= o.exponent <= 1,
+        "exponent is {self.exponent} but must lie in [0, 1]; 0 is group_mean, 1 is opo.",
+    )
+    exponent: float = 0.5  # α in L^α
 
 
 @dataclass(frozen=True)
-class DiscountOptions(_Shares):
+class DiscountOptions(LimitedOptions):
     """Options of the discounted Beta–Bernoulli baseline."""
 
-    # λ, what the counts of a prompt are worth when it is sampled again
-    discount: float = field(default=0.75, metadata={"ends": "0 remembers nothing, 1 forgets nothing"})
+    valid = (
+        lambda o: 0 <= o.discount <= 1,
+        "discount is {self.discount} but must lie in [0, 1]; 0 remembers nothing, 1 forgets nothing.",
+    )
+    discount: float = 0.75  # λ, what the counts of a prompt are worth when it is sampled again
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,10 @@ RIDGES, LEAST_RIDGE = ((16, 10.0), (32, 1.0)), 0.1
 
 
 @dataclass(frozen=True)
-class RegressionOptions(_Shares):
+class RegressionOptions(LimitedOptions):
     """Options of the regression across prompts."""
 
+    valid = (lambda o: 0 <= o.memory <= 1, "memory is {self.memory} but must lie in [0, 1]; 0 remembers nothing.")
     # φ, any of 1, m, f, m·f, h, m·h, x, m·x (m*f will do): m is the mean return of the other rollouts of the prompt,
     # f = u/(1 + u) with u = W_{t−1}, h = H_t/(1 + H_t), x = t/T_max
     features: tuple[str, ...] = tuple(FEATURES)
@@ -135,7 +134,7 @@ class RegressionOptions(_Shares):
     # Most policy tokens that a rollout can have, fixed before sampling. 0: not known, x and m·x are left out
     T_max: int = 0
     # λ, what the sums of one step count a step later, from 0 (no memory) to 1 (nothing is forgotten)
-    memory: float = field(default=0.0, metadata={"ends": "0 remembers nothing"})
+    memory: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(name.strip().replace("*", "·") for name in self.features))

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from otb_analysis.config import TrainConfig
-from otb_analysis.custom import import_attribute, is_custom, one_line, plugins
-from otb_analysis.errors import STOPS, InputError, nearest
+from otb_analysis.custom import foreign, import_attribute, is_custom, plugins
+from otb_analysis.errors import InputError, nearest
 from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 from otb_analysis.tasks.calculator import Calculator
 from otb_analysis.tasks.math_jsonl import MathJsonl
@@ -58,14 +58,8 @@ def make_task(config: TrainConfig) -> Task:
     named: Any = import_attribute("task", name)
     task: Any = named
     if isinstance(named, type) or (callable(named) and not all(hasattr(named, part) for part in NEEDED)):
-        try:
+        with foreign(f"task {name!r} cannot be made", "it is called with the TrainConfig."):
             task = named(config)
-        except STOPS:
-            raise
-        except Exception as error:  # someone else's code can fail in any way
-            raise InputError(
-                f"task {name!r} cannot be made ({one_line(error)}); it is called with the TrainConfig."
-            ) from error
     if missing := [part for part in NEEDED if not hasattr(task, part)]:
         raise InputError(f"task {name!r} has no {missing[0]}; a task has {', '.join(NEEDED)}.")
     return task

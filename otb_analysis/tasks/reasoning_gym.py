@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from otb_analysis.config.train import ReasoningGymConfig
-from otb_analysis.custom import one_line
+from otb_analysis.custom import foreign
 from otb_analysis.errors import InputError, nearest
 from otb_analysis.extras import require
 from otb_analysis.tasks.base import Prompt, SingleTurn, Split, Turn, draw_prompt
@@ -147,18 +147,13 @@ class GymSource:
                     f"reasoning_gym.config of {name} has no field {field!r}; {nearest(field, sorted(known))}"
                 )
         self.name, self.size, self.start = name, SIZES.get(name, SIZE), seed * SIZE
-        try:
+        with foreign(f"reasoning-gym refuses reasoning_gym.config of {name}", "change that or leave it out."):
             with _own_random(self.start):
                 self.dataset: Any = import_module("reasoning_gym").create_dataset(
                     name, seed=self.start, size=self.size, **settings
                 )
             if not any(self.problem(k) for k in range(FAILURES)):
                 self._problem(0)  # raises what it fails with
-        except Exception as error:  # someone else's code can fail in any way
-            raise InputError(
-                f"reasoning-gym refuses reasoning_gym.config of {name} ({one_line(error)}); change that or leave it "
-                "out."
-            ) from error
 
     def problem(self, k: int) -> Problem | None:
         """Return problem k, or None where reasoning-gym fails to make it, as a few tasks do now and then."""

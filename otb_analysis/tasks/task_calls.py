@@ -1,28 +1,16 @@
 """Every call into a task's own code: what comes back is checked, and what is raised is named, in one sentence."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
-from otb_analysis.custom import one_line
-from otb_analysis.errors import STOPS, InputError
+from otb_analysis.custom import foreign
+from otb_analysis.errors import InputError
 from otb_analysis.tasks.base import Prompt, Split, Task, Turn
 
 
-@contextmanager
-def naming_failures(task: Task, method: str, where: str) -> Iterator[None]:
-    """Turn whatever the task's code raises into one sentence; errors that already are one sentence pass.
-
-    Raises:
-        InputError: Naming task, method, place and exception.
-    """
-    try:
-        yield
-    except STOPS:
-        raise
-    except Exception as error:  # someone else's code can fail in any way
-        raise InputError(
-            f"task {task.name!r} failed in {method} for {where} ({one_line(error)}); mend the task."
-        ) from error
+def naming_failures(task: Task, method: str, where: str) -> AbstractContextManager[None]:
+    """Turn whatever the task's code raises into one sentence, which names task, method and place."""
+    return foreign(f"task {task.name!r} failed in {method} for {where}", "mend the task.")
 
 
 def draw_prompts(task: Task, split: Split, start: int, count: int) -> list[Prompt]:
