@@ -96,8 +96,9 @@ RATES = {
 
 
 def false_alarms(detector: str) -> str:
-    """Return the share of calm series in which a detector fires: ``1.4 %``."""
-    return f"{RATES[detector].false_alarms:.1%}".replace("%", " %")
+    """Return the share of calm series in which a detector fires: ``1.4 %``, or ``under 0.1 %``."""
+    share = RATES[detector].false_alarms
+    return f"{100 * share:.1f} %" if share else "under 0.1 %"
 
 
 def foresight(detector: str) -> str:

@@ -514,7 +514,7 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     firsts = fired["first watch"].astype(int)
     assert firsts.is_monotonic_increasing
     assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "5 of 93 before, 7 at all")
-    assert f"It fires in {fired['false alarms'].iloc[0]} of healthy runs." in texts(app)
+    assert f"It fires in {fired['false alarms'].iloc[0]} of simulated healthy runs." in texts(app)
     app.button(key="fired-gradient_surge").click().run()
     assert app.select_slider(key="step").value == int(surge["first watch"])
 
