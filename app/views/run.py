@@ -218,7 +218,8 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     known = [int(step) for step in steps["step"]]
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
     facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, count]
-    sure = [f" It fires in {false_alarms(one.detector)} of simulated healthy runs." for one in fired_first(findings)[0][:1]]
+    first = fired_first(findings)[0][:1]
+    sure = [f" It fires in {false_alarms(one.detector)} of simulated healthy runs." for one in first]
     st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence + '.' + ''.join(sure))}")
     alarms(findings)
     curves(timeline_info(steps, findings, told.changes), run.style.color)
