@@ -52,7 +52,7 @@ def test_runs_of_one_task_and_group_size_are_pooled_with_what_is_proved_in_both(
     first, second = run_of([gram([1, 0.7, 1])], "a"), run_of([gram([1, 0.7, 1], seed=1)], "b")
     (pooled,) = designs({"a": first, "b": second}).values()
     assert len(pooled.grams) == 2 and pooled.decision.n_prompts == 128
-    assert pooled.known.projection == first.known.projection and pooled.decision.against == REFERENCE
+    assert pooled.known.projection == first.proved.projection and pooled.decision.against == REFERENCE
     half = run_of([gram([1, 0.7, 1], seed=1)], "b", optimize={"precision": "bfloat16"})
     (less,) = designs({"a": first, "b": half}).values()
     assert less.known.projection == {} and any(line.startswith("b: Step lengths") for line in less.lines)
