@@ -276,7 +276,7 @@ def test_bug_is_recorded_with_its_type_and_goes_on(config, monkeypatch):
     def broken(*args):
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(loop, "summarize", broken)
+    monkeypatch.setattr(loop, "step_columns", broken)
     with pytest.raises(ZeroDivisionError):
         loop.train(config)
     assert RunStore(config.root / "doomed").info["reason"] == "ZeroDivisionError: by zero"
@@ -328,7 +328,7 @@ def test_system_that_refuses_to_write_more_ends_otb_train_with_a_sentence(checkp
         ({"estimator": EstimatorConfig(name="otbb")}, "did you mean 'otb'"),
         ({"estimator": EstimatorConfig(name="position_optimal")}, "needs position_baseline; training cannot provide"),
         ({"estimator": EstimatorConfig(name="otb", options={"tale": "zero"})}, "did you mean 'tail'"),
-        ({"estimator": EstimatorConfig(name="otb", options={"tail": "gruop"})}, "did you mean 'group'"),
+        ({"estimator": EstimatorConfig(name="otb", options={"tail": "gruop"})}, "choose own_return, group or zero"),
         ({"estimator": EstimatorConfig(name="rloo", options={"tail": "zero"})}, "it has no options"),
         ({"estimator": EstimatorConfig(name="energy_ema", options={"decay": "often"})}, "'often'; pass a float"),
         ({"estimator": EstimatorConfig(name="value"), "critic": CriticConfig(enabled=False)}, "set critic.enabled"),

@@ -28,10 +28,10 @@ from otb_analysis.training.budget import (
     Forecast,
     levels,
     positions,
+    prefix_share,
     read_once,
     rough_duration,
     seconds_per_position,
-    seen,
     steps_in_words,
 )
 from otb_analysis.training.loop import train
@@ -64,7 +64,7 @@ def config_of(steps=60, **measure):
 
 def test_token_counts_by_the_share_of_its_rollout_that_it_sees():
     # tokens 2, 3, 4 of 5: 2/5 + 3/5 + 4/5 of a pass in every rollout
-    assert seen(batch(), np.ones(8, bool)) == pytest.approx(9 / 5)
+    assert prefix_share(batch(), np.ones(8, bool)) == pytest.approx(9 / 5)
     assert positions(batch(), np.arange(8) < 2) == 10
 
 
