@@ -378,6 +378,18 @@ class RunAnswers:
         """
         return sized(self.store, step) if self._moved([step]) else None
 
+    def held_record(self, step: int, top: int) -> dict[str, object]:
+        """Return who holds ‖ḡ‖² at a step, or why that is not known, and then the sizes of its tokens where they are.
+
+        Raises:
+            InputError: There is no such step.
+            StoreError: The run cannot be read.
+        """
+        if isinstance(found := self.attribution(step), Attributed):
+            return {"attribution": found.record(top)}
+        large = self.sizes(step)
+        return {"attribution": found} | ({} if large is None else {"sizes": large.record(top)})
+
     def first_prompt(self, step: int) -> int | None:
         """Return the prompt that holds most of a step's gradient, else the one whose tokens are largest.
 

@@ -98,13 +98,12 @@ def attribution_command(words: Sequence[str]) -> None:
         from otb_analysis.answers import RunAnswers
         from otb_analysis.report.diagnosis import attribution_parts
         from otb_analysis.report.document import printed
-        from otb_analysis.report.records import attribution_record
         from otb_analysis.store import RunStore
 
         run, record, parts = RunAnswers(RunStore(run_path(config.root, config.run))), None, list[Table | str]()
         if config.json:
             step = run.look if config.step is None else config.step
-            record = {"run": run.name} | attribution_record(run, step, config.top)
+            record = {"run": run.name} | run.held_record(step, config.top)
         else:
             parts = printed(attribution_parts(run, config.step, config.top))
     if config.json:

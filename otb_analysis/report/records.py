@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
-from otb_analysis.answers.holders import NotAttributed
 from otb_analysis.answers.measured import forest_words
 from otb_analysis.answers.pairs import Sides, estimator_pair, pair_of, pairing_of
 from otb_analysis.answers.triage import Triage, finding_record, headline, verdict
@@ -126,19 +125,6 @@ def triage_record(rows: list[Triage]) -> dict[str, object]:
     return {"verdict": verdict(rows), "runs": listed}
 
 
-def attribution_record(run: RunAnswers, step: int, top: int) -> dict[str, Any]:
-    """Return the attribution of a step, or why it has none, and then the sizes of its tokens where they are known.
-
-    Raises:
-        InputError: There is no such step.
-        StoreError: The run cannot be read.
-    """
-    if not isinstance(found := run.attribution(step), NotAttributed):
-        return {"attribution": found.record(top)}
-    large = run.sizes(step)
-    return {"attribution": found} | ({} if large is None else {"sizes": large.record(top)})
-
-
 def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, curves: bool = False) -> dict[str, Any]:
     """Return the numbers of the page Run, and the run's line of Triage; null where nothing fired.
 
@@ -169,7 +155,7 @@ def diagnosis_record(run: RunAnswers, step: int | None = None, top: int = 50, cu
         "alarm": run.alarm, "conclusion": run.lines,
     }  # fmt: skip
     if step is not None:
-        record |= attribution_record(run, step, top)
+        record |= run.held_record(step, top)
     if curves:
         record["panels"] = [
             {"column": s.quantity.column, "title": s.quantity.title, "step": s.step, "value": s.value, "mean": s.mean}
