@@ -33,6 +33,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         "LIMIT": SampleConfig().max_new_tokens, "gpt2": select(tested, source="proxy", model="gpt2-m"),
         "half": sum(share <= (middle or 0) for share in excluded), "raw_tested": raw,
         "raw_above": [row for row in raw if above(row, 1, "variance")], "apart": apart, "proxy_apart": proxy,
+        "moved": [row for row in proxy if not hidden(row["disagreement_low"], row["disagreement_high"])],
         "proxy_within": [row for row in proxy if below(row, MARGIN, "disagreement")],
         "loo_apart": loo, "pooled": pooled, "tested": tested,
         "shown": [row for row in tested if not hidden(row["to_exact_low"], row["to_exact_high"])],
