@@ -387,8 +387,10 @@ class RunAnswers:
         """
         if isinstance(found := self.attribution(step), Attributed):
             return {"attribution": found.record(top)}
-        large = self.sizes(step)
-        return {"attribution": found} | ({} if large is None else {"sizes": large.record(top)})
+        record: dict[str, object] = {"attribution": found}
+        if (large := self.sizes(step)) is not None:
+            record["sizes"] = large.record(top)
+        return record
 
     def first_prompt(self, step: int) -> int | None:
         """Return the prompt that holds most of a step's gradient, else the one whose tokens are largest.
