@@ -28,6 +28,7 @@ from otb_analysis.phases import advance, ahead, count_to
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier
 from otb_analysis.store.catalogue import ARROW, LARGE, SMALL, transaction
+from otb_analysis.store.gram import GRAM_TEXTS
 from otb_analysis.store.layout import find_run, live_status, other_writer, read_run_file
 from otb_analysis.store.parts import (
     ROW_GROUP,
@@ -159,13 +160,15 @@ def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
     found = [read_step(run_dir, part).schema.remove_metadata() for part in reversed(one_of.values())]
     today = {c.name: ARROW[c.dtype] for c in TABLES[table]}
     joined = pa.unify_schemas(found, promote_options="permissive")
+    today |= {name: pa.dictionary(pa.int32(), pa.string()) for name in GRAM_TEXTS if name in today}  # in half the time
     schema = pa.schema([field.with_type(today.get(field.name, field.type)) for field in joined])
     path = run_dir / f"{table}.parquet"
     with atomic_file(path) as file:
         summed = _Summed(file)
-        with pq.ParquetWriter(summed, schema, **parquet_options(schema)) as writer:
+        plain = not any(map(pa.types.is_dictionary, schema.types))  # whoever reads the file gets texts
+        with pq.ParquetWriter(summed, schema, store_schema=plain, **parquet_options(schema)) as writer:
             for rows in ahead(_row_groups(run_dir, parts, schema)):
-                writer.write_table(rows, row_group_size=ROW_GROUP)
+                writer.write_table(rows.unify_dictionaries(), row_group_size=ROW_GROUP)
     status, due = path.stat(), sum(part.rows for part in parts)
     there = checksum_of(path, status.st_ino, status.st_mtime_ns, status.st_size)
     if there != summed.crc or pq.read_metadata(path).num_rows != due:
@@ -182,6 +185,7 @@ def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
 def _row_groups(run_dir: Path, parts: Sequence[Part], schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the rows of whole steps, at most `ROW_GROUP` of several steps, so that one step is found and read alone."""
     waiting, size = list[pa.Table](), 0
+    coded = [field.name for field in schema if pa.types.is_dictionary(field.type)]
     for alone, of_file in groupby(parts, lambda part: part.step if part.alone else part.file):
         some = list(of_file)
         if isinstance(alone, int):
@@ -189,7 +193,7 @@ def _row_groups(run_dir: Path, parts: Sequence[Part], schema: pa.Schema) -> Iter
             for part in some:  # without columns of the schema that are null throughout: reading these takes as long
                 null = {c.name for c in TABLES[part.table]} - set(part.recorded.split(","))
                 filled = [name for name in json.loads(part.fields) if name not in null]
-                read.append(read_step(run_dir, part, columns=filled))
+                read.append(read_step(run_dir, part, coded, filled))
             pieces = iter([pa.concat_tables(read, promote_options="default")])
         else:  # piece by piece, since it holds many steps
             check(run_dir, some)
