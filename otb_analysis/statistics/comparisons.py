@@ -437,10 +437,10 @@ def _needed(base: Moments | None, lead: Interval | None, looked_at: int) -> int 
         z = float(special.ndtri(1 - (1 - LEVEL) / (2 * looked_at)))
         reach = float(np.log(lead.high / lead.low)) / 2 * (1 + float(special.ndtri(POWER)) / z)
         return max(round(count * (reach / -float(np.log(1 - DIFFERENCE))) ** 2), MIN_CLUSTERS)
-    found = jackknife_interval(base.truth_sq[0], base.truth_sq[1:], "‖∇J‖²", "linear")
-    if found is None or found.low is None or found.high is None or found.high <= 0:
+    truth_sq = jackknife_interval(base.truth_sq[0], base.truth_sq[1:], "‖∇J‖²", "linear")
+    if truth_sq is None or truth_sq.low is None or truth_sq.high is None or truth_sq.high <= 0:
         return None
-    stderr = (found.high - found.low) / (2 * float(special.ndtri((1 + LEVEL) / 2)))
-    length = found.estimate if found.estimate > 0 else found.high
+    stderr = (truth_sq.high - truth_sq.low) / (2 * float(special.ndtri((1 + LEVEL) / 2)))
+    length = truth_sq.estimate if truth_sq.estimate > 0 else truth_sq.high
     # Between pairs of prompts that are mostly noise the error falls as 1/K; 1/√K is the slower law, so the safe one.
     return max(round(float(count * (3 * stderr / length) ** 2)), count + 1)

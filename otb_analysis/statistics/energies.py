@@ -133,8 +133,8 @@ def fidelity(
             raise InputError(f"{name} has shape {shape} but the energies {x.shape}; pass one per token.") from error
     chosen = np.isfinite(x) & np.isfinite(y) & shaped["mask"].astype(bool)
     cells = np.unique(shaped["cell"][chosen], return_inverse=True)[1]
-    ((found,),) = _agreements(x[chosen], y[chosen], cells, np.zeros(cells.size, np.int64))
-    return Fidelity(found.pooled, None, 0) if cell is None else found
+    ((agreement,),) = _agreements(x[chosen], y[chosen], cells, np.zeros(cells.size, np.int64))
+    return Fidelity(agreement.pooled, None, 0) if cell is None else agreement
 
 
 def fidelity_by_part(
@@ -179,7 +179,7 @@ def _agreements(x: Float, y: Float, cells: Int, *partitions: Int) -> list[list[F
     ranks = [cell_ranks(v, cells[shared]) for v in rounded]
     kinds = (shared, [x[shared], y[shared]]), (shared & positive, [v[shared[positive]] for v in logs]), (shared, ranks)
     within = [(of, [deviation(v, cells[of]) for v in pair]) for of, pair in kinds]
-    first, found = np.unique(cells[shared], return_index=True)[1], list[list[Fidelity]]()
+    first, fidelities = np.unique(cells[shared], return_index=True)[1], list[list[Fidelity]]()
     for part in partitions:
         n, every = int(part.max(initial=0)) + 1, np.ones(part.size, bool)
         pooled = (every, [x, y]), (positive, logs), (every, [cell_ranks(v, part) for v in (x, y)])
@@ -187,8 +187,8 @@ def _agreements(x: Float, y: Float, cells: Int, *partitions: Int) -> list[list[F
         for kind in (pooled, within):
             counts = np.bincount(part[kind[0][0]], minlength=n).tolist()
             agreed.append(list(map(Association, counts, *(_correlations(pair, part[of], n) for of, pair in kind))))
-        found.append(list(map(Fidelity, *agreed, np.bincount(part[shared][first], minlength=n).tolist())))
-    return found
+        fidelities.append(list(map(Fidelity, *agreed, np.bincount(part[shared][first], minlength=n).tolist())))
+    return fidelities
 
 
 def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group: ArrayLike) -> Fidelity:
@@ -216,7 +216,7 @@ def realized_fidelity(proxy: ArrayLike, exact: ArrayLike, mask: ArrayLike, group
 
 def _correlations(variables: list[Float], part: Int, n: int) -> list[float | None]:
     """Return Pearson's r of two variables within each of n parts, of ascending number; None where it is undefined."""
-    count, found = np.bincount(part, minlength=n), np.full(n, np.nan)
+    count, correlations = np.bincount(part, minlength=n), np.full(n, np.nan)
     known = count >= 3
     chosen, count = known[part], count[known]
     first, pair, varied = np.cumsum(count) - count, list[Float](), np.ones(len(count), bool)
@@ -230,8 +230,8 @@ def _correlations(variables: list[Float], part: Int, n: int) -> list[float | Non
         pair.append(v / np.repeat(np.where(varied, largest, 1.0), count))
     xx, xy, yy = (np.add.reduceat(a * b, first) for a, b in ((pair[0],) * 2, pair, (pair[1],) * 2))
     r = np.divide(xy, np.sqrt(xx * yy), out=np.full_like(xy, np.nan), where=varied)
-    found[known] = np.clip(r, -1, 1)
-    return [None if value != value else value for value in found.tolist()]
+    correlations[known] = np.clip(r, -1, 1)
+    return [None if value != value else value for value in correlations.tolist()]
 
 
 @dataclass(frozen=True)
@@ -318,8 +318,8 @@ def pareto_k(values: ArrayLike) -> float | None:
         return value if k > -1 else -2 - k  # −1 at the bound, where σ is the largest value
 
     with np.errstate(divide="ignore"):
-        found: Any = scipy.optimize.minimize_scalar(loss, (0, np.log1p(1 / np.median(excess))), tol=1e-6)
-    k = float(fit(found.x)[0]) if found.fun < -1 else -1.0
+        optimum: Any = scipy.optimize.minimize_scalar(loss, (0, np.log1p(1 / np.median(excess))), tol=1e-6)
+    k = float(fit(optimum.x)[0]) if optimum.fun < -1 else -1.0
     return k if np.isfinite(k) else None
 
 

@@ -70,8 +70,8 @@ NOT_SHOWN = (
 
 def has_signal(moments: Moments) -> bool:
     """Tell whether ∇J is told from noise: the 95 % interval of ‖∇J‖², over at least 16 prompts, leaves out 0."""
-    found = jackknife_interval(moments.truth_sq[0], moments.truth_sq[1:], "‖∇J‖²", "linear")
-    return found is not None and found.low is not None and found.low > 0
+    truth_sq = jackknife_interval(moments.truth_sq[0], moments.truth_sq[1:], "‖∇J‖²", "linear")
+    return truth_sq is not None and truth_sq.low is not None and truth_sq.low > 0
 
 
 def noise_scale(moments: Moments) -> Interval | None:
@@ -88,14 +88,14 @@ def noise_scale(moments: Moments) -> Interval | None:
     noise = np.maximum(moments.power - moments.mean_sq, 0)
     words, scale = "gradient noise scale V/‖m‖² in prompts", quotient(noise, moments.mean_sq)[0]
     ratio = quotient(moments.mean_sq, noise)
-    found = jackknife_interval(ratio[0], ratio[1:], words, "linear")
-    if found is None or found.low is None or found.high is None or found.high <= 0:
+    inverse = jackknife_interval(ratio[0], ratio[1:], words, "linear")
+    if inverse is None or inverse.low is None or inverse.high is None or inverse.high <= 0:
         return Interval(float(scale), None, None, ratio.size - 1, words) if np.isfinite(scale) else None
-    low, high = 1 / found.high, 1 / found.low if found.low > 0 else np.inf
+    low, high = 1 / inverse.high, 1 / inverse.low if inverse.low > 0 else np.inf
     by_logarithm = jackknife_interval(ratio[0], ratio[1:], words)
     if by_logarithm is not None and by_logarithm.low is not None and by_logarithm.high is not None:
         low, high = min(low, 1 / by_logarithm.high), max(high, 1 / by_logarithm.low)
-    return Interval(float(scale) if np.isfinite(scale) else np.inf, low, high, found.n_clusters, words)
+    return Interval(float(scale) if np.isfinite(scale) else np.inf, low, high, inverse.n_clusters, words)
 
 
 def may_be_shown(efficiency: float, n_prompts: float, n_measured: int) -> bool:
@@ -372,9 +372,9 @@ def _intervals(
             bias = Interval(float(np.sqrt(max(bias.estimate, 0))), low, high, bias.n_clusters, words)
     shown = shown_efficiency(measures["efficiency"], max(batch, 1), floor, MEANING["efficiency"](batch))
     # Without an unbiased estimator there is no ∇J to be c times as long as: the mean's own length is known.
-    own = with_projection(moments, c if np.isfinite(moments.truth_sq[0]) else None)
+    projected = with_projection(moments, c if np.isfinite(moments.truth_sq[0]) else None)
     single = {  # positive quantities by their logarithm; c can come out negative and stays as it is
         name: jackknife_interval(measures[name][0], measures[name][1:], MEANING[name](batch), scale)
         for name, scale in (("variance", "log"), ("projection", "linear"), ("sf", "log"))
     }
-    return {**single, "efficiency": shown, "noise_scale": noise_scale(own), "relative_bias": bias}
+    return {**single, "efficiency": shown, "noise_scale": noise_scale(projected), "relative_bias": bias}

@@ -222,11 +222,11 @@ def pool_gram(gradients: Sequence[ArrayLike], cuts: Sequence[Partition], labels:
             raise InputError(f"group gradients have shape {g.shape}; pass {wanted}.")
         count = np.bincount(cut.prompt)
         sums = _sum_by(g, cut.prompt, count.size)
-        own = np.einsum("mak,nak->man", g, g, optimize=True)
-        own = _sum_by(own, cut.prompt, count.size).transpose(0, 2, 1)
+        within = np.einsum("mak,nak->man", g, g, optimize=True)
+        within = _sum_by(within, cut.prompt, count.size).transpose(0, 2, 1)
         # ⟨Σ_a g_a, Σ_b g_b⟩ is all pairs at once; without the groups themselves it leaves those of disjoint groups.
-        pairs = np.einsum("mpk,npk->mnp", sums, sums, optimize=True) - own
-        parts.append((own / count, pairs / (count * (count - 1)), sums / count[:, None]))
+        pairs = np.einsum("mpk,npk->mnp", sums, sums, optimize=True) - within
+        parts.append((within / count, pairs / (count * (count - 1)), sums / count[:, None]))
     same, apart, mean = (np.mean(values, axis=0) for values in zip(*parts, strict=True))
     sizes = np.bincount(cuts[0].group[cuts[0].group >= 0])
     # Each product within a partition is averaged; across prompts the mean gradients are averaged first, since every

@@ -193,8 +193,8 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
     steps = tuple(grams)
     # Kept beside the first step's matrix. The key's steps are kept as well: no other object can take their place.
     derived = steps[0].derived if steps else dict[object, Any]()
-    found: dict[Label, Moments] = derived.setdefault(("moments", reference, *map(id, steps)), ({}, steps))[0]
-    if label not in found:
+    by_label: dict[Label, Moments] = derived.setdefault(("moments", reference, *map(id, steps)), ({}, steps))[0]
+    if label not in by_label:
         alike = all(gram.labels == steps[0].labels and gram.stands(reference) for gram in steps)
         labels = steps[0].labels if alike and steps else (label,)  # all at once, where every step has the same ones
         codes, names = clusters(steps)
@@ -206,12 +206,12 @@ def deleted_moments(grams: Sequence[Gram], label: Label, reference: Truth = REFE
         # A cluster left out may leave no pair: NaN there, which gives no interval.
         counts = np.where(kept[..., [0, 7]] > 0, kept[..., [0, 7]], np.nan)
         means, alone = kept[..., 1:7] / counts[..., :1], kept[..., 8:] / counts[..., 1:]
-        power = np.where(kept[..., :1] > 0, means[..., :3], alone)
-        signal, (own, _, truth) = means[..., 3:], np.moveaxis(power, -1, 0)
-        signal[np.abs(signal) <= ROUNDING * np.sqrt(np.stack([own**2, own * truth, truth**2], axis=-1))] = 0.0
-        columns = own, *np.moveaxis(signal, -1, 0), truth
-        found.update({one: Moments(*(column[m] for column in columns)) for m, one in enumerate(labels)})
-    return found[label]
+        powers = np.where(kept[..., :1] > 0, means[..., :3], alone)
+        signal, (power, _, truth) = means[..., 3:], np.moveaxis(powers, -1, 0)
+        signal[np.abs(signal) <= ROUNDING * np.sqrt(np.stack([power**2, power * truth, truth**2], axis=-1))] = 0.0
+        columns = power, *np.moveaxis(signal, -1, 0), truth
+        by_label.update({one: Moments(*(column[m] for column in columns)) for m, one in enumerate(labels)})
+    return by_label[label]
 
 
 ROUNDING = 1e-12

@@ -124,11 +124,11 @@ def with_portfolio(
     if not 2 <= folds <= len(prompts):
         raise InputError(f"folds is {folds} but {len(prompts)} prompts were measured; take from 2 up to that.")
     fold = [code % folds for code in codes]
-    weights = [fitted_weights(grams, labels, n_prompts, known, [own != k for own in fold]) for k in range(folds)]
+    weights = [fitted_weights(grams, labels, n_prompts, known, [f != k for f in fold]) for k in range(folds)]
     equal = np.full(len(labels), 1 / len(labels))
     by_fold = np.stack([equal if one is None else one for one in weights])
     extended = []
-    for gram, own in zip(grams, fold, strict=True):
+    for gram, of_prompt in zip(grams, fold, strict=True):
         if not set(labels) <= set(gram.labels):  # without one of the members a step is left as it is
             extended.append(gram)
             continue
@@ -136,9 +136,9 @@ def with_portfolio(
             raise InputError(f"name is {name}, which is measured already; choose another.")
         rows, size = [gram.labels.index(label) for label in labels], len(gram.labels)
         # ⟨Σ_k a_{p,k} g_{k,p}, g_{m,q}⟩ with every measured m, and then with the portfolio itself
-        across = np.einsum("pk,kmpq->mpq", by_fold[own], gram.inner[rows])
+        across = np.einsum("pk,kmpq->mpq", by_fold[of_prompt], gram.inner[rows])
         inner = np.empty((size + 1, size + 1, gram.n_prompts, gram.n_prompts))
         inner[:size, :size], inner[size, :size], inner[:size, size] = gram.inner, across, across.swapaxes(1, 2)
-        inner[size, size] = np.einsum("qk,kpq->pq", by_fold[own], across[rows])
+        inner[size, size] = np.einsum("qk,kpq->pq", by_fold[of_prompt], across[rows])
         extended.append(replace(gram, inner=inner, labels=(*gram.labels, name)))
     return extended
