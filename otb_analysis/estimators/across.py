@@ -58,8 +58,8 @@ def james_stein_corrected(batch: Batch, options: NoOptions) -> BaselineResult:
     undefined = unknown | (others < 2)
     known = ~undefined & (v_sq > 0)
     shrinkage = groups.spread(np.divide(v_sq, v_sq + tau_sq, out=np.zeros(len(n)), where=known))
-    own = rloo(batch, options).baseline[:, 0]
-    baseline = np.where(batch.is_singleton, 0.0, (1 - shrinkage) * own + shrinkage * groups.spread(centre))
+    leave_one_out = rloo(batch, options).baseline[:, 0]
+    baseline = np.where(batch.is_singleton, 0.0, (1 - shrinkage) * leave_one_out + shrinkage * groups.spread(centre))
     return BaselineResult(baseline[:, None], (batch.is_singleton | groups.spread(undefined))[:, None])
 
 

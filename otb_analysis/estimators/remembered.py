@@ -60,9 +60,9 @@ def ebpo(batch: Batch, options: NoOptions) -> BaselineResult:
     (`fallback`), no spread gives A = 0 (`fallback`). After the text of EBPO, arXiv 2602.05165; the authors' code was
     not seen, and ddof 1 everywhere is ours.
     """
-    own, state = group_mean(batch, options).baseline[:, 0], _pooled(batch)
+    means, state = group_mean(batch, options).baseline[:, 0], _pooled(batch)
     counted, present = batch.groups.sum(batch.present), batch.present > 0
-    baseline = np.where(batch.is_singleton, 0.0, _shrunk(own, batch.groups.spread(counted), state))
+    baseline = np.where(batch.is_singleton, 0.0, _shrunk(means, batch.groups.spread(counted), state))
     raw = (batch.total - baseline)[present]
     shift, spread = raw.mean() if len(raw) else 0.0, raw.std(ddof=1) if len(raw) > 1 else 0.0
     flat = spread <= ROUNDING * np.sqrt((batch.total**2).sum() / max(len(raw), 1))
@@ -76,20 +76,20 @@ def ebpo_loo(batch: Batch, options: NoOptions) -> BaselineResult:
     B_i = (1 − S)·mean_{j≠i} R_j + S·μ, S = (σ²/(n − 1))/(σ²/(n − 1) + τ²) as in `ebpo`, but μ, σ² and τ² are those of
     *earlier* steps, and nothing is whitened: given them it is unbiased. The first step is `rloo`. Proved.
     """
-    own, count = rloo(batch, options).baseline[:, 0], batch.groups.sum(batch.present)
-    baseline = _shrunk(own, batch.groups.spread(count) - 1, _tallies(batch, 3))
+    means, count = rloo(batch, options).baseline[:, 0], batch.groups.sum(batch.present)
+    baseline = _shrunk(means, batch.groups.spread(count) - 1, _tallies(batch, 3))
     alone = batch.is_singleton
     return BaselineResult(np.where(alone, 0.0, baseline)[:, None], alone[:, None], state=_pooled(batch))
 
 
-def _shrunk(own: Float, count: Float, state: Tallies | None) -> Float:
+def _shrunk(means: Float, count: Float, state: Tallies | None) -> Float:
     """Return each rollout's mean of so many returns, shrunk to the mean of all; as it is where nothing is known."""
     if state is None:
-        return own
+        return means
     sigma_sq, tau_sq = state.sums[:, 2] / np.maximum(state.sums[:, 0] - 1, 1)  # of returns, and of group means
     noise = sigma_sq / np.maximum(count, 1)
-    share = np.divide(noise, noise + tau_sq, out=np.zeros(len(own)), where=noise > 0)
-    return (1 - share) * own + share * state.sums[0, 1]
+    share = np.divide(noise, noise + tau_sq, out=np.zeros(len(means)), where=noise > 0)
+    return (1 - share) * means + share * state.sums[0, 1]
 
 
 def _pooled(batch: Batch) -> Tallies:
@@ -144,13 +144,13 @@ def dbb(batch: Batch, options: DiscountOptions, *, leave_one_out: bool = False) 
     sums[place[: len(old.key)]] = old.sums
     paid = np.stack([groups.sum(batch.total), n - groups.sum(batch.total)], axis=1)
     visited = place[len(old.key) :]
-    own = np.ones_like(paid)
-    own[n > 0] = sums[visited]
-    own = options.discount * own + paid
+    alpha_beta = np.ones_like(paid)
+    alpha_beta[n > 0] = sums[visited]
+    alpha_beta = options.discount * alpha_beta + paid
     sums[np.unique(visited)] *= options.discount
     np.add.at(sums, visited, paid[n > 0])  # a prompt may have several groups in a batch
     state = Tallies(known.astype(np.int64), sums) if batch.prompt is not None else None
-    counts = groups.spread(own)
+    counts = groups.spread(alpha_beta)
     if leave_one_out:
         counts = counts - np.stack([batch.total, batch.present - batch.total], axis=1)
     whole = counts.sum(axis=1)
