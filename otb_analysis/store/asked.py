@@ -106,8 +106,8 @@ class RolloutFilter:
             rows = rows.filter(pc.field("finish_reason").isin(list(self.finish_reasons)))
         if self.text:
             options = pc.MatchSubstringOptions(self.text, ignore_case=True)
-            found = [pc.call_function("match_substring", [rows[name]], options) for name in ("prompt", "completion")]
-            rows = rows.filter(pc.call_function("or", [one.fill_null(False) for one in found]))
+            matches = [pc.call_function("match_substring", [rows[name]], options) for name in ("prompt", "completion")]
+            rows = rows.filter(pc.call_function("or", [one.fill_null(False) for one in matches]))
         return rows
 
 
@@ -184,9 +184,9 @@ def find_rollouts(
     if order not in ORDERS:
         raise InputError(f"order is {order!r}; {nearest(order, ORDERS)}")
     keys = ORDERS[order] | {name: UP for name in ("step", "rollout") if name not in ORDERS[order]}
-    found = asked.rows(store, ["rollout", *keys])
-    first = found.sort_by(list(keys.items())).slice(0, most).select(["step", "rollout"]).to_pandas()
-    return first.merge(store.rollouts_df(first["step"].unique().tolist()), on=["step", "rollout"]), len(found)
+    rows = asked.rows(store, ["rollout", *keys])
+    first = rows.sort_by(list(keys.items())).slice(0, most).select(["step", "rollout"]).to_pandas()
+    return first.merge(store.rollouts_df(first["step"].unique().tolist()), on=["step", "rollout"]), len(rows)
 
 
 def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
@@ -198,9 +198,9 @@ def reward_histogram(store: RunStore, asked: RolloutFilter) -> pd.DataFrame:
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
-    found = asked.rows(store, ["reward"])
-    step = found["step"].to_numpy()
-    reward = pc.call_function("cast", [found["reward"]], pc.CastOptions.safe(pa.float64())).to_numpy()
+    rows = asked.rows(store, ["reward"])
+    step = rows["step"].to_numpy()
+    reward = pc.call_function("cast", [rows["reward"]], pc.CastOptions.safe(pa.float64())).to_numpy()
     step, reward = step[np.isfinite(reward)], reward[np.isfinite(reward)]
     width, height = 1, 0.0
     if len(step):
@@ -256,17 +256,17 @@ def asked_sql(run_dir: Path | str, query: str, seconds: float = ASKED_SECONDS) -
         late.cancel()
         try:
             sent, _ = process.communicate(query.encode(errors="replace"), timeout=seconds + SENT)
-            found: Any = pickle.loads(sent) if ready and process.returncode == 0 else too_large  # written by `answer`
+            reply: Any = pickle.loads(sent) if ready and process.returncode == 0 else too_large  # written by `answer`
         except subprocess.TimeoutExpired:
             process.kill()
-            found = InputError(
+            reply = InputError(
                 f"the query on {run_dir} took longer than {seconds:g} s and was ended; ask for fewer steps or columns."
             )
-    if isinstance(found, MemoryError):
+    if isinstance(reply, MemoryError):
         raise too_large
-    if isinstance(found, Exception):
-        raise found
-    return found
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
 
 
 def answer() -> None:
@@ -281,7 +281,7 @@ def answer() -> None:
     query = sys.stdin.buffer.read().decode()
     try:
         store = RunStore(sys.argv[1], memory_limit=ASKED_MEMORY)
-        found: Any = store.sql(query, seconds=float(sys.argv[2]), rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
+        reply: Any = store.sql(query, seconds=float(sys.argv[2]), rows=ASKED_ROWS, megabytes=ASKED_MEGABYTES)
     except (*STOPS, MemoryError) as error:
-        found = error
-    sys.stdout.buffer.write(pickle.dumps(found))
+        reply = error
+    sys.stdout.buffer.write(pickle.dumps(reply))

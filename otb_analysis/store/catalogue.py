@@ -239,9 +239,9 @@ def products(db: sqlite3.Connection, steps: Collection[int] | None, *, whole: bo
     asked = [whole] if steps is None else [whole, json.dumps([int(step) for step in steps])]
     for _, of_step in groupby(db.execute(query, asked), lambda row: row[0]):
         rows = list(of_step)
-        sizes, found = [size for _, size, *_ in rows], [row for row in rows if (row[1] == 0) == whole]
-        if all(isinstance(n, bytes) and _products_sum(step, size, n, sizes) == crc for step, size, n, crc in found):
-            yield from (row[:3] for row in found)
+        sizes, wanted = [size for _, size, *_ in rows], [row for row in rows if (row[1] == 0) == whole]
+        if all(isinstance(n, bytes) and _products_sum(step, size, n, sizes) == crc for step, size, n, crc in wanted):
+            yield from (row[:3] for row in wanted)
 
 
 def _products_sum(step: int, size: int, numbers: bytes, sizes: Sequence[int]) -> int:
@@ -307,8 +307,8 @@ def read(
         if steps is None and copy.is_file() and not copy.is_symlink():
             # Of a run that has ended, many times as fast. It is believed where it fits the sums, as the rows are.
             with suppress(StoreError, OSError, pa.ArrowException, KeyError, TypeError, ValueError):
-                found = pq.ParquetFile(copy).read(names, use_threads=False)
-                return expected.table({name: found[name].cast(_ARROW[types[name]]) for name in names}, columns)
+                rows = pq.ParquetFile(copy).read(names, use_threads=False)
+                return expected.table({name: rows[name].cast(_ARROW[types[name]]) for name in names}, columns)
         query = f"SELECT {', '.join(map(quoted, names))} FROM {table}{chosen} ORDER BY step, _rowid_"
         # All values in one list: 100,000 rows that are kept as tuples cost twice the time.
         values = list(chain.from_iterable(db.execute(query, asked)))
@@ -356,12 +356,12 @@ def _array(values: Sequence[Any], kind: str) -> pa.Array:
     """Return stored values as a column: NaN again where a text says so, floats where whole numbers became floats."""
     arrow = _ARROW[kind]
     try:
-        found = pa.array(values)  # without a type: with one, Arrow makes 2 of 2.5
+        column = pa.array(values)  # without a type: with one, Arrow makes 2 of 2.5
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN as a text among numbers
-        found = pa.array([None if v is None else float(v) for v in values], pa.float64())
+        column = pa.array([None if v is None else float(v) for v in values], pa.float64())
     if pa.types.is_boolean(arrow) and not set(values) <= {None, 0, 1}:
-        return found
-    return found if pa.types.is_integer(arrow) and pa.types.is_floating(found.type) else found.cast(arrow)
+        return column
+    return column if pa.types.is_integer(arrow) and pa.types.is_floating(column.type) else column.cast(arrow)
 
 
 def column_sums(
@@ -403,14 +403,14 @@ def column_sums(
 
 def stamp(db: sqlite3.Connection, tables: Collection[str]) -> str:
     """Return a text that changes when steps with rows of these tables are added, removed or written again."""
-    marks, found = ", ".join(repr(table) for table in tables if table in LARGE), 0
+    marks, checksum = ", ".join(repr(table) for table in tables if table in LARGE), 0
     for table in [*(table for table in tables if table in SMALL), *(["parts"] if marks else [])]:
         only = f"{table}_rows > 0"
         if table == "parts":
             only = f'step IN (SELECT step FROM parts WHERE "table" IN ({marks}))'
         for step, sums in db.execute(f"SELECT step, {table}_sums FROM written WHERE {only} ORDER BY step"):
-            found = crc32(f"{step} {sums}".encode(), found)
-    return f"{found:08x}"
+            checksum = crc32(f"{step} {sums}".encode(), checksum)
+    return f"{checksum:08x}"
 
 
 def quoted(name: str) -> str:

@@ -157,9 +157,9 @@ def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
     """
     # Columns of all parts: those of the schema as it has them today, the others as they were written.
     one_of = {part.fields: part for part in reversed(parts)}
-    found = [read_step(run_dir, part).schema.remove_metadata() for part in reversed(one_of.values())]
+    schemas = [read_step(run_dir, part).schema.remove_metadata() for part in reversed(one_of.values())]
     today = {c.name: ARROW[c.dtype] for c in TABLES[table]}
-    joined = pa.unify_schemas(found, promote_options="permissive")
+    joined = pa.unify_schemas(schemas, promote_options="permissive")
     today |= {name: pa.dictionary(pa.int32(), pa.string()) for name in GRAM_TEXTS if name in today}  # in half the time
     schema = pa.schema([field.with_type(today.get(field.name, field.type)) for field in joined])
     path = run_dir / f"{table}.parquet"

@@ -52,11 +52,11 @@ def upgrade(run_dir: Path) -> None:
         db.backup(copy)
         config: Any = read_run_file(run_dir).get("config") or {}
         for step in catalogue.written_steps(copy, run_dir):
-            found: dict[str, list[pa.Table]] = {"grams": [], "subgroups": []}
+            parts: dict[str, list[pa.Table]] = {"grams": [], "subgroups": []}
             for part in listed(copy, run_dir, steps=[step]):
-                if part.table in found:
-                    found[part.table].append(read_step(run_dir, part))
-            tables = {name: pa.concat_tables(some, promote_options="default") for name, some in found.items() if some}
+                if part.table in parts:
+                    parts[part.table].append(read_step(run_dir, part))
+            tables = {name: pa.concat_tables(some, promote_options="default") for name, some in parts.items() if some}
             tables["rollouts"] = catalogue.read(copy, run_dir, "rollouts", [step], ["group", "prompt_id"])
             catalogue.add_products(copy, step, derived(config, tables))
     info = {name: value for name, value in read_run_file(run_dir).items() if name != "compacted"}
@@ -108,8 +108,8 @@ def _files(run_dir: Path) -> Iterator[tuple[Path, Mapping[int, Part | pa.Table]]
     for table in ("steps", *(table for table in TABLES if table != "steps")):
         if (run_dir / table).is_symlink():
             raise refused_link(run_dir / table)
-        found = [(path, _PART.fullmatch(path.name)) for path in (run_dir / table).glob("*.parquet")]
-        there = sorted((path, int(match[1])) for path, match in found if match)
+        matches = [(path, _PART.fullmatch(path.name)) for path in (run_dir / table).glob("*.parquet")]
+        there = sorted((path, int(match[1])) for path, match in matches if match)
         if table == "steps":
             for path, step in there:
                 if step not in merged["steps"]:
@@ -146,10 +146,10 @@ def _checked(
         at = content.rfind(_CHECKSUM) + len(_CHECKSUM)
         if at >= len(_CHECKSUM):
             blank = b"".join((content[:at], b"00000000", content[at + 8 :]))
-            found = f"{crc32(blank, crc32(f'{table}/{path.name}'.encode())):08x}"
-            if content[at : at + 8] != found.encode():
+            computed = f"{crc32(blank, crc32(f'{table}/{path.name}'.encode())):08x}"
+            if content[at : at + 8] != computed.encode():
                 raise OSError("its checksum differs, so it has changed since it was written")
-            if checksum not in ("", found):
+            if checksum not in ("", computed):
                 raise OSError("it is another file than its step was written with")
         file = pq.ParquetFile(pa.BufferReader(content))
         names = file.schema_arrow.names

@@ -90,10 +90,10 @@ def unpacked(packed: bytes) -> Gram:
     }  # fmt: skip
     if "means" not in heading:
         return Gram(arrays[0], **fields)
-    own, products, *pairs = arrays
+    diagonal, products, *pairs = arrays
     members = [frozenset((name, source) for name, source in some) for some in heading["means"]]
     means = dict(zip(members, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-    return Gram(np.empty((len(labels),) * 2 + (0, 0)), **fields, kept=Reduced(own, products, means))
+    return Gram(np.empty((len(labels),) * 2 + (0, 0)), **fields, kept=Reduced(diagonal, products, means))
 
 
 def rebuild_grams(parts: Sequence[pa.Table], rollouts: pa.Table | None) -> Iterator[tuple[int, Gram]]:
@@ -120,13 +120,13 @@ def rebuild_grams(parts: Sequence[pa.Table], rollouts: pa.Table | None) -> Itera
             for text in ("estimator", "energy_source")
         )
         label, codes = pd.factorize(name * len(sources) + source)
-        group, found = pd.factorize(np.concatenate([some["other_group"].to_numpy(), some["group"].to_numpy()]))
+        group, groups = pd.factorize(np.concatenate([some["other_group"].to_numpy(), some["group"].to_numpy()]))
         (m_other, m), (p_other, p) = np.split(label, 2), np.split(group, 2)
         # A pair that is not in the table (two groups measured by different processes) is NaN.
-        inner = np.full((len(codes),) * 2 + (len(found),) * 2, np.nan)
+        inner = np.full((len(codes),) * 2 + (len(groups),) * 2, np.nan)
         inner[m, m_other, p, p_other] = inner[m_other, m, p_other, p] = some["inner_product"].to_numpy(np.float64)
         labels = tuple((str(names[code // len(sources)]), str(sources[code % len(sources)])) for code in codes)
-        groups = np.asarray(found, dtype=np.int64)
+        groups = np.asarray(groups, dtype=np.int64)
         dim: Any = some["sketch_dim"].iloc[0] if "sketch_dim" in some else None  # a run from before sketches has none
         prompts = [prompt_of[g] for g in groups.tolist() if g in prompt_of]
         prompt = tuple(prompts) if len(prompts) == len(groups) else None

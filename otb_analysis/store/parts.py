@@ -89,11 +89,11 @@ def check(run_dir: Path, parts: Iterable[Part]) -> None:
             status = path.lstat()
             if stat.S_ISLNK(status.st_mode) or path.parent.is_symlink():
                 raise refused_link(path)
-            found = checksum_of(path, status.st_ino, status.st_mtime_ns, status.st_size)
+            computed = checksum_of(path, status.st_ino, status.st_mtime_ns, status.st_size)
         except OSError as error:
             why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise StoreError(f"{path} {why}, though the run was written with it; restore it from a copy.") from error
-        if found != checksum:
+        if computed != checksum:
             raise StoreError(f"{path} has changed since it was written (its CRC-32 differs); restore it from a copy.")
 
 
@@ -101,11 +101,11 @@ def check(run_dir: Path, parts: Iterable[Part]) -> None:
 @lru_cache(maxsize=200_000)
 def checksum_of(path: Path, *state: int) -> int:
     """Return the CRC-32 of a file; while its inode, time and size (`state`) are the same, it is read once."""
-    found = 0
+    checksum = 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 22):
-            found = crc32(block, found)
-    return found
+            checksum = crc32(block, checksum)
+    return checksum
 
 
 def column_names(table: str, parts: Iterable[Part]) -> list[str]:

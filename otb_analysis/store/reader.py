@@ -160,10 +160,10 @@ class RunStore:
         """
         with self._reading() as db:
             if table not in SMALL:
-                found = catalogue.read(db, self.path, "parts", None, ["step", "table", "recorded"])
-                texts = [text for text in found["recorded"].unique().to_pylist() if column in (text or "").split(",")]
+                rows = catalogue.read(db, self.path, "parts", None, ["step", "table", "recorded"])
+                texts = [text for text in rows["recorded"].unique().to_pylist() if column in (text or "").split(",")]
                 chosen = (pc.field("table") == table) & pc.field("recorded").isin(pa.array(texts, pa.string()))
-                return sorted(set(found.filter(chosen)["step"].to_pylist()))
+                return sorted(set(rows.filter(chosen)["step"].to_pylist()))
             if column not in catalogue.column_names(db, table):
                 return []
             rows = catalogue.read(db, self.path, table, columns=["step", column])
@@ -202,8 +202,8 @@ class RunStore:
             rows = self.rows(table, columns, steps)
             # As DuckDB gives them, in a third of its time: whole numbers and flags stay such beside nulls.
             nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
-            found = zip(rows.column_names, rows.columns, strict=True)
-            return pd.DataFrame({n: c.to_pandas(types_mapper=nullable.get if c.null_count else None) for n, c in found})
+            pairs = zip(rows.column_names, rows.columns, strict=True)
+            return pd.DataFrame({n: c.to_pandas(types_mapper=nullable.get if c.null_count else None) for n, c in pairs})
         chosen = "*" if columns is None else ", ".join(map(quoted, columns))
         # The line break ends a comment in the condition.
         condition = "" if where is None else f" WHERE ({where}\n)"
@@ -376,11 +376,11 @@ class RunStore:
         """
         with self._reading() as db:
             measured = {part.step for part in listed(db, self.path, "grams", steps)}
-            found = {step: unpacked(packed) for step, _, packed in catalogue.products(db, steps, whole=True)}
-        fitting = {step for step, gram in found.items() if all(map(gram.stands, references))}
-        for step in sorted((measured | set(found)) - fitting):  # one at a time: each is tens of MB
-            found |= {step: gram.reduced(references) for step, gram in self.grams([step]).items()}
-        return {step: found[step] for step in sorted(found)}
+            grams = {step: unpacked(packed) for step, _, packed in catalogue.products(db, steps, whole=True)}
+        fitting = {step for step, gram in grams.items() if all(map(gram.stands, references))}
+        for step in sorted((measured | set(grams)) - fitting):  # one at a time: each is tens of MB
+            grams |= {step: gram.reduced(references) for step, gram in self.grams([step]).items()}
+        return {step: grams[step] for step in sorted(grams)}
 
     @again_if_changed
     def subgroup_grams(self, steps: Steps = None) -> dict[int, dict[int, Gram]]:
@@ -391,13 +391,13 @@ class RunStore:
         """
         with self._reading() as db:
             measured = {part.step for part in listed(db, self.path, "subgroups", steps)}
-            found = [
+            entries = [
                 (step, size, unpacked(packed)) for step, size, packed in catalogue.products(db, steps, whole=False)
             ]
-        if missing := measured - {step for step, *_ in found}:
-            found += self._rebuilt("subgroups", sorted(missing))
+        if missing := measured - {step for step, *_ in entries}:
+            entries += self._rebuilt("subgroups", sorted(missing))
         grams: dict[int, dict[int, Gram]] = {}
-        for step, size, gram in sorted(found, key=lambda one: (one[1], one[0])):
+        for step, size, gram in sorted(entries, key=lambda one: (one[1], one[0])):
             grams.setdefault(size, {})[step] = gram
         return grams
 

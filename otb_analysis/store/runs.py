@@ -180,13 +180,13 @@ def partitions(paths: Iterable[Path], width: int) -> list[Partition]:
     Raises:
         StoreError: A run cannot be read.
     """
-    found: list[Partition] = []
+    bins: list[Partition] = []
     for path in paths:
         steps = RunStore(path).complete_steps()
         for first in dict.fromkeys(step // width * width for step in steps):
             inside = tuple(step for step in steps if first <= step < first + width)
-            found.append(Partition(path.resolve(), first, first + width - 1, inside))
-    return found
+            bins.append(Partition(path.resolve(), first, first + width - 1, inside))
+    return bins
 
 
 def aggregate(found: Sequence[Partition]) -> pd.DataFrame:

@@ -177,7 +177,7 @@ class StoredPrompt:
 
     def labels(self) -> list[Label]:
         """Return the estimators whose advantages are stored or can be computed; the trained one is first."""
-        first, found = self.trained, list[Label]()
+        first, labels = self.trained, list[Label]()
         stored = bool(first[0] and self.tokens["advantage"].notna().any())
         try:
             arrays = self.arrays(self.group)
@@ -188,8 +188,8 @@ class StoredPrompt:
             some = arrays.measured_groups() if source == "exact" else arrays
             with suppress(InputError):  # not measured at every token
                 names = available(some.estimator_inputs(source)) if len(some.rollout) else []
-                found += [(name, source) for name in names if source == "none" or ESTIMATORS[name].reads_energy]
-        return list(dict.fromkeys([first, *found] if stored or first in found else found))
+                labels += [(name, source) for name in names if source == "none" or ESTIMATORS[name].reads_energy]
+        return list(dict.fromkeys([first, *labels] if stored or first in labels else labels))
 
     def inputs(self, label: Label) -> tuple[EstimatorInputs, Int]:
         """Return an estimator's inputs and the rollouts of their rows: the prompt's; the step's where prompts couple.
@@ -222,9 +222,9 @@ class StoredPrompt:
         if label == self.trained and bool(self.tokens["advantage"].notna().any()):
             return self.tokens
         inputs, rollouts = self.inputs(label)
-        found = estimate(label[0], inputs, self.options(label))
+        estimates = estimate(label[0], inputs, self.options(label))
         rows, t = np.nonzero(inputs.mask & (inputs.group == self.group)[:, None])
-        columns = {"baseline": found.baseline[rows, t], "advantage": found.advantage[rows, t]}
+        columns = {"baseline": estimates.baseline[rows, t], "advantage": estimates.advantage[rows, t]}
         estimated = pd.DataFrame(columns, index=pd.MultiIndex.from_arrays([rollouts[rows], t]))
         estimated = estimated.reindex(pd.MultiIndex.from_arrays([self.tokens[name] for name in ("rollout", "t")]))
         return self.tokens.assign(**{name: estimated[name].to_numpy() for name in columns})
