@@ -153,9 +153,9 @@ def token_score_norms(
     _check_engine(engine)
     with measured(model, Batch(input_ids, mask, attention_mask), scope, temperature, soft) as batch:
         asked = Asked.of_tokens(batch, path)
-        name, found = _norms(batch, engine, replace(asked, weights=batch.mask[:, None] * 1.0) if whole else asked)
-    of_paths, of_rollouts = found.path_norm_sq if path else None, found.weighted[:, 0] if whole else None
-    return ScoreNorms(found.norm_sq, found.logprob, name, of_paths, rollout_norm_sq=of_rollouts)
+        name, norms = _norms(batch, engine, replace(asked, weights=batch.mask[:, None] * 1.0) if whole else asked)
+    of_paths, of_rollouts = norms.path_norm_sq if path else None, norms.weighted[:, 0] if whole else None
+    return ScoreNorms(norms.norm_sq, norms.logprob, name, of_paths, rollout_norm_sq=of_rollouts)
 
 
 @torch.inference_mode(False)
@@ -271,11 +271,11 @@ def _norms(batch: ScoreBatch, engine: str, asked: Asked) -> tuple[str, Norms]:
             if rows[rollout.row] == rollout.row:
                 different.append(rollout)
         once = replace(batch, rollouts=tuple(different))
-    found = run(once, replace(asked, tokens=asked.tokens & kept))
+    norms = run(once, replace(asked, tokens=asked.tokens & kept))
     by_token = {"norm_sq": np.zeros(batch.shape), "logprob": np.zeros(batch.shape)}
     for field, values in by_token.items():
-        values[batch.mask] = getattr(found, field)[row[first[twin]], column[first[twin]]]
-    return name, replace(found, **by_token, weighted=found.weighted[rows])
+        values[batch.mask] = getattr(norms, field)[row[first[twin]], column[first[twin]]]
+    return name, replace(norms, **by_token, weighted=norms.weighted[rows])
 
 
 def _chosen(name: str, batch: ScoreBatch, asked: Asked) -> str:

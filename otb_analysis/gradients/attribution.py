@@ -209,25 +209,25 @@ def gradient_attribution(
         arguments = model, Batch(input_ids, mask, attention_mask), scope, temperature
         batch = processes.agreed(lambda: copies.enter_context(measured(*arguments)))
         row, function = check_weight_row(weights, batch.mask), Functional(batch)
-        own = shared_out(batch, processes).rollouts
+        rollouts = shared_out(batch, processes).rollouts
 
         def gradient() -> Sequence[Tensor]:
-            found = function.gradient(row, own)
+            tensors = function.gradient(row, rollouts)
             # Each in memory of its own, to be summed there: two parameters may have one gradient.
-            return found if processes.size == 1 else [x.clone(memory_format=torch.contiguous_format) for x in found]
+            return tensors if processes.size == 1 else [x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
         if direction is None:
             along = processes.agreed(gradient)
             processes.add_up(along)
         else:
             along = check_direction(direction, function)
-        slopes, norm_sq = _slopes(processes, run, function, own, along), norm_sq_of(along)
+        slopes, norm_sq = _slopes(processes, run, function, rollouts, along), norm_sq_of(along)
         off = direction is None and abs((row * slopes.value).sum() - norm_sq) > SUM_ERROR * norm_sq
         if slopes.step is not None and any(processes.gather(off)):
             _log.warning(
                 "Differences miss the gradient's squared norm by more than %.1g: forward mode is used.", SUM_ERROR
             )
-            slopes = _slopes(processes, jvp, function, own, along)
+            slopes = _slopes(processes, jvp, function, rollouts, along)
     ran = engine if engine == "reference" else "jvp" if slopes.step is None else "difference"
     share = row * slopes.value
     if direction is None:
@@ -330,10 +330,10 @@ def batch_gradient(
 
 
 def _slopes(
-    processes: Processes, run: Method, function: Functional, own: tuple[Rollout, ...], direction: Sequence[Tensor]
+    processes: Processes, run: Method, function: Functional, rollouts: tuple[Rollout, ...], direction: Sequence[Tensor]
 ) -> Slopes:
     """Slopes of all processes' rollouts, with the longest step and the largest error of any."""
-    parts = processes.gather(processes.agreed(lambda: run(function, own, direction)))
+    parts = processes.gather(processes.agreed(lambda: run(function, rollouts, direction)))
     steps = [part.step for part in parts if part.step is not None]
     errors = [part.step_error for part in parts if part.step_error is not None]
     return Slopes(np.sum([part.value for part in parts], axis=0), max(steps, default=None), max(errors, default=None))

@@ -266,15 +266,15 @@ def sampled_score_norms(
             engine = reference
         else:
             engine = generic
-        own, scattered = shared_out(some, processes), engine is generic and length <= POSITIONS // 2
+        shard, scattered = shared_out(some, processes), engine is generic and length <= POSITIONS // 2
 
         def norms() -> Float:
             if scattered:
-                return token_norms(own, generic.plan_for(some))
-            return engine.norms(own, Asked.of_tokens(own)).norm_sq
+                return token_norms(shard, generic.plan_for(some))
+            return engine.norms(shard, Asked.of_tokens(shard)).norm_sq
 
-        found, name = processes.added(norms), "scattered" if scattered else engine.NAME
-    return SampledNorms(np.where(drawn, found, np.where(batch.mask, np.nan, 0.0)), prob, size, name)
+        exact, name = processes.added(norms), "scattered" if scattered else engine.NAME
+    return SampledNorms(np.where(drawn, exact, np.where(batch.mask, np.nan, 0.0)), prob, size, name)
 
 
 def _size(batch: ScoreBatch, by: str, proxy: Float | None, processes: Processes) -> Float:

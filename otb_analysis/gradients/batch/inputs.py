@@ -378,11 +378,11 @@ def widened(model: nn.Module) -> Iterator[bool]:
         for held in (module._parameters, module._buffers):
             named = ((name, t) for name, t in held.items() if t is not None)
             places += [(held, name, t) for name, t in named if t.dtype in (torch.float16, torch.bfloat16)]
-    own = {id(t): t for _, _, t in places}
-    if not own:
+    narrow = {id(t): t for _, _, t in places}
+    if not narrow:
         yield False
         return
-    needed, device = 4 * sum(t.numel() for t in own.values()), next(iter(own.values())).device
+    needed, device = 4 * sum(t.numel() for t in narrow.values()), next(iter(narrow.values())).device
     if needed > (free := free_bytes(device)):
         raise InputError(
             f"float32 copies of the weights in half precision take {gibibytes(needed)} but {gibibytes(free)} of "
@@ -390,7 +390,7 @@ def widened(model: nn.Module) -> Iterator[bool]:
         )
     # New tensors instead of new `.data`: what else holds the parameters, an optimizer say, never sees the copies.
     wide: dict[int, Tensor] = {}
-    for key, t in own.items():
+    for key, t in narrow.items():
         copy = t.detach().float()
         wide[key] = nn.Parameter(copy, t.requires_grad) if isinstance(t, nn.Parameter) else copy
         setattr(wide[key], COPY, True)

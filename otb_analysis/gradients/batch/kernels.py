@@ -42,8 +42,8 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
         undo.enter_context(plain_attention(model))
         undo.enter_context(replaced(_PLAIN_NOW, id(model), layers_of(model)))
         for module in model.modules():
-            own, kind = vars(module), type(module)
-            names = vars(sys.modules[kind.__module__]) if "config" in own else {}
+            attributes, kind = vars(module), type(module)
+            names = vars(sys.modules[kind.__module__]) if "config" in attributes else {}
             if str(getattr(names.get("apply_rotary_pos_emb"), "__module__", "")).partition(".")[0] == FUSED:
                 undo.enter_context(replaced(names, "apply_rotary_pos_emb", _rotated))
             if kind.__name__ == "DoraLinearLayer":
@@ -51,8 +51,8 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
                 def product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> Tensor:
                     return lora_B.weight @ lora_A.weight
 
-                undo.enter_context(replaced(own, "get_lora_weight", product))
-            forward = own.get("forward")
+                undo.enter_context(replaced(attributes, "get_lora_weight", product))
+            forward = attributes.get("forward")
             if forward is not None and getattr(forward, "func", None) not in _PLAIN.values():
                 # Replaced by somebody else, whose own way is kept unless it is fused.
                 fused = str(getattr(forward, "__module__", "")).partition(".")[0] == FUSED
@@ -63,7 +63,7 @@ def plain_kernels(model: nn.Module) -> Iterator[None]:
                 inner = (type(layer) for layer in inner_layers(module).values())
                 plain = [partial(_PLAIN[layer], module) for layer in inner if layer in _PLAIN]
             if plain:
-                undo.enter_context(replaced(own, "forward", plain[0]))
+                undo.enter_context(replaced(attributes, "forward", plain[0]))
         yield
 
 
@@ -88,16 +88,16 @@ def layer_by_layer(model: nn.Module) -> Iterator[None]:
         return
     with ExitStack() as undo:
         for module in model.modules():
-            own = vars(module)
-            if own.get("gradient_checkpointing"):
-                undo.enter_context(replaced(own, "gradient_checkpointing", False))
-            if own.get("_compiled_call_impl") is not None:
-                undo.enter_context(replaced(own, "_compiled_call_impl", None))
-            if "_orig_mod" in own["_modules"]:
+            attributes = vars(module)
+            if attributes.get("gradient_checkpointing"):
+                undo.enter_context(replaced(attributes, "gradient_checkpointing", False))
+            if attributes.get("_compiled_call_impl") is not None:
+                undo.enter_context(replaced(attributes, "_compiled_call_impl", None))
+            if "_orig_mod" in attributes["_modules"]:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
-            if "is_transposed" in own and next(module.parameters()).dtype == torch.float64:
+            if "is_transposed" in attributes and next(module.parameters()).dtype == torch.float64:
                 # The grouped products of experts take no float64.
-                undo.enter_context(replaced(vars(own["config"]), "_experts_implementation_internal", "eager"))
+                undo.enter_context(replaced(vars(attributes["config"]), "_experts_implementation_internal", "eager"))
         yield
 
 
@@ -206,15 +206,15 @@ _INNER: WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = WeakKeyDictionary()
 
 def inner_layers(module: nn.Module) -> dict[str, nn.Module]:
     """By parameter name, the layers that apply what hides inside of a module."""
-    own, kind = vars(module), type(module)
-    experts = "is_transposed" in own and hasattr(kind, "_apply_gate")  # as `use_experts_implementation` marks them
-    router = kind.__name__.endswith(("Router", "Gate")) and getattr(own["_parameters"].get("weight"), "ndim", 0) == 2
-    sinks = getattr(own["_parameters"].get("sinks"), "ndim", 0) == 1
+    attributes, kind = vars(module), type(module)
+    experts = "is_transposed" in attributes and hasattr(kind, "_apply_gate")  # marked by `use_experts_implementation`
+    router = kind.__name__.endswith(("Router", "Gate")) and getattr(module._parameters.get("weight"), "ndim", 0) == 2
+    sinks = getattr(module._parameters.get("sinks"), "ndim", 0) == 1
     if not (experts or router or sinks) or kind.forward is nn.Linear.forward:
         return {}
     if module not in _INNER and experts:
-        up = "gate_up_proj" if own["has_gate"] else "up_proj"
-        alone = own["has_post_expert_norm"] or own["_is_expert_parallel"]
+        up = "gate_up_proj" if attributes["has_gate"] else "up_proj"
+        alone = attributes["has_post_expert_norm"] or attributes["_is_expert_parallel"]
         _INNER[module] = {} if alone else {up: Experts(), "down_proj": SummedExperts()}
     elif module not in _INNER:
         _INNER[module] = {"weight": InnerMatrix()} if router else {"sinks": InnerVector()}
@@ -262,12 +262,12 @@ def _router(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _sinks(module: Any, *args: Any, **kwargs: Any) -> Any:
-    own = module._parameters["sinks"]
-    module._parameters["sinks"] = inner_layers(module)["sinks"](own)[0]
+    sinks = module._parameters["sinks"]
+    module._parameters["sinks"] = inner_layers(module)["sinks"](sinks)[0]
     try:
         return type(module).forward(module, *args, **kwargs)
     finally:
-        module._parameters["sinks"] = own
+        module._parameters["sinks"] = sinks
 
 
 def _experts(module: Any, hidden: Tensor, index: Tensor, scores: Tensor) -> Tensor:

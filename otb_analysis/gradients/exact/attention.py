@@ -80,16 +80,16 @@ def block_scores(call: AttentionCall, query: Tensor, key: Tensor, rows: slice) -
 
 def replaced_attention(attend: Callable[[AttentionCall], Tensor | None]) -> Answered:
     """Inside this context `attend` answers `scaled_dot_product_attention`, or PyTorch's plain form where it is None."""
-    own = nn.functional.scaled_dot_product_attention
+    original = nn.functional.scaled_dot_product_attention
 
     def answer(*args: Any, **kwargs: Any) -> Tensor:
         output = attend(AttentionCall(*args, **kwargs))
         if output is not None:
             return output
         with sdpa_kernel(SDPBackend.MATH):
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    return Answered(own, answer)
+    return Answered(original, answer)
 
 
 def many_signals(queries: int) -> AbstractContextManager[object]:

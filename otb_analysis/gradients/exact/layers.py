@@ -156,9 +156,9 @@ def _expert_rule(bias: bool) -> Rule:
         index = ids.unique(return_inverse=True)[1]
         summed = isinstance(module, SummedExperts)
         # What differs between a token's experts stands at the place of each: its inputs, or its signals.
-        own = x if summed else wide(signal)
-        spread = own.new_zeros(len(own), int(index.max()) + 1, own.shape[-1])
-        spread = spread.scatter(1, index[..., None].expand_as(own), own).flatten(1)
+        differing = x if summed else wide(signal)
+        spread = differing.new_zeros(len(differing), int(index.max()) + 1, differing.shape[-1])
+        spread = spread.scatter(1, index[..., None].expand_as(differing), differing).flatten(1)
         return (spread, wide(signal)) if summed else (x[:, 0], spread)
 
     return Rule(prepare, coordinates, outer)

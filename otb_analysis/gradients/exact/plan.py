@@ -243,16 +243,16 @@ def _uses(batch: ScoreBatch) -> tuple[ParameterUse, ...]:
     scope, uses = batch.scope, list[ParameterUse]()
     if scope.head is not None:
         place = next(name for name, m in batch.model.named_modules() if m is scope.head)
-        found = [(name, place, scope.head, name.rpartition(".")[2]) for name in scope.names]
+        leaves = [(name, place, scope.head, name.rpartition(".")[2]) for name in scope.names]
     else:
         names = {id(p): name for name, p in zip(scope.names, scope.parameters, strict=True)}
-        found = [
+        leaves = [
             (names[id(p)], place, module, leaf)
             for place, module in batch.model.named_modules()
             for leaf, p in module.named_parameters(recurse=False)
             if id(p) in names
         ]
-    for parameter, place, module, leaf in found:
+    for parameter, place, module, leaf in leaves:
         # What hides inside of a module is applied by a layer that is called after its matrix.
         inner, matrix = inner_layers(module), leaf.removesuffix("_bias").replace("bias", "weight")
         if matrix in inner:

@@ -202,14 +202,15 @@ def _stretch_gradients(
     each = 2 * pass_bytes(replace(batch, rollouts=rollouts))
     size = max(1, free_bytes(parameters[0].device) // max(each, 1))
     for k in range(0, len(rollouts), size):
-        values, found = sampled_logprobs(batch, rollouts[k : k + size]), list[list[Tensor]]()
+        values, gradients = sampled_logprobs(batch, rollouts[k : k + size]), list[list[Tensor]]()
         for row in torch.from_numpy(rows[:, start : (start := start + len(values))]):
             score = _weighted_score(values, row.to(values), parameters)
             # A copy of a part lets go of the whole gradient; a whole one is kept as it is.
             flat = [(part.flatten(), span) for part, (_, span) in zip(score, stretch, strict=True)]
-            found.append([x if span.stop - span.start == len(x) else x[span].clone() for x, span in flat])
+            gradients.append([x if span.stop - span.start == len(x) else x[span].clone() for x, span in flat])
         # Not in place: two parameters may have been given one tensor.
-        total = [[x + y for x, y in zip(*pair, strict=True)] for pair in zip(total, found, strict=True)] if k else found
+        pairs = zip(total, gradients, strict=True)
+        total = [[x + y for x, y in zip(*pair, strict=True)] for pair in pairs] if k else gradients
         del values
     return total
 

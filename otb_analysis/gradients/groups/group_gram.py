@@ -166,10 +166,10 @@ def group_gradient_gram(batch: ScoreBatch, weights: Float, group: Int, processes
         note(f"Gram matrix: {type(batch.model).__name__} {way}.")
 
     def plainly() -> Float:
-        found = reference.group_gradient_gram(batch, basis_weights(batch, prompts, weights.shape), group)
+        gram = reference.group_gradient_gram(batch, basis_weights(batch, prompts, weights.shape), group)
         where = [(m, p) for p, prompt in enumerate(prompts) for m in range(len(prompt.basis.rows))]
         m, p = np.array(where, dtype=np.int64).reshape(-1, 2).T
-        products = found[m[:, None], m[None, :], p[:, None], p[None, :]]
+        products = gram[m[:, None], m[None, :], p[:, None], p[None, :]]
         return of_all_rows(products, [(prompt.place, prompt.basis.mix) for prompt in prompts], *shape)
 
     return processes.broadcast_from_main(plainly) if inner is None else inner
@@ -229,8 +229,8 @@ def _by_blocks(
         ProcessError: Another process failed.
         ExchangeError: This one failed in the middle of an exchange.
     """
-    own = [prompts[i] for i in processes.shard(np.arange(len(prompts)))]
-    structure, (parts, bins) = _fitting(processes, lambda: (verified_structure(batch), bins_of(batch, own)))
+    shard = [prompts[i] for i in processes.shard(np.arange(len(prompts)))]
+    structure, (parts, bins) = _fitting(processes, lambda: (verified_structure(batch), bins_of(batch, shard)))
     every = processes.gather(bins)
     rounds = [*combinations(range(max(map(len, every))), 2)] or [(0,)]
 
@@ -240,11 +240,11 @@ def _by_blocks(
     ran = [together(bins, numbers) for numbers in rounds]
     # A part passes forward, and through each block that signals must go through.
     count_to(sum(map(len, ran)) * (1 + len(structure.blocks) - structure.first), "pass")
-    found = [_block_by_block(batch, structure, [parts[i] for i in some], processes) for some in ran]
+    by_round = [_block_by_block(batch, structure, [parts[i] for i in some], processes) for some in ran]
     mixes = processes.gather([(part.place, part.basis.mix) for part in parts])
     width = [(rank, i, mix.shape[1]) for rank, each in enumerate(mixes) for i, (_, mix) in enumerate(each)]
     total = np.zeros((sum(rows for *_, rows in width),) * 2)
-    for numbers, products in zip(rounds, found, strict=True):
+    for numbers, products in zip(rounds, by_round, strict=True):
         at = np.flatnonzero(np.concatenate([np.full(n, i in together(every[r], numbers)) for r, i, n in width] or [[]]))
         total[np.ix_(at, at)] = products
     return total, [one for each in mixes for one in each], len(rounds)
@@ -268,10 +268,10 @@ def _fitting(processes: Processes, run: Callable[[], T]) -> T:
         except UnfitError as reason:
             return None, str(reason)
 
-    found, own = processes.agreed(tried)
-    if reason := next(filter(None, processes.gather(own)), None):
+    value, unfit = processes.agreed(tried)
+    if reason := next(filter(None, processes.gather(unfit)), None):
         raise _UnfitForAllError(reason)
-    return cast("T", found)
+    return cast("T", value)
 
 
 def _block_by_block(
@@ -295,11 +295,11 @@ def _block_by_block(
         return total.cpu().numpy()
 
     def slices(gradients: Gradients) -> Iterator[list[Tensor]]:
-        while (found := processes.agreed(lambda: next(gradients, None))) is not None:
+        while (named := processes.agreed(lambda: next(gradients, None))) is not None:
             # Little at a time: memory that was just used costs less than fresh pages.
-            width = max(processes.size, EXCHANGED // (max(*counts, 1) * found[1][0].element_size()))
-            for start in range(0, found[1][0].shape[1], width):
-                yield [x[:, start : start + width] for x in found[1]]
+            width = max(processes.size, EXCHANGED // (max(*counts, 1) * named[1][0].element_size()))
+            for start in range(0, named[1][0].shape[1], width):
+                yield [x[:, start : start + width] for x in named[1]]
 
     def add(gradients: Gradients) -> None:
         for columns in processes.columns(slices(gradients), counts):

@@ -94,14 +94,14 @@ def expert_coordinates(prompts: Sequence[Part]) -> Iterator[list[Tensor]]:
     """
     for expert in range(len(prompts[0].experts[0])):
         triangle = torch.linalg.qr(torch.cat([x[expert] for part in prompts for x in part.experts]).T, mode="r").R
-        start, found = 0, list[Tensor]()
+        start, coordinates = 0, list[Tensor]()
         for part in prompts:
             passes = list[Tensor]()
             for inputs, signals in zip(part.experts, part.rows, strict=True):
-                own = slice(start, start := start + len(inputs[expert]))
-                passes.append(triangle[:, own] @ signals.split([len(x) for x in inputs], dim=1)[expert])
-            found.append(torch.stack(passes).sum(0).flatten(1))
-        yield found
+                columns = slice(start, start := start + len(inputs[expert]))
+                passes.append(triangle[:, columns] @ signals.split([len(x) for x in inputs], dim=1)[expert])
+            coordinates.append(torch.stack(passes).sum(0).flatten(1))
+        yield coordinates
 
 
 class Layered:
@@ -128,27 +128,27 @@ class Layered:
             UnfitError: The blocks do not run in order, or the output layer's logits are changed.
         """
         ran = [self._forward(*one) for one in passes]
-        if any(found is None for _, found in ran):  # the model caps or scales its logits
+        if any(predicted is None for _, predicted in ran):  # the model caps or scales its logits
             if self.structure.head is not None:
                 raise UnfitError("its logits are not what its output layer returns")
             self.head = None
             ran = [self._forward(*one) for one in passes]
-        logprob = torch.cat([found.logprob.detach() for _, found in ran if found])
+        logprob = torch.cat([predicted.logprob.detach() for _, predicted in ran if predicted])
         # The basis depends on log-probabilities, so rows are known only after the forward passes.
         rows, start = rows_of(logprob).to(logprob), 0
         parameters = [self.named[name] for name in self.structure.outside]
         outside = [tuple(torch.zeros_like(p) for p in parameters) for _ in rows]
         made, hidden = list[Pass](), list[Tensor]()
-        for (_, layout), (seen, found) in zip(passes, ran, strict=True):
-            assert found is not None
-            own, start = slice(start, start + len(found.logprob)), start + len(found.logprob)
+        for (_, layout), (seen, predicted) in zip(passes, ran, strict=True):
+            assert predicted is not None
+            span, start = slice(start, start + len(predicted.logprob)), start + len(predicted.logprob)
             # Gradients of Σ_k row_k log π(y_k) at the output.
-            slope, some = found.slope, rows[:, own]
+            slope, some = predicted.slope, rows[:, span]
             above = some if slope is None else (row.to(slope)[:, None] * slope for row in some)
-            signals = _pulled(found.output, seen.output, parameters, above, outside)
+            signals = _pulled(predicted.output, seen.output, parameters, above, outside)
             made.append(Pass(layout, seen.calls, signals))
             if self.head is not None:
-                hidden.append(found.output.detach())
+                hidden.append(predicted.output.detach())
             elif seen.into_head:
                 if len(seen.into_head) != 1 or seen.into_head[0].ndim != 3:
                     raise UnfitError("its output layer does not run once on every position")
@@ -200,16 +200,16 @@ class Layered:
                 for prompt in self.added:
                     total = list[Part]()
                     for one in prompt.passes:
-                        found = self._through(index, one, wanted, coordinates, last=part is parts[-1])
-                        for into, more in zip(total, found, strict=False):  # of passes after the first
+                        parts_of_pass = self._through(index, one, wanted, coordinates, last=part is parts[-1])
+                        for into, more in zip(total, parts_of_pass, strict=False):  # of passes after the first
                             into.add(more)
-                        total = total or found
+                        total = total or parts_of_pass
                     if len(prompt.ends.rows):
                         by_prompt.append(total)
                     if part is parts[-1]:
                         advance()
                 for i, (name, parameter, span) in enumerate(wanted):
-                    same = [found[i] for found in by_prompt]
+                    same = [spans[i] for spans in by_prompt]
                     none = [parameter.new_zeros(0, span.stop - span.start)]
                     formed = [[gradients for one in same for gradients in one.rows] or none]
                     for gradients in expert_coordinates(same) if same and same[0].experts else formed:
@@ -263,12 +263,12 @@ class Layered:
             few = [_few_tokens(experts.get(id(x)), x, span, *tokens) if coordinates else None for _, x, span in wanted]
         targets = [x if call is None else call.outputs for call, (_, x, _) in zip(few, wanted, strict=True)]
         size = sum(x.numel() * x.element_size() for x in targets)
-        back, found = torch.empty_like(one.signals), [list[Tensor]() for _ in wanted]
+        back, by_target = torch.empty_like(one.signals), [list[Tensor]() for _ in wanted]
         # Few enough rows at once for the block's activations and their gradients.
         widest = one.signals.element_size() * one.signals[:1].numel() * WIDER
         for rows in query_blocks(len(back), back.device, max(1, SIGNAL_BYTES // max(1, size, widest))):
             back[rows], *gradients = pull_back(output, [source, *targets], one.signals[rows])
-            for into, gradient, call, (_, x, span) in zip(found, gradients, few, wanted, strict=True):
+            for into, gradient, call, (_, x, span) in zip(by_target, gradients, few, wanted, strict=True):
                 flat = gradient.flatten(1) if call is None else gradient
                 # A copy of a part lets go of the whole gradient; a whole one is kept as it is.
                 into.append(flat if span.stop - span.start == x.numel() else flat[:, span].clone())
@@ -277,7 +277,7 @@ class Layered:
         return [
             Part(name, pieces) if call is None
             else Part(name, [torch.cat(pieces)] if pieces else [], [call.inputs.split(call.counts)])
-            for (name, _, _), pieces, call in zip(wanted, found, few, strict=True)
+            for (name, _, _), pieces, call in zip(wanted, by_target, few, strict=True)
         ]  # fmt: skip
 
 

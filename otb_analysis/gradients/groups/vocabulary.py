@@ -170,7 +170,7 @@ def predictions(
 
     note = head.register_forward_hook(lambda *call: outputs.append(call[-1]))
     with head.register_forward_pre_hook(few, with_kwargs=True), note:
-        own = model_logits(batch.model, layout)
+        logits = model_logits(batch.model, layout)
     if len(inputs) != 1 or inputs[0].ndim != 3:
         raise UnfitError("its output layer does not run once on every position")
     hidden = layout.pick(inputs[0])
@@ -184,9 +184,9 @@ def predictions(
             values = z.log_softmax(-1).gather(-1, targets[start : start + size, None])[:, 0]
         (slope[start : start + size],) = torch.autograd.grad(values.sum(), leaf)
         logprob.append(values.detach())
-    found = torch.cat(logprob)
+    logprobs = torch.cat(logprob)
     # A cap hardly changes small logits, but their slopes: what the layer returned must be what the model returns.
-    untouched = own.data_ptr() == outputs[0].data_ptr() and own.shape == outputs[0].shape
-    if not untouched or not agree(own[0], targets, found, batch.temperature):
+    untouched = logits.data_ptr() == outputs[0].data_ptr() and logits.shape == outputs[0].shape
+    if not untouched or not agree(logits[0], targets, logprobs, batch.temperature):
         return None
-    return Predictions(found, hidden, slope)
+    return Predictions(logprobs, hidden, slope)

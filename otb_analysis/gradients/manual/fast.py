@@ -163,9 +163,9 @@ class ManualBackward:
         signal = through(both, (layer.key, layer.value), self.work)
         stream = self.work.take("stream", b, count, self.token_signals.shape[-1]).zero_()
         # A query signals at its own position only; keys and values above have reached the whole prefix.
-        own = weights.T[:, :, None]
-        signal.index_add_(0, at, own * self.at_input[mix.span][:, None])
-        stream.index_add_(0, at, own * self.token_signals[mix.span][:, None])
+        by_query = weights.T[:, :, None]
+        signal.index_add_(0, at, by_query * self.at_input[mix.span][:, None])
+        stream.index_add_(0, at, by_query * self.token_signals[mix.span][:, None])
         norm_backward(layer.before, kept.before.take(slice(b)), signal, stream, tools)
         return stream
 

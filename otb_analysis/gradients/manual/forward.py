@@ -204,8 +204,8 @@ def read(batch: ScoreBatch) -> LlamaLayout:
         )
     head = dense(model.lm_head)
     if scope.head is not None:  # the scope's leaves share the layer's storage but are tensors of their own
-        own = (name if name in scope.names else None for name in ("lm_head.weight", "lm_head.bias"))
-        head = Dense(head.weight, head.bias, *own)
+        leaves = (name if name in scope.names else None for name in ("lm_head.weight", "lm_head.bias"))
+        head = Dense(head.weight, head.bias, *leaves)
     table = base.embed_tokens
     return LlamaLayout(
         embedding=table.weight.detach().to(dtype),

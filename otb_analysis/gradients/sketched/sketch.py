@@ -372,20 +372,20 @@ def sketched_group_gram(
             raise InputError("float32 copies of the weights fit on some processes only; free memory on the others.")
 
         def sketched() -> list[tuple[Basis, Float]]:
-            own = processes.shard(np.arange(len(prompts)))
-            if not len(own):
+            places = processes.shard(np.arange(len(prompts)))
+            if not len(places):
                 return []
-            mine, rows = [prompts[i] for i in own], np.isin(member, values[own])
+            mine, rows = [prompts[i] for i in places], np.isin(member, values[places])
             basis = basis_weights(batch, mine, checked.shape)[rows]
             some = torch.from_numpy(rows)
             real = None if attention_mask is None else attention_mask[some.to(attention_mask.device)]
             ids, sampled = input_ids[some.to(input_ids.device)], mask[some.to(mask.device)]
-            found = gradient_sketch(model, ids, sampled, basis, member[rows], real, dim=dim, seed=seed, **options)
-            return [(p.basis, part[: len(p.basis.rows)]) for p, part in zip(mine, found, strict=True)]
+            sketches = gradient_sketch(model, ids, sampled, basis, member[rows], real, dim=dim, seed=seed, **options)
+            return [(p.basis, part[: len(p.basis.rows)]) for p, part in zip(mine, sketches, strict=True)]
 
-        found = [one for part in processes.gather(processes.agreed(sketched)) for one in part]
-    prompts = [replace(prompt, basis=basis) for prompt, (basis, _) in zip(prompts, found, strict=True)]
-    rows = [row for _, part in found for row in part]
+        sketches = [one for part in processes.gather(processes.agreed(sketched)) for one in part]
+    prompts = [replace(prompt, basis=basis) for prompt, (basis, _) in zip(prompts, sketches, strict=True)]
+    rows = [row for _, part in sketches for row in part]
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     if rows:
         add_products(total, [torch.from_numpy(row)[None] for row in rows])
