@@ -71,8 +71,8 @@ def task_files(config: TrainConfig) -> list[Path]:
         return [Path(name) for name in (config.math_jsonl.train, config.math_jsonl.heldout) if name]
     if config.task in TASKS:
         return []
-    own = plugins("task")
-    module = own[config.task].module if config.task in own else config.task.partition(":")[0]
+    registered = plugins("task")
+    module = registered[config.task].module if config.task in registered else config.task.partition(":")[0]
     file = getattr(sys.modules.get(module), "__file__", None)
     return [Path(file)] if file else []
 
