@@ -41,12 +41,14 @@ def device_of(name: str = "auto", measures: bool = True) -> torch.device:
     name = os.environ.get(DEVICE, "auto") if name == "auto" else name
     if not NAMES.fullmatch(name):
         raise InputError(f"--device is {name!r}; pass auto, cpu, cuda, cuda:N with N from 0, or mps.")
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None and torch.cuda.is_available():
-        found = torch.device("cuda")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None and torch.cuda.is_available():
+        accelerator = torch.device("cuda")
     if name == "auto":
-        return found if found is not None and not (measures and found.type in NO_FLOAT64) else torch.device("cpu")
-    device, seen = torch.device(name), "no accelerator" if found is None else found.type
+        if accelerator is None or (measures and accelerator.type in NO_FLOAT64):
+            return torch.device("cpu")
+        return accelerator
+    device, seen = torch.device(name), "no accelerator" if accelerator is None else accelerator.type
     if device.type not in ("cpu", seen):
         raise InputError(
             f"--device is {name} but PyTorch {torch.__version__} sees {seen} on this machine; pass --device auto or "

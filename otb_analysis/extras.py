@@ -37,10 +37,10 @@ def require(module: str, purpose: str) -> None:
     Raises:
         InputError: It is not installed; the sentence says what installs it.
     """
-    found: object = None
+    missing = True
     with suppress(ImportError):  # raised by whatever hides a package, as tests do
-        found = sys.modules[module] if module in sys.modules else find_spec(module)
-    if found is None:
+        missing = (sys.modules[module] if module in sys.modules else find_spec(module)) is None
+    if missing:
         package, extra = EXTRAS[module]
         how = f"'.[{extra}]' in a clone, 'FILE.whl[{extra}]' from a wheel" if extra else f"'{package}'"
         raise InputError(f"{package} is needed for {purpose}; pip install {how}.")

@@ -202,9 +202,9 @@ def logit_stats(
             f"logits are not finite at {_row_and_position(int(bad.nonzero()[0]), shape)}; "
             "check the model's weights for NaN or infinity, or load it in float32."
         )
-    found = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(sums, drawn).items()}
+    stats = {name: value.reshape(shape).cpu().numpy() for name, value in _finish(sums, drawn).items()}
     norm_sq = None if hidden is None else widenable(hidden).double().square().sum(-1).reshape(shape).cpu().numpy()
-    return LogitStats(hidden_norm_sq=norm_sq, **found)
+    return LogitStats(hidden_norm_sq=norm_sq, **stats)
 
 
 def _finish(sums: Tensor, drawn: Tensor) -> dict[str, Tensor]:

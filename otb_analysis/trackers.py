@@ -78,12 +78,12 @@ def send(name: str, numbers: Mapping[str, float], tables: Tables, step: int | No
                 span.set_outputs(completion)
     else:
         tracker = import_module(name)
-        found: dict[str, Any] = {key: tracker.Table(dataframe=table) for key, table in frames.items()}
+        wrapped: dict[str, Any] = {key: tracker.Table(dataframe=table) for key, table in frames.items()}
         traces = _traces(frames) if name == "trackio" and hasattr(tracker, "Trace") else ()  # older ones have none
         for key, prompt, completion, about in traces:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            found[key] = tracker.Trace(messages=messages, metadata=about)
-        tracker.log({**numbers, **found}, step=step)
+            wrapped[key] = tracker.Trace(messages=messages, metadata=about)
+        tracker.log({**numbers, **wrapped}, step=step)
 
 
 def _traces(tables: Mapping[str, pd.DataFrame]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:

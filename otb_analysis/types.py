@@ -242,8 +242,8 @@ class Gram:
     def mean_norm_sq(self) -> dict[Label, float]:
         """‖Σ_p g_{m,p}/P‖² of each label m, the squared length of the step's own gradient; NaN without prompts."""
         if "mean_norm_sq" not in self.derived:
-            own = np.einsum("mmpq->mpq", self.inner) if self.kept is None else self.kept.own
-            means = own.mean(axis=(1, 2)) if self.n_prompts else np.full(len(self.labels), np.nan)
+            diagonal = np.einsum("mmpq->mpq", self.inner) if self.kept is None else self.kept.own
+            means = diagonal.mean(axis=(1, 2)) if self.n_prompts else np.full(len(self.labels), np.nan)
             self.derived["mean_norm_sq"] = dict(zip(self.labels, means.tolist(), strict=True))
         return self.derived["mean_norm_sq"]
 
