@@ -222,8 +222,8 @@ def check_advantages(store: RunStore) -> AdvantageCheck | None:
     changed = {
         match.convention.partition(",")[0]: match for match in _compared(store, few or _steps(store), ends)[0][::-1]
     }
-    if found := [match for match in changed.values() if not match.n_differ]:
-        return replace(check, matches=(*found, *matches))
+    if clipped := [match for match in changed.values() if not match.n_differ]:
+        return replace(check, matches=(*clipped, *matches))
     rewards = set(np.round(np.concatenate([one.rewards.total for one in few or _steps(store)]), 4).tolist())
     odd, trait = _exceptions(store, few or _steps(store), matches[0].convention, rewards)
     return replace(check, odd=odd, trait=trait)

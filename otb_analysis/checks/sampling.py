@@ -165,10 +165,10 @@ class SamplingCheck:
 
 def distinct_tokens(rollouts: Rollouts, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return each rollout's distinct tokens, prompt included, and the column where each comes first, [N, C] both."""
-    found = [np.unique(ids, return_index=True) for ids in rollouts.input_ids]
-    shape = len(found), max(len(ids) for ids, _ in found)
+    by_rollout = [np.unique(ids, return_index=True) for ids in rollouts.input_ids]
+    shape = len(by_rollout), max(len(ids) for ids, _ in by_rollout)
     ids, column = np.zeros(shape, np.int64), np.full(shape, rollouts.input_ids.shape[1])
-    for n, (distinct, first) in enumerate(found):
+    for n, (distinct, first) in enumerate(by_rollout):
         ids[n, : len(distinct)], column[n, : len(distinct)] = distinct, first
     return torch.as_tensor(ids, device=device), torch.as_tensor(column, device=device)
 
@@ -259,13 +259,13 @@ def repetition_tests(
     the temperature (transformers, vLLM). U = d_y − E_π d with d_v = −|z_v|/τ for tokens in the context, otherwise 0.
     `raw` holds the logits z [K, V], `distinct` the tokens of each rollout [K, C], `in_context` whether each had come.
     """
-    z, own = raw.gather(1, distinct).double(), raw.gather(1, y)[:, 0].double()
-    normaliser = own / temperature - log_pi.gather(1, y)[:, 0].double()
+    z, z_y = raw.gather(1, distinct).double(), raw.gather(1, y)[:, 0].double()
+    normaliser = z_y / temperature - log_pi.gather(1, y)[:, 0].double()
     pi = torch.where(in_context, torch.exp(z / temperature - normaliser[:, None]), 0.0)
     d = -z.abs() / temperature
     mean, square = (pi * d).sum(-1), (pi * d**2).sum(-1)
     repeated = (in_context & (distinct == y)).any(-1)
-    score = torch.where(repeated, -own.abs() / temperature, 0.0) - mean
+    score = torch.where(repeated, -z_y.abs() / temperature, 0.0) - mean
     tests = [TokenTest("repetition", None, score, (square - mean**2).clamp(min=0.0))]
     cube, fourth = (pi * d**3).sum(-1), (pi * d**4).sum(-1)
     tests.append(TokenTest("repetition^3", None, cube - 3 * mean * square + 2 * mean**3))
@@ -275,8 +275,8 @@ def repetition_tests(
     for penalty in PENALTIES:
         moved = torch.where(z > 0, z / penalty, z * penalty) / temperature - normaliser[:, None]
         mass = rest + torch.where(in_context, moved.exp(), 0.0).sum(-1)
-        changed = torch.where(own > 0, own / penalty, own * penalty)
-        logit = torch.where(repeated, changed, own) / temperature - normaliser
+        changed = torch.where(z_y > 0, z_y / penalty, z_y * penalty)
+        logit = torch.where(repeated, changed, z_y) / temperature - normaliser
         tests.append(TokenTest("repetition", penalty, logprob=logit - mass.log()))
     return tests
 

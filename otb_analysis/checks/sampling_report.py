@@ -103,11 +103,11 @@ class SamplingSums:
 
     def z_scores(self, by: Float) -> tuple[ZScores, ...]:
         """Return both z-scores by `step` or by `position`."""
-        found = []
+        scores = []
         for at in np.unique(by[(self.test == "temperature") & np.isnan(self.parameter)]).tolist():
             n = int(self.total("temperature", "n_tokens", by == at))
-            found.append(ZScores(int(at), n, self.z("temperature", by == at), self.z("probability", by == at)))
-        return tuple(found)
+            scores.append(ZScores(int(at), n, self.z("temperature", by == at), self.z("probability", by == at)))
+        return tuple(scores)
 
     def grid(self, test: str, column: str) -> dict[float, float]:
         """Return one sum at every setting that was tried; settings without it are left out."""
@@ -178,16 +178,16 @@ def sampling_report(rows: Any) -> SamplingReport:
         InputError: There are no such rows.
     """
     sums = SamplingSums.from_rows(rows)
-    found = {name: _smooth(sums, name) for name in ("temperature", "probability", "repetition")}
-    found |= {name: _truncation(sums, name) for name in ("top_p", "top_k")}
-    found["other_weights"] = _other_weights(sums)
+    by_family = {name: _smooth(sums, name) for name in ("temperature", "probability", "repetition")}
+    by_family |= {name: _truncation(sums, name) for name in ("top_p", "top_k")}
+    by_family["other_weights"] = _other_weights(sums)
     recorded = None
     if (sums.test == "recorded").any():
         # E_π[Π μ/π] = 1, so by Markov's inequality the gain exceeds x with probability e^−x at most.
         gain = sums.total("recorded", "gain")
-        found["recorded"] = FamilyResult("recorded", *_tail(-gain), max(gain, 0.0))
+        by_family["recorded"] = FamilyResult("recorded", *_tail(-gain), max(gain, 0.0))
         recorded = _recorded(sums)
-    families = {name: found[name] for name in FAMILIES if name in found}
+    families = {name: by_family[name] for name in FAMILIES if name in by_family}
     log_p = min(0.0, min(one.log_p for one in families.values()) + float(np.log(len(families))))
     alarm = bool(log_p < np.log(ALARM))
     causes, from_recorded = _causes(families, recorded) if alarm else ((), False)
