@@ -94,16 +94,16 @@ def at_hand(config: ScoreConfig) -> ScoreConfig:
     Raises:
         StoreError: The storage refuses.
     """
-    found = dict[str, Any]()
+    copies = dict[str, Any]()
     for name in ("rollouts", "model"):
         if url := url_of(getattr(config, name)):
             folder = mkdtemp(prefix="otb-")
             atexit.register(rmtree, folder, ignore_errors=True)
             with storage_errors(url, "be read"), phase(f"copying {url}"):
                 storage, root = url_to_fs(url)
-                found[name] = f"{folder}/{Path(root).name}"
-                storage.get(root, found[name], recursive=True)
-    return replace(config, **{name: Path(path) if name == "rollouts" else path for name, path in found.items()})
+                copies[name] = f"{folder}/{Path(root).name}"
+                storage.get(root, copies[name], recursive=True)
+    return replace(config, **{name: Path(path) if name == "rollouts" else path for name, path in copies.items()})
 
 
 def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
@@ -132,8 +132,8 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
     with phase(f"counting the blocks of {config.rollouts}"):
         steps = [step.step for step in read_steps(source_of(config.rollouts, config), config)]
     asked = range(len(steps)) if finishes else range(how.task, len(steps), how.tasks)
-    found = {block: parts.footer(block) for block in asked}
-    lacking = [block for block, footer in found.items() if footer is None]
+    footers = {block: parts.footer(block) for block in asked}
+    lacking = [block for block, footer in footers.items() if footer is None]
     if how.finish and lacking:
         raise InputError(
             f"{parts.url} lacks {plural(len(lacking), 'block')} of {len(steps)}, first block {lacking[0]} (step "
@@ -145,11 +145,11 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
     def make(step: RecordedStep) -> StepTables:
         while step.block in lacking:
             lacking.remove(next(scored))
-        tables, found[step.block] = parts.read(step.block)
+        tables, footers[step.block] = parts.read(step.block)
         return tables
 
     def machine() -> dict[str, str]:
-        made = [footer for footer in found.values() if footer is not None]
+        made = [footer for footer in footers.values() if footer is not None]
         return {name: ", ".join(sorted({one[name] for one in made})) for name in ("device", "precision")}
 
     with closing(scored):
@@ -167,7 +167,7 @@ def score_in_blocks(config: ScoreConfig, how: BlocksConfig) -> Path | None:
         if config.rollouts != given.rollouts:
             stored["rollouts"] = stored["source"]["path"] = url_of(given.rollouts)
         record_run(path, config, stored, source, make, machine, len(steps))  # while later ones are scored
-    note_tally(Tally(sum((Counter(one["seen"]) for one in found.values() if one), Counter())))
+    note_tally(Tally(sum((Counter(one["seen"]) for one in footers.values() if one), Counter())))
     return path
 
 
@@ -233,10 +233,10 @@ class Parts:
         with storage_errors(self.url, "be read"):
             try:
                 with self.storage.open(f"{self.root}/{self.name(block)}", "rb") as file:
-                    found = json.loads((pq.read_schema(file).metadata or {}).get(KEY, b"{}"))
+                    footer = json.loads((pq.read_schema(file).metadata or {}).get(KEY, b"{}"))
             except (FileNotFoundError, pa.ArrowInvalid):
                 return None
-        return found if found.get("digest") == self.digest else None
+        return footer if footer.get("digest") == self.digest else None
 
     def write(self, block: int, rows: Mapping[str, pa.Table], about: Mapping[str, object]) -> None:
         """Write a part, which appears whole or not at all: one row, each table a list of its rows."""
@@ -352,8 +352,8 @@ def score_on_ray(config: ScoreConfig, parts: Parts, blocks: Sequence[int], how: 
     try:
         if port.isdigit():
             socket.create_connection((host, int(port)), PATIENCE).close()
-        own = {"num_cpus": how.actors or None, "include_dashboard": False} if address == "local" else {}
-        ray.init(address, log_to_driver=False, logging_level="ERROR", **own)
+        options = {"num_cpus": how.actors or None, "include_dashboard": False} if address == "local" else {}
+        ray.init(address, log_to_driver=False, logging_level="ERROR", **options)
     except Exception as error:  # of many kinds
         raise InputError(
             f"Ray cannot be reached at {address} ({error}); pass the address of a cluster that runs, or --ray local to "

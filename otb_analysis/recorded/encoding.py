@@ -176,10 +176,10 @@ class Encoder:
                     "tokens are not those that were sampled; record token ids with a mask."
                 )
             added, before = whole[len(before) :], whole
-            own, stop, rest = added.partition(end) if messages[i].sampled else ("", "", added)
+            content, stop, rest = added.partition(end) if messages[i].sampled else ("", "", added)
             if last:
                 stop, rest = stop if self._has_ended(record) else "", ""
-            tokens += [(token, True) for token in self._ids(own + stop)]
+            tokens += [(token, True) for token in self._ids(content + stop)]
             tokens += [(token, False) for token in self._ids(rest)]
         return prompt, tokens
 
@@ -279,9 +279,9 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], place: Pla
         return None
     pieces = []
     for mark in marks:
-        piece, found, text = text.partition(mark)
-        if not found:
+        if mark not in text:
             return None
+        piece, _, text = text.partition(mark)
         pieces.append(piece)
     return [*pieces, text]
 

@@ -250,8 +250,7 @@ def format_of(name: str) -> Format:
     Raises:
         InputError: There is none of that name, or what it names is no Format.
     """
-    own = name not in FORMATS and is_custom("format", name)
-    kind = import_attribute("format", name) if own else FORMATS.get(name)
+    kind = import_attribute("format", name) if name not in FORMATS and is_custom("format", name) else FORMATS.get(name)
     if kind is None:
         raise InputError(f"--format is {name!r}; {nearest(name, [*FORMATS, *plugins('format')])}")
     if not isinstance(kind, Format):

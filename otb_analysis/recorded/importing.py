@@ -156,7 +156,7 @@ def _token_rows(step: RecordedStep, tokenizer: "PreTrainedTokenizerBase | None")
     lengths = np.array([len(record.ids or ()) for record in step.records])
     n, start = int(lengths.sum()), np.cumsum(lengths) - lengths
     ids = np.fromiter(chain.from_iterable(record.ids or () for record in step.records), np.int64, n)
-    masks = [own for record in step.records if (own := record.policy_tokens) is not None]
+    masks = [flags for record in step.records if (flags := record.policy_tokens) is not None]
     mask = np.concatenate([np.zeros(0, bool), *masks])
     rollout = np.repeat(np.arange(len(lengths)), lengths)
     t = np.arange(n) - start[rollout]

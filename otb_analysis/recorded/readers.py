@@ -151,17 +151,18 @@ def chat_of(fields: Fields, tally: Tally) -> list[Message]:
         InputError: A message is none, or there is no prompt.
     """
     prompt = messages_of(fields.row.get("prompt"), fields.named("prompt"), fields.place)
-    said = messages_of(fields.row.get("completion") or "", fields.named("completion"), fields.place, sampled=True)
+    recorded = fields.row.get("completion")
+    turns = messages_of(recorded or "", fields.named("completion"), fields.place, sampled=True)
     if not prompt:
         raise InputError(f"{fields.place}: {fields.named('prompt')} is empty; give every rollout a prompt.")
-    if not any(message.sampled for message in said) and (role := {m.role for m in said}.difference(NOT_POLICY)):
+    if not any(message.sampled for message in turns) and (role := {m.role for m in turns}.difference(NOT_POLICY)):
         raise InputError(
             f"{fields.place}: {fields.named('completion')} has messages of {', '.join(sorted(role))} and none of the "
             "assistant; write assistant for the policy."
         )
-    if isinstance(fields.row.get("completion"), list):
-        tally[FAILED] += sum(m.sampled and not m.content and not m.lacks for m in said[: len(fields.row["completion"])])
-    return [*prompt, *said] if any(message.sampled for message in said) else [*prompt, Message("assistant", "", True)]
+    if isinstance(recorded, list):
+        tally[FAILED] += sum(m.sampled and not m.content and not m.lacks for m in turns[: len(recorded)])
+    return [*prompt, *turns] if any(message.sampled for message in turns) else [*prompt, Message("assistant", "", True)]
 
 
 def unfolded(row: Row) -> Iterator[Row]:
@@ -246,8 +247,8 @@ def inspect(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Recor
     target, limit = fields.row.get("target"), fields.row.get("limit")
     history = messages_of(fields.row.get("messages") or [], "messages", fields.place, sampled=True)
     if not history or history[0].sampled or not any(message.sampled for message in history):
-        said = (fields.row.get("output") or {}).get("completion") or ""
-        history = [*messages_of(fields.row.get("input"), "input", fields.place), Message("assistant", str(said), True)]
+        text = (fields.row.get("output") or {}).get("completion") or ""
+        history = [*messages_of(fields.row.get("input"), "input", fields.place), Message("assistant", str(text), True)]
     return RecordedRollout(
         place=fields.place,
         reward=Fields(fields.place, {"scores": next(iter(paid.values()))}).parts("scores")["scores"],
@@ -319,20 +320,20 @@ def trl_weights(rows: Iterable[Row]) -> tuple[dict[str, float], str]:
     So weights are looked for where the plain sum of all columns does not give the recorded advantages.
     """
     names, groups = _centred_groups(rows)
-    everything, said = dict.fromkeys(names, 1.0), f"reward = {' + '.join(names)}"
+    everything, words = dict.fromkeys(names, 1.0), f"reward = {' + '.join(names)}"
     if not any(a.any() for a, _ in groups):
-        return everything, f"{said}, with no recorded advantages to check the weights by"
+        return everything, f"{words}, with no recorded advantages to check the weights by"
     if _agrees(np.ones(len(names)), groups):
-        return everything, f"{said}; the recorded advantages agree"
+        return everything, f"{words}; the recorded advantages agree"
     w = fitted_weights(groups)
     if not _agrees(w, groups):
         return everything, (
-            f"{said}, but no weights of these columns give the recorded advantages; pass --reward-weights with those "
+            f"{words}, but no weights of these columns give the recorded advantages; pass --reward-weights with those "
             "that trained"
         )
-    found = {name: float(one) for name, one in zip(names, w, strict=True) if one}
-    terms = " ".join(f"{'−' if one < 0 else '+'} {abs(one):g} × {name}" for name, one in found.items())
-    return found, (
+    weights = {name: float(one) for name, one in zip(names, w, strict=True) if one}
+    terms = " ".join(f"{'−' if one < 0 else '+'} {abs(one):g} × {name}" for name, one in weights.items())
+    return weights, (
         f"reward = {terms.removeprefix('+ ').replace(' 1 × ', ' ').removeprefix('1 × ')}: the weights that give the "
         f"recorded advantages, which the plain sum {' + '.join(names)} does not; --reward-weights sets others"
     )

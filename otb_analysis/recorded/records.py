@@ -144,8 +144,8 @@ def number_in(path: Path) -> int | None:
 def step_in(path: Path) -> int | None:
     """Return the step that a file's or its folder's name says, as `step_7` or `7.jsonl`; None where neither does."""
     stem = path.name[: len(path.name) - len(suffix_of(path))]
-    said = re.search(r"^(\d+)$|step[-_ ]?(\d+)", stem, re.I) or re.search(r"step[-_ ]?(\d+)", path.parent.name, re.I)
-    return int(said[said.lastindex or 0]) if said else None
+    match = re.search(r"^(\d+)$|step[-_ ]?(\d+)", stem, re.I) or re.search(r"step[-_ ]?(\d+)", path.parent.name, re.I)
+    return int(match[match.lastindex or 0]) if match else None
 
 
 def rows_of(path: Path, tally: Tally) -> Iterator[tuple[Place, Row]]:

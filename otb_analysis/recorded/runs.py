@@ -147,7 +147,7 @@ def _counted_steps(records: Iterable[RecordedRollout], layout: Layout, tally: Ta
     """Yield a step for so many groups in a row; a group that comes back after it ended is refused."""
     part: list[RecordedRollout] = []
     keys: list[Hashable] = []  # Of the groups in `part`
-    said = f"step was made of up to {plural(layout.prompts, 'group')} in a row, as no record names one (--prompts)"
+    reason = f"step was made of up to {plural(layout.prompts, 'group')} in a row, as no record names one (--prompts)"
     ended: dict[bytes, int] = {}  # Hash of each group that ended → its first record; a hash, so that millions fit
     step = 0
     for row, record in enumerate(records):
@@ -166,13 +166,13 @@ def _counted_steps(records: Iterable[RecordedRollout], layout: Layout, tally: Ta
                 )
             ended[name] = record.place.number
             if len(keys) == layout.prompts:
-                tally.note(said, part[0].place)
+                tally.note(reason, part[0].place)
                 yield grouped(step, part, layout, tally)
                 step, part, keys = step + 1, [], []
             keys.append(key)
         part.append(record)
     if part:
-        tally.note(said, part[0].place)
+        tally.note(reason, part[0].place)
         yield grouped(step, part, layout, tally)
 
 
@@ -258,8 +258,8 @@ def source_of(path: Path, config: RecordedConfig) -> Source:
     rows = list[Row]()
     for file in source.files:  # whole ones, so that groups are whole
         rows += [row for _, row in rows_of(file, Tally())] if len(rows) < WEIGHED else []
-    weights, said = trl_weights(rows)
-    return replace(source, weights=weights, reward=said)
+    weights, reward = trl_weights(rows)
+    return replace(source, weights=weights, reward=reward)
 
 
 def run_path(path: Path, config: RecordedConfig, ending: str) -> Path:

@@ -127,10 +127,10 @@ def _matched(sampled: list[Sample], trained: list[Sample], tally: Tally) -> list
         ordered = sorted(whole, key=lambda key: key[1] if isinstance(key, tuple) else 0)
         return _with_raw_rewards([whole[key] for key in ordered])
     indices = [row.get("index") for _, row in sampled]
-    own = indices if len(set(indices)) == len(indices) else [None] * len(indices)
+    unique = indices if len(set(indices)) == len(indices) else [None] * len(indices)
     samples = list[Sample]()
     for n, (place, row) in enumerate(sampled):
-        there = next((key for key in (("position", n), ("index", own[n])) if key in whole), None)
+        there = next((key for key in (("position", n), ("index", unique[n])) if key in whole), None)
         if there is None:
             tally.note(NOT_TRAINED, place)
             continue
@@ -223,12 +223,12 @@ def _last_of_each(samples: Sequence[Sample], tally: Tally) -> Iterator[Sample]:
     executions = dict[object, list[Sample]]()
     groups = dict[object, set[object]]()
     for n, (place, row) in enumerate(samples):
-        own = next((row[name] for name in ("rollout_id", "rollout_ids") if row.get(name) is not None), None)
-        key = ("row", n) if own is None else int(own)
+        execution = next((row[name] for name in ("rollout_id", "rollout_ids") if row.get(name) is not None), None)
+        key = ("row", n) if execution is None else int(execution)
         executions.setdefault(key, []).append((place, row))
         groups.setdefault(key, set()).add(row.get("group_index"))
     # One id for everything, or for several groups, names no execution.
-    if len(executions) == 1 or any(len(found) > 1 for found in groups.values()):
+    if len(executions) == 1 or any(len(indices) > 1 for indices in groups.values()):
         yield from samples
         return
     for siblings in executions.values():

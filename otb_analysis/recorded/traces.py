@@ -80,9 +80,9 @@ def verifiers(fields: Fields, tally: Tally, weights: Mapping[str, float]) -> Rec
     nodes = max(branches, key=_trained)
     ids, masks = list[int](), list[Bool]()
     for number, node in enumerate(nodes):
-        own, where = Fields(fields.place, node), f"{fields.place}, message {number}"
-        tokens = own.ids("token_ids") if node.get("token_ids") else ()
-        mask = own.flags("mask") if node.get("mask") else np.zeros(len(tokens), bool)
+        message, where = Fields(fields.place, node), f"{fields.place}, message {number}"
+        tokens = message.ids("token_ids") if node.get("token_ids") else ()
+        mask = message.flags("mask") if node.get("mask") else np.zeros(len(tokens), bool)
         if len(mask) != len(tokens):
             raise InputError(f"{where} has {len(mask)} mask entries for {len(tokens)} tokens; write one each.")
         ids += tokens
@@ -165,8 +165,8 @@ def with_annotations(
     streams = defaultdict[str, dict[str, Any]](dict)  # Trace → name → by token, NaN where not known
     masked = Counter[str]()  # Trace → tokens that the loss left out
     for producer in sorted((files[0].parent.parent / "annotations").glob("*/")):
-        found = {path.name.removesuffix(".zst"): path for path in sorted(producer.glob("[0-9]*.jsonl*"))[::-1]}
-        for _, update in (row for _, path in sorted(found.items()) for row in rows_of(path, tally)):
+        annotations = {path.name.removesuffix(".zst"): path for path in sorted(producer.glob("[0-9]*.jsonl*"))[::-1]}
+        for _, update in (row for _, path in sorted(annotations.items()) for row in rows_of(path, tally)):
             trace, ship = str(update.get("trace_id")), (update.get("info") or {}).get("ship")
             if ship is not None:
                 step_of[trace] = int(ship["step"])
@@ -219,7 +219,7 @@ def _annotated(
         if len(values) < len(mask) or np.isnan(values[: len(mask)][mask]).any():
             return None
         end = 0
-        for node, own in zip(annotated, masks, strict=True):
-            start, end = end, end + len(own)
-            node[name] = values[start:end][own].tolist()
+        for node, sampled in zip(annotated, masks, strict=True):
+            start, end = end, end + len(sampled)
+            node[name] = values[start:end][sampled].tolist()
     return annotated
