@@ -412,8 +412,8 @@ def statistics_of_states(
     parts = micro_batches(model, rollouts)
     for part in parts:
         try:
-            own = [states[n] for n in part.tolist()]
-            passes.append(forward_pass(model, rollouts.take(part), temperature, wanted=wanted, states=own))
+            of_part = [states[n] for n in part.tolist()]
+            passes.append(forward_pass(model, rollouts.take(part), temperature, wanted=wanted, states=of_part))
         except NonFiniteScore as error:
             raise NonFiniteScore(int(part[error.row]), error.token) from error
     return ForwardPass.concatenate(passes, rollouts, parts)

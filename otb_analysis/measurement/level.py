@@ -102,8 +102,8 @@ def over_processes(
     Raises:
         ProcessError: It failed on another process.
     """
-    own = rows & np.isin(group, processes.shard(np.unique(group[rows])))
-    parts = processes.gather(processes.agreed(lambda: run(own) if own.any() else None))
+    shard = rows & np.isin(group, processes.shard(np.unique(group[rows])))
+    parts = processes.gather(processes.agreed(lambda: run(shard) if shard.any() else None))
     return map(np.fmax.reduce, zip(*filter(None, parts), strict=True))  # NaN is not measured there
 
 
@@ -218,9 +218,9 @@ def contrasts(
                 ids, _, attention = rollouts.tensors(model.device, some)
                 with torch.no_grad():
                     logits = [copy(ids, attention) for copy in copies]
-                found = token_contrast(logits[0], logits[1], ids[:, 1:]).cpu().numpy()
+                contrast = token_contrast(logits[0], logits[1], ids[:, 1:]).cpu().numpy()
                 del logits  # those of the next rollouts would stand beside them
-                out[some, 1 : 1 + found.shape[1]] = found
+                out[some, 1 : 1 + contrast.shape[1]] = contrast
         return out
 
     with evaluating(model):
@@ -272,11 +272,11 @@ class Contrast(Level):
         Raises:
             InputError: There are too few right or wrong rollouts.
         """
-        found = step.table.contrast
-        if found is None:
+        contrast = step.table.contrast
+        if contrast is None:
             right = step.table.total_reward >= plan.threshold
-            found = contrasts(step.policy.model, step.rollouts, right, plan, step.step, step.processes)
-        return known.with_columns({"contrast": found})
+            contrast = contrasts(step.policy.model, step.rollouts, right, plan, step.step, step.processes)
+        return known.with_columns({"contrast": contrast})
 
     def passes(self, plan: ContrastSchedule, rollouts: Rollouts, rows: Bool) -> float:
         """Return the cost of fitting four copies and of scoring by two of them."""
@@ -384,15 +384,15 @@ class Sketch(Level):
         share, is_exact = count / len(rollouts.prompts), _exact_is_cheaper(plan, rollouts, rows, policy.engine)
         method = "hybrid" if plan.method == "auto" else plan.method
 
-        def norms(own: Bool) -> tuple[Float, ...]:
-            batch = policy.model, *rollouts.tensors(policy.model.device, own)
+        def norms(shard: Bool) -> tuple[Float, ...]:
+            batch = policy.model, *rollouts.tensors(policy.model.device, shard)
             if is_exact:
-                found = token_score_norms(*batch, engine=policy.engine, **policy.settings)
+                scores = token_score_norms(*batch, engine=policy.engine, **policy.settings)
             else:
                 drawn = {"directions": plan.directions, "method": method, "seed": step.step}
-                found = sketch_score_norms(*batch, **drawn, **policy.settings)
-            columns = found.norm_sq, found.norm_sq_stderr
-            return tuple(by_policy_token(rollouts, x, own) for x in columns if x is not None)
+                scores = sketch_score_norms(*batch, **drawn, **policy.settings)
+            columns = scores.norm_sq, scores.norm_sq_stderr
+            return tuple(by_policy_token(rollouts, x, shard) for x in columns if x is not None)
 
         norm_sq, *stderrs = over_processes(step.processes, group, rows, norms)
         if is_exact:

@@ -119,10 +119,10 @@ def gram_method(
     except UnfitError:  # the gradients are formed whole
         needed, signals, inputs = size * count * total, 0, 0
     else:
-        own = -(-prompts // processes) / max(prompts, 1)  # the share of the prompts that one process has, at most
+        share = -(-prompts // processes) / max(prompts, 1)  # the share of the prompts that one process has, at most
         largest = max((sum(entries[name] for name in names) for names in structure.inside), default=0)
-        needed = round(size * count * own) * largest
-        output = round(size * width * read * once * own)  # of one block, for all of them
+        needed = round(size * count * share) * largest
+        output = round(size * width * read * once * share)  # of one block, for all of them
         blocks = len(structure.blocks)
         inputs = output * blocks if output * blocks <= INPUT_BYTES else output * blocks // math.isqrt(blocks)
         # Signals of every row at a block's output, at its input and at the embedding's output.
@@ -229,12 +229,12 @@ class GradientMeasurer:
         """Return exact norms of every token and of every whole rollout of some groups, shared out over processes."""
         settings = {**self.settings, "soft": rollouts.soft}
 
-        def norms(own: Bool) -> tuple[Float, Float]:
-            ids, mask, attention = rollouts.tensors(self.model.device, own)
-            found = token_score_norms(self.model, ids, mask, attention, whole=True, **settings)
-            total = np.full(len(own), np.nan)
-            total[own] = found.rollout_norm_sq
-            return by_policy_token(rollouts, found.norm_sq, own), total
+        def norms(shard: Bool) -> tuple[Float, Float]:
+            ids, mask, attention = rollouts.tensors(self.model.device, shard)
+            scores = token_score_norms(self.model, ids, mask, attention, whole=True, **settings)
+            total = np.full(len(shard), np.nan)
+            total[shard] = scores.rollout_norm_sq
+            return by_policy_token(rollouts, scores.norm_sq, shard), total
 
         rows = np.isin(rollouts.group, groups)
         norm_sq, total = over_processes(self.processes, rollouts.group, rows, norms)
