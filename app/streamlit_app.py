@@ -10,7 +10,7 @@ from typing import Any
 import data
 import pandas as pd
 import streamlit as st
-from widgets import box, frame, plain, watch_window
+from widgets import box, frame, one_line, plain, watch_window
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.styles import run_styles
@@ -100,7 +100,9 @@ def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> li
         st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
     shown = [run.name for run in st.session_state.get("_selection", ())]  # one of them may be gone
     missing = [name for name in dict.fromkeys([*st.query_params.get_all("run"), *shown]) if name not in names]
-    chosen = st.sidebar.multiselect("Runs", names, first, key="run", bind="query-params", placeholder="Choose runs")
+    chosen = st.sidebar.multiselect(
+        "Runs", names, first, key="run", bind="query-params", placeholder="Choose runs", format_func=one_line
+    )
     if len(names) > 1:
         pinned = box(st.sidebar, "Reference", "reference", {"": "none"} | {n: n for n in names}, help=PINNED)
     if pinned != st.session_state.setdefault("_reference", pinned):

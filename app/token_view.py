@@ -17,7 +17,7 @@ import pandas as pd
 import streamlit as st
 from data import Run
 from streamlit.components.v2 import component
-from widgets import box, chosen_runs, new_query_value, plain
+from widgets import box, chosen_runs, new_query_value, one_line, plain
 
 from otb_analysis.answers.token_formula import token_details
 from otb_analysis.errors import STOPS
@@ -161,7 +161,7 @@ def token_view(
     marks += [(kind, words) for kind, words in KINDS.items() if kind in kinds]
     below, above = any(info.n_below for info in infos), any(info.n_above for info in infos)
     payload: dict[str, Any] = {
-        "panes": [{"title": pane.title, "rows": shown} for pane, shown in zip(panes, rows, strict=True)],
+        "panes": [{"title": one_line(pane.title), "rows": shown} for pane, shown in zip(panes, rows, strict=True)],
         "column": infos[0].column,
         "title": columns[infos[0].column],
         "columns": list(columns.items()),
@@ -193,13 +193,13 @@ def _rows(pane: Pane, columns: Mapping[str, str], chosen: int | None, most: int)
     fits, levels = max(1, int((ends <= most).sum())), color_levels(grid.values.astype(float), pane.info.scale)
     rows = []
     for i, row in enumerate(pane.info.rollouts):
-        rows.append({
+        rows.append(one_line({
             "rollout": row.rollout,
             "reward": number(row.reward),
             "parts": ", ".join(f"{name} {number(value)}" for name, value in row.parts),
             "facts": [f"{row.length:,} token{'s' * (row.length != 1)}", *([row.finish] if row.finish else [])],
             "warning": row.warning,
-        })  # fmt: skip
+        }))  # fmt: skip
         if i >= fits and row.rollout != chosen:
             cells = -(-len(row.rows) // grid.width)
             ts = row.rows["t"].to_numpy()[grid.token[i, :cells]]

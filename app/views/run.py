@@ -8,7 +8,7 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, download, frame, go_to, one_run, plain, raw, sentences
+from widgets import box, chart, download, frame, go_to, one_line, one_run, plain, raw, sentences
 
 from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.telling import Telling, telling_rollouts
@@ -94,7 +94,7 @@ def teaches_nothing(run: Run, steps: pd.DataFrame) -> None:
     place = st.expander("Rollouts that teach nothing", key="nothing", on_change="rerun")
     if place.open:
         place.caption("How often nothing could be learned or measured, over all steps. It is allowed, and no error.")
-        place.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")
+        place.dataframe(one_line(degenerate_table({run.name: steps})), hide_index=True, placeholder="–")
 
 
 def curves(info: TimelineInfo, color: str) -> None:
@@ -217,7 +217,7 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     steps: Any = told.steps.sort_values("step")
     known = [int(step) for step in steps["step"]]
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
-    facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, count]
+    facts = [f"**{plain(run.name)}**", *map(plain, (run.estimator, run.status, count))]
     first = fired_first(findings)[0][:1]
     sure = [f" It fires in {false_alarms(one.detector)} of simulated healthy runs." for one in first]
     st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence + '.' + ''.join(sure))}")

@@ -6,7 +6,7 @@ from typing import Any
 import data
 import scripts
 import streamlit as st
-from widgets import box, chart, chosen_runs, download, frame, go_to, plain
+from widgets import box, chart, chosen_runs, download, frame, go_to, one_line, plain
 
 from otb_analysis.answers.pairs import left_out_note
 from otb_analysis.answers.triage import IN_TROUBLE, triage_table, verdict, worst_first
@@ -132,7 +132,7 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     listed = [readable[row.run] for row in triaged if row.run in readable]
     settings = config_differences({run.name: data.answers(run).config for run in listed})
     of_runs: Any = settings.table[~settings.table["setting"].isin(ESTIMATOR)].set_index("setting").T
-    of_runs = of_runs.add_prefix(SETTING)  # a setting may have the name of a column
+    of_runs = one_line(of_runs).add_prefix(SETTING)  # a setting may have the name of a column
     trouble = [row for row in triaged if row.state in (*IN_TROUBLE, "broken")]
     for row in trouble[triaged[0].state in IN_TROUBLE : TOLD]:  # the worst is named above
         st.caption(f"{SIGNS[row.state]} **{plain(row.run)}**: {plain(row.sentence)}")
@@ -152,8 +152,9 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     ticked = {run.name for run in st.session_state["_selection"]}
     rows = [row for row, name in enumerate(table["run"]) if name in ticked]
     st.session_state["listed"] = {"selection": {"rows": rows, "columns": [], "cells": []}}
+    drawn = one_line(table.assign(**{"state": signs, PIN: marks}))
     st.dataframe(
-        table.assign(**{"state": signs, PIN: marks}).style.apply(lambda one: colors if one.name == PIN else tints),
+        drawn.style.apply(lambda one: colors if one.name == PIN else tints),
         hide_index=True, placeholder="–",
         height="content" if len(table) < 12 else 460,
         key="listed", on_select=partial(clicked, list(table["run"])), selection_mode=["multi-row", "single-cell"],
