@@ -76,7 +76,8 @@ def test_a_fallen_run_is_looked_at_where_it_still_learned(tmp_path):
     assert run.learned == [0, 5, 10, 15, 20] and run.look == 20
     assert isinstance(run.attribution(20), Attributed)
     dead, missing, before = run.attribution(45), run.attribution(22), run.attribution(3)
-    assert isinstance(dead, NotAttributed) and "all equal" in dead.missing and (dead.nearest, dead.command) == (20, "")
+    assert isinstance(dead, NotAttributed) and (dead.nearest, dead.command) == (20, "")
+    assert "all equal" in dead.missing and "Look at step 20." in dead.missing
     assert "has no attribution" in missing.missing and missing.nearest == 20 and before.nearest == 0
 
 

@@ -566,6 +566,8 @@ def test_where_the_gradient_is_0_no_token_is_large(tmp_path, monkeypatch):
     app = open_page(tmp_path, "run", monkeypatch, step="5")
     assert "Who holds the gradient of step 5" in [one.value for one in app.subheader]
     assert "The gradient of step 5 is 0" in texts(app) and not any("size" in one.value for one in app.dataframe)
+    app.button(key="nearest").click().run()  # the last step with exact norms and a gradient
+    assert "Which tokens are large at step 2" in [one.value for one in app.subheader]
     assert "Which tokens are large at step 3" in [
         one.value for one in open_page(tmp_path, "run", monkeypatch, step="3").subheader
     ]
