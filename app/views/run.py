@@ -14,7 +14,7 @@ from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.telling import Telling, telling_rollouts
 from otb_analysis.answers.triage import thinned
 from otb_analysis.diagnostics import LEVELS, Finding
-from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight
+from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight, silence
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.curves import degenerate_table, sparkline
 from otb_analysis.figures.styles import number
@@ -217,10 +217,12 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     steps: Any = told.steps.sort_values("step")
     known = [int(step) for step in steps["step"]]
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
-    facts = [f"**{plain(run.name)}**", *map(plain, (run.estimator, run.status, count))]
+    stale = f"off-policy as configured (staleness {told.staleness})" * bool(told.staleness)
+    facts = [f"**{plain(run.name)}**", *map(plain, (run.estimator, run.status, count, stale))]
     first = fired_first(findings)[0][:1]
-    sure = [f" It fires in {false_alarms(one.detector)} of simulated healthy runs." for one in first]
-    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence + '.' + ''.join(sure))}")
+    sure = f"It fires in {false_alarms(first[0].detector)} of simulated healthy runs." if first else ""
+    sure = silence() if told.triage.state == "calm" else sure
+    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(f'{told.triage.sentence}. {sure}')}")
     alarms(findings)
     curves(timeline_info(steps, findings, told.changes), run.style.color)
     with frame():

@@ -96,10 +96,15 @@ class RunAnswers:
         """The scalars of every step."""
         return step_series(self.steps)
 
+    @property
+    def staleness(self) -> int:
+        """By how many batches rollouts are older than the policy, as configured."""
+        return section(self.config, "objective").get("staleness") or 0
+
     @cached_property
     def findings(self) -> list[Finding]:
         """What every detector says."""
-        return diagnose(self.series, section(self.config, "objective").get("staleness") or 0)
+        return diagnose(self.series, self.staleness)
 
     @cached_property
     def learned(self) -> list[int]:

@@ -515,8 +515,18 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     assert firsts.is_monotonic_increasing
     assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "5 of 93 before, 7 at all")
     assert f"It fires in {fired['false alarms'].iloc[0]} of simulated healthy runs." in texts(app)
+    assert "the best detector" not in texts(app)
     app.button(key="fired-gradient_surge").click().run()
     assert app.select_slider(key="step").value == int(surge["first watch"])
+
+
+def test_a_calm_run_says_how_far_silence_goes_and_what_is_configured_is_a_fact(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "calm", {"objective": {"staleness": 8}})
+    for step in range(40):
+        writer.write_step(step, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0, "certificate_prob_z": 9.0}))
+    app = open_page(tmp_path, "run", monkeypatch)
+    assert "off-policy as configured (staleness 8)" in texts(app) and "nothing fired" in texts(app)
+    assert "Of 93 runs that collapsed, the best detector called 82, 29 of them in time." in texts(app)
 
 
 def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeypatch):
