@@ -45,7 +45,7 @@ def test_three_kinds_of_rollouts_are_told_each_once(tmp_path):
     told = telling_rollouts(written(tmp_path, steps), 1)
     # Prompt q was never solved, p was at step 2; the longest since step 1 is the other of p there.
     assert [(one.why.partition(",")[0], one.step, one.rollout) for one in told] == [
-        (WRONG, 1, 0), (LONGEST, 1, 1), ("Most surprising token '1'", 2, 2),
+        (WRONG, 1, 0), (LONGEST, 1, 1), ("Most surprising token of step 2 '1'", 2, 2),
     ]  # fmt: skip
     assert told[1].why == f"{LONGEST}, 9 tokens"
     assert (told[2].t, told[2].prompt, told[2].completion) == (1, "Q", "answer 2.2") and "0.000825" in told[2].why
