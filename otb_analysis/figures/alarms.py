@@ -24,16 +24,16 @@ SIGNS = {
 TITLES = {
     "reward_fall": "Falling reward",
     "vanished_gradient": "No gradient",
-    "not_finite": "Not finite",
+    "not_finite": "NaN or infinite",
     "gradient_surge": "Gradient-norm surge",
     "entropy_collapse": "Entropy collapse",
     "entropy_rise": "Entropy rise",
     "length_drift": "Length drift",
     "zero_variance_groups": "Equal-reward groups",
-    "ratio_tails": "Ratio tails",
-    "tail_index": "Tail index",
+    "ratio_tails": "Sampler far from trainer",
+    "tail_index": "A few huge gradients",
     "clip_fraction": "Clipped steps",
-    "sampling_certificate": "Sampling certificate",
+    "sampling_certificate": "Sampler is not the policy",
 }
 PANELS = {"n_zero_variance_groups": "zero_variance_share", "clipped": "clipped_share"}
 """Column of the evidence → column of the panel that shows it, where they differ."""
