@@ -127,7 +127,8 @@ def happened(run: Run, steps: pd.DataFrame, step: int) -> None:
     log_y = toggles.toggle("Log axes", key="log", bind="query-params")
     info = timeline_info(steps, told.findings, told.changes, every, told.outliers)
     python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y, color=run.style.color)
-    figure = plot_timeline(info, step, log_y=log_y, color=run.style.color)
+    width = {"width": 260} if st.session_state.get("_narrow") else {}
+    figure = plot_timeline(info, step, log_y=log_y, color=run.style.color, **width)
     chart(figure, "timeline", f"{run.name} over its steps: {told.triage.sentence}", steps, python, clicked=clicked)
     st.caption("  \n".join(plain(line) for line in (told.outlier_line, told.mismatch_line) if line))
 
