@@ -115,7 +115,7 @@ KEY = "token_view"
 
 MOST = 20_000
 """Most tokens whose texts and numbers a browser is given at once; of further rollouts it has the map."""
-KINDS = {"tool": "tool output, not sampled by the policy", "special": "special token"}
+KINDS = {"tool": "not written by the policy, such as a tool's output", "special": "special token"}
 """How the legend calls the kinds of tokens."""
 CARDS, CHARACTERS, LINES = 3, 40, 12  # beside one another in a wide window; of a line; that a box shows
 LINE, HEAD, FOLD = 22, 60, 700  # pixels of a line, of what stands around those of a box, and of a window
