@@ -25,6 +25,10 @@ STYLE = """<style>
   .st-key-curves [data-testid="stHorizontalBlock"] { flex-wrap: wrap; }
   .st-key-curves [data-testid="stColumn"] { min-width: 30%; }
 }
+@media (max-width: 640px) {
+  [class*="st-key-one-row"] { flex-wrap: nowrap; overflow-x: auto; }
+  [class*="st-key-one-row"] > * { flex: none; }
+}
 .st-key-fired button, .st-key-curves button { min-height: 1.6rem; padding-top: 0; padding-bottom: 0; }
 .st-key-curves [data-testid="stColumn"] [data-testid="stVerticalBlock"] { gap: 0.4rem; }
 .st-key-ahead, .st-key-window-watch { display: none; }

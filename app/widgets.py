@@ -91,6 +91,12 @@ def one_line(shown: Any) -> Any:
     return [one_line(value) for value in shown] if isinstance(shown, list | tuple) else shown
 
 
+def as_wide_as_texts(table: pd.DataFrame) -> dict[str, Any]:
+    """Return columns of a table that cut none of its texts."""
+    longest = {str(name): max([0, *(len(str(text)) for text in table[name])]) for name in table}
+    return {name: st.column_config.TextColumn(width=max(70, 22 + 7 * long)) for name, long in longest.items()}
+
+
 Choices = Sequence[Any] | Mapping[Any, str]
 """What can be chosen; a mapping has it in words, which stand in the address, too."""
 

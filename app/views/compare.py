@@ -8,7 +8,7 @@ import data
 import pandas as pd
 import scripts
 import streamlit as st
-from widgets import box, chart, compared_runs, download, frame, one_line, one_run, plain
+from widgets import box, chart, compared_runs, download, frame, one_run, plain
 
 from otb_analysis.answers.measured import not_measured
 from otb_analysis.answers.pairs import Pair, estimator_names, first_estimators, left_out_note, zero_note
@@ -75,7 +75,7 @@ def compare_runs(runs: list[data.Run], configs: Configs, kind: str) -> None:
         st.caption(f"The same configuration. {left_out_note(differences)}")
         return
     by_run = differences.table.set_index("setting").T.rename_axis("run").reset_index()
-    st.dataframe(one_line(by_run), hide_index=True)
+    st.table(by_run.map(plain).rename(columns=plain), hide_index=True)  # whose cells wrap
     st.caption(f"What explains most stands first. {left_out_note(differences)}")
     download(by_run, "compare-config")
 

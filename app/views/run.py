@@ -8,7 +8,7 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, download, frame, go_to, one_line, one_run, plain, raw, sentences
+from widgets import as_wide_as_texts, box, chart, download, frame, go_to, one_line, one_run, plain, raw, sentences
 
 from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.telling import Telling, telling_rollouts
@@ -198,7 +198,8 @@ def holders(run: Run, step: int, found: Attributed) -> None:
     st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest {found.part}. Click one to see it.")
     st.dataframe(
         table, hide_index=True, height=min(330, 38 + 35 * len(table)), key="blamed", placeholder="–",
-        selection_mode="single-cell", on_select=partial(open_clicked, table, found.column), column_config=COLUMNS,
+        selection_mode="single-cell", on_select=partial(open_clicked, table, found.column),
+        column_config=COLUMNS | as_wide_as_texts(table.select_dtypes(exclude="number")),
     )  # fmt: skip
     download(every, f"attribution-{level}s")
 

@@ -6,7 +6,7 @@ from typing import Any
 import data
 import scripts
 import streamlit as st
-from widgets import box, chart, chosen_runs, download, frame, go_to, one_line, plain
+from widgets import as_wide_as_texts, box, chart, chosen_runs, download, frame, go_to, one_line, plain
 
 from otb_analysis.answers.pairs import left_out_note
 from otb_analysis.answers.triage import IN_TROUBLE, triage_table, verdict, worst_first
@@ -33,8 +33,7 @@ GROUPS = (
     "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds. "
     "From seven runs on by the first setting with few values, to begin with."
 )
-# Columns of texts: as wide as the longest needs, at most so many pixels; a string below would be shown on the page.
-TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150}
+TEXTS = ["run", "state", "status", "estimator"]  # columns that are as wide as the longest text needs
 PIN = " "  # the column whose square pins
 # What a narrow window cuts off matters least.
 ORDER = (PIN, "run", "held-out", "state", "reward", "last", "steps", "age", "estimator")
@@ -143,11 +142,8 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     tints = [f"background-color: {TINTS.get(state, 'transparent')}" for state in table["state"]]
     empty = [name for name, nothing in NOTHING.items() if table[name].isin(nothing).all()]
     said = table[table["state"] != "broken"]  # why a run is broken stands below in full
-    longest = {name: max([0, *(len(str(text)) for text in said[name])]) for name in TEXTS}
     full = {name: name.removeprefix(SETTING) for name in of_runs}
     named = {name: st.column_config.TextColumn(one.rpartition(".")[2], help=one) for name, one in full.items()}
-    widths = {name: min(most, max(70, 22 + 13 * longest[name] // 2)) for name, most in TEXTS.items()}
-    texts = {name: st.column_config.TextColumn(width=width) for name, width in widths.items()}
     marks = ["★" if name == st.session_state.get("_reference") else "■" for name in table["run"]]
     ticked = {run.name for run in st.session_state["_selection"]}
     rows = [row for row, name in enumerate(table["run"]) if name in ticked]
@@ -159,7 +155,7 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
         height="content" if len(table) < 12 else 460,
         key="listed", on_select=partial(clicked, list(table["run"])), selection_mode=["multi-row", "single-cell"],
         column_order=[name for name in (*ORDER, *of_runs) if name not in empty],
-        column_config=texts | COLUMNS | named,
+        column_config=as_wide_as_texts(said[TEXTS]) | COLUMNS | named,
     )  # fmt: skip
     st.caption(f"{CLICKS} {left_out_note(settings)}")
     download(table, "runs")

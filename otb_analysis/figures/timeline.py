@@ -29,8 +29,8 @@ CENTRED = 9
 LANE, NAME, PANEL, GAP = 28, 14, 112, 30
 """Heights in pixels: of the marks of events, of a row of their names, of a panel, and between two."""
 
-ROWS, LETTER = 4, 6
-"""Most rows of names, and pixels of a letter in them."""
+ROWS, LETTER, MARGIN = 4, 6, 16
+"""Most rows of names, pixels of a letter in them, and those to the right of the panels."""
 
 DENSE = 400
 """From so many steps on markers would hide the line; spikes stay visible in it."""
@@ -114,7 +114,7 @@ def event_names(info: TimelineInfo, width: float) -> list[tuple[Event, int, bool
     wanted = []
     for event in info.events:
         x, long = (event.step - min(every)) / max(max(every) - min(every), 1) * width, LETTER * len(event.text)
-        wanted.append((event, x, (x - long, x) if x + long > width else (x, x + long)))
+        wanted.append((event, x, (x - long, x) if x + long > width + MARGIN else (x, x + long)))
     # From both ends inwards and from the top row down no line crosses the name of the mark before.
     wanted.sort(key=lambda one: (one[0].kind not in SPOKEN, ends := one[2][0] < one[1], -one[1] if ends else one[1]))
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ROWS)]
@@ -144,7 +144,7 @@ def plot_timeline(
     height = lane + len(info.series) * (PANEL + GAP)
     figure.update_layout(
         template=TEMPLATE, height=height + 60, hovermode="x unified", hoversubplots="axis", showlegend=False,
-        margin={"l": 64, "r": 16, "t": 24, "b": 36}, clickmode="event+select", dragmode="zoom",
+        margin={"l": 64, "r": MARGIN, "t": 24, "b": 36}, clickmode="event+select", dragmode="zoom",
     )  # fmt: skip
     _lane(figure, info.events, named, lane, 1 - lane / height)
     for index, series in enumerate(info.series):
