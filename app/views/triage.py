@@ -31,7 +31,7 @@ EACH = "each run alone"
 ESTIMATOR = ("estimator.name", "estimator")  # the setting, which has a column and colours of its own
 GROUPS = (
     "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds. "
-    "From seven runs on by the first setting with few values, to begin with."
+    "From seven runs on by estimator, or where all have one by the first setting with few values, to begin with."
 )
 TEXTS = ["run", "state", "status", "estimator"]  # columns that are as wide as the longest text needs
 PIN = " "  # the column whose square pins
@@ -98,7 +98,8 @@ def learning(chosen: list[data.Run], rewards: dict[str, str]) -> None:
     left, right = st.columns(2)
     window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
     values = list(differences.table["setting"])
-    few = [one for one in values if len(chosen) > LABELLED >= len(grouped(differences, one))]
+    few = [one for one in values if one in ESTIMATOR or len(grouped(differences, one)) <= LABELLED]
+    few = few if len(chosen) > LABELLED else []
     by = box(right, "Group runs by", "by", [EACH, *values], *few[:1], width=320, help=GROUPS)
     if by == EACH:
         info = learning_info(steps, styles, window)

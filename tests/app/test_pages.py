@@ -186,6 +186,19 @@ def test_triage_lists_only_settings_that_differ(store_root, monkeypatch):
     )  # the estimator has its own column
 
 
+def test_many_runs_are_grouped_by_estimator_however_many_there_are(tmp_path, monkeypatch):
+    names = [f"e{place}-s{seed}" for place in range(7) for seed in range(2)]
+    for name in names:
+        config = {"estimator": {"name": name[:2]}, "task": name[1], "optimize": {"steps": int(name[1]) % 2}}
+        writer = RunWriter.create(tmp_path, name, config | {"seed": int(name[-1])})
+        writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+        writer.finish()
+    app = open_page(tmp_path, "triage", monkeypatch, run=names)
+    assert app.selectbox(key="by").value == "estimator.name" and not app.exception
+    app = open_page(tmp_path, "triage", monkeypatch, run=names[:6])
+    assert app.selectbox(key="by").value == "each run alone"
+
+
 def test_triage_says_how_many_settings_an_older_run_does_not_have(tmp_path, monkeypatch):
     for name, config in (("older", {"seed": 0}), ("newer", {"seed": 1, "objective": {"epochs": 1, "staleness": 0}})):
         RunWriter.create(tmp_path, name, config).write_step(0, StepTables(steps={"reward_mean": 0.5}))
