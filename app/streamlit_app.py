@@ -31,6 +31,10 @@ STYLE = """<style>
 }
 .st-key-fired button, .st-key-curves button { min-height: 1.6rem; padding-top: 0; padding-bottom: 0; }
 .st-key-curves [data-testid="stColumn"] [data-testid="stVerticalBlock"] { gap: 0.4rem; }
+/* A click on a small curve is one on the first alarm below it. */
+.st-key-curves button { position: relative; }
+.st-key-curves :has(> .stHtml) + * button::after { content: ""; position: absolute; inset: -3.2rem -8rem 0 0; }
+.st-key-curves [data-testid="stColumn"] { overflow: hidden; }
 .st-key-ahead, .st-key-window-watch { display: none; }
 pre.raw { font-family: monospace; font-size: 14px; margin: 0; padding: 0; background: none; border: none;
   white-space: pre-wrap; overflow-wrap: anywhere; color: inherit; }

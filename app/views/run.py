@@ -14,7 +14,7 @@ from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.telling import Telling, telling_rollouts
 from otb_analysis.answers.triage import thinned
 from otb_analysis.diagnostics import LEVELS, Finding
-from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight, silence
+from otb_analysis.figures.alarms import MARKS, TITLES, alarms_table, false_alarms, fired_first, foresight, silence
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.curves import degenerate_table, sparkline
 from otb_analysis.figures.styles import number
@@ -108,7 +108,9 @@ def curves(info: TimelineInfo, color: str) -> None:
                 series.quantity.title, number(last), f"from {number(first)}", "off", help=series.quantity.line,
                 delta_arrow="off",
             )  # fmt: skip
-            st.html(sparkline(thinned(series.value, POINTS), color))
+            at = [series.step.searchsorted(e.step) / max(len(series.step) - 1, 1) for e in named]
+            marks = [(share, MARKS[e.kind][2]) for share, e in zip(at, named, strict=True)]
+            st.html(sparkline(thinned(series.value, POINTS), color, marks))
             for e in named:
                 go_to_step(
                     st, f"{SIGNS[e.kind]} {plain(e.text)}, step {e.step}", e.step, f"{e.kind}-{e.text}-{e.column}"

@@ -179,6 +179,16 @@ def test_running_run_is_followed(tab, address, live_root, write_next_step):
 
 
 @pytest.mark.heavy
+def test_a_click_on_a_small_curve_goes_to_its_first_alarm(tab, address):
+    page = visit(tab, f"{address}/run?run=chain-group_mean-s0&step=0")
+    finished(page)
+    card = page.locator(".st-key-curves [data-testid=stColumn]").filter(has_text="Gradient-norm surge")
+    box = card.locator("img").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.8, box["y"] + box["height"] / 2)
+    step = card.locator("button", has_text="step").first.inner_text().rpartition(" ")[2]
+    page.wait_for_function(f"new URL(location).searchParams.get('step') === '{step}'", timeout=20 * SECONDS)
+
+
 def test_numbers_of_a_chart_download_as_csv(tab, address):
     page = visit(tab, f"{address}/?run=chain-otb-s0")
     with page.expect_download() as download:
