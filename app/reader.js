@@ -73,7 +73,7 @@ function text(wrap, shown) {
   shown.passages.forEach(([turn, tool, pieces], i) => {
     if (turns && turn !== shown.passages[i - 1]?.[0]) answer.append(element("div", "turn", "turn " + (turn + 1)));
     const box = element("div", "prose" + (tool ? " tool" : ""));
-    if (tool) box.append(element("i", "", "tool, not sampled by the policy"));
+    if (tool) box.append(element("i", "", "not written by the policy"));
     answer.append(written(box, pieces.length ? pieces : [["special", "empty"]]));
   });
   const facts = element("div", "facts");

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 from streamlit.components.v2 import component
+from widgets import one_line
 
 from otb_analysis.figures.rollouts import shared_head
 from otb_analysis.figures.styles import cell
@@ -68,12 +69,12 @@ def reader(
     row: Any = table.iloc[chosen]
     head, facts = shared_head(prompts), {**columns, "answer": "reference answer"}
     shown = {
-        "facts": [f"{title} {_cell(row[name])}" for name, title in facts.items()],
+        "facts": [f"{one_line(title)} {_cell(row[name])}" for name, title in facts.items()],
         "prompt": pieces(row["prompt"][head:], find), "head": pieces(row["prompt"][:head], find),
         "folded": f"The {head:,} characters before it, with which all prompts of this step begin",
         "passages": [(p.turn, p.tool, pieces(p.text, find)) for p in passages(row["completion"], tokens)],
     }  # fmt: skip
-    payload = {"columns": list(columns.values()), "rows": rows}
+    payload = {"columns": one_line(list(columns.values())), "rows": rows}
     # The browser builds its list anew only where this changes.
     version = hashlib.sha256(json.dumps(payload).encode()).hexdigest()
     data = payload | {"version": version, "chosen": name_of(row), "shown": shown}

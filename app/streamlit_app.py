@@ -10,7 +10,7 @@ from typing import Any
 import data
 import pandas as pd
 import streamlit as st
-from widgets import box, frame, plain, watch_window
+from widgets import box, frame, one_line, plain, watch_window
 
 from otb_analysis.errors import STOPS
 from otb_analysis.figures.styles import run_styles
@@ -25,8 +25,16 @@ STYLE = """<style>
   .st-key-curves [data-testid="stHorizontalBlock"] { flex-wrap: wrap; }
   .st-key-curves [data-testid="stColumn"] { min-width: 30%; }
 }
+@media (max-width: 640px) {
+  [class*="st-key-one-row"] { flex-wrap: nowrap; overflow-x: auto; }
+  [class*="st-key-one-row"] > * { flex: none; }
+}
 .st-key-fired button, .st-key-curves button { min-height: 1.6rem; padding-top: 0; padding-bottom: 0; }
 .st-key-curves [data-testid="stColumn"] [data-testid="stVerticalBlock"] { gap: 0.4rem; }
+/* A click on a small curve is one on the first alarm below it. */
+.st-key-curves button { position: relative; }
+.st-key-curves :has(> .stHtml) + * button::after { content: ""; position: absolute; inset: -3.2rem -8rem 0 0; }
+.st-key-curves [data-testid="stColumn"] { overflow: hidden; }
 .st-key-ahead, .st-key-window-watch { display: none; }
 pre.raw { font-family: monospace; font-size: 14px; margin: 0; padding: 0; background: none; border: none;
   white-space: pre-wrap; overflow-wrap: anywhere; color: inherit; }
@@ -100,7 +108,9 @@ def choose_runs(table: pd.DataFrame, folder: Path, stamps: dict[str, str]) -> li
         st.session_state["run"] = [name for name in names if name in (*begun, *st.session_state["run"])]
     shown = [run.name for run in st.session_state.get("_selection", ())]  # one of them may be gone
     missing = [name for name in dict.fromkeys([*st.query_params.get_all("run"), *shown]) if name not in names]
-    chosen = st.sidebar.multiselect("Runs", names, first, key="run", bind="query-params", placeholder="Choose runs")
+    chosen = st.sidebar.multiselect(
+        "Runs", names, first, key="run", bind="query-params", placeholder="Choose runs", format_func=one_line
+    )
     if len(names) > 1:
         pinned = box(st.sidebar, "Reference", "reference", {"": "none"} | {n: n for n in names}, help=PINNED)
     if pinned != st.session_state.setdefault("_reference", pinned):

@@ -116,7 +116,7 @@ function card(row, pane, place, data, drawn) {
       if (row.kinds[i] !== "tool") into = text;
       else if (into === text) {
         into = element("span", "span");
-        into.append(element("i", "", "tool"));
+        into.append(element("i", "", "not the policy's"));
         text.append(into);
       }
       own.spans.push(token(i));

@@ -17,7 +17,7 @@ import pandas as pd
 import streamlit as st
 from data import Run
 from streamlit.components.v2 import component
-from widgets import box, chosen_runs, new_query_value, plain
+from widgets import box, chosen_runs, new_query_value, one_line, plain
 
 from otb_analysis.answers.token_formula import token_details
 from otb_analysis.errors import STOPS
@@ -115,7 +115,7 @@ KEY = "token_view"
 
 MOST = 20_000
 """Most tokens whose texts and numbers a browser is given at once; of further rollouts it has the map."""
-KINDS = {"tool": "tool output, not sampled by the policy", "special": "special token"}
+KINDS = {"tool": "not written by the policy, such as a tool's output", "special": "special token"}
 """How the legend calls the kinds of tokens."""
 CARDS, CHARACTERS, LINES = 3, 40, 12  # beside one another in a wide window; of a line; that a box shows
 LINE, HEAD, FOLD = 22, 60, 700  # pixels of a line, of what stands around those of a box, and of a window
@@ -161,7 +161,7 @@ def token_view(
     marks += [(kind, words) for kind, words in KINDS.items() if kind in kinds]
     below, above = any(info.n_below for info in infos), any(info.n_above for info in infos)
     payload: dict[str, Any] = {
-        "panes": [{"title": pane.title, "rows": shown} for pane, shown in zip(panes, rows, strict=True)],
+        "panes": [{"title": one_line(pane.title), "rows": shown} for pane, shown in zip(panes, rows, strict=True)],
         "column": infos[0].column,
         "title": columns[infos[0].column],
         "columns": list(columns.items()),
@@ -193,13 +193,13 @@ def _rows(pane: Pane, columns: Mapping[str, str], chosen: int | None, most: int)
     fits, levels = max(1, int((ends <= most).sum())), color_levels(grid.values.astype(float), pane.info.scale)
     rows = []
     for i, row in enumerate(pane.info.rollouts):
-        rows.append({
+        rows.append(one_line({
             "rollout": row.rollout,
             "reward": number(row.reward),
             "parts": ", ".join(f"{name} {number(value)}" for name, value in row.parts),
             "facts": [f"{row.length:,} token{'s' * (row.length != 1)}", *([row.finish] if row.finish else [])],
             "warning": row.warning,
-        })  # fmt: skip
+        }))  # fmt: skip
         if i >= fits and row.rollout != chosen:
             cells = -(-len(row.rows) // grid.width)
             ts = row.rows["t"].to_numpy()[grid.token[i, :cells]]

@@ -18,6 +18,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 from markdown_it import MarkdownIt
+from pandas.api.types import is_numeric_dtype
 from streamlit.components.v2 import component
 
 from otb_analysis.errors import STOPS
@@ -27,7 +28,7 @@ from otb_analysis.figures.texts import ONE_LINE, legible
 
 def plain(text: str) -> str:
     """Return text that Streamlit's Markdown shows as it is: no markup, directive, formula or link."""
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text.replace("\n", " "))
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", one_line(text.replace("\n", " ")))
 
 
 INTERVAL = re.compile(r"-?[\d.,]+(?: %)? \([^()\n|]{1,24}\)")
@@ -75,9 +76,25 @@ def rendered(text: str) -> None:
     st.html(MARKDOWN.render(legible(text)) or "<i>empty</i>")
 
 
-def one_line(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table whose texts have a sign for each character that would rearrange others or begin a line."""
-    return table.map(lambda cell: legible(cell, ONE_LINE) if isinstance(cell, str) else cell)
+def one_line(shown: Any) -> Any:
+    """Return a text with a sign for each character that would rearrange others or begin a line; a table with all its.
+
+    So do lists and mappings, as a figure is made of.
+    """
+    if isinstance(shown, str):
+        return shown if shown.isprintable() else legible(shown, ONE_LINE)
+    if isinstance(shown, pd.DataFrame):
+        texts: Any = shown.apply(lambda column: column if is_numeric_dtype(column) else column.map(one_line))
+        return texts.rename(columns=one_line)
+    if isinstance(shown, Mapping):
+        return {key: one_line(value) for key, value in shown.items()}
+    return [one_line(value) for value in shown] if isinstance(shown, list | tuple) else shown
+
+
+def as_wide_as_texts(table: pd.DataFrame) -> dict[str, Any]:
+    """Return columns of a table that cut none of its texts."""
+    longest = {str(name): max([0, *(len(str(text)) for text in table[name])]) for name in table}
+    return {name: st.column_config.TextColumn(width=max(70, 22 + 7 * long)) for name, long in longest.items()}
 
 
 Choices = Sequence[Any] | Mapping[Any, str]
@@ -111,7 +128,7 @@ def box(
     st.session_state[f"_{key} of"] = of, chosen, first, page
     if chosen != first and chosen in words and key not in st.query_params:
         st.session_state[key] = chosen  # the default of another run or step, and not this one's: into the address
-    options |= {"format_func": lambda one: words.get(one, str(one)), "key": key, "bind": "query-params"}
+    options |= {"format_func": lambda one: one_line(words.get(one, str(one))), "key": key, "bind": "query-params"}
     if look == "box":
         return within.selectbox(label, list(words), list(words).index(first), **options)
     if look == "slider":
@@ -275,7 +292,7 @@ def chart(
     if st.session_state.get("_clicked") == key:
         del st.session_state["_clicked"]
         st.rerun()
-    figure = go.Figure(figure)  # the page's own is drawn again
+    figure = go.Figure(one_line(figure.to_plotly_json()))  # the page's own is drawn again
     kind, inches = st.session_state.get(f"format-{key}") or "svg", WIDTHS[st.session_state.get(f"width-{key}", SHOWN)]
     # The camera button draws it `width` pixels wide and writes `scale` times as many, in SVG too.
     options: dict[str, Any] = {"filename": f"otb-{key}", "format": kind, "scale": 1 if kind == "svg" else 3}
@@ -292,7 +309,9 @@ def chart(
     for_background(figure, dark and inches is None)
     select: dict[str, Any] = {"on_select": on_select, "selection_mode": "points"} if clicked else {}
     config = CONFIG | {"toImageButtonOptions": options}
-    st.plotly_chart(figure, width="stretch", theme=None, key=key, config=config, alt=f"Figure. {says}", **select)
+    st.plotly_chart(
+        figure, width="stretch", theme=None, key=key, config=config, alt=f"Figure. {one_line(says)}", **select
+    )
     with st.popover("Save", icon=":material/download:", type="tertiary", key=f"save-{key}"):
         st.segmented_control("Format", ["svg", "png"], default="svg", required=True, key=f"format-{key}")
         st.selectbox("Width", list(WIDTHS), key=f"width-{key}")

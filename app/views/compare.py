@@ -75,7 +75,7 @@ def compare_runs(runs: list[data.Run], configs: Configs, kind: str) -> None:
         st.caption(f"The same configuration. {left_out_note(differences)}")
         return
     by_run = differences.table.set_index("setting").T.rename_axis("run").reset_index()
-    st.dataframe(by_run, hide_index=True)
+    st.table(by_run.map(plain).rename(columns=plain), hide_index=True)  # whose cells wrap
     st.caption(f"What explains most stands first. {left_out_note(differences)}")
     download(by_run, "compare-config")
 

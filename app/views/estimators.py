@@ -10,7 +10,7 @@ import data
 import scripts
 import streamlit as st
 from data import Run
-from widgets import COMMAND, box, chart, clicked_data, compared_runs, frame, go_to, one_run, plain, sentences
+from widgets import COMMAND, box, chart, clicked_data, compared_runs, frame, go_to, one_line, one_run, plain, sentences
 
 from otb_analysis.answers.measured import FORMULAS, forest_words, not_measured, planner_words
 from otb_analysis.answers.proxy import gain_lost_words
@@ -69,7 +69,7 @@ def over_steps(run: Run, against: Label, measured: dict[str, Label]) -> None:
     usual = [*dict.fromkeys(name for name in (run.estimator, "otb", "otb_loo", *measured) if name in measured)]
     names = st.multiselect(
         "At most three", list(measured), usual[: pairs.MOST], max_selections=pairs.MOST, key=f"over-{run.name}",
-        bind="query-params", width=420,
+        bind="query-params", format_func=one_line, width=420,
     )  # fmt: skip
     chosen = [measured[name] for name in names]
     info = data.over_training(run, against, tuple(chosen))
@@ -89,7 +89,7 @@ def numbers(info: ComparisonInfo) -> None:
     """Show the numbers of the figure with their formulas, once that is asked for: a browser draws a table slowly."""
     place = st.expander("Numbers, and what they are", key="numbers", on_change="rerun")
     if place.open:
-        shown = display_table(info)
+        shown = one_line(display_table(info))
         columns: dict[str, Any] = dict.fromkeys(shown.select_dtypes("number").columns, THREE)
         columns["estimator"] = st.column_config.TextColumn(width=170)
         place.dataframe(shown, hide_index=True, height="content", placeholder="–", column_config=columns)
@@ -171,7 +171,9 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
     step = box(right, "Measured steps", "at", [ALL, *map(str, data.answers(run).grams)])
     usual = [n for n in names if n in (*USUAL, run.estimator)] or names[:8]
     # What is usual depends on what trained, so each run has a choice of its own.
-    estimators = st.multiselect("Estimators", names, usual, key=f"shown-{run.name}", bind="query-params", wrap=True)
+    estimators = st.multiselect(
+        "Estimators", names, usual, key=f"shown-{run.name}", bind="query-params", wrap=True, format_func=one_line
+    )
     if (whole := data.answers(run).measured) is None:
         commands = st.container()
         st.info(

@@ -91,7 +91,8 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
     where = row.text_input("Condition", key="where", bind="query-params", placeholder=CONDITION, width=250)
     steps = span(row, "Steps", "steps", *whole["steps"], width=130)
     reward = span(row, "Reward", "reward_range", *whole["reward_range"], width=130)
-    reasons = row.multiselect("Finish reason", facts["reasons"], key="finish", bind="query-params", width=155)
+    listed: dict[str, Any] = {"bind": "query-params", "format_func": one_line}
+    reasons = row.multiselect("Finish reason", facts["reasons"], key="finish", width=155, **listed)
     groups = box(row, "Groups with", "groups", list(GROUPS), width=140)
     drawn = {key: ends for key, ends in whole.items() if key in st.session_state}  # no slider where all are alike
     if steps or reward:
@@ -118,7 +119,7 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
         order = box(row, "Order", "sort", list(ORDERS), width=290)
         further = [name for name in data.cached(run, rollout_columns) if name not in (*LISTED, *TEXTS)]
         parts = [name for name in further if name.startswith("reward_")] + ["turns"] * (facts["turns"] > 1)
-        also = row.multiselect("Further columns", further, parts, key="columns", bind="query-params", width=290)
+        also = row.multiselect("Further columns", further, parts, key="columns", width=290, **listed)
         table, total = data.found_rollouts(run, what, MOST, order)
         names = [name_of(one) for one in table.to_dict("records")]
         if (name := new_query_value("rollout")) is not None:

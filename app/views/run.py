@@ -8,13 +8,13 @@ import pandas as pd
 import scripts
 import streamlit as st
 from data import Run
-from widgets import box, chart, download, frame, go_to, one_run, plain, raw, sentences
+from widgets import as_wide_as_texts, box, chart, download, frame, go_to, one_line, one_run, plain, raw, sentences
 
 from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.telling import Telling, telling_rollouts
 from otb_analysis.answers.triage import thinned
 from otb_analysis.diagnostics import LEVELS, Finding
-from otb_analysis.figures.alarms import TITLES, alarms_table, false_alarms, fired_first, foresight
+from otb_analysis.figures.alarms import MARKS, TITLES, alarms_table, false_alarms, fired_first, foresight, silence
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.curves import degenerate_table, sparkline
 from otb_analysis.figures.styles import number
@@ -94,7 +94,7 @@ def teaches_nothing(run: Run, steps: pd.DataFrame) -> None:
     place = st.expander("Rollouts that teach nothing", key="nothing", on_change="rerun")
     if place.open:
         place.caption("How often nothing could be learned or measured, over all steps. It is allowed, and no error.")
-        place.dataframe(degenerate_table({run.name: steps}), hide_index=True, placeholder="–")
+        place.dataframe(one_line(degenerate_table({run.name: steps})), hide_index=True, placeholder="–")
 
 
 def curves(info: TimelineInfo, color: str) -> None:
@@ -108,7 +108,9 @@ def curves(info: TimelineInfo, color: str) -> None:
                 series.quantity.title, number(last), f"from {number(first)}", "off", help=series.quantity.line,
                 delta_arrow="off",
             )  # fmt: skip
-            st.html(sparkline(thinned(series.value, POINTS), color))
+            at = [series.step.searchsorted(e.step) / max(len(series.step) - 1, 1) for e in named]
+            marks = [(share, MARKS[e.kind][2]) for share, e in zip(at, named, strict=True)]
+            st.html(sparkline(thinned(series.value, POINTS), color, marks))
             for e in named:
                 go_to_step(
                     st, f"{SIGNS[e.kind]} {plain(e.text)}, step {e.step}", e.step, f"{e.kind}-{e.text}-{e.column}"
@@ -127,7 +129,8 @@ def happened(run: Run, steps: pd.DataFrame, step: int) -> None:
     log_y = toggles.toggle("Log axes", key="log", bind="query-params")
     info = timeline_info(steps, told.findings, told.changes, every, told.outliers)
     python = scripts.TIMELINE.format(path=run.path, more=every, step=step, log_y=log_y, color=run.style.color)
-    figure = plot_timeline(info, step, log_y=log_y, color=run.style.color)
+    width = {"width": 260} if st.session_state.get("_narrow") else {}
+    figure = plot_timeline(info, step, log_y=log_y, color=run.style.color, **width)
     chart(figure, "timeline", f"{run.name} over its steps: {told.triage.sentence}", steps, python, clicked=clicked)
     st.caption("  \n".join(plain(line) for line in (told.outlier_line, told.mismatch_line) if line))
 
@@ -197,7 +200,8 @@ def holders(run: Run, step: int, found: Attributed) -> None:
     st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest {found.part}. Click one to see it.")
     st.dataframe(
         table, hide_index=True, height=min(330, 38 + 35 * len(table)), key="blamed", placeholder="–",
-        selection_mode="single-cell", on_select=partial(open_clicked, table, found.column), column_config=COLUMNS,
+        selection_mode="single-cell", on_select=partial(open_clicked, table, found.column),
+        column_config=COLUMNS | as_wide_as_texts(table.select_dtypes(exclude="number")),
     )  # fmt: skip
     download(every, f"attribution-{level}s")
 
@@ -217,10 +221,12 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
     steps: Any = told.steps.sort_values("step")
     known = [int(step) for step in steps["step"]]
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
-    facts = [f"**{plain(run.name)}**", plain(run.estimator), run.status, count]
+    stale = f"off-policy as configured (staleness {told.staleness})" * bool(told.staleness)
+    facts = [f"**{plain(run.name)}**", *map(plain, (run.estimator, run.status, count, stale))]
     first = fired_first(findings)[0][:1]
-    sure = [f" It fires in {false_alarms(one.detector)} of simulated healthy runs." for one in first]
-    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(told.triage.sentence + '.' + ''.join(sure))}")
+    sure = f"It fires in {false_alarms(first[0].detector)} of simulated healthy runs." if first else ""
+    sure = silence() if told.triage.state == "calm" else sure
+    st.markdown(f"{' · '.join(filter(None, facts))}: {plain(f'{told.triage.sentence}. {sure}')}")
     alarms(findings)
     curves(timeline_info(steps, findings, told.changes), run.style.color)
     with frame():

@@ -110,7 +110,7 @@ def on_cell(key: str, pane: int) -> None:
 
 
 with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one prompt, coloured by what you ask."):
-    row = st.container(horizontal=True, vertical_alignment="bottom")
+    row = st.container(horizontal=True, vertical_alignment="bottom", key="one-row-1")
     run = one_run(row, 260)
     if not (steps := data.cached(run, token_steps)):
         st.info(NOTHING, icon=":material/inbox:")
@@ -136,7 +136,7 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     if here.tokens.empty:
         st.info(EMPTY.format("to this prompt at this step"), icon=":material/inbox:")
         st.stop()
-    row = st.container(horizontal=True, vertical_alignment="bottom")
+    row = st.container(horizontal=True, vertical_alignment="bottom", key="one-row-2")
     name, label, against, order, scale = choices(here, row)
     beside = choose_beside(here, row)
     if beside is not None and beside.tokens.empty:

@@ -6,7 +6,7 @@ from typing import Any
 import data
 import scripts
 import streamlit as st
-from widgets import box, chart, chosen_runs, download, frame, go_to, plain
+from widgets import as_wide_as_texts, box, chart, chosen_runs, download, frame, go_to, one_line, plain
 
 from otb_analysis.answers.pairs import left_out_note
 from otb_analysis.answers.triage import IN_TROUBLE, triage_table, verdict, worst_first
@@ -31,10 +31,9 @@ EACH = "each run alone"
 ESTIMATOR = ("estimator.name", "estimator")  # the setting, which has a column and colours of its own
 GROUPS = (
     "A setting in which the chosen runs differ: one curve per value, the mean over its runs, such as its seeds. "
-    "From seven runs on by the first setting with few values, to begin with."
+    "From seven runs on by estimator, or where all have one by the first setting with few values, to begin with."
 )
-# Columns of texts: as wide as the longest needs, at most so many pixels; a string below would be shown on the page.
-TEXTS = {"run": 190, "state": 110, "status": 110, "estimator": 150}
+TEXTS = ["run", "state", "status", "estimator"]  # columns that are as wide as the longest text needs
 PIN = " "  # the column whose square pins
 # What a narrow window cuts off matters least.
 ORDER = (PIN, "run", "held-out", "state", "reward", "last", "steps", "age", "estimator")
@@ -99,7 +98,8 @@ def learning(chosen: list[data.Run], rewards: dict[str, str]) -> None:
     left, right = st.columns(2)
     window = left.slider("Running mean over steps", 1, 100, 10, key="smooth", bind="query-params", width=320)
     values = list(differences.table["setting"])
-    few = [one for one in values if len(chosen) > LABELLED >= len(grouped(differences, one))]
+    few = [one for one in values if one in ESTIMATOR or len(grouped(differences, one)) <= LABELLED]
+    few = few if len(chosen) > LABELLED else []
     by = box(right, "Group runs by", "by", [EACH, *values], *few[:1], width=320, help=GROUPS)
     if by == EACH:
         info = learning_info(steps, styles, window)
@@ -132,7 +132,7 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     listed = [readable[row.run] for row in triaged if row.run in readable]
     settings = config_differences({run.name: data.answers(run).config for run in listed})
     of_runs: Any = settings.table[~settings.table["setting"].isin(ESTIMATOR)].set_index("setting").T
-    of_runs = of_runs.add_prefix(SETTING)  # a setting may have the name of a column
+    of_runs = one_line(of_runs).add_prefix(SETTING)  # a setting may have the name of a column
     trouble = [row for row in triaged if row.state in (*IN_TROUBLE, "broken")]
     for row in trouble[triaged[0].state in IN_TROUBLE : TOLD]:  # the worst is named above
         st.caption(f"{SIGNS[row.state]} **{plain(row.run)}**: {plain(row.sentence)}")
@@ -143,22 +143,20 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     tints = [f"background-color: {TINTS.get(state, 'transparent')}" for state in table["state"]]
     empty = [name for name, nothing in NOTHING.items() if table[name].isin(nothing).all()]
     said = table[table["state"] != "broken"]  # why a run is broken stands below in full
-    longest = {name: max([0, *(len(str(text)) for text in said[name])]) for name in TEXTS}
     full = {name: name.removeprefix(SETTING) for name in of_runs}
     named = {name: st.column_config.TextColumn(one.rpartition(".")[2], help=one) for name, one in full.items()}
-    widths = {name: min(most, max(70, 22 + 13 * longest[name] // 2)) for name, most in TEXTS.items()}
-    texts = {name: st.column_config.TextColumn(width=width) for name, width in widths.items()}
     marks = ["★" if name == st.session_state.get("_reference") else "■" for name in table["run"]]
     ticked = {run.name for run in st.session_state["_selection"]}
     rows = [row for row, name in enumerate(table["run"]) if name in ticked]
     st.session_state["listed"] = {"selection": {"rows": rows, "columns": [], "cells": []}}
+    drawn = one_line(table.assign(**{"state": signs, PIN: marks}))
     st.dataframe(
-        table.assign(**{"state": signs, PIN: marks}).style.apply(lambda one: colors if one.name == PIN else tints),
+        drawn.style.apply(lambda one: colors if one.name == PIN else tints),
         hide_index=True, placeholder="–",
         height="content" if len(table) < 12 else 460,
         key="listed", on_select=partial(clicked, list(table["run"])), selection_mode=["multi-row", "single-cell"],
         column_order=[name for name in (*ORDER, *of_runs) if name not in empty],
-        column_config=texts | COLUMNS | named,
+        column_config=as_wide_as_texts(said[TEXTS]) | COLUMNS | named,
     )  # fmt: skip
     st.caption(f"{CLICKS} {left_out_note(settings)}")
     download(table, "runs")

@@ -132,7 +132,9 @@ class NotAttributed:
     step: int
     missing: str  # In a sentence or two, with what measures it
     command: str  # Empty where it is not known
-    nearest: int | None  # The last step before it that has one and a gradient, else the first behind it
+    # The last step before it that has one and a gradient, else the first behind it; where its own gradient is 0 and no
+    # step has one, of those whose tokens have a size.
+    nearest: int | None
 
 
 def attribution_command(run: str, config: Mapping[str, Any], step: int) -> tuple[str, str]:

@@ -96,10 +96,15 @@ class RunAnswers:
         """The scalars of every step."""
         return step_series(self.steps)
 
+    @property
+    def staleness(self) -> int:
+        """By how many batches rollouts are older than the policy, as configured."""
+        return section(self.config, "objective").get("staleness") or 0
+
     @cached_property
     def findings(self) -> list[Finding]:
         """What every detector says."""
-        return diagnose(self.series, section(self.config, "objective").get("staleness") or 0)
+        return diagnose(self.series, self.staleness)
 
     @cached_property
     def learned(self) -> list[int]:
@@ -351,14 +356,18 @@ class RunAnswers:
             raise InputError(
                 f"--step is {step}, but {self.store.path.name} has steps {steps[0]} to {steps[-1]}; pass one."
             )
-        before = [other for other in self.learned if other <= step]
-        near = max(before) if before else min(self.learned, default=None)
         columns = ["grad_norm", "n_zero_variance_groups", "n_prompts"]
         row: Any = self.steps.set_index("step").reindex(columns=columns).loc[step]
-        if not pd.isna(norm := row["grad_norm"]) and norm == 0:
+        zero = not pd.isna(norm := row["grad_norm"]) and norm == 0
+        known = self.sized_steps if zero else self.learned
+        before = [other for other in known if other <= step]
+        near = max(before) if before else min(known, default=None)
+        if zero:
             alike = pd.notna(dead := row["n_zero_variance_groups"]) and dead == row["n_prompts"]
             why = ": the rewards of each group are all equal" if alike else ""
-            return NotAttributed(step, f"The gradient of step {step} is 0, so no token held any of it{why}.", "", near)
+            look = "" if near is None else f" Look at step {near}."
+            missing = f"The gradient of step {step} is 0, so no token held any of it{why}.{look}"
+            return NotAttributed(step, missing, "", near)
         if step in attributed:
             tokens = self.store.tokens_df([step], ["rollout", "t", "token"])
             rollouts = self.store.rollouts_df([step], ["group", "rollout", "prompt", "reward"])

@@ -74,11 +74,12 @@ def telling_rollouts(store: RunStore, since: int, last: int | None = None) -> li
     longest = [k for k in np.argsort(-length, kind="stable")[:MOST] if not np.isnan(length[k])]
     choose([(*at[k], 0, f"{LONGEST}, {length[k]:,.0f} tokens") for k in longest])
     newest = int(step.max())
+    of = f" of step {newest}" * bool(step.min() < newest)
     tokens: Any = store.tokens_df([newest], ["rollout", "t", "token", "logprob"], "mask AND logprob IS NOT NULL")
     ranked = []
     for _, one in tokens.sort_values("logprob").drop_duplicates("rollout").head(MOST).iterrows():
         shown = "" if pd.isna(one["token"]) else f" {str(one['token'])!r}"
-        why = f"Most surprising token{shown}, probability {number(float(np.exp(one['logprob'])))}"
+        why = f"Most surprising token{of}{shown}, probability {number(float(np.exp(one['logprob'])))}"
         ranked.append((newest, int(one["rollout"]), int(one["t"]), why))
     choose(ranked)
     found = list[Telling]()

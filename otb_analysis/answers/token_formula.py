@@ -154,7 +154,10 @@ def token_details(
     token: dict[str, Any] = {str(k): (None if pd.isna(v) else v) for k, v in here.iloc[0].items()}
     text = visible(str(token.get("token") or ""))
     if token.get("mask") is not None and not token["mask"]:
-        tool = ("tool output", "not sampled by the policy: it has no score, no energy and no advantage")
+        tool = (
+            "not the policy's",
+            "something else wrote it, such as a tool: it has no score, no energy and no advantage",
+        )
         return TokenDetails(rollout, t, text, (tool,))
     policy, stored = line[line["mask"].fillna(True).astype(bool)], token.get("baseline")
     if formula is not None and stored is not None:

@@ -89,7 +89,7 @@ def gradient_surge(series: StepSeries) -> Finding:
         return unmeasured("gradient_surge", series, RECENT + least, ["grad_norm"], ALWAYS)
     at = one.shown()
     reason = (
-        f"‖ḡ‖ was {np.exp(recent[at]):.3g} (median of {RECENT} steps up to step {step[at]}), "
+        f"the gradient norm was {np.exp(recent[at]):.3g} (median of {RECENT} steps up to step {step[at]}), "
         f"{np.exp(recent[at] - centre[at]):.2g} times the usual {np.exp(centre[at]):.3g} of the steps before "
         f"(spread {np.expm1(spread[at]):.0%})."
     )
@@ -253,10 +253,10 @@ def vanished_gradient(series: StepSeries) -> Finding:
     last, recent = np.flatnonzero(norm > 0), int(zero[max(0, at - LASTING + 1) : at + 1].sum())
     since = f", at every step since step {step[last[-1] + 1 if last.size else 0]}" if zero[-1] else ""
     reason = (
-        f"‖ḡ‖ was exactly 0 at {int(zero.sum())} of {plural(len(step), 'step')} of the run, {recent or 'none'} of them "
-        f"among the {LASTING} up to step {step[at]}{since}."
+        f"the gradient norm was exactly 0 at {int(zero.sum())} of {plural(len(step), 'step')} of the run, "
+        f"{recent or 'none'} of them among the {LASTING} up to step {step[at]}{since}."
         if zero.any()
-        else f"‖ḡ‖ was above 0 at all {len(step)} steps."
+        else f"the gradient norm was above 0 at all {len(step)} steps."
     )
     return finding_of("vanished_gradient", [one], reason)
 

@@ -144,11 +144,15 @@ def ratio_tails(series: StepSeries) -> Finding:
     at = one.shown()
     if one.column == "mismatch_max":
         reason = (
-            f"the largest |log π/μ| of a step was {one.score[at]:.2g} nats (median of 5 steps up to step "
-            f"{one.step[at]}): a ratio of up to {np.exp(min(one.score[at], 50.0)):.3g}."
+            f"trainer and sampler disagreed on a token's probability by a factor of up to "
+            f"{np.exp(min(one.score[at], 50.0)):.3g} ({one.score[at]:.2g} nats, median of the largest of 5 steps up to "
+            f"step {one.step[at]})."
         )
     else:
-        reason = f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}."
+        reason = (
+            f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}, since "
+            "trainer and sampler disagreed on their probabilities."
+        )
     return finding_of("ratio_tails", evidence, reason)
 
 
@@ -178,14 +182,16 @@ def tail_index(series: StepSeries) -> Finding:
     at = exact.shown()
     recent = k[max(0, at - TAIL_WINDOW + 1) : at + 1]
     low = exact.score[at]
+    says = "averages over tokens seem to settle"
+    if exact.level != "ok":
+        says = "a few tokens have gradients so large that averages over tokens do not settle"
+    elif low >= UNRELIABLE:
+        says += f", but from {UNRELIABLE:g} on intervals of variances are unreliable"
     reason = (
-        f"Pareto-k of exact norms was {recent.mean():.2f} on average over {recent.size} records up to step {step[at]}, "
-        f"at least {low:.2f} with {CONFIDENCE:.1%} confidence"
+        f"{says}: the tail index (Pareto-k) was {recent.mean():.2f} on average over {recent.size} measured steps up to "
+        f"step {step[at]}, at least {low:.2f} ({CONFIDENCE:.1%} sure); {HEAVY[0]:g} is the limit."
     )
-    if exact.level == "ok" and low >= UNRELIABLE:
-        reason += f": from {HEAVY[0]:g} on a variance is infinite, which {low:.2f} does not show, but intervals of "
-        reason += "variances are unreliable from ½ on"
-    return _with_evidence(finding_of("tail_index", [exact], f"{reason}."), shown)
+    return _with_evidence(finding_of("tail_index", [exact], reason), shown)
 
 
 CERTIFICATE = ("certificate_prob_z", "certificate_logprob_z")
@@ -229,11 +235,16 @@ def sampling_certificate(series: StepSeries) -> Finding:
     recent = one.value[max(0, at - 19) : at + 1]
     score = one.score[at]
     runs = f"10^{score:.0f}" if score > 3 else f"{10**score:.2g}"
-    rare = f" If the policy had drawn these tokens itself, at most one of {runs} runs would look like this."
+    way = "more" if recent.mean() > 0 else "less"
     reason = (
-        f"the z-scores of {one.column} averaged {recent.mean():+.2f} over the {recent.size} steps up to step "
-        f"{one.step[at]} (last {one.value[at]:+.1f}).{rare if score > 0.5 else ''}"
+        f"probable than the policy's own would be, by {abs(recent.mean()):.2f} standard deviations on average over the "
+        f"{recent.size} steps up to step {one.step[at]} (last {one.value[at]:+.1f})."
     )
+    if score > 0.5:
+        rare = f"If the policy had drawn these tokens itself, at most one of {runs} runs would look like this."
+        reason = f"the sampled tokens were {way} {reason} {rare}"
+    else:
+        reason = f"the sampled tokens were hardly {way} {reason}"
     return finding_of("sampling_certificate", evidence, reason)
 
 

@@ -24,16 +24,16 @@ SIGNS = {
 TITLES = {
     "reward_fall": "Falling reward",
     "vanished_gradient": "No gradient",
-    "not_finite": "Not finite",
+    "not_finite": "NaN or infinite",
     "gradient_surge": "Gradient-norm surge",
     "entropy_collapse": "Entropy collapse",
     "entropy_rise": "Entropy rise",
     "length_drift": "Length drift",
     "zero_variance_groups": "Equal-reward groups",
-    "ratio_tails": "Ratio tails",
-    "tail_index": "Tail index",
+    "ratio_tails": "Sampler far from trainer",
+    "tail_index": "A few huge gradients",
     "clip_fraction": "Clipped steps",
-    "sampling_certificate": "Sampling certificate",
+    "sampling_certificate": "Sampler is not the policy",
 }
 PANELS = {"n_zero_variance_groups": "zero_variance_share", "clipped": "clipped_share"}
 """Column of the evidence → column of the panel that shows it, where they differ."""
@@ -99,6 +99,15 @@ def false_alarms(detector: str) -> str:
     """Return the share of calm series in which a detector fires: ``1.4 %``, or ``under 0.1 %``."""
     share = RATES[detector].false_alarms
     return f"{100 * share:.1f} %" if share else "under 0.1 %"
+
+
+def silence() -> str:
+    """Return how far it can be trusted that nothing fired: what the best detector called of the runs of study 05."""
+    own = (one for one in RATES.values() if not one.stale)
+    best = max(own, key=lambda one: one.at_all or 0)
+    return (
+        f"Of {COLLAPSED} runs that collapsed, the best detector called {best.at_all}, {best.in_time} of them in time."
+    )
 
 
 def foresight(detector: str) -> str:

@@ -294,10 +294,11 @@ def derived(steps: pd.DataFrame) -> pd.DataFrame:
     return table.assign(**shares)
 
 
-def sparkline(values: np.ndarray, color: str) -> str:
+def sparkline(values: np.ndarray, color: str, marks: Sequence[tuple[float, str]] = ()) -> str:
     """Return values [n] as the HTML of a small curve, as wide as its place; one that is not finite is a gap.
 
-    It is a picture, since a library of charts takes a browser half a second to load.
+    Each of `marks` is a rule in its colour at a share of the width. It is a picture, since a library of charts takes a
+    browser half a second to load.
     """
     y = np.asarray(values, float)
     known = np.isfinite(y)
@@ -307,9 +308,11 @@ def sparkline(values: np.ndarray, color: str) -> str:
     path = "".join(
         f"{'M' if new else 'L'}{a:.1f} {b:.1f}{'h0' * bool(new)}" for a, b, new in zip(x, y, begins, strict=True)
     )
-    line = f'fill="none" stroke="{color}" stroke-width="1.5" stroke-linecap="round" vector-effect="non-scaling-stroke"'
+    line = 'fill="none" stroke-width="1.5" stroke-linecap="round" vector-effect="non-scaling-stroke"'
+    drawn = [(path, color), *((f"M{100 * share:.1f} 0V30", of) for share, of in marks)]
+    paths = "".join(f'<path d="{path}" stroke="{of}" {line}/>' for path, of in drawn)
     box = 'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30" preserveAspectRatio="none"'
-    coded = b64encode(f'<svg {box}><path d="{path}" {line}/></svg>'.encode()).decode()
+    coded = b64encode(f"<svg {box}>{paths}</svg>".encode()).decode()
     return f'<img src="data:image/svg+xml;base64,{coded}" alt="" style="width: 100%; height: 36px">'
 
 

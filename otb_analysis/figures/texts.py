@@ -17,8 +17,11 @@ GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 LINES = {"\n": "\n", "\t": "\t"}
 """What stays as it is in a text of several lines."""
 ONE_LINE = {"\n": "↵", "\t": "⇥", "\r": "␍"}
-SPECIAL = re.compile(r"<\|[^<>]{1,60}\|>|</?(s|pad|eos|bos|unk|mask|end|think|\w{1,20}_of_\w{1,20})>|\[[A-Z]{2,8}\]")
-"""Tokens that a tokenizer adds to text: ends, roles, padding."""
+SPECIAL = re.compile(
+    r"<[|\uff5c][^<>]{1,60}[|\uff5c]>|\[/?[A-Z_]{2,24}\]"
+    r"|</?(s|pad|eos|bos|unk|mask|end|think|tools?|tool_\w{1,20}|\w{1,20}_of_\w{1,20})>"
+)
+"""Tokens that a tokenizer adds to text: ends, roles, padding, and what stands around a call of a tool."""
 SHAPELESS, JOINERS = ("Cc", "Cf", "Cs", "Zl", "Zp"), "\u200d\ufe0f"
 """Categories of characters that show nothing or rearrange others, and those of them that hold emoji together."""
 LONGEST = 240
@@ -32,7 +35,7 @@ Piece = tuple[str, str]
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of an answer that one turn's policy wrote, or that a tool did."""
+    """A part of an answer that one turn's policy wrote, or that something else did, such as a tool."""
 
     turn: int
     tool: bool
@@ -83,7 +86,7 @@ def surroundings(texts: Sequence[str], find: str = "", most: int = 140) -> list[
 
 
 def passages(completion: str, tokens: pd.DataFrame) -> list[Passage]:
-    """Cut an answer where a turn begins, or what a tool wrote; it is one passage where its tokens do not tell.
+    """Cut an answer where a turn or another writer begins; it is one passage where its tokens do not tell.
 
     Args:
         completion: All of the answer, as its tokenizer decoded it.

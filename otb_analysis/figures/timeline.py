@@ -26,11 +26,17 @@ UNBOUNDED = ("grad_norm", "entropy_mean", "length_mean", "mismatch_max", "mismat
 CENTRED = 9
 """Steps of the centred mean that is drawn thinly behind the recorded values."""
 
-LANE, PANEL, GAP = 46, 112, 30
-"""Heights in pixels: of the lane of events, of a panel, and between two."""
+LANE, NAME, PANEL, GAP = 28, 14, 112, 30
+"""Heights in pixels: of the marks of events, of a row of their names, of a panel, and between two."""
+
+ROWS, LETTER, MARGIN = 4, 6, 16
+"""Most rows of names, pixels of a letter in them, and those to the right of the panels."""
 
 DENSE = 400
 """From so many steps on markers would hide the line; spikes stay visible in it."""
+
+SPOKEN = ("watch", "alarm")
+"""Kinds of events that a detector spoke at; their names come first."""
 
 UNSEEN = {"size": 4, "opacity": 0, "maxdisplayed": 1}
 """Markers of a dense curve: a click selects the nearest of all, and a line without markers cannot be clicked."""
@@ -98,21 +104,51 @@ def timeline_info(
     return TimelineInfo(tuple(panels), tuple(sorted(events, key=lambda event: event.step)))
 
 
-def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = False, color: str = BLUE) -> go.Figure:
+def event_names(info: TimelineInfo, width: float) -> list[tuple[Event, int, bool]]:
+    """Return the events whose names fit into a lane of some pixels: each with its row, and whether it ends at its mark.
+
+    A name that would reach beyond the right edge ends there. Alarms and watches come first; a line leads from a name
+    down to its mark.
+    """
+    every = [int(step) for series in info.series for step in series.step[[0, -1]]] or [0, 1]
+    wanted = []
+    for event in info.events:
+        x, long = (event.step - min(every)) / max(max(every) - min(every), 1) * width, LETTER * len(event.text)
+        wanted.append((event, x, (x - long, x) if x + long > width + MARGIN else (x, x + long)))
+    # From both ends inwards and from the top row down no line crosses the name of the mark before.
+    wanted.sort(key=lambda one: (one[0].kind not in SPOKEN, ends := one[2][0] < one[1], -one[1] if ends else one[1]))
+    taken: list[list[tuple[float, float]]] = [[] for _ in range(ROWS)]
+    named = []
+    for event, x, span in wanted:
+        clear = [[not any(a < high and low < b for a, b in row) for row in taken] for low, high in (span, (x, x))]
+        rows = [row for row in range(ROWS) if clear[0][row] and all(clear[1][:row])]
+        if rows:
+            named.append((event, rows[-1], span[0] < x))
+            taken[rows[-1]].append(span)
+            for below in taken[: rows[-1]]:
+                below.append((x, x))
+    lowest = min((row for _, row, _ in named), default=0)
+    return [(event, row - lowest, ends) for event, row, ends in named]
+
+
+def plot_timeline(
+    info: TimelineInfo, step: int | None = None, *, log_y: bool = False, color: str = BLUE, width: float = 560
+) -> go.Figure:
     """Draw the lane and the panels over one axis of steps in the run's colour; a rule marks the chosen step.
 
-    One cursor runs through all panels. `log_y` turns the axes of positive, unbounded quantities.
+    One cursor runs through all panels. `log_y` turns the axes of positive, unbounded quantities. Events have those of
+    their names that fit where the panels are `width` pixels wide or more; all have them where the mouse rests.
     """
-    figure = go.Figure()
-    height = LANE + len(info.series) * (PANEL + GAP)
+    figure, named = go.Figure(), event_names(info, width)
+    lane = LANE + NAME * (1 + max([row for _, row, _ in named], default=-1))
+    height = lane + len(info.series) * (PANEL + GAP)
     figure.update_layout(
         template=TEMPLATE, height=height + 60, hovermode="x unified", hoversubplots="axis", showlegend=False,
-        margin={"l": 64, "r": 16, "t": 24, "b": 36}, clickmode="event+select", dragmode="zoom",
+        margin={"l": 64, "r": MARGIN, "t": 24, "b": 36}, clickmode="event+select", dragmode="zoom",
     )  # fmt: skip
-    middle = float(np.mean([series.step[[0, -1]] for series in info.series])) if info.series else 0.0
-    _lane(figure, info.events, 1 - LANE / height, middle)
+    _lane(figure, info.events, named, lane, 1 - lane / height)
     for index, series in enumerate(info.series):
-        end = 1 - (LANE + index * (PANEL + GAP) + GAP) / height
+        end = 1 - (lane + index * (PANEL + GAP) + GAP) / height
         single = [e.step for e in info.events if (e.kind, e.column) == ("outlier", series.quantity.column)]
         figure.add_scatter(
             x=series.step, y=series.value, yaxis=f"y{index + 2}", name=series.quantity.title, mode="lines+markers",
@@ -135,22 +171,29 @@ def plot_timeline(info: TimelineInfo, step: int | None = None, *, log_y: bool = 
     return figure
 
 
-def _lane(figure: go.Figure, events: Sequence[Event], bottom: float, middle: float) -> None:
+def _lane(
+    figure: go.Figure, events: Sequence[Event], named: list[tuple[Event, int, bool]], height: int, bottom: float
+) -> None:
     """One row of marks: watches, alarms, change points and outliers, in the order in which they could be seen."""
     for kind, (name, symbol, color) in MARKS.items():
         marked = [event for event in events if event.kind == kind]
         figure.add_scatter(
-            x=[event.step for event in marked], y=[0.5] * len(marked), mode="markers", name=name, yaxis="y",
+            x=[event.step for event in marked], y=[LANE / 2] * len(marked), mode="markers", name=name, yaxis="y",
             marker={"symbol": symbol, "size": 11, "color": color, "line": {"width": 1, "color": "#FFFFFF"}},
             text=[event.text for event in marked], hovertemplate=f"{name}: %{{text}}<extra></extra>",
         )  # fmt: skip
-    # The first of all has its name above it; further names would hide each other, and stand where the mouse rests.
-    for event in [event for event in events if event.kind in ("watch", "alarm")][:1]:
+    for event, row, ends in named:
         figure.add_annotation(
-            x=event.step, y=0.5, yref="y", yshift=14, text=event.text, showarrow=False, font={"size": 11},
-            xanchor="right" if event.step > middle else "left",
+            x=event.step, y=LANE / 2, yref="y", text=event.text, font={"size": 11}, xanchor="right" if ends else "left",
+            ax=0, ay=-NAME * (row + 1), arrowhead=0, arrowwidth=1, arrowcolor=RULE,
         )  # fmt: skip
-    lane = {"domain": (bottom, 1.0), "range": [0, 1], "showticklabels": False, "showgrid": False, "fixedrange": True}
+    lane = {
+        "domain": (bottom, 1.0),
+        "range": [0, height],
+        "showticklabels": False,
+        "showgrid": False,
+        "fixedrange": True,
+    }
     figure.update_layout(yaxis=lane)
     marks = "first watch △, first alarm ▲, change point ▼, single step ◆"
     _title(figure, "Events", marks if events else "nothing fired, nothing changed its level", 1.0)

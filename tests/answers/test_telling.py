@@ -45,7 +45,7 @@ def test_three_kinds_of_rollouts_are_told_each_once(tmp_path):
     told = telling_rollouts(written(tmp_path, steps), 1)
     # Prompt q was never solved, p was at step 2; the longest since step 1 is the other of p there.
     assert [(one.why.partition(",")[0], one.step, one.rollout) for one in told] == [
-        (WRONG, 1, 0), (LONGEST, 1, 1), ("Most surprising token '1'", 2, 2),
+        (WRONG, 1, 0), (LONGEST, 1, 1), ("Most surprising token of step 2 '1'", 2, 2),
     ]  # fmt: skip
     assert told[1].why == f"{LONGEST}, 9 tokens"
     assert (told[2].t, told[2].prompt, told[2].completion) == (1, "Q", "answer 2.2") and "0.000825" in told[2].why
@@ -76,7 +76,8 @@ def test_a_fallen_run_is_looked_at_where_it_still_learned(tmp_path):
     assert run.learned == [0, 5, 10, 15, 20] and run.look == 20
     assert isinstance(run.attribution(20), Attributed)
     dead, missing, before = run.attribution(45), run.attribution(22), run.attribution(3)
-    assert isinstance(dead, NotAttributed) and "all equal" in dead.missing and (dead.nearest, dead.command) == (20, "")
+    assert isinstance(dead, NotAttributed) and (dead.nearest, dead.command) == (20, "")
+    assert "all equal" in dead.missing and "Look at step 20." in dead.missing
     assert "has no attribution" in missing.missing and missing.nearest == 20 and before.nearest == 0
 
 

@@ -26,6 +26,23 @@ SIDEWAYS = (
 )
 
 
+SPY = """
+const P = CanvasRenderingContext2D.prototype, {rect, clip, fillText} = P;
+window.cut = new Set();
+P.rect = function (...where) { this.last = where; return rect.apply(this, where); };
+P.clip = function (...how) { this.within = this.last; return clip.apply(this, how); };
+P.fillText = function (text, x, ...where) {
+  const [left, , width] = this.within ?? [Infinity];
+  if (this.textAlign !== 'right' && x >= left && x < left + width && x + this.measureText(text).width > left + width)
+    window.cut.add(text);
+  return fillText.call(this, text, x, ...where);
+};
+"""
+CUT = """[...window.cut, ...[...document.querySelectorAll('td, th')].filter(
+  (cell) => cell.scrollWidth > cell.clientWidth + 1).map((cell) => cell.innerText)]"""
+"""A script that notes the texts that tables drawn on a canvas cut off; these, and those of other tables."""
+
+
 @contextmanager
 def chromium_started() -> Iterator:
     """Start the system's Chromium; without one the tests are skipped, or fail where they are required."""

@@ -19,13 +19,17 @@ from otb_analysis.report import write_report
 from otb_analysis.report.audit import write_audit
 from otb_analysis.store import RunStore, RunWriter
 from tests.app.browsing import (
+    CUT,
     PLOT,
     ROOT,
     SECONDS,
+    SPY,
     click_first_row,
+    finished,
     served,
     sideways,
     visit,
+    watched,
 )
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -57,6 +61,24 @@ def test_every_page_draws_asks_nobody_else_and_is_no_wider_than_a_small_window(p
     assert not page.locator("[data-testid=stException]").count()
     assert (tab.foreign, tab.dialogs, tab.errors) == ([], [], [])
     assert sideways(page) <= 0
+
+
+@pytest.mark.parametrize("width", [1440, 1024])
+def test_no_cell_of_a_table_cuts_its_text_off(width, browser, store_root, write_next_step, tmp_path):
+    runs = shutil.copytree(store_root, tmp_path / "runs")
+    config = {"seed": 1, "estimator": {"name": "otb"}, "task": "chain_sum", "model": "/a/folder/of/models/" * 6}
+    writer = RunWriter.create(runs, "another-run-of-otb-with-a-name-of-fifty-letters-s1", config)
+    for step in range(3):
+        write_next_step(writer, step, 1)
+    writer.finish()
+    with served(runs) as url, watched(browser, url, viewport={"width": width, "height": 2500}) as tab:
+        tab.page.add_init_script(SPY)
+        for path in ("?", "run?", "compare?compare=Two+runs&", "estimators?", "tokens?"):
+            page = visit(tab, f"{url}/{path}focus=chain-otb-s0&run=chain-otb-s0&run={writer.path.name}")
+            finished(page)
+            page.wait_for_timeout(1000)  # nothing announces that a canvas is drawn
+            assert page.evaluate(CUT) == [], path
+            assert sideways(page) <= 0
 
 
 def test_hostile_tokens_stay_text(tab, address, hostile_texts):
@@ -157,6 +179,16 @@ def test_running_run_is_followed(tab, address, live_root, write_next_step):
 
 
 @pytest.mark.heavy
+def test_a_click_on_a_small_curve_goes_to_its_first_alarm(tab, address):
+    page = visit(tab, f"{address}/run?run=chain-group_mean-s0&step=0")
+    finished(page)
+    card = page.locator(".st-key-curves [data-testid=stColumn]").filter(has_text="Gradient-norm surge")
+    box = card.locator("img").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.8, box["y"] + box["height"] / 2)
+    step = card.locator("button", has_text="step").first.inner_text().rpartition(" ")[2]
+    page.wait_for_function(f"new URL(location).searchParams.get('step') === '{step}'", timeout=20 * SECONDS)
+
+
 def test_numbers_of_a_chart_download_as_csv(tab, address):
     page = visit(tab, f"{address}/?run=chain-otb-s0")
     with page.expect_download() as download:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from otb_analysis.figures.timeline import LANE
 from otb_analysis.store import RunWriter, StepTables
 from tests.app.browsing import SECONDS, Watched, asked, choose, click_row, finished, served, visit, watched
 from tests.app.token_runs import write_token_run
@@ -222,7 +223,7 @@ def test_a_click_on_a_mark_chooses_its_step(tab, address):
         "document.querySelector('.js-plotly-plot')._fullData.filter((t) => t.yaxis === 'y').flatMap((t) => [...t.x])"
     )
     for mark in sorted(page.evaluate(marks))[:2]:
-        x, y, _ = spot(page, mark, "yaxis", 0.5)
+        x, y, _ = spot(page, mark, "yaxis", LANE / 2)
         assert int(click(page, x + 1, y + 3, "step")) == mark
 
 

@@ -186,6 +186,19 @@ def test_triage_lists_only_settings_that_differ(store_root, monkeypatch):
     )  # the estimator has its own column
 
 
+def test_many_runs_are_grouped_by_estimator_however_many_there_are(tmp_path, monkeypatch):
+    names = [f"e{place}-s{seed}" for place in range(7) for seed in range(2)]
+    for name in names:
+        config = {"estimator": {"name": name[:2]}, "task": name[1], "optimize": {"steps": int(name[1]) % 2}}
+        writer = RunWriter.create(tmp_path, name, config | {"seed": int(name[-1])})
+        writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+        writer.finish()
+    app = open_page(tmp_path, "triage", monkeypatch, run=names)
+    assert app.selectbox(key="by").value == "estimator.name" and not app.exception
+    app = open_page(tmp_path, "triage", monkeypatch, run=names[:6])
+    assert app.selectbox(key="by").value == "each run alone"
+
+
 def test_triage_says_how_many_settings_an_older_run_does_not_have(tmp_path, monkeypatch):
     for name, config in (("older", {"seed": 0}), ("newer", {"seed": 1, "objective": {"epochs": 1, "staleness": 0}})):
         RunWriter.create(tmp_path, name, config).write_step(0, StepTables(steps={"reward_mean": 0.5}))
@@ -515,8 +528,18 @@ def test_run_lists_alarms_with_reasons_and_first_firings(store_root, monkeypatch
     assert firsts.is_monotonic_increasing
     assert (surge["false alarms"], surge["study 05"]) == ("1.4 %", "5 of 93 before, 7 at all")
     assert f"It fires in {fired['false alarms'].iloc[0]} of simulated healthy runs." in texts(app)
+    assert "the best detector" not in texts(app)
     app.button(key="fired-gradient_surge").click().run()
     assert app.select_slider(key="step").value == int(surge["first watch"])
+
+
+def test_a_calm_run_says_how_far_silence_goes_and_what_is_configured_is_a_fact(tmp_path, monkeypatch):
+    writer = RunWriter.create(tmp_path, "calm", {"objective": {"staleness": 8}})
+    for step in range(40):
+        writer.write_step(step, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0, "certificate_prob_z": 9.0}))
+    app = open_page(tmp_path, "run", monkeypatch)
+    assert "off-policy as configured (staleness 8)" in texts(app) and "nothing fired" in texts(app)
+    assert "Of 93 runs that collapsed, the best detector called 82, 29 of them in time." in texts(app)
 
 
 def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeypatch):
@@ -566,6 +589,8 @@ def test_where_the_gradient_is_0_no_token_is_large(tmp_path, monkeypatch):
     app = open_page(tmp_path, "run", monkeypatch, step="5")
     assert "Who holds the gradient of step 5" in [one.value for one in app.subheader]
     assert "The gradient of step 5 is 0" in texts(app) and not any("size" in one.value for one in app.dataframe)
+    app.button(key="nearest").click().run()  # the last step with exact norms and a gradient
+    assert "Which tokens are large at step 2" in [one.value for one in app.subheader]
     assert "Which tokens are large at step 3" in [
         one.value for one in open_page(tmp_path, "run", monkeypatch, step="3").subheader
     ]

@@ -173,6 +173,31 @@ def test_token_of_a_megabyte_and_hostile_answers_stay_text(tmp_path, monkeypatch
         assert not any("<script>" in element.value or "<b>" in element.value for element in app.markdown)
 
 
+@pytest.mark.parametrize("page", ["triage", "run", "rollouts", "tokens", "estimators", "compare"])
+def test_no_text_of_a_run_turns_the_letters_around_it(page, tmp_path, monkeypatch):
+    for seed, name in enumerate("ab"):
+        config = {"seed": seed, "estimator": {"name": "otb\u202e"}, "task": f"\u202e{name}", f"odd\u202e{name}": seed}
+        writer = RunWriter.create(tmp_path, name, config)
+        tokens = {"group": [0, 0], "rollout": [0, 1], "t": [0, 0], "turn": [0, 0], "mask": [True] * 2}
+        tokens |= {"token": ["x\u202e"] * 2, "reward": [1.0, 0.0], "logprob": [-0.5] * 2}
+        rollouts = {"group": [0, 0], "rollout": [0, 1], "prompt": ["p\u202e"] * 2, "completion": ["x\u202e"] * 2,
+                    "reward": [1.0, 0.0], "reward_a\u202e": [1.0, 0.0], "reward_b\u202e": [0.0, 0.0],
+                    "length": [1, 1], "finish_reason": ["stop\u202e"] * 2}  # fmt: skip
+        for step in range(2):
+            writer.write_step(step, StepTables(tokens, rollouts, {"reward_mean": 0.5 + step, "grad_norm": 1.0}))
+        writer.finish()
+        writer.path.rename(f"{writer.path}\u202e")
+    app = open_page(tmp_path, page, monkeypatch, run=["a\u202e", "b\u202e"])
+    assert not app.exception
+    blocks, shown = [app._tree], []
+    for block in blocks:  # grows
+        blocks += [child for child in block.children.values() if hasattr(child, "children")]
+        shown += [child for child in block.children.values() if not hasattr(child, "children")]
+    sent = [child.proto.SerializeToString() for child in shown if child.type != "code"]  # which is to be copied
+    assert not [text for text in sent if "\u202e".encode() in text or b'\\u202e"' in text]
+    assert "⟨202E⟩".encode() in b"".join(sent)
+
+
 @pytest.mark.slow
 def test_two_dashboards_look_on_while_a_run_is_written_and_compacted(store_root, write_next_step, tmp_path):
     root, ended = tmp_path / "runs", tmp_path / "ended"

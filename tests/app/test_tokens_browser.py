@@ -65,6 +65,13 @@ def test_a_token_is_found_by_mouse_by_keys_and_again_by_its_address(tab, address
     assert tab.clean
 
 
+def test_in_a_narrow_window_tokens_begin_within_the_first_screen(browser, address):
+    with watched(browser, address, viewport={"width": 390, "height": 900}) as tab:
+        page = visit(tab, f"{address}/tokens")
+        finished(page)
+        assert page.locator(".tok").first.bounding_box()["y"] < 900 and sideways(page) <= 0
+
+
 def test_labels_change_with_step_and_prompt(tab, address):
     page = visit(tab, f"{address}/tokens?run=first&step=0&prompt=0&token=2.3")
     label = select_box(page, "Prompt")

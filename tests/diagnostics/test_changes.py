@@ -14,7 +14,9 @@ def test_surge_fires_when_three_of_the_last_five_steps_are_high(series):
     found = surge(series(grad_norm=[1.0] * 50 + [6.0] * 10))
     assert (found.level, found.watch_step, found.alarm_step) == ("alarm", 52, 52)
     assert found.evidence[0].score[52] == pytest.approx(6 * np.exp(-0.1))
-    assert "‖ḡ‖ was 6 " in found.reason and "6 times the usual 1 " in found.reason and "step 52" in found.reason
+    assert (
+        "gradient norm was 6 " in found.reason and "6 times the usual 1 " in found.reason and "step 52" in found.reason
+    )
 
 
 def test_doubling_is_watched_and_no_alarm(series):

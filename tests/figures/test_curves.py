@@ -213,3 +213,5 @@ def test_a_sparkline_goes_from_left_to_right_between_its_extremes_and_has_gaps()
     assert drawn([1.0, np.nan, 3.0, 3.0, np.inf]) == [[(0, 28)], [(50, 2), (75, 2)]]
     assert drawn([5.0, 5.0]) == [[(0, 28), (100, 28)]]
     assert drawn([np.nan]) == drawn([]) == []
+    marked = b64decode(sparkline(np.arange(3.0), "#123456", [(0.25, "#CC1F2B")]).split(",")[1].split('"')[0]).decode()
+    assert '<path d="M25.0 0V30" stroke="#CC1F2B"' in marked

@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import pytest
 
 from otb_analysis.diagnostics import change_points, diagnose, single_step_outliers
 from otb_analysis.figures.styles import stacked
-from otb_analysis.figures.timeline import plot_timeline, timeline_info
+from otb_analysis.figures.timeline import LETTER, Event, event_names, plot_timeline, timeline_info
 from otb_analysis.store import step_series
 
 N = 30
@@ -86,14 +89,35 @@ def test_a_single_step_outlier_is_marked_in_the_lane_and_on_its_curve():
     assert [(e.kind, e.step, e.column) for e in found.events] == [("outlier", 20, "grad_norm")]
     assert found.events[0].text.startswith("gradient norm 30.0")
     marks = [t for t in plot_timeline(found).data if t.marker.symbol == "diamond" and len(t.x)]
-    assert [(list(t.x), list(t.y)) for t in marks] == [([20], [0.5]), ([20], [30.0])]
+    assert [(list(t.x), list(t.y)) for t in marks] == [([20], [14.0]), ([20], [30.0])]
 
 
-def test_the_first_watch_or_alarm_has_its_name_beside_its_mark():
+def test_marks_have_their_names_above_one_another_where_there_is_room():
     of_run = info(STEPS)
-    first = next(event for event in of_run.events if event.kind in ("watch", "alarm"))
-    named = [(one.x, one.text) for one in plot_timeline(of_run).layout.annotations if one.yref == "y"]
-    assert named == [(first.step, first.text)]
+    names = {(one.x, one.text, one.ay) for one in plot_timeline(of_run).layout.annotations if one.yref == "y"}
+    assert {(x, text) for x, text, _ in names} < {(event.step, event.text) for event in of_run.events}
+    assert {text for _, text, _ in names} == {event.text for event in of_run.events}  # a watch's is the alarm's, too
+    assert len({ay for *_, ay in names}) > 1
+
+
+@pytest.mark.parametrize("width", [100, 260, 560])
+def test_names_of_events_hide_no_other_and_alarms_come_first(width):
+    random, kinds = np.random.default_rng(0), ["watch", "alarm", "change", "outlier"]
+    for _ in range(50):
+        steps = sorted(random.integers(0, N, 8).tolist())
+        events = [Event(step, kinds[step % 4], "", "x" * int(random.integers(4, 30))) for step in steps]
+        named = event_names(replace(info(STEPS), events=tuple(events)), width)
+        assert {event.kind for event, *_ in named} & {"watch", "alarm"} or not {"watch", "alarm"} & {
+            event.kind for event in events
+        }
+        boxes = []
+        for event, row, ends in named:
+            x, long = event.step / (N - 1) * width, LETTER * len(event.text)
+            boxes.append((x, x - long if ends else x, x if ends else x + long, row))
+        for i, (_, low, high, row) in enumerate(boxes):
+            for j, (x, *span, other) in enumerate(boxes):
+                assert i == j or row != other or high <= span[0] or span[1] <= low
+                assert i == j or other <= row or not low < x < high  # the line from another's name to its mark
 
 
 def test_on_a_narrow_page_titles_begin_at_the_edge_whatever_the_margin():

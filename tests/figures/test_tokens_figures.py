@@ -193,7 +193,7 @@ def test_details_of_a_soft_token_give_its_density_and_no_probability(tokens):
 
 def test_details_of_a_tool_token_say_it_has_no_score(tokens):
     formulas = token_details(tokens, 1, 1, "otb").formulas
-    assert [name for name, _ in formulas] == ["tool output"]
+    assert [name for name, _ in formulas] == ["not the policy's"]
 
 
 def test_details_of_a_token_that_is_not_there_are_none(tokens):
@@ -250,6 +250,8 @@ def test_rollouts_say_what_was_paid_for_what_and_whether_the_answer_looks_wrong(
     ("text", "kind"),
     [
         ("<|im_end|>", "special"), ("</s>", "special"), ("<end_of_turn>", "special"), ("[PAD]", "special"),
+        ("<tool_call>", "special"), ("</tool_response>", "special"), ("[/INST]", "special"),
+        ("[TOOL_CALLS]", "special"), ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "special"), ("<toolbox>", ""),
         ("", "special"), ("<b>", ""), ("[a](b)", ""), (" the", ""), ("<|a|><|b|>", ""),
     ],
 )  # fmt: skip
