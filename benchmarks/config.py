@@ -146,7 +146,7 @@ class ProcessesConfig(BenchConfig):
     """Time a measured step by one process and by several that share its prompts out, with whole and sharded weights."""
 
     model: str = "M"  # S (0.85 million parameters), M (29 million), L (110 million), or R: smollm2, once fetched.
-    levels: tuple[str, ...] = ("exact",)  # Each by itself: also sampled, sketch, attribution, contrast.
+    levels: tuple[str, ...] = ("exact", "gram")  # Each by itself: also sampled, sketch, attribution, contrast.
     processes: tuple[int, ...] = (1, 2)  # Numbers of processes, a thread each; the first is 1.
     tokens: int = 32  # Tokens of an answer.
     prompts: int = 32  # Prompts of the step.

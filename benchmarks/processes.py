@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
@@ -18,7 +19,7 @@ from benchmarks.publish import Report, notes_of, report_of
 from otb_analysis.config import MeasureConfig, Schedule
 from otb_analysis.measurement.forward import forward_statistics
 from otb_analysis.measurement.measurer import GradientMeasurer
-from otb_analysis.measurement.table import token_table
+from otb_analysis.measurement.table import TokenMeasurements, token_table
 from otb_analysis.processes import SINGLE_PROCESS, Processes
 from otb_analysis.rollouts.models import gathered
 from otb_analysis.training.runtime import shard
@@ -28,6 +29,8 @@ COLUMNS = {
     "÷ one process": "{ratio:.2f}",
     "÷ whole weights": lambda row: None if row["sharded_ratio"] is None else f"{row['sharded_ratio']:.2f}",
 }  # fmt: skip
+GRAM = "gram"
+"""The Gram matrix by itself: no level has it without the statistics that follow from it."""
 WEIGHTS = {False: "whole", True: "FSDP2"}
 
 
@@ -46,7 +49,7 @@ def run(config: ProcessesConfig) -> Report:
         for (level, size, sharded), found in least.items()
     ]
     step = f"{config.prompts} prompts × {config.group_size} rollouts of {config.tokens} tokens"
-    name = "processes" if config.levels == ("exact",) else "processes_levels"
+    name = "processes" if "exact" in config.levels else "processes_levels"
     title = f"Measuring {step} under {config.model}"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config), name=name)
 
@@ -70,12 +73,16 @@ def _measured(rank: int, config: ProcessesConfig, level: str, size: int, sharded
     table = token_table(rollouts, forward_statistics(model, rollouts, 1.0), None)
     if sharded:
         shard(model, processes)
-    plan: Any = {"exact": Schedule()} | {level: PLANS[level]}
+    plan: Any = {"exact": Schedule()} | ({} if level == GRAM else {level: PLANS[level]})
     measurer = GradientMeasurer(model, MeasureConfig(subgroups=(), **plan), 1.0, processes=processes)
+    nothing, groups = TokenMeasurements.nothing(table.mask.shape), np.arange(config.prompts)
     processes.barrier()
     start = perf_counter()
     with gathered(model) if sharded else nullcontext():
-        assert not measurer.measure(0, rollouts, table, None, lambda: table.mask / 1.0).gaps
+        if level == GRAM:
+            measurer.gram(rollouts, table, nothing, groups)
+        else:
+            assert not measurer.measure(0, rollouts, table, None, lambda: table.mask / 1.0).gaps
     Path(folder, str(rank)).write_text(str(perf_counter() - start))
     if size > 1:
         dist.barrier()

@@ -31,7 +31,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Costs(ScaleConfig):
-    """Operations and bytes of one step of a decoder without biases; attention's own products are left out.
+    """Operations and bytes of one step of a decoder without biases.
 
     A multiplication and an addition are two operations. Tokens of a prompt are read once for all of its rollouts.
     """
@@ -40,6 +40,16 @@ class Costs(ScaleConfig):
     def blocks(self) -> int:
         """Parameters of the blocks' matrices."""
         return self.layers * (4 * self.width**2 + 3 * self.width * self.inner)
+
+    @property
+    def attention(self) -> float:
+        """Multiplications of scores and values a position: half of a rollout's square, the rest is masked."""
+        return float(self.layers * self.width * (self.prompt_tokens + self.tokens))
+
+    @property
+    def through(self) -> float:
+        """Multiplications a position in the blocks: those of weights, and of attention."""
+        return self.blocks + self.attention
 
     @property
     def embedding(self) -> int:
@@ -64,24 +74,32 @@ class Costs(ScaleConfig):
     @property
     def training(self) -> float:
         """One forward and backward pass."""
-        return 6.0 * (self.blocks * self.read + self.embedding * self.sampled)
+        return 6.0 * (self.through * self.read + self.embedding * self.sampled)
 
     def gram(self, way: Rounds) -> float:
         """Every estimator's gradient: two passes forward and one backward a row, and the products of all rows."""
         rows, read = (self.rows_alone, self.positions) if way.cut else (self.rows, self.read)
-        passes = (4 + 4 * rows) * self.blocks * read + (6 + 2 * rows) * self.embedding * self.sampled
+        passes = (4 + 4 * rows) * self.through * read + (6 + 2 * rows) * self.embedding * self.sampled
         products = (self.processes * way.rows) ** 2 * (self.blocks + 2 * self.embedding)
         return way.times * float(passes) + way.rounds * products
 
     @property
     def norms(self) -> float:
-        """Exact norms of all tokens, at most: a signal of each goes back through its text and all blocks."""
-        return 2.0 * self.blocks * self.sampled * (self.prompt_tokens + self.tokens)
+        """Exact norms of all tokens, at most: a signal of each goes back through its text and all blocks.
+
+        Both factors of a product of attention pass a signal on, of a weight's only one.
+        """
+        return 2.0 * (self.through + self.attention) * self.sampled * (self.prompt_tokens + self.tokens)
 
     @property
     def sketch(self) -> float:
-        """Sketched norms: two passes forward, and a backward signal of each direction through all blocks."""
-        return (4.0 + 2.0 * self.directions) * self.blocks * self.read + 4.0 * self.embedding * self.sampled
+        """Sketched norms: two passes forward, and a backward signal of each direction from the last attention on.
+
+        Every rollout reads its prompt.
+        """
+        below = self.blocks - self.width * (self.width + 3 * self.inner) + 2 * self.attention
+        each = 4.0 * self.through + 2.0 * self.directions * below
+        return each * self.positions + 4.0 * self.embedding * self.sampled
 
     @property
     def attribution(self) -> float:
@@ -89,13 +107,13 @@ class Costs(ScaleConfig):
 
         Every rollout reads its prompt.
         """
-        return 18.0 * (self.blocks * self.positions + self.embedding * self.sampled)
+        return 18.0 * (self.through * self.positions + self.embedding * self.sampled)
 
     @property
     def contrast(self) -> tuple[float, float]:
         """Fitting four copies, and scoring each rollout by two of them; a prompt's tokens get logits, too."""
         fitted = 4 * self.steps * self.batch * (self.prompt_tokens + self.tokens)
-        each = float(self.blocks + self.embedding)
+        each = self.through + self.embedding
         return 6.0 * each * fitted, 4.0 * each * self.positions
 
     @property

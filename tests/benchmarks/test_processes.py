@@ -7,7 +7,7 @@ from benchmarks.publish import run_bench
 @pytest.mark.slow
 @pytest.mark.heavy
 def test_every_number_of_processes_has_a_row_with_whole_weights_and_with_shards():
-    levels = "exact", "attribution"
+    levels = "exact", "gram", "attribution"
     report = run_bench(ProcessesConfig(model="S", levels=levels, tokens=4, prompts=2, group_size=2, repeats=1))
     for level in levels:
         rows = [row for row in report.rows if row["level"] == level]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.config import LongConfig, ScaleConfig
@@ -30,14 +30,30 @@ SIZES = {"small": (2, 64, 176, 256), "larger": (4, 128, 352, 512)}
 PROMPTS, GROUP, BEFORE, TOKENS, ROWS = 4, 2, 8, 24, 2
 
 
+def attended(q, k, v, dropout=0.0, causal=False, *args, out_val, **kwargs):
+    """A CPU's fused attention, which PyTorch does not count; of a causal one half is left out."""
+    return sdpa_flop_count(q.shape, k.shape, v.shape) // (1 + causal)
+
+
+def attended_backward(grad, q, k, v, out, logsumexp, dropout, causal, *args, out_val, **kwargs):
+    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape) // (1 + causal)
+
+
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+COUNTS = flop_registry | {
+    FUSED: attended,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attended_backward,
+}
+
+
 class Counted(TorchDispatchMode):
-    """Adds up the operations of matrix products."""
+    """Adds up the operations of matrix products and of attention."""
 
     total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
+        if (count := COUNTS.get(func._overloadpacket)) is not None:
             self.total += count(*args, **(kwargs or {}), out_val=out)
         return out
 
@@ -49,28 +65,41 @@ def counted(call):
     return mode.total
 
 
+class Short(Costs):
+    """Attention of short texts forms the masked half of its square, too."""
+
+    @property
+    def attention(self):
+        return 2 * super().attention
+
+
 def costs_of(processes=1, **sizes):
-    return Costs(group_size=GROUP, prompt_tokens=BEFORE, tokens=TOKENS, rows=ROWS, processes=processes, **sizes)
+    return Short(group_size=GROUP, prompt_tokens=BEFORE, tokens=TOKENS, rows=ROWS, processes=processes, **sizes)
 
 
 @pytest.fixture(params=SIZES)
 def case(request):
-    layers, width, inner, vocabulary = SIZES[request.param]
+    return made(request.param)
+
+
+def made(size, group=GROUP, tokens=TOKENS):
+    layers, width, inner, vocabulary = SIZES[size]
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=4, head_dim=width // 4, tie_word_embeddings=False,
     )  # fmt: skip
-    ids = torch.randint(3, vocabulary, (PROMPTS * GROUP, BEFORE + TOKENS))
-    ids[:, :BEFORE] = ids[::GROUP, :BEFORE].repeat_interleave(GROUP, 0)
-    mask = (torch.arange(BEFORE + TOKENS) >= BEFORE).expand_as(ids)
+    ids = torch.randint(3, vocabulary, (PROMPTS * group, BEFORE + tokens))
+    ids[:, :BEFORE] = ids[::group, :BEFORE].repeat_interleave(group, 0)
+    mask = (torch.arange(BEFORE + tokens) >= BEFORE).expand_as(ids)
     costs = costs_of(layers=layers, width=width, inner=inner, vocabulary=vocabulary, prompts=PROMPTS)
+    costs = replace(costs, group_size=group, tokens=tokens)
     return Qwen3ForCausalLM(config).eval(), ids, mask, costs
 
 
 def test_operations_of_a_training_step(case):
     model, ids, _, costs = case
-    whole = 6 * (costs.blocks + costs.embedding) * ids.numel()  # the model reads prompts again, and scores them
+    whole = 6 * (costs.through + costs.embedding) * ids.numel()  # the model reads prompts again, and scores them
     found = counted(lambda: torch.autograd.grad(model(input_ids=ids).logits.sum(), list(model.parameters())))
     assert found == pytest.approx(whole, rel=0.05)
     assert costs.training < whole
@@ -98,6 +127,24 @@ def test_operations_of_sketched_norms_attribution_and_contrasts(case):
     weights, group = np.random.default_rng(0).normal(size=ids.shape), np.repeat(np.arange(PROMPTS), GROUP)
     found = counted(lambda: signal_noise(model, ids, mask, weights, group))
     assert found == pytest.approx(costs.attribution, rel=0.1)
+
+
+@pytest.mark.parametrize("tokens", [120, 504])
+def test_operations_of_attention_are_those_of_its_square_or_of_the_half_that_is_not_masked(tokens):
+    """Of groups of one: rollouts of a prompt in one packed row would form products with each other, too."""
+    model, ids, mask, short = made("small", group=1, tokens=tokens)
+    weights, group = np.random.default_rng(0).normal(size=(PROMPTS, ROWS, ids.shape[1])), np.arange(PROMPTS)
+    assert short.attention > 0.3 * short.blocks
+    calls = {
+        "gram": lambda: group_gradient_gram(model, ids, mask, weights, group),
+        "sketch": lambda: sketch_score_norms(model, ids, mask, directions=short.directions, method="hybrid"),
+        "attribution": lambda: signal_noise(model, ids, mask, weights[:, 0], group),
+    }
+    for name, call in calls.items():
+        half, whole = (getattr(one, name) for one in (Costs(**vars(short)), short))
+        if name == "gram":
+            half, whole = half(short.one_round), whole(short.one_round)
+        assert 0.97 * half < counted(call) < 1.03 * whole, name
 
 
 def test_operations_of_contrasts(case, monkeypatch):
@@ -148,7 +195,7 @@ def test_seconds_of_measured_levels_follow_the_formulas(name):
         }  # fmt: skip
         if row["what"] in each and row["tokens"] >= 64:
             seen.add(row["what"])
-            whole = 6 * (costs.blocks * costs.positions + costs.embedding * costs.sampled)
+            whole = 6 * (costs.through * costs.positions + costs.embedding * costs.sampled)
             assert 0.7 < row["passes"] / (each[row["what"]] / whole) < 2.5, row
     assert seen == {GRADIENTS, DRAWN, "sketch", "attribution"}
 

@@ -94,6 +94,19 @@ def grams(together):
         found = group_gradient_gram(make(), ids, mask, weights, group, processes=together, **options)
         results[f"gram {name} two"] = found
 
+    given, exchange = [], dist.all_to_all_single
+
+    def sending(found, sent, received, parts, *args, **named):
+        given.append(4 * (sum(parts) - parts[together.rank]))
+        return exchange(found, sent, received, parts, *args, **named)
+
+    dist.all_to_all_single = sending
+    for tied in (True, False):  # as docs/scale.md has it: half of the gradients of three rows go to the other one
+        given.clear()
+        group_gradient_gram(make := model(tied), ids, mask, weights, CLUSTER, processes=together)
+        most = 3 * 4 * sum(parameter.numel() for parameter in make.parameters()) // 2
+        assert 0.99 * most <= sum(given) <= most and (not tied or sum(given) == most)  # tokens never read have no rows
+    dist.all_to_all_single = exchange
     for name, make in MODELS.items():
         for scope in ("all", r"layers\.1", "lm_head"):
             both(f"{name} {scope}", make, CLUSTER, scope=scope)

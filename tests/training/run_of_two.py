@@ -224,9 +224,15 @@ def levels(folder, checkpoint, name="levels"):
     def without_forward_mode(*args):
         raise UnfitError("an operation has no forward mode")
 
+    sharded = load_policy(checkpoint)[0]
+    shard(sharded, replace(together, sharded=True))
     if together.size > 2:  # three have two of the 7 prompts, and two fit the copies of one half
-        for processes in (SINGLE_PROCESS, together):
-            keep(["one", "four"][processes.size > 1], measured(processes))
+        exact = MeasureConfig(exact=Schedule(1), gram="exact")
+        for who, processes in {"one": SINGLE_PROCESS, "four": together}.items():
+            keep(who, measured(processes))
+            keep(f"exact {who}", measured(processes, exact))
+        with gathered(sharded):
+            keep("exact sharded", measured(together, exact, sharded))
         np.savez(folder / f"{name}{together.rank}.npz", **results)
         together.end()
         return
@@ -234,8 +240,6 @@ def levels(folder, checkpoint, name="levels"):
         config = replace(EVERY_LEVEL, sampled=replace(EVERY_LEVEL.sampled, by=by))
         for who, processes in {"one": SINGLE_PROCESS, "two": together}.items():
             keep(f"{by} {who}", measured(processes, config))
-    sharded = load_policy(checkpoint)[0]
-    shard(sharded, replace(together, sharded=True))
     with gathered(sharded):
         keep("sharded two", measured(together, model=sharded))
     for broken_level, module, attribute in BROKEN:
