@@ -97,10 +97,10 @@ def train_command(words: Sequence[str]) -> None:
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?", const="")
-    found, words = parser.parse_known_args(words)
-    if found.config == "":
+    options, words = parser.parse_known_args(words)
+    if options.config == "":
         raise InputError("--config needs a file; pass one, as in --config run.toml.")
-    default = from_toml(TrainConfig, Path(found.config)) if found.config else TrainConfig()
+    default = from_toml(TrainConfig, Path(options.config)) if options.config else TrainConfig()
     config = parsed(TrainConfig, "train", words, default, getdoc(train_command))
     first = os.environ.get("RANK", "0") == "0"  # only the first process prints
     with shown() if first else nullcontext(), phase("otb train") as whole:

@@ -48,14 +48,14 @@ def aggregate_command(words: Sequence[str]) -> None:
         from otb_analysis.atomic import atomic_file
         from otb_analysis.store.runs import aggregate, partitions
 
-        found = partitions([run_path(config.root, n) for n in config.runs or complete_runs(config.root)], config.bin)
-        table = aggregate(found)
+        bins = partitions([run_path(config.root, n) for n in config.runs or complete_runs(config.root)], config.bin)
+        table = aggregate(bins)
         try:
             with atomic_file(config.out) as file:
                 table.to_csv(file, index=False) if config.out.suffix == ".csv" else table.to_parquet(file, index=False)
         except OSError as error:
             raise StoreError(f"cannot write {config.out} ({error.strerror}); pass another --out.") from error
-    sys.stdout.write(f"{config.out} has {len(table):,} rows of {plural(len({one.path for one in found}), 'run')}.\n")
+    sys.stdout.write(f"{config.out} has {len(table):,} rows of {plural(len({one.path for one in bins}), 'run')}.\n")
 
 
 def compact_command(words: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ def tokens_command(words: Sequence[str]) -> None:
         alarm = [view.alarm] if view.alarm else []
         parts = [] if config.json else [*alarm, *printed(answer_parts(view.rollout_tokens(config.rollout)))]
         if config.t is not None and not config.json:
-            said = token_record(view, config.rollout, config.t)
-            lines = said["numbers"] | ((said["formula"] or {}).get("lines") or {"formula": said["not_known"]})
+            token = token_record(view, config.rollout, config.t)
+            lines = token["numbers"] | ((token["formula"] or {}).get("lines") or {"formula": token["not_known"]})
             parts.append("\n".join(f"{name}: {text}" for name, text in lines.items() if text))
     print_json(record) if config.json else print_all(parts)

@@ -133,14 +133,14 @@ def audit_command(words: Sequence[str]) -> None:
     if asked.trackers and not (config.go if config.model else config.run and config.rollouts == Path()):
         raise InputError("--trackers sends the audit of a run; pass --model DIR --go, or --run alone.")
     if config.model:
-        found = _measured(config, command, asked.json)
+        run_or_report = _measured(config, command, asked.json)
     elif config.run and config.rollouts == Path():
         if config.estimator != AuditConfig().estimator:
             raise InputError(
                 f"--estimator.name says what trained when rollouts are read, but run {config.run} has that already; "
                 "leave it out."
             )
-        found = config.root / config.run
+        run_or_report = config.root / config.run
     elif config.go:
         raise InputError("--go measures with the model that sampled the rollouts; pass --model DIR, or leave --go out.")
     else:
@@ -148,7 +148,7 @@ def audit_command(words: Sequence[str]) -> None:
 
         adds = "Baselines, what each token adds to the gradient, and whether the model wrote these tokens"
         free = _free(config, asked.json)
-        found = replace(free, cost=free.traits.price, next=(Further(f"{command} --model DIR --go", adds),))
+        run_or_report = replace(free, cost=free.traits.price, next=(Further(f"{command} --model DIR --go", adds),))
     with shown(), phase("auditing"):
         from otb_analysis.answers import RunAnswers
         from otb_analysis.answers.audit import audit_run
@@ -156,16 +156,16 @@ def audit_command(words: Sequence[str]) -> None:
         from otb_analysis.report.document import printed
         from otb_analysis.store import RunStore
 
-        if isinstance(found, Path):
-            run = RunAnswers(RunStore(found))
+        if isinstance(run_or_report, Path):
+            run = RunAnswers(RunStore(run_or_report))
             report = audit_run(run, config.aggregation, config.accumulate)
-            files = ", ".join(map(str, write_audit(run, report, found, command)))
+            files = ", ".join(map(str, write_audit(run, report, run_or_report, command)))
             if asked.trackers:
                 send_audit(run, report, asked.trackers)
-            look = f"Written: {files}. Look on: otb dashboard --root {found.parent}"
+            look = f"Written: {files}. Look on: otb dashboard --root {run_or_report.parent}"
             parts = [] if asked.json else [*printed(audit_sections(run, report)), look]
         else:
-            report = found
+            report = run_or_report
             parts = [f"{one.words}: {one.command}" for one in report.next] + [report.cost] * (not config.model)
     print_json(audit_record(report)) if asked.json else print_all(parts)
 

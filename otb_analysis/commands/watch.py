@@ -267,8 +267,8 @@ class Watched:
         after = "before its first step" if last is None else f"after step {last}"
         ended = f"{status} {last} {store.info.get('updated')}"  # a run that was resumed may end there again
         if status == "complete":
-            found = f"{plural(len(records), 'detector')} fired" if records else f"no {level} fired"
-            events.append(Event(ended, f"{name} is complete, {until}; {found}.", status, 0, last))
+            outcome = f"{plural(len(records), 'detector')} fired" if records else f"no {level} fired"
+            events.append(Event(ended, f"{name} is complete, {until}; {outcome}.", status, 0, last))
         elif status != "running":
             text = f"{name} {status} {after}{f': {reason}' if reason else '.'}"
             events.append(Event(ended, text, status, DEAD, last))

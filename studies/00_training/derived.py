@@ -36,9 +36,9 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw each task's learning curves: the seeds thin, their mean with its interval."""
     panels = []
     for task in distinct(tables["curves"], "task"):
-        own = select(tables["curves"], task=task)
-        points = {step: over_seeds(select(own, step=step)) for step in sorted(distinct(own, "step"))}
-        drawn = [interval_curve(points, "", "mean over seeds, 95 % interval", BLUE), *seed_curves(own, "success")]
+        rows = select(tables["curves"], task=task)
+        points = {step: over_seeds(select(rows, step=step)) for step in sorted(distinct(rows, "step"))}
+        drawn = [interval_curve(points, "", "mean over seeds, 95 % interval", BLUE), *seed_curves(rows, "success")]
         rules, note = [(GOALS[task][name], name) for name in ("target", "aim")], "success on held-out prompts"
         panels.append(Panel(task, note, "step", drawn, rules, (0.0, 1.0), percent=True))
     return {"curves.svg": svg(panels)}

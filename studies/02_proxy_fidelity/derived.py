@@ -20,9 +20,9 @@ COLORS: dict[str, str] = dict(zip(SOURCES, (ORANGE, AMBER, GREEN, BLUE), strict=
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return the efficiency rows that the page shows, and which of them tell a source from exact norms."""
     pooled = [row for row in _pooled(tables["efficiency"]) if row["to_rloo"] is not None]
-    own, apart = select(pooled, update=UPDATES[1], estimator="otb"), _pooled(tables.get("disagreement", ()))
-    tested = [row for row in own if row["to_exact_low"] is not None]
-    exact = select(own, source="exact")
+    otb, apart = select(pooled, update=UPDATES[1], estimator="otb"), _pooled(tables.get("disagreement", ()))
+    tested = [row for row in otb if row["to_exact_low"] is not None]
+    exact = select(otb, source="exact")
     exact = [r for r in exact if r["to_rloo_low"] and not hidden(r["to_rloo_low"], r["to_rloo_high"])]
     excluded = sorted(1 - row["to_exact_low"] for row in select(tested, source="proxy"))
     middle = float(np.median(excluded)) if excluded else None

@@ -158,8 +158,8 @@ def energies_of(policy: Policy, written: ScoredRollouts, seed: int) -> dict[str,
     norms = token_score_norms(*args, temperature=temperature)
     sketched = sketch_score_norms(*args, temperature=temperature, directions=DIRECTIONS, seed=seed)
     exact, sketch = (written.by_token(measured.norm_sq[back]) for measured in (norms, sketched))
-    found = energies_beside(written, exact, CALIBRATION_SHARE, seed) | {"sketch": np.maximum(sketch, 0.0)}
-    return {name: found[name] for name in ("exact", *SOURCES)}
+    energies = energies_beside(written, exact, CALIBRATION_SHARE, seed) | {"sketch": np.maximum(sketch, 0.0)}
+    return {name: energies[name] for name in ("exact", *SOURCES)}
 
 
 def gram_of(policy: Policy, written: ScoredRollouts, energies: Mapping[str, Float]) -> Gram:
@@ -222,8 +222,8 @@ def disagreement_rows(grams: Sequence[Gram], apart: Sequence[Mapping[Label, Floa
             label = (name, source)
             square = list[Float]()  # ‖ḡ − ḡ with exact norms‖² of every prompt
             for blocks in (gram.blocks([label], (name, "exact"))[0] for gram in grams):
-                own, cross = np.einsum("jpp->jp", blocks)[[0, 2]].sum(axis=0), np.einsum("pp->p", blocks[1])
-                square.append(np.maximum(own - 2 * cross, 0.0))
+                power, cross = np.einsum("jpp->jp", blocks)[[0, 2]].sum(axis=0), np.einsum("pp->p", blocks[1])
+                square.append(np.maximum(power - 2 * cross, 0.0))
             values = {"disagreement": [one[label] for one in apart], "difference": square}
             row = {"estimator": name, "source": source, "prompts": len(place)}
             for key, value in ((key, np.concatenate(parts)) for key, parts in values.items()):

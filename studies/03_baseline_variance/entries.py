@@ -138,9 +138,9 @@ def in_updates(
             seen = np.concatenate([members, order[: min(update, len(order)) - len(members)]])
             at = rows[seen * turns + turn].ravel()
             part: dict[str, Any] = {need: getattr(inputs, need)[at] for need in needs}
-            found = estimate(name, EstimatorInputs(**part, group=np.repeat(np.arange(len(seen)), size)), options)
-            own = len(members) * size
-            out[at[:own]] = found.advantage[:own]
+            estimates = estimate(name, EstimatorInputs(**part, group=np.repeat(np.arange(len(seen)), size)), options)
+            count = len(members) * size
+            out[at[:count]] = estimates.advantage[:count]
     return out
 
 
@@ -185,9 +185,9 @@ class UpdateSums:
 
     def add(self, groups: Int, g: NDArray[np.float32]) -> None:
         """Add the gradients [G, K] of different groups of one prompt: each is in another update, or in none."""
-        own = self.update[groups] >= 0
-        self.total[self.update[groups[own]]] += g[own]
-        self.squares += float(np.einsum("gk,gk->", g[own], g[own], dtype=float))
+        used = self.update[groups] >= 0
+        self.total[self.update[groups[used]]] += g[used]
+        self.squares += float(np.einsum("gk,gk->", g[used], g[used], dtype=float))
 
     def mean_product(self) -> float:
         """Return the mean of ⟨g_p, g_q⟩ over prompts p ≠ q of one update."""

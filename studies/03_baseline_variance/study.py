@@ -105,9 +105,9 @@ def measured(cell: Cell, size: Size, config: TrainConfig, work: Path, bar: Bar) 
     (weights, pools, mixed), kind = kept_pickle(cell.after[0], work), cell.name.partition("-")[0]
     policy = fresh_policy(config)
     policy.model.load_state_dict(weights)
-    found = measured_tokens(policy, pools[kind], np.unique(pools[kind].table.group), size.buckets, bar=bar)
-    keep_arrays(work, **found)
-    pool = Pool.from_norms(pools[kind], **found)
+    arrays = measured_tokens(policy, pools[kind], np.unique(pools[kind].table.group), size.buckets, bar=bar)
+    keep_arrays(work, **arrays)
+    pool = Pool.from_norms(pools[kind], **arrays)
     key = {"policy": cell.settings["policy"]}
     inputs, paid = pool.inputs, pool.written.table.total_reward
     assert inputs.energy is not None
@@ -170,16 +170,16 @@ def comparison(cell: Cell, size: Compared, work: Path, bar: Bar) -> Tables:
     for done, (kind, measured, n) in enumerate(plan):
         pool = load_pool(pools[kind], [measured], work)[0]
         both = mixed if kind == "wide" and n in ASKED_SIZES else None
-        found = gradients(pool, n, size.shuffles, both)
+        by_way = gradients(pool, n, size.shuffles, both)
         for only in (False,) if both is None else (False, True):
-            moments, floor = moments_of(found, n, both if only else None)
+            moments, floor = moments_of(by_way, n, both if only else None)
             key = policy | {"pool": kind, "mixed": only or kind == "deep", "size": n}
             rows = tables_of(moments, n, floor)
             if only and kind == "wide":
                 del rows["estimators"]
-            tables.add(key, **rows, coupling=coupling_rows(found, moments))
+            tables.add(key, **rows, coupling=coupling_rows(by_way, moments))
         if kind == "deep" and n == REGIME_SIZE:
-            tables.add(policy, regimes=regime_rows(cell, pool, found))
+            tables.add(policy, regimes=regime_rows(cell, pool, by_way))
         bar(done + 1, len(plan), f"{cell.name}: {kind}, groups of {n}")
     return tables
 
@@ -214,10 +214,10 @@ def tables_of(moments: Mapping[Way, Moments], size: int, floor: float) -> dict[s
     values = dict[tuple[Way, int], tuple[Moments, int, float | None]]()
     for way, update in product(heads, UPDATES):
         # An entry that looks at its batch sees this update's, or all prompts where there are fewer.
-        found = moments[way._replace(prompts=update if way.prompts else 0)]
-        prompts = found.power.size - 1
+        of_update = moments[way._replace(prompts=update if way.prompts else 0)]
+        prompts = of_update.power.size - 1
         batch = min(update if way.prompts else prompts, prompts)
-        values[way, update] = found, update, proved_of_pool([way[:2]], batch, size).projection.get(way[:2])
+        values[way, update] = of_update, update, proved_of_pool([way[:2]], batch, size).projection.get(way[:2])
     truth = moments[reference].truth_sq
     signal = {"prompts": truth.size - 1}
     signal |= interval_columns("signal", jackknife_interval(truth[0], truth[1:], "‖∇J‖²", "linear"))
@@ -298,15 +298,15 @@ def regime_rows(cell: Cell, pool: Pool, found: Gradients) -> list[dict[str, Any]
     variance = {way: found.power[m] - found.apart[m] for m, way in enumerate(found.ways) if way.rewards == "0/1"}
     rloo, facts, rows = variance[Way("rloo", "none")], select(cell.given["prompts"], pool="deep"), []
     for name, kind in product(REGIMES, KINDS):
-        own = next(x for way, x in variance.items() if way.estimator == name and way.source != "exact")
+        of_name = next(x for way, x in variance.items() if way.estimator == name and way.source != "exact")
         value = np.array([or_nan(row[kind]) for row in facts])
-        usable = np.isfinite(value) & (own > 0) & (rloo > 0)
-        own, base, of = own[usable], rloo[usable], value[usable]
+        usable = np.isfinite(value) & (of_name > 0) & (rloo > 0)
+        of_name, base, of = of_name[usable], rloo[usable], value[usable]
         low, _, high = np.array_split(np.argsort(of, kind="stable"), 3)
-        rank = correlation(stats.rankdata(of), stats.rankdata(own / base), np.arange(len(of)))
+        rank = correlation(stats.rankdata(of), stats.rankdata(of_name / base), np.arange(len(of)))
         row = {"estimator": name, "kind": kind, "prompts": len(of)} | interval_columns("rank", rank, 4)
         for third, part in (("low", low), ("high", high)):
-            row |= interval_columns(third, log_ratio_t(own[part], base[part], "variance"), 4)
+            row |= interval_columns(third, log_ratio_t(of_name[part], base[part], "variance"), 4)
             row |= {f"{third}_from": rounded(of[part].min(), 3), f"{third}_to": rounded(of[part].max(), 3)}
         rows.append(row)
     return rows

@@ -51,9 +51,9 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         for equal, pairs in CONTRASTS.items() for arm, base in pairs if {arm, base} <= set(arms)
     }  # fmt: skip
     ends = {name: column(select(curves, arm=name, step=last[name]), "success") for name in arms}
-    own = {name: list(later["updates" if name in LONG else "rollouts"][name].values()) for name in arms}
+    late = {name: list(later["updates" if name in LONG else "rollouts"][name].values()) for name in arms}
     means, finals = (
-        {name: seed_mean(values, "held-out success", "logit") for name, values in of.items()} for of in (own, ends)
+        {name: seed_mean(values, "held-out success", "logit") for name, values in of.items()} for of in (late, ends)
     )
     worst, worlds = dict[tuple[str, int], float](), [dict(row) for row in tables.get("worlds", ())]
     for row in worlds:
@@ -64,7 +64,7 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
             worst[name, row["prompts"]] = max(row[name] / row[row["least"]], worst.get((name, row["prompts"]), 1.0))
     few = [row for row in worlds if row["prompts"] <= 16 and row["spread"] <= 1]
     alike = [row["energy_across_loo"] / row[row["least"]] - 1 for row in few]
-    readings = {pair: reading(found) for pair, found in gains.items()}
+    readings = {pair: reading(gain) for pair, gain in gains.items()}
     return {
         "LIMIT": SampleConfig().max_new_tokens, "shared": shared, "means": means, "finals": finals, "gains": gains,
         "readings": readings, "advised": advised(readings), "worst": worst, "told": worlds,

@@ -113,8 +113,8 @@ def pool_tables(starts: Sequence[TrainConfig], prompts: int, rollouts: int, bar:
     """Return the statistics of small and large groups on the same rollouts, at updates of 64 and of 512 rollouts."""
     grams: dict[int, list[Gram]] = {SMALL_GROUP: [], LARGE_GROUP: []}
     for number, start in enumerate(starts):
-        found = pooled_grams(Trainer.from_config(start), prompts, rollouts, tuple(grams), LABELS)[2]
-        for n, gram in found.items():
+        by_size = pooled_grams(Trainer.from_config(start), prompts, rollouts, tuple(grams), LABELS)[2]
+        for n, gram in by_size.items():
             grams[n].append(gram)
         bar(number + 1, len(starts), f"pool: start {number}")
     known = {n: proved_of_pool(LABELS, prompts, n) for n in grams}
@@ -175,10 +175,10 @@ def cells(size: Size, quick: bool) -> list[Cell]:
     arms = {name: asdict(ARMS[name]) for name in size.arms}
     pairs = [[asdict(ARMS[name]) for name in pair] for pair in PAIRS]
     pool = Cell("pool", common | {"labels": [list(label) for label in LABELS], "pairs": pairs})
-    own = {name: common | {"arm": name, "facts": facts} for name, facts in arms.items()}
-    sweeps = {name: Cell(f"sweep-{name}", own[name]) for name in arms if not ARMS[name].follows}
+    settings = {name: common | {"arm": name, "facts": facts} for name, facts in arms.items()}
+    sweeps = {name: Cell(f"sweep-{name}", settings[name]) for name in arms if not ARMS[name].follows}
     runs = [
-        Cell(f"run-{name}-s{seed}", own[name] | {"seed": seed}, (sweeps[ARMS[name].follows or name],))
+        Cell(f"run-{name}-s{seed}", settings[name] | {"seed": seed}, (sweeps[ARMS[name].follows or name],))
         for number, seed in enumerate(size.seeds) for name in arms if number < (ARMS[name].seeds or len(size.seeds))
     ]  # fmt: skip
     worlds = {"worlds": asdict(FEW_WORLDS if quick else WORLDS), "advice": list(ADVICE), "tie": TIE}

@@ -41,12 +41,12 @@ def world_rows(worlds: Worlds) -> list[Row]:
         terminal = np.zeros(energy.shape)
         terminal[..., -1] = reward
         for prompts in worlds.prompts:
-            group, found = np.repeat(np.arange(prompts), GROUP), []
+            group, variances = np.repeat(np.arange(prompts), GROUP), []
             for at in np.split(np.arange(worlds.drawn), worlds.drawn // prompts):
                 r, w, h = (x[at].reshape(len(group), -1) for x in (terminal, energy, entropy))
                 inputs = EstimatorInputs(r, np.ones(r.shape, bool), group, energy=w, entropy=h)
-                found.append([(w * estimate(name, inputs).advantage ** 2).sum() for name in ADVICE])
-            blocks = np.array(found).reshape(worlds.blocks, -1, len(ADVICE)).sum(axis=1)
+                variances.append([(w * estimate(name, inputs).advantage ** 2).sum() for name in ADVICE])
+            blocks = np.array(variances).reshape(worlds.blocks, -1, len(ADVICE)).sum(axis=1)
             without = blocks.sum(axis=0) - blocks  # the jackknife's error of each ratio
             error = np.sqrt((worlds.blocks - 1) * (without / without[:, 1:2]).var(axis=0)).max()
             ratios = dict(zip(ADVICE, (blocks.sum(axis=0) / blocks.sum(axis=0)[1]).tolist(), strict=True))

@@ -138,8 +138,8 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     panels = []
     for name in distinct(tables["curves"], "arm"):
         if ARMS[name].ratio == "none":
-            own = select(tables["curves"], arm=name)
-            drawn = [*seed_curves(own, "reward"), mean_curve(own, "step", "reward", name, ARMS[name].color, width=3.0)]
+            arm = select(tables["curves"], arm=name)
+            drawn = [*seed_curves(arm, "reward"), mean_curve(arm, "step", "reward", name, ARMS[name].color, width=3.0)]
             note = "mean reward of the last 6 steps"
             panels.append(Panel(name, note, "step", drawn, y_range=(0.0, 1.0), percent=True))
     return {"reward.svg": svg(panels, columns=4)}
@@ -178,7 +178,7 @@ def forecast_numbers(runs: Rows, detectors: Rows, signals: Rows) -> dict[str, An
         changes[name] = {"medians": [float(np.median(values)) for values in (first, *later)], "rose": rose}
     of_arm = {arm: select(signals, arm=arm) for arm in distinct(signals, "arm")}
     path = {
-        name: {arm: [mean(column(own, f"{name}_{when}")) for when in WHEN] for arm, own in of_arm.items()}
+        name: {arm: [mean(column(rows, f"{name}_{when}")) for when in WHEN] for arm, rows in of_arm.items()}
         for name in SIGNALS
     }
     return kinds | {
@@ -225,10 +225,10 @@ def p_value(differences: list[float]) -> float:
     """Return the one-sided p-value of a mean above 0: every sign of every seed's difference is equally likely."""
     if len(differences) < 2 or not np.any(differences):
         return 1.0
-    found: Any = stats.permutation_test(
+    test: Any = stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", alternative="greater", n_resamples=ALL_SIGNS
     )
-    return float(found.pvalue)
+    return float(test.pvalue)
 
 
 def holm(p_values: list[float]) -> list[float]:

@@ -96,10 +96,10 @@ def windows(attributed: Sequence[int], end: int) -> dict[str, list[int]]:
 def attribution_rows(store: RunStore, steps: pd.DataFrame, end: int) -> list[dict[str, Any]]:
     """Return who held the largest attributed gradient before the collapse, and who the largest of a usual stretch."""
     norm, rows = steps["grad_norm"].to_numpy(np.float64), []
-    found = {name: tried for name, tried in windows(attributed_steps(store), end).items() if tried}
-    first = found["fatal"][0] if found else 0
+    by_window = {name: tried for name, tried in windows(attributed_steps(store), end).items() if tried}
+    first = by_window["fatal"][0] if by_window else 0
     usual = float(np.median(norm[:first])) if first else None
-    for name, tried in found.items():
+    for name, tried in by_window.items():
         one = max((step_attribution(store, step) for step in tried), key=lambda step: step.norm_sq)
         tokens, prompts = np.abs(one.tokens.share), np.abs(one.prompts.share)
         paid = store.sql("SELECT rollout FROM rollouts WHERE step = ? AND reward >= 0.5", [one.step])["rollout"]

@@ -52,9 +52,9 @@ def over_none(policies: Rows) -> Rows:
         same = select(policies, drift=drift, divergence=divergence)
         for budget, name in product(BUDGETS, [name for name in CASES if name != PLAIN]):
             above, below = ([row[f"efficiency_{budget} {which}"] for row in same] for which in (name, PLAIN))
-            found = ratio_interval(above, below, f"efficiency of {name} over {PLAIN}")  # policies are the clusters
+            ratio = ratio_interval(above, below, f"efficiency of {name} over {PLAIN}")  # policies are the clusters
             row = {"drift": drift, "divergence": divergence, "budget": budget, "ratio": name}
-            rows.append(row | interval_columns("over_none", found) | {"over_none_p": found and rounded(found.p_value)})
+            rows.append(row | interval_columns("over_none", ratio) | {"over_none_p": ratio and rounded(ratio.p_value)})
     tested = [row["over_none_p"] for row in rows if row["over_none_p"] is not None]
     qs = iter(stats.false_discovery_control(tested, method="by") if tested else ())
     for row in rows:
@@ -66,11 +66,11 @@ def over_none(policies: Rows) -> Rows:
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw efficiency over divergence at both budgets."""
-    own = [dict(row) | {"ratio": row["ratio"].replace("`", "")} for row in select(tables["exact"], drift="behind")]
+    behind = [dict(row) | {"ratio": row["ratio"].replace("`", "")} for row in select(tables["exact"], drift="behind")]
     colors, panels = {name.replace("`", ""): color for name, color in DRAWN.items()}, []
     note, x = "efficiency, sampler behind along ∇J", "log₁₀ KL of a completion, nats"
     for budget in BUDGETS:
         name = f"efficiency_{budget}"
-        curves = interval_curves(own, "ratio", lambda row: math.log10(row["divergence"]), name, colors)
+        curves = interval_curves(behind, "ratio", lambda row: math.log10(row["divergence"]), name, colors)
         panels.append(Panel(f"Enumerated, {budget} rollouts", note, x, curves, y_range=(0.0, 1.0)))
     return {"efficiency.svg": svg(panels)}

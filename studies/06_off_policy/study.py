@@ -49,7 +49,7 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     Ratios are compared on the same policies, so their efficiencies are kept policy by policy.
     """
     drift, instances = cell.settings["drift"], cell.settings["instances"]
-    found: dict[tuple[float, str], list[dict[str, float]]] = {}
+    by_case: dict[tuple[float, str], list[dict[str, float]]] = {}
     policies, most = [], max(DIVERGENCES)
     for seed in range(instances):
         rng = np.random.default_rng(seed)
@@ -63,12 +63,12 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
             figures = one_policy(tree, sampled_at(tree, direction, distance))
             row = {"drift": drift, "divergence": distance, "policy": seed}
             for name, facts in figures.items():
-                found.setdefault((distance, name), []).append(facts)
-            own = {f"efficiency_{n} {name}": f[f"efficiency_{n}"] for n in BUDGETS for name, f in figures.items()}
-            policies.append(row | {name: rounded(value) for name, value in own.items()})
+                by_case.setdefault((distance, name), []).append(facts)
+            by_name = {f"efficiency_{n} {name}": f[f"efficiency_{n}"] for n in BUDGETS for name, f in figures.items()}
+            policies.append(row | {name: rounded(value) for name, value in by_name.items()})
         bar(seed + 1, instances, f"exact-{drift}: policies enumerated")
     means = []
-    for (distance, name), rows in found.items():
+    for (distance, name), rows in by_case.items():
         row = {"drift": drift, "divergence": distance, "ratio": name, "policies": len(rows), "drawn": instances}
         for column in rows[0]:  # policies are the clusters
             values = np.array([[one[column]] for one in rows])

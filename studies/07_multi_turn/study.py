@@ -90,8 +90,8 @@ def cells(size: Size, quick: bool) -> list[Cell]:
     common = {"quick": quick, "size": asdict(size), "compared": list(COMPARED), "proved": True}
     made = [Cell(f"pool-{stage}", common | {"config": plain_config(config_of(0, quick))}) for stage in STAGES]
     for (kind, names), seed in product(TRAINED.items(), size.train_seeds):
-        own = {"trained": list(names), "seed": seed, "config": plain_config(config_of(seed, quick))}
-        made.append(Cell(f"{kind}-s{seed}", common | own))
+        settings = {"trained": list(names), "seed": seed, "config": plain_config(config_of(seed, quick))}
+        made.append(Cell(f"{kind}-s{seed}", common | settings))
     return made
 
 
@@ -113,9 +113,9 @@ def pool_tables(stage: str, size: Size, quick: bool, work: Path, bar: Bar) -> Ta
         trainer = Trainer.from_config(started(config_of(seed, quick), work))
         for step in range(size.steps if stage == "trained" else 0):
             train_step(trainer, step)
-        rollouts, table, found = pooled_grams(trainer, size.prompts, size.pool, size.sizes, labels)
+        rollouts, table, by_size = pooled_grams(trainer, size.prompts, size.pool, size.sizes, labels)
         facts.append({"stage": stage, "seed": seed, "steps": size.steps} | rollout_facts(rollouts, table))
-        for n, gram in found.items():
+        for n, gram in by_size.items():
             grams[n].append(gram)
         bar(number + 1, len(size.seeds), f"{stage}: seed {seed}")
     tables = Gathered({"rollouts": facts})
@@ -158,10 +158,10 @@ def curves(names: Sequence[str], seed: int, size: Size, quick: bool, how: tuple[
     rows = []
     for name in names:
         path = train(replace(config, root=work, run=name, estimator=EstimatorConfig(name=name)), bar)
-        found = training_steps(path, success="heldout_success", norm="grad_norm")
-        norms = np.array([row["norm"] for row in found])
+        steps = training_steps(path, success="heldout_success", norm="grad_norm")
+        norms = np.array([row["norm"] for row in steps])
         facts = {"clip_fraction": float(np.mean(norms > config.optimize.max_grad_norm)), "norm": float(norms.mean())}
-        points = ({"step": row["step"], "success": row["success"]} for row in found if row["success"] is not None)
+        points = ({"step": row["step"], "success": row["success"]} for row in steps if row["success"] is not None)
         rows += [{"seed": seed, "estimator": name} | point | facts for point in points]
     return rows
 

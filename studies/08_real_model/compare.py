@@ -116,13 +116,13 @@ def pair_rows(grams: Mapping[int, Gram], known: Proved) -> list[dict[str, Any]]:
 def signal_columns(gram: Gram, known: Proved) -> dict[str, Any]:
     """Return ‖∇J‖² and the noise scale of `rloo`, with intervals over prompts, and how many prompts would show it."""
     value = deleted_moments([gram], REFERENCE, known.truth & frozenset(gram.labels) or REFERENCE).truth_sq
-    found = jackknife_interval(value[0], value[1:], "‖∇J‖²", "linear")
+    signal = jackknife_interval(value[0], value[1:], "‖∇J‖²", "linear")
     scale = gradient_noise_scale([gram], REFERENCE, known)
     wanted = None  # at which an interval of ‖∇J‖² would leave 0 out, if the estimate is right
-    if found is not None and found.low is not None and found.estimate > 0:
+    if signal is not None and signal.low is not None and signal.estimate > 0:
         # Where noise dominates, the standard error falls with the number of prompts: pairs count, not prompts.
-        wanted = int(np.ceil(gram.n_prompts * (found.estimate - found.low) / found.estimate))
-    return {**interval_columns("signal", found), **interval_columns("noise_scale", scale), "prompts_wanted": wanted}
+        wanted = int(np.ceil(gram.n_prompts * (signal.estimate - signal.low) / signal.estimate))
+    return {**interval_columns("signal", signal), **interval_columns("noise_scale", scale), "prompts_wanted": wanted}
 
 
 GROUP = 4
@@ -148,8 +148,8 @@ def regressions(cell: Cell, pool: Pool, hybrid: Float) -> Tables:
     tables = Gathered({"regressions": [], "features": []})
     for (name, setting), pair in ratios.items():
         count, _, estimator = name.partition(" ")
-        own = {"features": setting} if setting in SETS else {"estimator": estimator, "ridge": setting}
-        row = own | ratio_columns(pair, {"variance": "variance"})
+        case = {"features": setting} if setting in SETS else {"estimator": estimator, "ridge": setting}
+        row = case | ratio_columns(pair, {"variance": "variance"})
         key = {"policy": cell.settings["policy"], "batch": int(count)}
         tables.add(key, **{"features" if setting in SETS else "regressions": [row]})
     return tables

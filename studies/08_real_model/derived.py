@@ -87,30 +87,30 @@ def arms_of(tables: Mapping[str, Rows]) -> Rows:
         "reward": ("reward", training),
         "late": ("reward", [row for row in training if row["step"] > last - LATE]),
     }
-    found = []
+    arms = []
     for arm in distinct(training, "arm"):
         mine = select(training, arm=arm)
         row = {"arm": arm, "rate": mine[0]["rate"], "clipped": float(np.mean(column(mine, "clipped")))}
         for name, (column_of, rows) in measures.items():
-            own, base = (mean_by_seed(select(rows, arm=which), column_of) for which in (arm, AGAINST))
-            row[name] = seed_mean(list(own.values()), name, "logit")
-            row[f"{name}_over"] = paired_difference(own, base, name)
-        found.append(row)
-    return found
+            of_arm, base = (mean_by_seed(select(rows, arm=which), column_of) for which in (arm, AGAINST))
+            row[name] = seed_mean(list(of_arm.values()), name, "logit")
+            row[f"{name}_over"] = paired_difference(of_arm, base, name)
+        arms.append(row)
+    return arms
 
 
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw variance over that of `rloo` by group size, and the rewards of training."""
     rows, panels = tables["estimators"], []
     for policy in distinct(rows, "policy"):
-        own, note = [], "variance over rloo's, 95 %, cut at 2"
+        dots, note = [], "variance over rloo's, 95 %, cut at 2"
         for place, name in enumerate(SHOWN):  # a point per group size, with the proxy
             known = [row for row in select(rows, policy=policy, estimator=name) if row["source"] != "exact"]
             known = [row for row in known if row["sf_low"] is not None]
             x = [place + (len(SHOWN) + 2) * SIZES.index(row["size"]) for row in known]
             y, low, high = ([min(row[k], CUT) for row in known] for k in ("sf", "sf_low", "sf_high"))
-            own.append(Curve(x, y, name, low, high, COLORS.get(name) or looks_of(name)["color"], width=0))
-        panels.append(Panel(policy, note, "groups of 4, then groups of 8", own, [(1.0, "")], (0.0, CUT)))
+            dots.append(Curve(x, y, name, low, high, COLORS.get(name) or looks_of(name)["color"], width=0))
+        panels.append(Panel(policy, note, "groups of 4, then groups of 8", dots, [(1.0, "")], (0.0, CUT)))
     curves = []
     for arm in ARMS:
         mine, points = select(tables["training"], arm=arm), dict[float, Interval | None]()

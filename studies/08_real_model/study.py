@@ -110,9 +110,9 @@ def measured(cell: Cell, size: Size, start: TrainConfig | None, work: Path, bar:
     for group in groups[groups < size.hybrid]:
         of = written.rollouts.group == group
         sketched[of] = hybrid(policy, written, int(group), size)[of]
-    found = measured_tokens(policy, written, groups, size.buckets, bar=bar)
-    keep_arrays(work, hybrid=sketched[rows], **found)
-    facts = {"tokens": int(written.table.mask[rows].sum()), "distinct_tokens": len(found["sketch"])}
+    arrays = measured_tokens(policy, written, groups, size.buckets, bar=bar)
+    keep_arrays(work, hybrid=sketched[rows], **arrays)
+    facts = {"tokens": int(written.table.mask[rows].sum()), "distinct_tokens": len(arrays["sketch"])}
     return {"measured": [{"cell": cell.name} | facts]}
 
 
@@ -122,10 +122,10 @@ def hybrid(policy: Policy, written: ScoredRollouts, group: int, size: Size) -> F
     rows, out = np.intersect1d(first, mine), np.full(written.table.mask.shape, np.nan)
     ids, mask, attention = (x[rows] for x in written.batch)
     try:
-        found = sketch_score_norms(policy.model, ids, mask, attention, directions=size.directions, method="hybrid")
+        norms = sketch_score_norms(policy.model, ids, mask, attention, directions=size.directions, method="hybrid")
     except InputError:
         return out
-    out[rows] = by_policy_token(written.rollouts, found.norm_sq, np.isin(np.arange(len(back)), rows))[rows]
+    out[rows] = by_policy_token(written.rollouts, norms.norm_sq, np.isin(np.arange(len(back)), rows))[rows]
     out[mine] = out[first[back[mine]]]
     return out
 
@@ -186,8 +186,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if cell.name.startswith("measure"):
         return measured(cell, size, start, work, bar)
     draw, *blocks = cell.after
-    found, beside = load_pool(kept_pickle(draw, work), blocks, work)
-    return (comparison if cell.name.startswith("compare") else regressions)(cell, found, beside["hybrid"])
+    pool, beside = load_pool(kept_pickle(draw, work), blocks, work)
+    return (comparison if cell.name.startswith("compare") else regressions)(cell, pool, beside["hybrid"])
 
 
 STUDY = Study(

@@ -148,8 +148,8 @@ def heldout(config: TrainConfig, model: str, size: Size) -> dict[str, Any]:
         group = np.repeat(np.arange(len(some)), size.answers)
         rollouts = sample(generator, policy.tokenizer, policy.task, some, config.sample, group)
         rewards.append(compute_rewards(policy.task, rollouts).rewards().sum(axis=1))
-    found = heldout_columns(np.concatenate(rewards).reshape(len(prompts), size.answers), config.evaluate.threshold)
+    judged = heldout_columns(np.concatenate(rewards).reshape(len(prompts), size.answers), config.evaluate.threshold)
     facts = {
-        f"success{end}": rounded(cast("float | None", found[f"heldout_success{end}"])) for end in ("", "_low", "_high")
+        f"success{end}": rounded(cast("float | None", judged[f"heldout_success{end}"])) for end in ("", "_low", "_high")
     }
     return {"prompts": len(prompts), "answers": size.answers} | facts

@@ -95,7 +95,7 @@ def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
         out[name], ess = line_gains(at, steps, best[:, None] * np.array(MULTIPLES))
         out[f"{name}_ess"] = ess.mean(axis=1)
     for name, root in (("sgd", np.ones_like(scale)), ("adamw", np.sqrt(scale))):
-        own = gradient * root
-        out[f"{name}_power"], out[f"{name}_along"] = (own**2).sum(axis=2), own @ (truth * root)
+        scaled = gradient * root
+        out[f"{name}_power"], out[f"{name}_along"] = (scaled**2).sum(axis=2), scaled @ (truth * root)
         out[f"{name}_truth"] = ((truth * root) ** 2).sum()
     return out

@@ -65,8 +65,8 @@ def rank_correlation(points: Rows, optimisers: Sequence[str]) -> tuple[Interval 
     """
     rows, each = select(points, kind="model"), list[float]()
     for policy in distinct(rows, "policy"):
-        own = [select(rows, policy=policy, optimiser=name) for name in optimisers]
-        ranks: Any = [stats.spearmanr(column(one, "predicted"), column(one, "realised"))[0] for one in own]
+        by_optimiser = [select(rows, policy=policy, optimiser=name) for name in optimisers]
+        ranks: Any = [stats.spearmanr(column(one, "predicted"), column(one, "realised"))[0] for one in by_optimiser]
         each.append(float(np.mean(ranks)))
     return seed_mean(each, "rank correlation within a checkpoint"), each
 
@@ -78,11 +78,11 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
         rows = [row for row in (*tables["points"], *later) if row["kind"] == kind and row["arm"] != "rloo"]
         curves = []
         for name in optimisers:
-            own = select(rows, optimiser=name)
-            y, low, high = (np.clip(column(own, f"realised{end}"), *CUT) for end in ("", "_low", "_high"))
+            points = select(rows, optimiser=name)
+            y, low, high = (np.clip(column(points, f"realised{end}"), *CUT) for end in ("", "_low", "_high"))
             # Of very few batches a percentile interval may leave its estimate out, and a bar cannot.
             heights = y.tolist(), name, np.minimum(low, y).tolist(), np.maximum(high, y).tolist()
-            curves += [Curve(column(own, "predicted"), *heights, COLORS[name], width=0)] if own else []
+            curves += [Curve(column(points, "predicted"), *heights, COLORS[name], width=0)] if points else []
         if curves:
             ends = [min(x for c in curves for x in c.x), max(x for c in curves for x in c.x)]
             line = Curve(ends, ends, "", color=GREY, width=1.0, dashed=True)

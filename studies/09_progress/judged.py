@@ -232,13 +232,13 @@ def gains(at: Checkpoint, pool: HeldOut, judging: Judging, part: int, lengths: R
         for line, steps in zip(LINES, (gradient, gradient * at.scale), strict=True):
             for a, step in enumerate(steps):
                 out[f"{line}_slope"][a, k] = slope_of(pool, step)
-                found = pool_gain(at.base, best[line][a] * step, model, pool, block)
-                out[f"{line}_gain"][a, k], out[f"{line}_ess"][a, k] = found
+                moved = best[line][a] * step
+                out[f"{line}_gain"][a, k], out[f"{line}_ess"][a, k] = pool_gain(at.base, moved, model, pool, block)
         for name in STEPS:
             out[f"{name}_alone"][k] = pool_gain(at.base, alone[name], model, pool, block)[0]
             for a, step in enumerate(gradient):
-                found = pool_gain(at.base, at.adamw_step(step, name == STEPS[0]), model, pool, block)
-                out[name][a, k], out[f"{name}_ess"][a, k] = found
+                moved = at.adamw_step(step, name == STEPS[0])
+                out[name][a, k], out[f"{name}_ess"][a, k] = pool_gain(at.base, moved, model, pool, block)
         for a, step in enumerate(gradient if k < judging.sampled else ()):
             for i, moved_by in enumerate((best["sgd"][a] * step, at.adamw_step(step, True))):
                 out["sampled"][i, a, k] = sampled_success(at, prompts, moved_by) - start

@@ -93,14 +93,14 @@ class Judged:
 def of_policy(name: str, products: Mapping[str, Float], parts: Sequence[Mapping[str, Float]], best: Float) -> Judged:
     """Put together what cells measured of a checkpoint; `best` are the pilot's lengths [2, A]."""
     keys = [key for key in parts[0] if "sampled" not in key]
-    found = {key: np.concatenate([part[key] for part in parts], axis=-1) for key in keys}
+    joined = {key: np.concatenate([part[key] for part in parts], axis=-1) for key in keys}
     gains, allowed, unbiased = dict[str, Float](), dict[str, np.ndarray](), np.isin(ARMS, UNBIASED)
-    factor = clip_factor(found["norm"])
+    factor = clip_factor(joined["norm"])
     one, clipped = np.ones_like(factor), factor / factor.mean()
     for m, line in enumerate(LINES):
-        slope, length = found[f"{line}_slope"], best[m][:, None]
-        bend = (found[f"{line}_gain"] - length * slope) / length**2
-        lost = 1 - found[f"{line}_ess"].mean(axis=1)  # it grows with the square of the length
+        slope, length = joined[f"{line}_slope"], best[m][:, None]
+        bend = (joined[f"{line}_gain"] - length * slope) / length**2
+        lost = 1 - joined[f"{line}_ess"].mean(axis=1)  # it grows with the square of the length
         # Unbiased arms have one slope in expectation: with their mean in its place only curvature tells them apart.
         common = np.where(unbiased[:, None], slope[unbiased].mean(axis=0), slope)
         for kind, share, along in (("", one, slope), ("_clipped", clipped, slope), ("_known", one, common)):
@@ -108,7 +108,7 @@ def of_policy(name: str, products: Mapping[str, Float], parts: Sequence[Mapping[
             gains[line + kind] = eta * (along[..., None] + eta * bend[..., None])
             allowed[line + kind] = lost[:, None] * np.array(GRID) ** 2 <= 1 - LEAST_ESS
     for step in STEPS:
-        gains[step] = (found[step] - found[f"{step}_alone"])[..., None]
+        gains[step] = (joined[step] - joined[f"{step}_alone"])[..., None]
         allowed[step] = np.ones((len(ARMS), 1), bool)
     metrics = {line: Metric(np.einsum("aabb->ab", products[line]), products[line]) for line in LINES}
     return Judged(name, "model", gains, allowed, metrics)

@@ -97,8 +97,8 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     if kind == "points":
         return compared(cell, size.policies, size.replicates, work)
     if kind == "new_points":
-        found = compared(cell, size.new_policies, size.replicates, work)
-        return {"new_points": found["points"], "new_checks": found["checks"]}
+        tables = compared(cell, size.new_policies, size.replicates, work)
+        return {"new_points": tables["points"], "new_checks": tables["checks"]}
     if kind == "derailment":
         keep_arrays(work, **derailed.measured(cell.settings))
         return {}
@@ -118,17 +118,17 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
 def compared(cell: Cell, policies: Sequence[str], replicates: int, work: Path) -> Tables:
     """Return points and correlations, and how sampling anew agrees with importance weights."""
     kept = [one for one in cell.after if one.name.startswith(("products-", "gains-", "derailment-"))]
-    arrays, found, checks = {one.name: dict(np.load(kept_file(one, work))) for one in kept}, [], []
+    arrays, judgements, checks = {one.name: dict(np.load(kept_file(one, work))) for one in kept}, [], []
     for policy in policies:
         parts = [arrays[name] for name in arrays if name.startswith(f"gains-{policy}-")]
         lengths = select(cell.given["pilot"], policy=policy)
         best = np.array([judged.best_lengths(lengths, line) for line in judged.LINES])
-        found.append(points.of_policy(policy, arrays[f"products-{policy}"], parts, best))
+        judgements.append(points.of_policy(policy, arrays[f"products-{policy}"], parts, best))
         checks += [{"policy": policy} | row for row in points.check_rows(parts)]
     processes = [name for name in arrays if name.startswith("derailment-")]
-    found += [points.of_process(name, arrays[name]) for name in processes]
+    judgements += [points.of_process(name, arrays[name]) for name in processes]
     facts = [{"policy": name, "success": rounded(float(arrays[name]["success"]))} for name in processes]
-    return points.tables(found, replicates) | {"checks": checks, "processes": facts}
+    return points.tables(judgements, replicates) | {"checks": checks, "processes": facts}
 
 
 OLD, NEW = cells(FULL, quick=False)

@@ -37,7 +37,7 @@ def chance(width: int) -> float:
 def over_seeds(rows: Rows, scales: Mapping[str, str]) -> dict[str, Any]:
     """Return means over seeds with Student's intervals."""
     means = {name: seed_mean(column(rows, name), name, scale) for name, scale in scales.items()}
-    return {key: x for name, found in means.items() for key, x in interval_columns(name, found).items()}
+    return {key: x for name, interval in means.items() for key, x in interval_columns(name, interval).items()}
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
@@ -51,12 +51,12 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         for (start, arm), words in POLICIES.items()
     ]
     gains = [gain(curves, start, arm) for start in distinct(curves, "start") for arm in ("rows", "all")]
-    found = {"policies": policies, "gains": gains, "chance_small": chance(layers[0]["width"])}
+    small = {"policies": policies, "gains": gains, "chance_small": chance(layers[0]["width"])}
     if "real_layers" not in tables:  # the quick setting has no pretrained model
-        return found | {"real": None}
+        return small | {"real": None}
     real, learned = tables["real_layers"], tables["real_curves"]
     ends = {arm: select(learned, arm=arm)[-1] for arm in ("rows", "all")}
-    return found | {
+    return small | {
         "real": real[-1], "best": max(real, key=lambda row: row["r_squared"]), "ends": ends,
         "chance_real": chance(real[0]["width"]), "before": learned[0],
         "best_of_all": max(select(learned, arm="all"), key=lambda row: row["right"]),

@@ -100,13 +100,13 @@ def read(
 
 def readings(states: States, rows: Float, fitted: Bool, ridge: float) -> list[dict[str, Any]]:
     """Return of each layer what a probe finds in prompts it was not fitted on, and mean |cos| with the digit rows."""
-    found = []
+    layers = []
     for hidden in states.hidden:
         probe = linear_probe(hidden, states.count, fitted, ridge)
         along = {"cos_probe": probe.direction, "cos_shift": count_shift(hidden, states.count)}
         cosines = {name: float(np.nanmean(np.abs(row_cosines(one, rows)))) for name, one in along.items()}
-        found.append({"r_squared": probe.r_squared, "exact": probe.exact} | cosines)
-    return found
+        layers.append({"r_squared": probe.r_squared, "exact": probe.exact} | cosines)
+    return layers
 
 
 def shares(
@@ -128,8 +128,8 @@ def shares(
         token_score_norms(model, ids, mask, seen.bool(), scope=scope).norm_sq[:, -1] for scope in ("lm_head", "all")
     )
     rows = np.nansum(rows_share(logprob.numpy(), token[:, 0].numpy(), digits) * layer)
-    found = {"of_layer": rows / layer.sum(), "of_score": rows / whole.sum(), "norm_sq": whole.mean()}
-    return {name: rounded(float(value)) for name, value in found.items()}
+    norms = {"of_layer": rows / layer.sum(), "of_score": rows / whole.sum(), "norm_sq": whole.mean()}
+    return {name: rounded(float(value)) for name, value in norms.items()}
 
 
 def digit_rows(model: PreTrainedModel, digits: Sequence[int]) -> Float:
@@ -161,8 +161,8 @@ def cells(quick: bool) -> list[Cell]:
     same |= {"check": CHECK, "heldout": HELDOUT, "norms": NORMS} | (QUICK if quick else {})
     made = list[Cell]()
     for start, (shown, before) in STARTS.items():
-        own = same | {"start": start, "shown": shown, "before": 20 if quick else before}
-        made += [Cell(f"{start}-s{seed}", own | {"seed": seed}) for seed in range(1 if quick else SEEDS)]
+        settings = same | {"start": start, "shown": shown, "before": 20 if quick else before}
+        made += [Cell(f"{start}-s{seed}", settings | {"seed": seed}) for seed in range(1 if quick else SEEDS)]
     facts = {"model": "smollm2", "task": asdict(TASK), "prompts": SEED, "examples": EXAMPLES, "judged": JUDGED}
     facts |= {"batch": BATCH}
     look = {"fitted": FITTED, "norms": REAL_NORMS, "ridge": REAL_RIDGE, "blocks": BLOCKS}
@@ -182,9 +182,9 @@ def measure_small(cell: Cell, bar: Bar) -> Tables:
 
     def look(model: PreTrainedModel, arm: str) -> None:
         states, fitted = read(model, texts, count, digits), np.arange(len(count)) % 2 == 0
-        found = enumerate(readings(states, digit_rows(model, digits), fitted, s["ridge"]), start=1)
+        by_layer = enumerate(readings(states, digit_rows(model, digits), fitted, s["ridge"]), start=1)
         width = states.hidden.shape[2]
-        layers = [{"layer": k, "width": width} | {n: rounded(x) for n, x in one.items()} for k, one in found]
+        layers = [{"layer": k, "width": width} | {n: rounded(x) for n, x in one.items()} for k, one in by_layer]
         share = shares(model, texts[: s["norms"]], digits, s["seed"])
         tables.add(key | {"arm": arm}, layers=layers, answers=[states.success | share])
 
@@ -265,8 +265,8 @@ def measure_real(cell: Cell, bar: Bar) -> Tables:
     states, rows = read(model, texts, counts(prompts), digits, at_once=s["batch"]), digit_rows(model, digits)
     bar(1, 3, "states")
     curve = [curve_row("rows", *point) for point in rows_trained(states, rows, fitted, s["rows"], s["batch"])]
-    found = enumerate(layer_intervals(states, rows, fitted, s), 1)
-    layers = [{"layer": k, "width": rows.shape[1]} | row for k, row in found]
+    by_layer = enumerate(layer_intervals(states, rows, fitted, s), 1)
+    layers = [{"layer": k, "width": rows.shape[1]} | row for k, row in by_layer]
     bar(2, 3, "probes and rows")
     share = shares(model, texts[-s["norms"] :], digits, seed=0)
     bar(3, 3, "norms")
@@ -328,9 +328,9 @@ def rows_trained(states: States, rows: Float, fitted: Bool, how: Any, batch: int
     drawn = torch.Generator().manual_seed(0)
     for step in descended([weight], how, loss):
         with torch.no_grad():
-            found = logprob(judged)
-        right = found.gather(1, count[judged, None])[:, 0].exp()
-        yield step, right.numpy(), (found[:, :DIGITS].argmax(1) == count[judged]).double().numpy()
+            log_pi = logprob(judged)
+        right = log_pi.gather(1, count[judged, None])[:, 0].exp()
+        yield step, right.numpy(), (log_pi[:, :DIGITS].argmax(1) == count[judged]).double().numpy()
 
 
 def curve_of_all(

@@ -31,8 +31,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         for name, words in names.items():
             key = {"policy": policy, "kind": kind, "target": target, "score": name, "words": words}
             more = None if name == plain else correlation(sums, name, target, plain)
-            own = interval_columns("correlation", correlation(sums, name, target))
-            rows.append(key | own | interval_columns("over_plain", more))
+            columns = interval_columns("correlation", correlation(sums, name, target))
+            rows.append(key | columns | interval_columns("over_plain", more))
     decided = [decisive(select(tables["found"], policy=policy), policy) for policy in policies]
     return {"correlations": rows, "decisive": decided, "DECISIVE": DECISIVE, "LOWEST": LOWEST, "FEW": FEW}
 
@@ -59,10 +59,10 @@ def decisive(rows: Rows, policy: str) -> dict[str, Any]:
     `more` is that share by the contrast less that by log π.
     """
     there = np.array(column(rows, "decisive"))
-    found = {f"found_by_{name}": np.array(column(rows, name)) for name in FINDERS}
-    found["more"] = found["found_by_contrast"] - found["found_by_logprob"]
+    by_finder = {f"found_by_{name}": np.array(column(rows, name)) for name in FINDERS}
+    by_finder["more"] = by_finder["found_by_contrast"] - by_finder["found_by_logprob"]
     row: dict[str, Any] = {"policy": policy, "tokens": sum(column(rows, "tokens")), "decisive": int(there.sum())}
-    for name, counts in found.items():
+    for name, counts in by_finder.items():
         share = ratio_interval(counts, there, "share found", "linear") if there.any() else None
         if share and there.sum() < FEW:
             share = replace(share, low=None, high=None)
@@ -76,8 +76,8 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     for policy in distinct(tables["fifths"], "policy"):
         curves = []
         for name, color in COLORS.items():  # the mean effect of each fifth over all seeds' tokens
-            own = select(tables["fifths"], policy=policy, score=name)
-            parts = {float(part): select(own, fifth=part) for part in distinct(own, "fifth")}
+            rows = select(tables["fifths"], policy=policy, score=name)
+            parts = {float(part): select(rows, fifth=part) for part in distinct(rows, "fifth")}
             means = [np.average(column(x, "effect"), weights=column(x, "tokens")) for x in parts.values()]
             curves.append(Curve(list(parts), means, SCORES[name], color=color))
         title, note = f"{policy}: tokens of wrong rollouts", "mean effect on success"

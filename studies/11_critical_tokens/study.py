@@ -71,14 +71,14 @@ def summaries(tokens: Sequence[Token]) -> dict[str, list[dict[str, Any]]]:
     """
     sums, fifths = list[dict[str, Any]](), list[dict[str, Any]]()
     for kind, right in KINDS.items():
-        own = [token for token in tokens if right is None or token["right"] == right]
+        of_kind = [token for token in tokens if right is None or token["right"] == right]
         # Σx², Σy² and Σxy of each score's rank x and its target's rank y, the effect's or its size's
-        ranked, columns = {name: ranks(x) for name, x in values(own).items()}, {"tokens": np.ones(len(own))}
+        ranked, columns = {name: ranks(x) for name, x in values(of_kind).items()}, {"tokens": np.ones(len(of_kind))}
         for target, names in (("effect", SCORES), ("size", SIZES)):
             columns[f"{target}_sq"] = ranked[target] ** 2
             columns |= {f"{name}_sq": ranked[name] ** 2 for name in names}
             columns |= {f"{name}_{target}": ranked[name] * ranked[target] for name in names}
-        sums += [{"kind": kind} | row for row in sums_by_prompt(own, columns)]
+        sums += [{"kind": kind} | row for row in sums_by_prompt(of_kind, columns)]
     x = values(wrong := [token for token in tokens if not token["right"]])
     for name in DRAWN:  # the mean effect of each fifth of some scores, lowest first
         part = np.clip(((ranks(x[name]) + 0.5) * BINS).astype(int), 0, BINS - 1)
@@ -173,8 +173,8 @@ def successes(
     going = np.flatnonzero(~ended)
     written = [Generation([], [], True)] * len(texts)
     if len(going):
-        for i, found in zip(going, generator.generate([texts[i] for i in going], left, 1.0), strict=True):
-            written[i] = found
+        for i, generation in zip(going, generator.generate([texts[i] for i in going], left, 1.0), strict=True):
+            written[i] = generation
     drafts = []
     for i, (text, more) in enumerate(zip(texts, written, strict=True)):
         start = int(rollouts.prompt_length[rows[i // draws]])

@@ -32,21 +32,22 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
     """Return efficiency and variance within prompts over those of equal groups, by population or task, N and arm."""
     worlds, prompts, rows = tables["worlds"], tables["prompts"], list[dict[str, Any]]()
     for law, size, arm in product(distinct(worlds, "law"), distinct(worlds, "size"), WORDS):
-        own, equal = (select(worlds, law=law, size=size, arm=which) for which in (arm, "equal"))
+        of_arm, equal = (select(worlds, law=law, size=size, arm=which) for which in (arm, "equal"))
         row: dict[str, Any] = {"where": f"enumerated, {law}", "size": size, "arm": arm}
         for name in ("efficiency", "within"):  # populations are the clusters
-            row |= interval_columns(name, ratio_interval(column(own, name), column(equal, name), f"{name} over equal"))
-        rows.append(row | {name: mean(column(own, name)) for name in ("bias", "projection")})
+            over = ratio_interval(column(of_arm, name), column(equal, name), f"{name} over equal")
+            row |= interval_columns(name, over)
+        rows.append(row | {name: mean(column(of_arm, name)) for name in ("bias", "projection")})
     for task in distinct(prompts, "task"):  # prompts are the clusters, sizes stay as they were chosen for all of them
-        own = select(prompts, task=task)
-        q, a, b, along = (np.array(column(own, name)) for name in ("q", "a", "b", "along"))
+        pool = select(prompts, task=task)
+        q, a, b, along = (np.array(column(pool, name)) for name in ("q", "a", "b", "along"))
         for size in SIZES:
-            sizes = {"half": np.full(len(own), size // 2)}
+            sizes = {"half": np.full(len(pool), size // 2)}
             for k in EARLIER:
-                guess = vip_variance(bernoulli_variance(np.array(column(own, f"won{k}")), k), MOST * size)
-                sizes[f"vip{k}"] = allocate(guess, len(own) * size)
+                guess = vip_variance(bernoulli_variance(np.array(column(pool, f"won{k}")), k), MOST * size)
+                sizes[f"vip{k}"] = allocate(guess, len(pool) * size)
             for arm in (name for name in WORDS if name in sizes):
-                within = [a / k + b / (k * (k - 1)) for k in (np.full(len(own), size), sizes[arm])]
+                within = [a / k + b / (k * (k - 1)) for k in (np.full(len(pool), size), sizes[arm])]
                 update = (UPDATE, 2 * UPDATE if arm == "half" else UPDATE)
                 key = {"where": f"pool, {task}", "size": size, "arm": arm, "bias": None, "projection": None}
                 own_row = key | interval_columns("efficiency", efficiency_ratio(q, along, within, update))
@@ -72,13 +73,13 @@ def thirds(prompts: Rows) -> list[dict[str, Any]]:
     """
     rows = []
     for task in distinct(prompts, "task"):
-        own = sorted(select(prompts, task=task), key=lambda row: row["success"])
-        p, variance = np.array(column(own, "success")), np.array([row["a"] / 8 + row["b"] / 56 for row in own])
-        third = np.arange(len(own)) * 3 // len(own)
+        pool = sorted(select(prompts, task=task), key=lambda row: row["success"])
+        p, variance = np.array(column(pool, "success")), np.array([row["a"] / 8 + row["b"] / 56 for row in pool])
+        third = np.arange(len(pool)) * 3 // len(pool)
         for k in range(3):
             sums = np.stack([x * (third == j) for j in (k, 2) for x in (variance, p * (1 - p))], 1)
-            found = cluster_jackknife(sums, lambda m: m[..., 0] / m[..., 1] / (m[..., 2] / m[..., 3]), "V/(p(1 − p))")
-            rows.append({"task": task, "success": float(p[third == k].mean())} | interval_columns("relative", found))
+            ratio = cluster_jackknife(sums, lambda m: m[..., 0] / m[..., 1] / (m[..., 2] / m[..., 3]), "V/(p(1 − p))")
+            rows.append({"task": task, "success": float(p[third == k].mean())} | interval_columns("relative", ratio))
     return rows
 
 
@@ -86,8 +87,8 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the efficiency of every arm over that of equal groups, against N."""
     rows, panels = numbers(tables)["ratios"], []
     for where in distinct(rows, "where"):
-        own = select(rows, where=where)
-        curves = interval_curves(own, "arm", lambda row: float(np.log2(row["size"])), "efficiency", COLORS)
+        arms = select(rows, where=where)
+        curves = interval_curves(arms, "arm", lambda row: float(np.log2(row["size"])), "efficiency", COLORS)
         curves = [replace(curve, name=WORDS[curve.name]) for curve in curves]
         panels.append(Panel(where, "efficiency over that of equal groups", "log₂ N", curves, rules=((1.0, "equal"),)))
     return {"efficiency.svg": svg(panels)}

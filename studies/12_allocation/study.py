@@ -124,8 +124,8 @@ def prompts(rng: np.random.Generator, count: int, law: Sequence[float]) -> list[
     """
     direction = rng.normal(size=SPEC.shared)
     direction /= np.linalg.norm(direction)
-    found = []
-    while len(found) < count:
+    trees = []
+    while len(trees) < count:
         tree = random_tree(SPEC, rng)
         skill = tree.score.sum(axis=1) @ direction
         skill += NOISE * skill.std() * rng.normal(size=skill.shape)
@@ -135,8 +135,8 @@ def prompts(rng: np.random.Generator, count: int, law: Sequence[float]) -> list[
         if not right.all():
             reward = np.zeros(tree.mask.shape)
             reward[np.arange(len(order)), tree.mask.sum(axis=1) - 1] = right
-            found.append(replace(tree, reward=reward))
-    return found
+            trees.append(replace(tree, reward=reward))
+    return trees
 
 
 def arms(laws: Laws, p: Float, won: dict[int, Int], size: int) -> dict[str, tuple[Float, Float]]:
@@ -154,9 +154,9 @@ def arms(laws: Laws, p: Float, won: dict[int, Int], size: int) -> dict[str, tupl
     n, table = np.arange(2, most + 1), np.full((count, most + 1), np.inf)  # V_p(n), as `allocate` takes it
     table[:, 2:] = laws.single[:, None] / n + laws.pair[:, None] / (n * (n - 1))
     sizes["best"] = allocate(table, budget)
-    found = {arm: (n.astype(float), one) for arm, n in sizes.items()}
+    plans = {arm: (n.astype(float), one) for arm, n in sizes.items()}
     first = min(won)
-    return found | {"averaged": (found[f"vip{first}"][0], sizes[f"vip{first}"] / size)}
+    return plans | {"averaged": (plans[f"vip{first}"][0], sizes[f"vip{first}"] / size)}
 
 
 def worth(laws: Laws, n: Float, weight: Float, update: int) -> dict[str, float | None]:

@@ -42,8 +42,8 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     policies = distinct(tables["arms"], "policy")  # the small ones
     colors = dict(zip(policies, COLORS, strict=False))
     shares = interval_curves(thresholds, "policy", lambda row: math.log10(row["probability"]), "share", colors)
-    own = {arm: select(tables["arms"], arm=arm) for arm in DRAWN}
-    arms = [side_by_side(own[arm], k, "efficiency", arm, color) for k, (arm, color) in enumerate(DRAWN.items())]
+    by_arm = {arm: select(tables["arms"], arm=arm) for arm in DRAWN}
+    arms = [side_by_side(by_arm[arm], k, "efficiency", arm, color) for k, (arm, color) in enumerate(DRAWN.items())]
     note, rule = f"of 10,000; H < {DEFAULT.entropy} nats, A > 0", ((1.0, "the paper's 0.01 %"),)
     panels = [
         Panel("Tokens that STAPO silences", note, "log₁₀ τ_p", shares, rule),

@@ -87,17 +87,17 @@ class Setting:
 
 def collect(policy: Policy, prompts: Sequence[Prompt], setting: Setting, bar: Bar) -> Found:
     """Sample and measure the prompts in blocks, so that memory holds one of them."""
-    found, rng = Found(), np.random.default_rng(0)
+    totals, rng = Found(), np.random.default_rng(0)
     sample = SampleConfig(group_size=setting.rollouts, max_new_tokens=setting.length)
     for start in range(0, len(prompts), setting.block):
         written = write(policy, prompts[start : start + setting.block], sample, seed=10 + start)
-        _block(policy, written, setting, found, start < setting.gram, rng)
+        _block(policy, written, setting, totals, start < setting.gram, rng)
         bar(min(start + setting.block, len(prompts)), len(prompts), "sampling and measuring")
-    return found
+    return totals
 
 
 def _block(
-    policy: Policy, written: ScoredRollouts, setting: Setting, found: Found, sketched: bool, rng: np.random.Generator
+    policy: Policy, written: ScoredRollouts, setting: Setting, totals: Found, sketched: bool, rng: np.random.Generator
 ) -> None:
     table, prompt = written.table, written.rollouts.group
     place = np.arange(len(prompt)) - np.searchsorted(prompt, prompt)  # of a rollout in its prompt
@@ -119,16 +119,16 @@ def _block(
     columns = [table.mask, positive, silenced, *parts]
     options = [StapoOptions(*pair) for pair in setting.pairs]
     counts = [table.mask & (token_weights("stapo", inputs, one) == 0) for one in options]
-    for gathered, parts in ((found.sums, columns), (found.grid, counts)):
+    for gathered, parts in ((totals.sums, columns), (totals.grid, counts)):
         gathered.append(np.stack([np.bincount(prompt, x.sum(axis=1)) for x in parts], axis=1).astype(float))
-    for counter, where in ((found.silenced, silenced), (found.every, table.mask)):
+    for counter, where in ((totals.silenced, silenced), (totals.every, table.mask)):
         ids, times = np.unique(table.token_id[where], return_counts=True)
         for i, n in zip(ids, times, strict=True):
             counter[str(policy.tokenizer.decode([int(i)]))] += int(n)
     if sketched:
         factors = (1.0, ~silenced, ~other, token_weights("delightful", inputs))
         weights = np.stack([advantage * factor for factor in factors]) / setting.group
-        found.gradients.append(group_sketches(policy, written, weights, group, setting.buckets))
+        totals.gradients.append(group_sketches(policy, written, weights, group, setting.buckets))
 
 
 def _by_lot(where: Bool, count: int, rng: np.random.Generator) -> Bool:
@@ -212,8 +212,8 @@ def rare_norms(policy: Policy, written: ScoredRollouts, rare: Int, mass: Float, 
             if side == 0:
                 row[0, at] = int(rare[token])
             only, real = torch.arange(at + 1)[None] == at, attention[n : n + 1, : at + 1]
-            found = token_score_norms(policy.model, row, only, real, temperature=written.temperature)
-            out[k, side] = found.norm_sq[0, at]
+            norms = token_score_norms(policy.model, row, only, real, temperature=written.temperature)
+            out[k, side] = norms.norm_sq[0, at]
     return out
 
 
@@ -255,19 +255,19 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     setting = Setting(**{name: s[name] for name in asdict(FULL) if name != "pairs"}, pairs=PAIRS)
     policy = taught(taught_config(s["task"], POLICIES[cell.name][2], s["quick"]))
     prompts = different_prompts(policy, FIRST_PROMPT, setting.prompts)
-    found = collect(policy, prompts, setting, bar)
-    gradients = np.concatenate(found.gradients, axis=1)  # of the groups of the first prompts, in order
+    totals = collect(policy, prompts, setting, bar)
+    gradients = np.concatenate(totals.gradients, axis=1)  # of the groups of the first prompts, in order
     groups = np.arange(gradients.shape[1])
     cut = Partition(np.repeat(groups, setting.group), groups // (setting.rollouts // setting.group))
     gram = pool_gram([gradients], [cut], [(arm, "none") for arm in ARMS])
-    sums = np.concatenate(found.sums)
+    sums = np.concatenate(totals.sums)
     whole = {"parameters": policy.model.num_parameters(), "prompts": len(prompts), "rollouts": setting.rollouts}
     whole |= {name: int(total) for name, total in zip(SUMS, sums.sum(axis=0), strict=True) if "_" not in name}
-    shares = share_rows(np.concatenate(found.grid), sums[:, SUMS.index("tokens")], PAIRS)
-    silenced, every = sum(found.silenced.values()), sum(found.every.values())
+    shares = share_rows(np.concatenate(totals.grid), sums[:, SUMS.index("tokens")], PAIRS)
+    silenced, every = sum(totals.silenced.values()), sum(totals.every.values())
     kinds = [
-        {"token": repr(text), "silenced": count / silenced, "all": found.every[text] / every}
-        for text, count in found.silenced.most_common(6)
+        {"token": repr(text), "silenced": count / silenced, "all": totals.every[text] / every}
+        for text, count in totals.silenced.most_common(6)
     ]
     arms, pairs = [], by_label(paired_ratios([gram.gram()], n_prompts=UPDATE))
     for one in pool_statistics(gram, n_prompts=UPDATE):
@@ -298,10 +298,11 @@ def square_share(gram: Gram, arm: str) -> Interval | None:
     r, m, count = labels.index("rloo"), labels.index(arm), gram.n_prompts
 
     def every(x: Float) -> Float:
-        own = np.diag(x)
-        pairs, total = x.sum(axis=0) + x.sum(axis=1) - 2 * own, x.sum() - own.sum()  # products of each prompt, and all
+        diagonal = np.diag(x)
+        # Products of each prompt with the others, and of all pairs
+        pairs, total = x.sum(axis=0) + x.sum(axis=1) - 2 * diagonal, x.sum() - diagonal.sum()
         across = np.concatenate([[total / count], (total - pairs) / (count - 2)]) / (count - 1)
-        return with_deleted(own) / UPDATE + (1 - 1 / UPDATE) * across
+        return with_deleted(diagonal) / UPDATE + (1 - 1 / UPDATE) * across
 
     share = 1 - every(gram.inner[m, r]) / every(gram.inner[r, r])
     return jackknife_interval(float(share[0]), share[1:], "share of ‖ḡ‖²", "linear")

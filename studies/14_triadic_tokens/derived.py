@@ -35,11 +35,11 @@ def end_of(curves: Rows, task: str) -> dict[str, Any]:
     last = max(column(select(curves, task=task), "step"))
     row: dict[str, Any] = {"task": task, "step": last}
     for name in ("success", "nats"):
-        found = {tokens: by_seed(select(curves, task=task, tokens=tokens, step=last), name) for tokens in COLORS}
-        row |= {f"{name}_{tokens}": float(np.mean(list(values.values()))) for tokens, values in found.items()}
-        difference = paired_difference(found["triads"], found["characters"], f"difference in {name}")
+        by_tokens = {tokens: by_seed(select(curves, task=task, tokens=tokens, step=last), name) for tokens in COLORS}
+        row |= {f"{name}_{tokens}": float(np.mean(list(values.values()))) for tokens, values in by_tokens.items()}
+        difference = paired_difference(by_tokens["triads"], by_tokens["characters"], f"difference in {name}")
         row |= interval_columns(f"{name}_difference", difference)
-        row["seeds"] = len(found["triads"].keys() & found["characters"].keys())
+        row["seeds"] = len(by_tokens["triads"].keys() & by_tokens["characters"].keys())
     return row
 
 
@@ -53,8 +53,8 @@ def ratios(policies: Rows) -> list[dict[str, Any]]:
         if known:
             means = dict(zip(("triads", "characters"), map(float, np.mean(known, axis=0)), strict=True))
             row = {"quantity": name, "words": words, "seeds": len(known)} | means
-            found = seed_mean([a / b for a, b in known], f"ratio of {words}", "log")
-            rows.append(row | interval_columns("ratio", found))
+            ratio = seed_mean([a / b for a, b in known], f"ratio of {words}", "log")
+            rows.append(row | interval_columns("ratio", ratio))
     return rows
 
 
@@ -63,8 +63,8 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     curves = [dict(row) | {"step": row["step"] / 1000} for row in tables["curves"]]
     panels, note = [], "held-out success, mean over seeds"
     for task in distinct(curves, "task"):
-        own = {tokens: select(curves, task=task, tokens=tokens) for tokens in COLORS}
-        means = [mean_curve(rows, "step", "success", tokens, COLORS[tokens]) for tokens, rows in own.items()]
+        by_tokens = {tokens: select(curves, task=task, tokens=tokens) for tokens in COLORS}
+        means = [mean_curve(rows, "step", "success", tokens, COLORS[tokens]) for tokens, rows in by_tokens.items()]
         title = f"Sums of terms up to {task}"
         panels.append(Panel(title, note, "thousand steps", means, y_range=(0.0, 1.0), percent=True))
     return {"success.svg": svg(panels, columns=3)}

@@ -50,8 +50,8 @@ def cells(quick: bool) -> list[Cell]:
         facts = {"task": task, "settings": asdict(TASKS[task]), "measured": task == MEASURED} | size
         facts["steps"] = 60 if quick else STEPS[task]
         for seed, (tokens, model) in product(range(count), MODELS.items()):
-            own = {"tokens": tokens, "model": asdict(model), "seed": seed}
-            made.append(Cell(f"{tokens}-{task}-s{seed}", facts | own))
+            settings = {"tokens": tokens, "model": asdict(model), "seed": seed}
+            made.append(Cell(f"{tokens}-{task}-s{seed}", facts | settings))
     return made
 
 
@@ -103,10 +103,10 @@ def measured(policy: Policy, s: Any) -> dict[str, float | None]:
     scale = variance["rloo"] / square if square > 0 else None
     rollouts, other = len(table.mask), table.mask & ~digits
     counts = {"answer_tokens": float(table.mask.sum() / rollouts), "digit_tokens": float(digits.sum() / rollouts)}
-    found = {"norm_digit": norm[digits].mean(), "norm_other": norm[other].mean()}
-    found |= {"norm_answer": norm[digits].sum() / rollouts, "entropy_digit": table.stats.entropy[digits].mean()}
-    found |= {"variance": variance["rloo"], "variance_digits": variance["digits"], "noise_scale": scale}
-    return counts | {name: rounded(None if value is None else float(value)) for name, value in found.items()}
+    measures = {"norm_digit": norm[digits].mean(), "norm_other": norm[other].mean()}
+    measures |= {"norm_answer": norm[digits].sum() / rollouts, "entropy_digit": table.stats.entropy[digits].mean()}
+    measures |= {"variance": variance["rloo"], "variance_digits": variance["digits"], "noise_scale": scale}
+    return counts | {name: rounded(None if value is None else float(value)) for name, value in measures.items()}
 
 
 STUDY = Study(

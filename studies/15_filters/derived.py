@@ -40,8 +40,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
 def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
     """Draw the cosine of the mean update of several prompts and ∇J, for every estimator and filter."""
     names = distinct(tables["batches"], "estimator")
-    found = {label: [cosines(tables["batches"], label, name) for name in names] for label in LABELS}
-    curves = [side_by_side(found[label], k, "", label, color) for k, (label, color) in enumerate(LABELS.items())]
+    by_label = {label: [cosines(tables["batches"], label, name) for name in names] for label in LABELS}
+    curves = [side_by_side(by_label[label], k, "", label, color) for k, (label, color) in enumerate(LABELS.items())]
     note = "1: the filter changes lengths at most"
     axis = ", ".join(f"{k} {name}" for k, name in enumerate(names, 1))
     return {"filters.svg": svg([Panel("Cosine of the mean update and ∇J", note, axis, curves, ((1.0, ""),))])}

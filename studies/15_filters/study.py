@@ -56,16 +56,17 @@ def row_of(tree: Tree, name: str, estimator: str) -> dict[str, float | None]:
     efficiencies: dict[str, float | None] = {"same_drawn": None, "same_kept": None}
     if name == "profiled":
         paid = profiled(tree, PROFILED)
-        found = Filtered(group_moments(estimator, paid, N), paid.gradient, 1.0)
+        update = Filtered(group_moments(estimator, paid, N), paid.gradient, 1.0)
     else:
-        found = filtered(tree, N, FILTERS[name][0], estimator, FILTERS[name][1])
+        update = filtered(tree, N, FILTERS[name][0], estimator, FILTERS[name][1])
         plain = group_moments(estimator, tree, N).efficiency(UPDATE)
-        efficiencies["same_drawn"] = rounded(found.efficiency(UPDATE) / plain)
-        efficiencies["same_kept"] = rounded(found.moments.efficiency(UPDATE) / plain)
-    own = replace(found, moments=replace(found.moments, gradient=tree.gradient))
+        efficiencies["same_drawn"] = rounded(update.efficiency(UPDATE) / plain)
+        efficiencies["same_kept"] = rounded(update.moments.efficiency(UPDATE) / plain)
+    on_task = replace(update, moments=replace(update.moments, gradient=tree.gradient))
     return {
-        "kept": rounded(found.kept), "bias": rounded(own.moments.relative_bias),
-        "off_target": rounded(found.off_target), "c": rounded(own.moments.projection), "cosine": rounded(own.cosine, 8),
+        "kept": rounded(update.kept), "bias": rounded(on_task.moments.relative_bias),
+        "off_target": rounded(update.off_target), "c": rounded(on_task.moments.projection),
+        "cosine": rounded(on_task.cosine, 8),
     } | efficiencies  # fmt: skip
 
 

@@ -64,8 +64,8 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
 
     curves = []
     for part, (words, color) in PARTS.items():
-        found = [over_discrete(rows, arm, f"variance{part}") for arm in arms]
-        y, low, high = (np.log10([or_nan(ends(one)[end]) for one in found]).tolist() for end in range(3))
+        ratios = [over_discrete(rows, arm, f"variance{part}") for arm in arms]
+        y, low, high = (np.log10([or_nan(ends(one)[end]) for one in ratios]).tolist() for end in range(3))
         curves.append(Curve(list(arms.values()), y, words, low, high, color))
     success = interval_curve({at: mean_of(rows, arm, "success") for arm, at in arms.items()}, "", "8 soft tokens", BLUE)
     discrete = mean_of(rows, "discrete", "success")

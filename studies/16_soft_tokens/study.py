@@ -73,8 +73,8 @@ def answer_logprobs(model: nn.Module, ids: Tensor, mask: Tensor, soft: SoftToken
         mean = mixtures(z, table.weight)
         read[k] = soft.embed(ids[:, k]) + mean - mean.detach()  # the vector that was drawn, moving as pE moves
     z = model(inputs_embeds=torch.stack(read, dim=1), use_cache=False).logits[:, :-1] / temperature
-    found = z.log_softmax(-1).gather(-1, ids[:, 1:, None].masked_fill(here[:, 1:, None], 0))[..., 0]
-    return torch.where(mask[:, 1:] & ~here[:, 1:], found, 0.0)
+    logprob = z.log_softmax(-1).gather(-1, ids[:, 1:, None].masked_fill(here[:, 1:, None], 0))[..., 0]
+    return torch.where(mask[:, 1:] & ~here[:, 1:], logprob, 0.0)
 
 
 def sketched(model: nn.Module, gradient: tuple[Tensor, ...], buckets: int) -> Float:
@@ -117,8 +117,8 @@ def discrete_gradient(policy: Policy, prompts: Sequence[Prompt], config: SampleC
     advantage = estimate("rloo", written.table.inputs(None)).advantage
     weights = written.rollouts.by_column(advantage[None] / len(advantage))[:, 0]
     ids, mask, attention = written.batch
-    found = batch_gradient(policy.model, ids, mask, weights, attention)
-    return [found[name] for name, _ in policy.model.named_parameters()]
+    gradient = batch_gradient(policy.model, ids, mask, weights, attention)
+    return [gradient[name] for name, _ in policy.model.named_parameters()]
 
 
 @torch.no_grad()
@@ -182,9 +182,9 @@ def measure(cell: Cell, work: Path, bar: Bar) -> Tables:
     rows, discrete = [], None
     for done, (name, (soft, noise)) in enumerate(s["arms"].items()):
         written = write(policy, prompts, replace(sample, soft=soft, soft_noise=noise), seed=1000 + s["seed"])
-        found, signal = measured(policy, written, s, discrete)
+        measures, signal = measured(policy, written, s, discrete)
         discrete = signal if discrete is None else discrete
-        rows.append({"seed": s["seed"], "arm": name, "soft": soft, "noise": noise} | found)
+        rows.append({"seed": s["seed"], "arm": name, "soft": soft, "noise": noise} | measures)
         bar(done + 1, len(s["arms"]), f"{cell.name}: {name}")
     return {"arms": rows}
 
@@ -208,21 +208,21 @@ def measured(
     path = None if table.soft is None else through_tokens(policy, written, weights[0], table.group, buckets)
     truth = rloo if path is None else path
     known, first = table.mask & (norm.sum(axis=1) > 0)[:, None], np.arange(norm.shape[1]) < FIRST
-    found: dict[str, float | None] = {
+    measures: dict[str, float | None] = {
         "success": float(table.total_reward.mean()), "norm_first": float(norm[known & first].mean()),
         "norm_later": float(norm[known & ~first].mean()), "tokens": float(table.mask.sum() / len(table.mask)),
     }  # fmt: skip
     for words, first_bucket in (("", 0), ("_rest", buckets)):
-        own = truth[:, first_bucket:]
-        found |= {f"variance{words}": variance(rloo[:, first_bucket:]), f"signal{words}": cross_product(own, own)}
+        ours = truth[:, first_bucket:]
+        measures |= {f"variance{words}": variance(rloo[:, first_bucket:]), f"signal{words}": cross_product(ours, ours)}
         if path is not None and discrete is not None:
             theirs = discrete[:, first_bucket:]
-            found |= {f"through{words}": variance(own), f"along{words}": cross_product(own, theirs)}
-            found[f"discrete{words}"] = cross_product(theirs, theirs)
+            measures |= {f"through{words}": variance(ours), f"along{words}": cross_product(ours, theirs)}
+            measures[f"discrete{words}"] = cross_product(theirs, theirs)
     for name, arm, base in (("none", none, rloo), ("otb_loo", otb[: s["measured"]], rloo[: s["measured"]])):
         spread = variance(base)
-        found[name] = variance(arm) / spread if spread > 0 else None
-    return {name: rounded(value) for name, value in found.items()}, truth
+        measures[name] = variance(arm) / spread if spread > 0 else None
+    return {name: rounded(value) for name, value in measures.items()}, truth
 
 
 def variance(groups: Float) -> float:

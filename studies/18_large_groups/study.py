@@ -54,11 +54,11 @@ SMALL = Size("sums", looked=64, each=1, block=2, rollouts=16, tokens=8, buckets=
 
 def cells(size: Size, quick: bool) -> list[Cell]:
     """Return the first look, the blocks of prompts, and what they say."""
-    own = {"quick": quick, "policy": size.policy, "task": asdict(LETTERS), "many": asdict(size), "kinds": KINDS}
-    look = Cell("many-look", own)
+    settings = {"quick": quick, "policy": size.policy, "task": asdict(LETTERS), "many": asdict(size), "kinds": KINDS}
+    look = Cell("many-look", settings)
     count = -(-len(KINDS) * size.each // size.block)
-    blocks = [Cell(f"many-{k}", {**own, "number": k}, after=(look,)) for k in range(count)]
-    return [look, *blocks, Cell("many-compare", {**own, "estimators": list(NAMES)}, after=(look, *blocks))]
+    blocks = [Cell(f"many-{k}", {**settings, "number": k}, after=(look,)) for k in range(count)]
+    return [look, *blocks, Cell("many-compare", {**settings, "estimators": list(NAMES)}, after=(look, *blocks))]
 
 
 def looked(policy: Policy, size: Size, work: Path) -> Tables:
@@ -66,11 +66,11 @@ def looked(policy: Policy, size: Size, work: Path) -> Tables:
     prompts = different_prompts(policy, FIRST_LOOK, size.looked)
     sample = SampleConfig(prompts=len(prompts), group_size=LOOK, max_new_tokens=size.tokens)
     right = draw(policy, prompts, sample, seed=3, at_once=8).reward.sum(axis=1).reshape(-1, LOOK).sum(axis=1)
-    found = [[p for p, k in zip(prompts, right, strict=True) if low <= k <= high] for low, high in KINDS.values()]
-    if min(map(len, found)) < size.each:
-        raise InputError(f"{[len(some) for some in found]} prompts are of each kind but {size.each} are wanted.")
-    keep_pickle(work, [prompt for some in found for prompt in some[: size.each]])
-    return {"many_look": [{"looked": len(prompts), **{k: len(some) for k, some in zip(KINDS, found, strict=True)}}]}
+    by_kind = [[p for p, k in zip(prompts, right, strict=True) if low <= k <= high] for low, high in KINDS.values()]
+    if min(map(len, by_kind)) < size.each:
+        raise InputError(f"{[len(some) for some in by_kind]} prompts are of each kind but {size.each} are wanted.")
+    keep_pickle(work, [prompt for some in by_kind for prompt in some[: size.each]])
+    return {"many_look": [{"looked": len(prompts), **{k: len(some) for k, some in zip(KINDS, by_kind, strict=True)}}]}
 
 
 def measured(cell: Cell, policy: Policy, size: Size, work: Path, bar: Bar) -> Tables:
@@ -80,13 +80,13 @@ def measured(cell: Cell, policy: Policy, size: Size, work: Path, bar: Bar) -> Ta
     different_prompts(policy, FIRST_LOOK, size.looked)  # Tasks judge answers to prompts that they have made
     for k, prompt in enumerate(kept_pickle(cell.after[0], work)[first : first + size.block], first):
         written = draw(policy, [prompt], sample, seed=1000 + k)
-        own, node = np.unique(written.input_ids, axis=0, return_index=True, return_inverse=True)[1:]
-        ids, mask, attention = written.tensors(policy.model.device, own)
-        each = np.arange(len(own))
+        distinct, node = np.unique(written.input_ids, axis=0, return_index=True, return_inverse=True)[1:]
+        ids, mask, attention = written.tensors(policy.model.device, distinct)
+        each = np.arange(len(distinct))
         sketch = gradient_sketch(policy.model, ids, mask, mask[:, None].double(), each, attention, dim=size.buckets)
         kept.append((sketch[node.ravel(), 0], written.reward.sum(axis=1)))
         facts = {"kind": list(KINDS)[k // size.each], "prompt": prompt.id, "success": float(kept[-1][1].mean())}
-        rows.append(facts | {"distinct": len(own), "tokens": rounded(float(written.mask.sum(axis=1).mean()))})
+        rows.append(facts | {"distinct": len(distinct), "tokens": rounded(float(written.mask.sum(axis=1).mean()))})
         bar(k - first + 1, size.block, "rollouts of one prompt")
     sketches, rewards = zip(*kept, strict=True)
     keep_arrays(work, sketch=np.concatenate(sketches), reward=np.concatenate(rewards))
@@ -97,16 +97,16 @@ def compared(cell: Cell, size: Size, work: Path) -> Tables:
     """Return how trace of the covariance, squared mean and their ratio go with the size of the group."""
     parts = [np.load(kept_file(block, work)) for block in cell.after[1:]]
     sketch, reward = (np.concatenate([part[name] for part in parts]) for name in ("sketch", "reward"))
-    found = {n: noise_and_mean(sketch, reward, size, n) for n in size.sizes}
+    by_size = {n: noise_and_mean(sketch, reward, size, n) for n in size.sizes}
     rows = list[dict[str, Any]]()
     for at, kind in enumerate(KINDS):
-        own = slice(at * size.each, (at + 1) * size.each)
-        for n, (noise, mean) in found.items():
-            least, start = size.sizes[0], found[size.sizes[0]][0]
+        prompts = slice(at * size.each, (at + 1) * size.each)
+        for n, (noise, mean) in by_size.items():
+            least, start = size.sizes[0], by_size[size.sizes[0]][0]
             for m, name in enumerate(NAMES):
-                v, s, base, length = (x[own] for x in (noise[m], mean[m], noise[0], mean[0]))
+                v, s, base, length = (x[prompts] for x in (noise[m], mean[m], noise[0], mean[0]))
                 ratios = {
-                    "sf": (v, s), "fall": (n * v, least * start[m, own]), "over": (v, base), "length": (s, length),
+                    "sf": (v, s), "fall": (n * v, least * start[m, prompts]), "over": (v, base), "length": (s, length),
                     "sf_over": (v * length, s * base),
                 }  # fmt: skip
                 row: dict[str, Any] = {"kind": kind, "size": n, "estimator": name}
@@ -118,13 +118,13 @@ def compared(cell: Cell, size: Size, work: Path) -> Tables:
 
 def noise_and_mean(sketch: Float, reward: Float, size: Size, n: int) -> tuple[Float, Float]:
     """Return tr Cov ĝ and ‖E ĝ‖² of every estimator and prompt [M, P], from disjoint groups, over several cuts."""
-    found = list[tuple[Float, Float]]()
+    by_cut = list[tuple[Float, Float]]()
     for cut in partitions(np.arange(len(reward)) // size.rollouts, n, size.shuffles, seed=n):
         inputs = EstimatorInputs(reward[:, None], np.ones((len(reward), 1), bool), cut.group)
         weights = np.stack([estimate(name, inputs).advantage[:, 0] for name in NAMES])
         pool = pool_gram([group_gradients(sketch, weights, cut)], [cut], LABELS)
-        found.append((np.stack([pool.group_variance(label) for label in LABELS]), np.einsum("mmp->mp", pool.apart)))
-    noise, mean = np.mean(found, axis=0)
+        by_cut.append((np.stack([pool.group_variance(label) for label in LABELS]), np.einsum("mmp->mp", pool.apart)))
+    noise, mean = np.mean(by_cut, axis=0)
     return noise, mean
 
 

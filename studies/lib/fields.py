@@ -124,12 +124,12 @@ def section(name: str, example: Mapping[str, Any]) -> str:
         ways = (_other, lambda x: [_other(one) for one in x] if isinstance(x, list) else _other(x))
         alike = [record_of(kind, changed(example, path, way)) for way in ways]
         read = [one for one in (gone, *alike) if isinstance(one, dict)]
-        found = [key for one in read for key in whole if one.get(key) != whole[key]]
-        if not found and any(record_of(kind, changed(example, path, lambda _, x=odd: x)) != whole for odd in ODD):
-            found = ["checked"]
+        keys = [key for one in read for key in whole if one.get(key) != whole[key]]
+        if not keys and any(record_of(kind, changed(example, path, lambda _, x=odd: x)) != whole for odd in ODD):
+            keys = ["checked"]
         needed = "no" if isinstance(gone, dict) else "yes"
         before, words = rows.get(label, ("no", ""))
-        listed = dict.fromkeys([*filter(None, words.split(", ")), *(WORDS.get(key, key) for key in found)])
+        listed = dict.fromkeys([*filter(None, words.split(", ")), *(WORDS.get(key, key) for key in keys)])
         if len(listed) > 1:
             listed.pop("checked", None)
         rows[label] = (max(needed, before), ", ".join(listed))

@@ -150,8 +150,8 @@ def grid(rows: Rows, down: str, across: str, cell: Callable[[Row], str], head: s
     columns = distinct(rows, across)
     lines = [heads(down, *(head.format(value) for value in columns))]
     for name in distinct(rows, down):
-        found = [select(rows, **{down: name, across: value}) for value in columns]
-        lines.append(f"| {' | '.join([str(name), *(cell(one[0]) if one else '' for one in found)])} |")
+        matches = [select(rows, **{down: name, across: value}) for value in columns]
+        lines.append(f"| {' | '.join([str(name), *(cell(one[0]) if one else '' for one in matches)])} |")
     return "\n".join(lines)
 
 
@@ -170,8 +170,8 @@ def interval_curves(
     rows: Rows, by: str, x: Callable[[Row], float], name: str, colors: Mapping[str, str]
 ) -> list[Curve]:
     """Return a curve with its band for each value of a column that has a color and rows, in the order of the colors."""
-    own = {key: found for key in colors if (found := select(rows, **{by: key}))}
-    return [interval_curve({x(row): row for row in found}, name, key, colors[key]) for key, found in own.items()]
+    by_key = {key: chosen for key in colors if (chosen := select(rows, **{by: key}))}
+    return [interval_curve({x(row): row for row in chosen}, name, key, colors[key]) for key, chosen in by_key.items()]
 
 
 def side_by_side(found: Sequence[Measured], place: int, name: str, words: str, color: str) -> Curve:

@@ -145,17 +145,17 @@ def token_sketches(
     node, first = distinct_tokens(rollouts.input_ids, rollouts.mask)
     sketch = np.zeros((int(node.max(initial=0)) + 1, dim), np.float32)
     for group in np.unique(rollouts.group):
-        own = first.any(axis=1) & (rollouts.group == group)
-        rows = np.flatnonzero(own)
+        chosen = first.any(axis=1) & (rollouts.group == group)
+        rows = np.flatnonzero(chosen)
         at = [np.flatnonzero(first[n]) for n in rows]
         weights = np.zeros((len(rows), max(map(len, at), default=0), first.shape[1]))
         for weight, columns in zip(weights, at, strict=True):
             weight[np.arange(len(columns)), columns] = 1.0
-        ids, mask, attention = rollouts.tensors(model.device, own)
-        found = gradient_sketch(
+        ids, mask, attention = rollouts.tensors(model.device, chosen)
+        sketches = gradient_sketch(
             model, ids, mask, weights, np.arange(len(rows)), attention, dim=dim, temperature=temperature
         )  # a cluster for each rollout, and a row for each of its tokens
-        for n, columns, rollout in zip(rows, at, found, strict=True):
+        for n, columns, rollout in zip(rows, at, sketches, strict=True):
             sketch[node[n, columns]] = rollout[: len(columns)]
         bar(int(group) + 1, len(rollouts.prompts), "sketching scores")
     return sketch, np.where(rollouts.policy_tokens(), rollouts.by_token(node), 0)

@@ -155,13 +155,13 @@ def read_tables(folder: Path) -> dict[str, Rows]:
     Raises:
         StoreError: A file is no table.
     """
-    found: dict[str, Rows] = {}
+    tables: dict[str, Rows] = {}
     for path in sorted(folder.glob("*.csv")):
         try:
-            found[path.stem] = reader.read_csv(path).to_pylist()
+            tables[path.stem] = reader.read_csv(path).to_pylist()
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise StoreError(f"{path} cannot be read ({error}); run the study again.") from error
-    return found
+    return tables
 
 
 class Gathered(dict[str, list[Row]]):
@@ -177,8 +177,8 @@ class Gathered(dict[str, list[Row]]):
 def training_steps(run: Path, **columns: str) -> list[dict[str, Any]]:
     """Return a row per step of a run with these columns, NAME = SQL over its table `steps`; None for no number."""
     shown = ", ".join(f"{sql} AS {name}" for name, sql in columns.items())
-    found = RunStore(run).sql(f"SELECT step, {shown} FROM steps ORDER BY step").to_dict("records")
-    return [{str(name): None if value != value else value for name, value in row.items()} for row in found]
+    rows = RunStore(run).sql(f"SELECT step, {shown} FROM steps ORDER BY step").to_dict("records")
+    return [{str(name): None if value != value else value for name, value in row.items()} for row in rows]
 
 
 def select(rows: Rows, **values: Any) -> Rows:
@@ -216,7 +216,7 @@ def committed_cells(tables: Mapping[str, Rows]) -> dict[tuple[str, str], Finishe
 
     So what one machine has measured is not measured again on another.
     """
-    found, taken = dict[tuple[str, str], Finished](), Counter[str]()
+    cells, taken = dict[tuple[str, str], Finished](), Counter[str]()
     defaults = dict[str, dict[str, str]]()
     for row in tables.get(DEFAULTS, ()):
         for name in row["tables"].split():
@@ -225,14 +225,14 @@ def committed_cells(tables: Mapping[str, Rows]) -> dict[tuple[str, str], Finishe
     for row in tables.get(COST, ()):
         if not row.get("digest"):
             return {}
-        own = dict[str, Rows]()
+        of_cell = dict[str, Rows]()
         for name, count in (part.split(":") for part in (row["rows"] or "").split()):
-            own[name] = tables.get(name, ())[taken[name] : taken[name] + int(count)]
+            of_cell[name] = tables.get(name, ())[taken[name] : taken[name] + int(count)]
             taken[name] += int(count)
         took = row["minutes"], row["peak_mib"], row["machine"], row["processor_minutes"]
-        known = {estimator: words for name in own for estimator, words in defaults.get(name, {}).items()}
-        found[row["cell"], row["digest"]] = Finished(own, *took, known)
-    return found if all(len(tables.get(name, ())) == count for name, count in taken.items()) else {}
+        known = {estimator: words for name in of_cell for estimator, words in defaults.get(name, {}).items()}
+        cells[row["cell"], row["digest"]] = Finished(of_cell, *took, known)
+    return cells if all(len(tables.get(name, ())) == count for name, count in taken.items()) else {}
 
 
 class CellCache:
@@ -352,8 +352,8 @@ def forget_peak_memory() -> None:
 
 def peak_memory_mib() -> int | None:
     """Return the most memory that this process held since `forget_peak_memory`, in MiB, where the system tells."""
-    found = re.search(r"^VmHWM:\s*(\d+)", STATUS.read_text() if STATUS.exists() else "", re.MULTILINE)
-    return found and round(int(found[1]) / 1024)
+    peak = re.search(r"^VmHWM:\s*(\d+)", STATUS.read_text() if STATUS.exists() else "", re.MULTILINE)
+    return peak and round(int(peak[1]) / 1024)
 
 
 def digest_of(cell: Cell) -> str:

@@ -56,11 +56,11 @@ CACHE = Path("runs") / "studies"
 def default_options() -> dict[str, str]:
     """Return today's defaults of every estimator with options, as in `tail = own_return; decay = 0.9`."""
     ridges = ", ".join([*(f"{ridge:g} below {most} prompts" for most, ridge in RIDGES), f"then {LEAST_RIDGE:g}"])
-    found = {}
+    defaults = {}
     for name, spec in ESTIMATORS.items():
         values = {key: " ".join(x) if isinstance(x, tuple) else x for key, x in vars(spec.options()).items()}
-        found[name] = "; ".join(f"{key} = {ridges if x == AUTO else x}" for key, x in values.items())
-    return {name: words for name, words in found.items() if words}
+        defaults[name] = "; ".join(f"{key} = {ridges if x == AUTO else x}" for key, x in values.items())
+    return {name: words for name, words in defaults.items() if words}
 
 
 def named_estimators(facts: Any) -> list[str]:
@@ -71,12 +71,12 @@ def named_estimators(facts: Any) -> list[str]:
 
 def defaults_table(cells: Sequence[Cell], results: Sequence[Finished]) -> Rows:
     """Return which defaults the estimators that cells name had when the cells' tables were measured."""
-    found = dict[tuple[str, str], dict[str, None]]()
+    uses = dict[tuple[str, str], dict[str, None]]()
     for cell, one in zip(cells, results, strict=True):
         for name in named_estimators([cell.settings, one.tables]):
-            tables = found.setdefault((name, one.defaults.get(name, UNKNOWN)), {})
+            tables = uses.setdefault((name, one.defaults.get(name, UNKNOWN)), {})
             tables |= dict.fromkeys(one.tables)
-    return [{"estimator": name, "defaults": then, "tables": " ".join(of)} for (name, then), of in found.items() if of]
+    return [{"estimator": name, "defaults": then, "tables": " ".join(of)} for (name, then), of in uses.items() if of]
 
 
 def outdated_defaults(rows: Rows) -> Rows:

@@ -238,17 +238,17 @@ def described(schema: Fields, kind: type) -> Fields:
 
 def comments(kind: type) -> dict[str, str]:
     """Return the comment behind each field of a record, or the one above it; none of a record that has no source."""
-    field, found = r"((?:^    # .*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", list[tuple[str, str, str]]()
+    field, matches = r"((?:^    # .*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", list[tuple[str, str, str]]()
     with suppress(OSError):
-        found = re.findall(field, inspect.getsource(kind), re.MULTILINE)
-    said = {name: behind or " ".join(re.findall("# (.*)", above)) for above, name, behind in found}
-    return {name: text for name, text in said.items() if text}
+        matches = re.findall(field, inspect.getsource(kind), re.MULTILINE)
+    texts = {name: behind or " ".join(re.findall("# (.*)", above)) for above, name, behind in matches}
+    return {name: text for name, text in texts.items() if text}
 
 
 def fields_of(kind: type) -> Fields:
     """Return the fields of a record with their comments."""
-    said, hints = comments(kind), get_type_hints(kind, include_extras=True)
-    return {name: Annotated[of, Field(description=said[name])] if name in said else of for name, of in hints.items()}
+    texts, hints = comments(kind), get_type_hints(kind, include_extras=True)
+    return {name: Annotated[of, Field(description=texts[name])] if name in texts else of for name, of in hints.items()}
 
 
 def intervals(*names: str) -> Fields:
@@ -295,8 +295,8 @@ def diagnosis() -> Fields:
     attributed |= {f"{level}s": list[Holder] for level in LEVELS}
     counts = dict.fromkeys((*DEGENERATE.values(), "steps with gradient 0"), int | None)
     held = made("Attribution", attributed)
-    found = {"attribution": NotRequired[held | NotAttributed], "sizes": NotRequired[held]}
-    return fields_of(Diagnosis) | {"degenerate": made("Degenerate", counts)} | found
+    optional = {"attribution": NotRequired[held | NotAttributed], "sizes": NotRequired[held]}
+    return fields_of(Diagnosis) | {"degenerate": made("Degenerate", counts)} | optional
 
 
 def triage() -> Fields:

@@ -108,9 +108,9 @@ def bias_table() -> str:
 
 def moment_cells(pairs: Sequence[tuple[GroupMoments, GroupMoments]]) -> list[str]:
     """Return the medians of bias, c, and of V and SF over those of `rloo`, from moments beside those of `rloo`."""
-    own = [[getattr(m, name) for m, _ in pairs] for name in ("relative_bias", "projection")]
+    alone = [[getattr(m, name) for m, _ in pairs] for name in ("relative_bias", "projection")]
     over = [[getattr(m, name) / getattr(r, name) for m, r in pairs] for name in ("variance", "sf")]
-    return [_median(values) for values in own + over]
+    return [_median(values) for values in alone + over]
 
 
 def weight_table() -> str:
@@ -119,10 +119,10 @@ def weight_table() -> str:
     reference = [weighed_moments(tree, "none", GROUP_SIZE)[0] for tree in trees]
     rows = []
     for label, (name, options) in WEIGHT_CASES.items():
-        found = [weighed_moments(tree, name, GROUP_SIZE, options) for tree in trees]
-        pairs = [(m, r) for (m, _), r in zip(found, reference, strict=True)]
+        weighed = [weighed_moments(tree, name, GROUP_SIZE, options) for tree in trees]
+        pairs = [(m, r) for (m, _), r in zip(weighed, reference, strict=True)]
         efficiencies = [_median([m.efficiency(p) / r.efficiency(p) for m, r in pairs]) for p in (1, 1000)]
-        rows.append([label, *moment_cells(pairs), *efficiencies, _median([share for _, share in found])])
+        rows.append([label, *moment_cells(pairs), *efficiencies, _median([share for _, share in weighed])])
     return table(WEIGHT_COLUMNS, rows)
 
 

@@ -81,8 +81,8 @@ def long_answers(process: Derailment = LONG, groups: int = 4000, size: int = 4) 
     for _ in range(groups // 500):
         state, token, reward = process.sample(500 * size, rng)
         inputs = process.inputs(state, token, reward, size)
-        found = [process.group_gradients(state, token, estimate(one, inputs).advantage, size) for one in names]
-        parts.append(np.stack(found).reshape(len(names), 500, process.horizon, -1).sum(axis=2))
+        gradients = [process.group_gradients(state, token, estimate(one, inputs).advantage, size) for one in names]
+        parts.append(np.stack(gradients).reshape(len(names), 500, process.horizon, -1).sum(axis=2))
     law = _discrete(np.concatenate(parts, axis=1), np.full(groups, 1 / groups))
     return replace(law, name=f"answers of {process.horizon} tokens, noise scale {law.noise_scale[0]:.0f} prompts")
 
@@ -203,8 +203,8 @@ def measure(
     bias, scale = measures.relative_bias(m), law.noise_scale
     truth = (variance, measures.projection(m), sf, bias, equivalents, efficiency, scale)
     ratios = [float(v[1] / v[0]) for v in (variance, sf, efficiency)]
-    found = _count(law, (steps, prompts), repetitions, seed, intervals, [float(v[1]) for v in truth] + ratios)
-    return dict(zip(QUANTITIES, found, strict=True))
+    coverages = _count(law, (steps, prompts), repetitions, seed, intervals, [float(v[1]) for v in truth] + ratios)
+    return dict(zip(QUANTITIES, coverages, strict=True))
 
 
 def measure_by_scale(law: Law, prompts: int, repetitions: int = REPETITIONS, seed: int = 0) -> list[list[Coverage]]:
@@ -218,8 +218,8 @@ def measure_by_scale(law: Law, prompts: int, repetitions: int = REPETITIONS, see
 
     efficiency, scale = measures.efficiency(law.moments, prompts), law.noise_scale
     truth = [float(x[row]) for x in (efficiency, scale, efficiency / efficiency[0]) for row in (2, 1)]
-    found = _count(law, (1, prompts), repetitions, seed, intervals, truth)
-    return [found[2 * k : 2 * k + 2] for k in range(len(BY_SCALE))]
+    coverages = _count(law, (1, prompts), repetitions, seed, intervals, truth)
+    return [coverages[2 * k : 2 * k + 2] for k in range(len(BY_SCALE))]
 
 
 Intervals = Callable[[Sequence[Gram]], Sequence[Interval | None]]
@@ -259,9 +259,9 @@ def scaled_rows(index: int) -> list[str]:
     name, scale = SCALED[index]
     law = WEAK[name].law(scale)
     # By prompts, then by table, then by estimator.
-    found = [measure_by_scale(law, prompts, count, seed=1000 + index) for prompts, count in PROMPTS.items()]
+    by_prompts = [measure_by_scale(law, prompts, count, seed=1000 + index) for prompts, count in PROMPTS.items()]
     each = range(len(BY_SCALE))
-    cells = [[_cell(of_prompts[k][estimator]) for estimator in range(2) for of_prompts in found] for k in each]
+    cells = [[_cell(of_prompts[k][estimator]) for estimator in range(2) for of_prompts in by_prompts] for k in each]
     return [f"| {law.name} | {scale:,} | {' | '.join(row)} |" for row in cells]
 
 

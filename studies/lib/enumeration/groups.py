@@ -69,8 +69,8 @@ def group_gradients(name: str, tree: Tree, members: Int, options: Any = None, so
         _, first, same = np.unique(kind[members], axis=0, return_index=True, return_inverse=True)
         alone = np.zeros(members.shape[1], np.int64)
         batches = [replace(tree.inputs(one, alone, source), value=value[one]) for one in members[first]]
-        found = np.stack([estimate(name, inputs, options).advantage for inputs in batches])
-        advantage = found[same.reshape(-1)].reshape(members.size, -1)
+        advantages = np.stack([estimate(name, inputs, options).advantage for inputs in batches])
+        advantage = advantages[same.reshape(-1)].reshape(members.size, -1)
     else:
         rows, group = members.reshape(-1), np.repeat(np.arange(len(members)), members.shape[1])
         optimum = np.broadcast_to(position_optimum(tree), tree.mask.shape)[rows]

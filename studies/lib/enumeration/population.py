@@ -92,8 +92,8 @@ def regret(tree: Tree, baseline: Float, ratio: Float | None = None) -> float:
 
 def gap_closed(name: str, tree: Tree, source: str = "exact") -> float:
     """Return the share of the gap from the mean to B* that an entry closes, 1 at the optimum, negative when worse."""
-    own, mean = population_baseline(name, tree, source), population_baseline("group_mean", tree)
-    return 1 - regret(tree, own) / regret(tree, mean)
+    baseline, mean = population_baseline(name, tree, source), population_baseline("group_mean", tree)
+    return 1 - regret(tree, baseline) / regret(tree, mean)
 
 
 def masked_rows(baseline: Float, tree: Tree) -> Float:
