@@ -18,7 +18,7 @@ OLDER := 1.13.0 1.14.2
 DEEPSPEED := 0.19.8
 TIMEOUT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
-.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl test-ray test-vllm check format docs lock bench dashboard clean
+.PHONY: help install demo demo-real test test-long test-all test-trl test-lowest test-wheel test-verl test-ray test-s3 test-vllm check format docs lock bench dashboard clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -158,6 +158,14 @@ bench: $(STAMP) $(if $(filter 0,$(PEERS)),,.venv-trl/.installed .cache/opacus/.i
 	.cache/ray/bin/python -m pip install --quiet -c constraints.txt torch
 	.cache/ray/bin/python -m pip install --quiet -c constraints.txt -e '.[ray,train]' pytest
 	.cache/ray/bin/python -m pip install --quiet s3fs 'moto[server]'
+	@touch $@
+
+test-s3: .cache/s3/.installed  ## parts of otb score on an S3 server that the test starts
+	OMP_NUM_THREADS=1 PYTHONPATH=.cache/s3 $(BIN)/python -m pytest tests/recorded/test_blocks.py -k object_storage
+
+# Beside .venv, whose own packages stay as they are: 300 MB.
+.cache/s3/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --target .cache/s3 s3fs 'moto[server]'
 	@touch $@
 
 format: $(STAMP)  ## rewrite the files as `check` wants them

@@ -34,8 +34,9 @@ from otb_analysis.config import (
 )
 from otb_analysis.config.measuring import StepSchedule
 from otb_analysis.devices import clock_of, device_of
+from otb_analysis.measurement.forward import ForwardPass
 from otb_analysis.phases import plural
-from otb_analysis.rollouts.models import character_tokenizer
+from otb_analysis.rollouts.models import character_tokenizer, output_layer
 from otb_analysis.rollouts.named_models import SHIPPED, fetched
 from otb_analysis.store import RunWriter
 from otb_analysis.tasks import make_task
@@ -43,8 +44,10 @@ from otb_analysis.tasks.task_calls import draw_prompts
 from otb_analysis.training.loop import train_step
 from otb_analysis.training.setup import Trainer
 
-PHASES = ("sampling", "update", "sampling + update", "rewards, advantages, record", "whole step")
-"""Statistics of the logits are part of the update: TRL takes its entropies in that pass."""
+REST = "rewards, advantages, record"
+PHASES = ("sampling", "update", "sampling + update", REST, f"{REST}, statistics", "whole step")
+"""Statistics of the logits are part of the update, since TRL takes its entropies in that pass; the fifth phase is what
+both do beside generation, the pass to the final hidden states, and what comes behind the loss."""
 LEARNING_RATE = 1e-6
 """So small that the policy, and with it the length of what it writes, stays what it was."""
 QUICK = SampleConfig(prompts=3, group_size=4, max_new_tokens=8)
@@ -66,13 +69,15 @@ class Turn:
     whole: float
     tokens: int
     statistics: float = 0.0  # Those of the level `forward`, within the update
+    head: float = 0.0  # From final hidden states to log-probabilities, within the update; of TRL to entropies, too
     measured: float = 0.0  # All other levels
     outside: float = 0.0  # What belongs to no phase: rows and scalars of the record
 
     def rate(self, phase: str) -> float:
         """Return the tokens per second of a phase of `PHASES`."""
-        both = self.sample + self.update
-        return self.tokens / (self.sample, self.update, both, self.whole - both, self.whole)[PHASES.index(phase)]
+        both, rest = self.sample + self.update, self.whole - self.sample - self.update
+        seconds = self.sample, self.update, both, rest, rest + self.head + self.statistics, self.whole
+        return self.tokens / seconds[PHASES.index(phase)]
 
 
 def bench_config(model: str, folder: Path, quick: bool = False) -> TrainConfig:
@@ -114,11 +119,30 @@ class Steps:
         self.trainer = Trainer.from_config(config)
         on_cpu = self.trainer.model.device.type == "cpu"
         self.trainer.clock = self.clock = clock if on_cpu else clock_of(self.trainer.model.device)
-        self.step = 0
+        self.step, self.head, self.began = 0, 0.0, 0.0
+        self.forward, self.timed = self.trainer.policy.forward, self.trainer.timed
+        self.trainer.policy.forward, self.trainer.timed = self._forward, self._timed
+
+    def _forward(self, *args: Any, **named: Any) -> ForwardPass:
+        """Score a batch; note when the final hidden states of a pass are there."""
+        hook = output_layer(self.trainer.model).register_forward_pre_hook(self._begin)
+        try:
+            return self.forward(*args, **named)
+        finally:
+            hook.remove()  # engines of the levels follow none
+
+    def _begin(self, *args: Any) -> None:
+        self.began = self.clock()
+
+    def _timed(self, name: str, shown: str = "") -> Any:
+        """Time a phase; where the statistics of a pass begin, its log-probabilities are there."""
+        if name == "forward" and self.began:
+            self.head, self.began = self.head + self.clock() - self.began, 0.0
+        return self.timed(name, shown)
 
     def turn(self) -> Turn:
         """Take one step."""
-        start = self.clock()
+        start, self.head = self.clock(), 0.0
         self.tables = train_step(self.trainer, self.step)
         whole = self.clock() - start
         self.step += 1
@@ -126,7 +150,7 @@ class Steps:
         phases = ("sample", "update", "forward", "estimate", "measure")
         sample, update, forward, estimate, measure = (float(scalars[f"seconds_{phase}"]) for phase in phases)
         outside = whole - sample - update - forward - estimate - measure
-        return Turn(sample, update + forward, whole, int(scalars["n_tokens"]), forward, measure, outside)
+        return Turn(sample, update + forward, whole, int(scalars["n_tokens"]), forward, self.head, measure, outside)
 
 
 OURS, TRL = "otb train", "TRL GRPOTrainer"
@@ -183,8 +207,8 @@ def _measured(model: str, config: TrainConfig, bench: TrainBenchConfig) -> Itera
             turns[OURS].append(ours.turn())
             if rival is not None:
                 answer = rival.answer()
-                turn = Turn(answer["sample"], answer["update"], answer["seconds"], answer["tokens"])
-                turns.setdefault(TRL, []).append(turn)
+                facts = (answer[name] for name in ("sample", "update", "seconds", "tokens"))
+                turns.setdefault(TRL, []).append(Turn(*facts, head=answer["statistics"]))
     steps, held = MEMORY_STEPS[model], dict[str, list[int | None]]()
     if not bench.quick:  # in processes of their own that time nothing
         held[OURS] = in_fresh_process(peaks, config, steps, bench.threads) or [None]

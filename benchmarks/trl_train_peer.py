@@ -3,7 +3,8 @@
 Needs torch and trl>=1.16,<1.17, and nothing of ours but for the monitor. Started by `peer`: one JSON argument, one line
 of facts, then one line of seconds for every line on the input.
 The phases: `sample` is its generation alone, `update` its forward pass and loss, backward pass, clipping and optimizer,
-each timed where it is called; all else counts for neither, `seconds` is the whole step.
+each timed where it is called; all else counts for neither, `seconds` is the whole step. `statistics`, a part of
+`update`, goes from final hidden states to log-probabilities and entropies.
 """
 
 import importlib
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from runpy import run_path
 from time import perf_counter, process_time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -88,7 +90,7 @@ class Turns(TrainerCallback):
         most = torch.cuda.max_memory_allocated() if self.gpu else SIDE["kilobytes"]("VmHWM") * 1024
         held = None if self.before is None else max(0, most - self.before * (1 if self.gpu else 1024))
         facts = {"seconds": seconds, "sample": phases["sample"], "update": phases["update"]}
-        facts |= {name: phases.get(name, 0.0) for name in ("monitor", "check")}
+        facts |= {name: phases.get(name, 0.0) for name in ("monitor", "check", "statistics")}
         SIDE["say"](facts | {"tokens": self.clock.tokens, "bytes": held})
         self.warm = True
 
@@ -135,6 +137,9 @@ def main() -> None:
         )
         trainer._generate_single_turn = clock.timing("sample", trainer._generate_single_turn)
         trainer.compute_loss = clock.timing("update", trainer.compute_loss)
+        utils: Any = importlib.import_module("trl.trainer.utils")
+        head = clock.timing("statistics", utils._ChunkedLogProbFunction.apply)
+        utils._ChunkedLogProbFunction = SimpleNamespace(apply=head)  # its forward pass, looked up at each call
         trainer.accelerator.backward = clock.timing("update", trainer.accelerator.backward)
         trainer.accelerator.clip_grad_norm_ = clock.timing("update", trainer.accelerator.clip_grad_norm_)
         trainer.train()

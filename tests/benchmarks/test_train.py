@@ -13,8 +13,9 @@ from otb_analysis.errors import InputError
 
 
 def test_rate_of_a_phase_is_tokens_over_its_own_time():
-    # 120 tokens in 2 s of sampling, 4 s of update, .5 s of it statistics, and 2 s of all the rest.
-    assert [Turn(2.0, 4.0, 8.0, 120, statistics=0.5).rate(phase) for phase in PHASES] == [60, 30, 20, 60, 15]
+    # 120 tokens in 2 s of sampling, 4 s of update, .5 s of it logits and .5 s statistics, and 2 s of all the rest.
+    turn = Turn(2.0, 4.0, 8.0, 120, statistics=0.5, head=0.5)
+    assert [turn.rate(phase) for phase in PHASES] == [60, 30, 20, 60, 40, 15]
 
 
 def test_ratios_compare_best_with_best_and_median_with_median():
@@ -48,6 +49,7 @@ def test_every_phase_level_and_the_absent_rival_have_a_row(quick):
     assert list(rows) == phases + rest
     assert all(rows[f"{phase}, {train.OURS}"]["rate"] > 0 for phase in PHASES)
     assert all(rows[f"{phase}, {train.TRL}"]["rate"] is None for phase in PHASES)
+    assert rows[f"{PHASES[4]}, {train.OURS}"]["rate"] < rows[f"{PHASES[3]}, {train.OURS}"]["rate"]
     both = rows["level forward"]["seconds"] + rows["store"]["seconds"]
     assert rows["level forward and store"]["seconds"] == pytest.approx(both)
     step = rows["store"]["seconds"] / rows["store"]["share"]
