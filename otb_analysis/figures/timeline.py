@@ -107,14 +107,18 @@ def timeline_info(
 def event_names(info: TimelineInfo, width: float) -> list[tuple[Event, int, bool]]:
     """Return the events whose names fit into a lane of some pixels: each with its row, and whether it ends at its mark.
 
-    A name that would reach beyond the right edge ends there. Alarms and watches come first; a line leads from a name
-    down to its mark.
+    Names begin at their marks, but for those that would reach beyond the right edge; or all that can end there, where
+    more fit so. Alarms and watches come first; a line leads from a name down to its mark.
     """
+    return max((_named(info, width, reach) for reach in (width + MARGIN, 0)), key=len)
+
+
+def _named(info: TimelineInfo, width: float, reach: float) -> list[tuple[Event, int, bool]]:
     every = [int(step) for series in info.series for step in series.step[[0, -1]]] or [0, 1]
     wanted = []
     for event in info.events:
         x, long = (event.step - min(every)) / max(max(every) - min(every), 1) * width, LETTER * len(event.text)
-        wanted.append((event, x, (x - long, x) if x + long > width + MARGIN else (x, x + long)))
+        wanted.append((event, x, (x - long, x) if x + long > reach and x > long else (x, x + long)))
     # From both ends inwards and from the top row down no line crosses the name of the mark before.
     wanted.sort(key=lambda one: (one[0].kind not in SPOKEN, ends := one[2][0] < one[1], -one[1] if ends else one[1]))
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ROWS)]

@@ -163,26 +163,35 @@ def test_the_same_walk_by_keys(browser, address):
         assert tab.clean
 
 
-SIZES = [(1440, "light"), (1024, "dark"), (390, "light")]
+SIZES = [(1440, "light", "mouse"), (1440, "dark", "keys"), (1024, "dark", "mouse"), (1024, "light", "keys"),
+         (390, "light", "mouse")]  # fmt: skip
 CUT_OFF = """[...document.querySelectorAll('.js-plotly-plot')].flatMap((figure) =>
   [...figure.querySelectorAll('.annotation-text')].filter((text) => text.getBoundingClientRect().right >
     figure.getBoundingClientRect().right + 1).map((text) => text.textContent))"""
 
 
-@pytest.mark.parametrize(("width", "scheme"), SIZES)
+@pytest.mark.parametrize(("width", "scheme", "by"), SIZES)
 def test_from_a_collapsed_run_to_the_token_that_held_its_last_gradient_within_three_clicks(
-    width, scheme, browser, address
+    width, scheme, by, browser, address
 ):
     with watched(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme) as tab:
         page = visit(tab, f"{address}/?run=chain-group_mean-s0")
-        click_row(page, page.locator("[data-testid=stDataFrame]").first, 1)
+        if by == "keys":
+            tab_to(page, "a[href$='/run']")  # of the menu; a table with ticks takes no cell by keys
+            page.keyboard.press("Enter")
+        else:
+            click_row(page, page.locator("[data-testid=stDataFrame]").first, 1)
         on_page(page, "Run")
         step_is(page, 30)  # every tenth is attributed
         says(page, "the last attributed step before the reward fell at step 34")
         lowest = [page.locator("button:has-text('Open its tokens')").nth(n).bounding_box() for n in range(3)]
         assert width == 390 or max(one["y"] for one in lowest) - min(one["y"] for one in lowest) < 1
         assert page.evaluate(CUT_OFF) == []
-        click_row(page, page.locator("[data-testid=stDataFrame]").first, 0)
+        if by == "keys":
+            tab_to(page, "[data-testid=stDataFrame] canvas")
+            page.keyboard.press("ArrowRight")
+        else:
+            click_row(page, page.locator("[data-testid=stDataFrame]").first, 0)
         on_page(page, "Tokens")
         says(page, "Baseline and advantage of group_mean")
         assert page.locator(CHOSEN).count() == 1 and asked(page, "step") in (None, "30")
