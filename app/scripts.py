@@ -10,8 +10,8 @@ SIZES = """from otb_analysis.answers import RunAnswers
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.store import RunStore
 
-found = RunAnswers(RunStore({path!r})).sizes({step})
-plot_attribution(attribution_info(found.shares, "all size")).write_html("attribution.html")"""
+sizes = RunAnswers(RunStore({path!r})).sizes({step})
+plot_attribution(attribution_info(sizes.shares, "all size")).write_html("attribution.html")"""
 
 LEARNING = """from otb_analysis.figures.curves import learning_info, plot_learning
 from otb_analysis.figures.styles import run_styles

@@ -226,13 +226,13 @@ def token_panel(
     run: Run, step: int, group: int, tokens: pd.DataFrame, token: tuple[int, int], label: Label | None
 ) -> None:
     """Show the numbers of a token as stored, beside the formula of an estimator with them."""
-    found, error = None, None
+    formula, error = None, None
     try:
         if label is not None:
-            found = data.written_out(run, step, group, label, *token)
+            formula = data.written_out(run, step, group, label, *token)
     except STOPS as refused:
         error = refused
-    of_trained = found if label == trained_label(run.estimator, data.answers(run).config) else None
+    of_trained = formula if label == trained_label(run.estimator, data.answers(run).config) else None
     stored = token_details(tokens, *token, run.estimator, of_trained)
     if stored is None:
         st.caption(f"Rollout {token[0]} has no token {token[1]} here; choose another.")
@@ -246,12 +246,12 @@ def token_panel(
     with right:
         if error is not None:
             st.warning(plain(str(error)), icon=":material/warning:")
-        if found is None or label is None:
+        if formula is None or label is None:
             return
         st.caption(f"Baseline and advantage of **{plain(in_words(label))}**")
-        pairs(found.lines)
-        terms = found.terms.assign(rollout=["this" if r == token[0] else str(r) for r in found.terms["rollout"]])
-        if not found.is_sum:
+        pairs(formula.lines)
+        terms = formula.terms.assign(rollout=["this" if r == token[0] else str(r) for r in formula.terms["rollout"]])
+        if not formula.is_sum:
             st.caption("This baseline is no weighted sum of returns.")
             terms = terms.drop(columns="weight")
         columns: dict[str, Any] = {n: st.column_config.NumberColumn(format="%.3g", help=h) for n, h in HELP.items()}

@@ -55,11 +55,11 @@ def sentences(lines: Sequence[str], bold: bool = False) -> None:
         lines = [line for line in part.splitlines() if line]
         if n and lines:  # what follows a command
             lines[0] = lines[0][0].upper() + lines[0][1:]
-        said = list(map(plain, lines))
+        texts = list(map(plain, lines))
         if n % 2:
             st.code(part, language="bash", wrap_lines=True)
-        elif said:
-            st.markdown("  \n".join([f"**{said[0]}**" if bold and not n else said[0], *said[1:]]))
+        elif texts:
+            st.markdown("  \n".join([f"**{texts[0]}**" if bold and not n else texts[0], *texts[1:]]))
 
 
 MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")

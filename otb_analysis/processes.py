@@ -109,11 +109,11 @@ class Processes:
         import torch
         import torch.distributed as dist
 
-        sizes, own = _packed(value)
+        sizes, packed = _packed(value)
         every = list[Any]([None] * self.size)
         with exchanging():
             dist.all_gather_object(every, sizes, group=self.host)
-            longest = torch.nn.functional.pad(own, (0, max(map(sum, every)) - len(own)))
+            longest = torch.nn.functional.pad(packed, (0, max(map(sum, every)) - len(packed)))
             received = [torch.empty_like(longest) for _ in every]
             dist.all_gather(received, longest, group=self.host)
         values = [_unpacked(*one) for one in zip(every, received, strict=True)]
@@ -183,24 +183,24 @@ class Processes:
             if self.size == 1:
                 yield torch.cat(list(parts))
                 continue
-            n, own = parts[0].shape[1], counts[self.rank]
+            n, rows = parts[0].shape[1], counts[self.rank]
             edges = [n * rank // self.size for rank in range(self.size + 1)]
             widths = np.diff(edges).tolist()
-            sent = parts[0].new_empty(own * n)
-            for width, stop, into in zip(widths, edges[1:], sent.split([own * w for w in widths]), strict=True):
-                torch.cat([x[:, stop - width : stop] for x in parts], out=into.view(own, width))
+            sent = parts[0].new_empty(rows * n)
+            for width, stop, into in zip(widths, edges[1:], sent.split([rows * w for w in widths]), strict=True):
+                torch.cat([x[:, stop - width : stop] for x in parts], out=into.view(rows, width))
             width = widths[self.rank]
-            found = sent.new_empty(sum(counts), width)
+            columns = sent.new_empty(sum(counts), width)
             group = self.host if sent.device.type == "cpu" else None  # gloo moves main memory only
             with exchanging():
-                received, given = [count * width for count in counts], [own * w for w in widths]
-                work = dist.all_to_all_single(found.view(-1), sent, received, given, group, async_op=True)
+                received, given = [count * width for count in counts], [rows * w for w in widths]
+                work = dist.all_to_all_single(columns.view(-1), sent, received, given, group, async_op=True)
                 assert work is not None
                 if on_its_way is not None:
                     on_its_way[1].wait()
             if on_its_way is not None:
                 yield on_its_way[0]
-            on_its_way = found, work
+            on_its_way = columns, work
         if on_its_way is not None:
             with exchanging():
                 on_its_way[1].wait()

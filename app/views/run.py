@@ -171,17 +171,17 @@ def read(one: Telling) -> None:
 
 def attribution(run: Run, step: int) -> None:
     """Show which tokens hold the gradient of the chosen step, else which are large; a row leads to its tokens."""
-    found = data.attribution(run, step)
-    shown = data.sizes(run, step) if isinstance(found, NotAttributed) else found
+    holding = data.attribution(run, step)
+    shown = data.sizes(run, step) if isinstance(holding, NotAttributed) else holding
     st.subheader(f"{(shown or Attributed).heading} step {step}", anchor=False)
     if shown is not None:
         holders(run, step, shown)
-    if isinstance(found, NotAttributed):
-        st.info(found.missing, icon=":material/inbox:")
-        if found.command:
-            st.code(found.command, language="bash", wrap_lines=True)
-        if found.nearest is not None:
-            go_to_step(st, f"Go to step {found.nearest}", found.nearest, "nearest")
+    if isinstance(holding, NotAttributed):
+        st.info(holding.missing, icon=":material/inbox:")
+        if holding.command:
+            st.code(holding.command, language="bash", wrap_lines=True)
+        if holding.nearest is not None:
+            go_to_step(st, f"Go to step {holding.nearest}", holding.nearest, "nearest")
 
 
 def holders(run: Run, step: int, found: Attributed) -> None:

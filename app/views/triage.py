@@ -142,7 +142,7 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
     signs = [f"{SIGNS[state]} {state}" for state in table["state"]]
     tints = [f"background-color: {TINTS.get(state, 'transparent')}" for state in table["state"]]
     empty = [name for name, nothing in NOTHING.items() if table[name].isin(nothing).all()]
-    said = table[table["state"] != "broken"]  # why a run is broken stands below in full
+    working = table[table["state"] != "broken"]  # why a run is broken stands below in full
     full = {name: name.removeprefix(SETTING) for name in of_runs}
     named = {name: st.column_config.TextColumn(one.rpartition(".")[2], help=one) for name, one in full.items()}
     marks = ["★" if name == st.session_state.get("_reference") else "■" for name in table["run"]]
@@ -156,7 +156,7 @@ with frame("Triage", "Which run is in trouble, since when, and in what does it d
         height="content" if len(table) < 12 else 460,
         key="listed", on_select=partial(clicked, list(table["run"])), selection_mode=["multi-row", "single-cell"],
         column_order=[name for name in (*ORDER, *of_runs) if name not in empty],
-        column_config=as_wide_as_texts(said[TEXTS]) | COLUMNS | named,
+        column_config=as_wide_as_texts(working[TEXTS]) | COLUMNS | named,
     )  # fmt: skip
     st.caption(f"{CLICKS} {left_out_note(settings)}")
     download(table, "runs")

@@ -290,9 +290,9 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
     The estimator that trained is judged; where noise leaves it open, `rloo` beside it. What counts is the cost of the
     same rollouts in groups of another size; every claim takes an interval that holds with all others.
     """
-    size, own = planner.recorded_size, trained[0] if trained else REFERENCE
+    size, judged = planner.recorded_size, trained[0] if trained else REFERENCE
     measured: dict[Label, set[int]] = {}
-    for label in dict.fromkeys((own, REFERENCE)):
+    for label in dict.fromkeys((judged, REFERENCE)):
         cells = [one for one in planner.cells if (one.estimator, one.energy_source) == label]
         measured[label] = {one.size for one in cells} - {size}
         costs = {one.size: one.cost for one in cells if one.size != size and one.cost and is_informative(one.cost)}
@@ -302,13 +302,13 @@ def size_line(planner: Planner, trained: Sequence[Label]) -> str:
             continue
         n, cost = min((less or more).items(), key=lambda of: of[1].estimate)
         noise = f"with {shown_name(label)} the same rollouts give {interval_words(cost)} times the noise"
-        if label != own:
-            return f"Group size, now {size}: no difference shown for {shown_name(own)}; {noise} in groups of {n}."
+        if label != judged:
+            return f"Group size, now {size}: no difference shown for {shown_name(judged)}; {noise} in groups of {n}."
         keep = f"Keep groups of {size}: in groups of {n} {noise}."
         return f"Try groups of {n}, not {size}: {noise}." if less else keep
-    if measured[own]:
-        listed = ", ".join(map(str, sorted(measured[own])))
-        return f"Keep groups of {size}: no difference shown for {shown_name(own)} in groups of {listed}."
+    if measured[judged]:
+        listed = ", ".join(map(str, sorted(measured[judged])))
+        return f"Keep groups of {size}: no difference shown for {shown_name(judged)} in groups of {listed}."
     if not planner.dead:
         return ""
     dead, share = planner.dead[-1], planner.dead[-1].share
@@ -447,8 +447,8 @@ class MeasuredSteps:
         """What all this says, in the sentences of every door; an alarm first."""
         if self.alarm:
             return (self.alarm, ANOTHER_SAMPLER)
-        found = decision_lines(self.decision, self.against_rloo, self.trained, self.config, self.path)
-        return (*found, *self.reservations, *filter(None, [self.sized()]))
+        verdict = decision_lines(self.decision, self.against_rloo, self.trained, self.config, self.path)
+        return (*verdict, *self.reservations, *filter(None, [self.sized()]))
 
     def comparison(
         self, against: str | Label | None = None, source: str = "both", estimators: Iterable[str] | None = None
@@ -474,8 +474,8 @@ class MeasuredSteps:
 
     def noise_scale(self, label: Label = REFERENCE) -> Interval | None:
         """Return at how many prompts the noise of an estimator equals its signal, V/‖m‖², as far as that is told."""
-        found = pooled_statistics(self.grams, known=self.known, only=(label,))
-        return found[0].shown("noise_scale") if found else None
+        rows = pooled_statistics(self.grams, known=self.known, only=(label,))
+        return rows[0].shown("noise_scale") if rows else None
 
     def repeats(self, label: Label) -> bool:
         """Tell whether an estimator made the same updates as another one that stands for it."""

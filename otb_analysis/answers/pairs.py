@@ -244,8 +244,8 @@ def first_estimators(measured: MeasuredSteps) -> tuple[str, str]:
     """
     names = {label: name for name, label in estimator_names(measured).items()}
     decision, over_rloo = measured.decision, measured.over_rloo
-    found = (decision.best, over_rloo.best, decision.nearest, over_rloo.nearest)
-    labels_ = [*(one.label for one in found if one), REFERENCE, *names]
+    telling = (decision.best, over_rloo.best, decision.nearest, over_rloo.nearest)
+    labels_ = [*(one.label for one in telling if one), REFERENCE, *names]
     a = decision.against if decision.against in names else next(iter(names))
     other = [label for label in labels_ if label in names and label != a]
     return names[a], names[next((one for one in other if decision.comparison_of(one)), other[0])]

@@ -88,8 +88,8 @@ def prompt_view(
     rollouts: Any = store.rollouts_df([step])
     groups = sorted({int(one) for one in rollouts["group"]})
     if group is None:
-        own = rollouts["group"][rollouts["rollout"] == rollout].tolist()
-        group = int(own[0]) if own else run.first_prompt(step)
+        groups_of_it = rollouts["group"][rollouts["rollout"] == rollout].tolist()
+        group = int(groups_of_it[0]) if groups_of_it else run.first_prompt(step)
     group = groups[0] if group is None else group
     if group not in groups:
         raise InputError(f"step {step} has no prompt {group}; it has prompts {groups[0]} to {groups[-1]}.")
@@ -106,10 +106,10 @@ def prompt_view(
 def _named(labels: list[Label], words: str) -> Label:
     """Return the label that is called so on the page, or the first one with that name: `otb` is `otb (proxy)`."""
     known = {in_words(label): label for label in labels}
-    found = known.get(words, next((label for label in labels if label[0] == words), None))
-    if found is None:
+    named = known.get(words, next((label for label in labels if label[0] == words), None))
+    if named is None:
         raise InputError(f"estimator {words!r} cannot be computed for this prompt; {nearest(words, known)}")
-    return found
+    return named
 
 
 def tokens_record(view: PromptView, rollout: int | None = None, t: int | None = None) -> dict[str, Any]:

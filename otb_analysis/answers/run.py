@@ -234,8 +234,8 @@ class RunAnswers:
         if self.sampling is not None:
             return sampling_lines(self.sampling)[0] if self.sampling.alarm else ""
         # A policy that trains on older rollouts is known to be another sampler, and nothing is proved of it anyway.
-        own = "source" not in self.config and not unproved_because(self.config)
-        certificate = sampling_certificate(self.series) if own else None
+        by_itself = "source" not in self.config and not unproved_because(self.config)
+        certificate = sampling_certificate(self.series) if by_itself else None
         if certificate is None or certificate.alarm_step is None:
             return ""
         return f"Tokens were not drawn by the policy that is scored: {certificate.reason}"
@@ -410,9 +410,9 @@ class RunAnswers:
             InputError: There is no such step.
             StoreError: The run cannot be read.
         """
-        found = self.attribution(step)
-        found = found if isinstance(found, Attributed) else self.sizes(step)
-        return None if found is None else int(found.shares.prompts.group[0])
+        holding = self.attribution(step)
+        holding = holding if isinstance(holding, Attributed) else self.sizes(step)
+        return None if holding is None else int(holding.shares.prompts.group[0])
 
     @cached_property
     def lines(self) -> tuple[str, ...]:

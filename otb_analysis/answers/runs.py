@@ -100,8 +100,8 @@ def in_common(runs: Sequence[RunAnswers]) -> tuple[Proved, list[dict[int, Gram]]
     known = proved_in_all([(of, run.believed) for of, run in zip(labels, runs, strict=True)])
     grams = list[dict[int, Gram]]()
     for run in runs:
-        own = all(gram.stands(known.truth) for gram in run.grams.values())
-        grams.append(run.grams if own else run.store.reduced_grams((REFERENCE, known.truth)))
+        as_needed = all(gram.stands(known.truth) for gram in run.grams.values())
+        grams.append(run.grams if as_needed else run.store.reduced_grams((REFERENCE, known.truth)))
     return known, grams
 
 
@@ -125,12 +125,12 @@ def compare(*paths: str | Path) -> MeasuredSteps:
         InputError: A run does not exist, none measured its estimators, or the runs cannot be pooled.
         StoreError: A run cannot be read.
     """
-    found = designs(opened([Path(path) for path in paths]))
-    if not found:
+    by_design = designs(opened([Path(path) for path in paths]))
+    if not by_design:
         raise InputError(NOT_MEASURED)
-    if len(found) > 1:
-        raise InputError(f"these runs cannot be pooled: {'; '.join(found)}; compare each design alone.")
-    return next(iter(found.values()))
+    if len(by_design) > 1:
+        raise InputError(f"these runs cannot be pooled: {'; '.join(by_design)}; compare each design alone.")
+    return next(iter(by_design.values()))
 
 
 def triaged(root: Path) -> list[Triage]:

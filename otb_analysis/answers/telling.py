@@ -82,9 +82,9 @@ def telling_rollouts(store: RunStore, since: int, last: int | None = None) -> li
         why = f"Most surprising token{of}{shown}, probability {number(float(np.exp(one['logprob'])))}"
         ranked.append((newest, int(one["rollout"]), int(one["t"]), why))
     choose(ranked)
-    found = list[Telling]()
+    told = list[Telling]()
     for (at_step, rollout), (why, t) in chosen.items():
         row = store.rollouts_df([at_step], where="rollout = ?", params=[rollout]).iloc[0]
         prompt, completion = ("" if pd.isna(row[one]) else str(row[one]) for one in ("prompt", "completion"))
-        found.append(Telling(why, at_step, int(row["group"]), rollout, t, prompt, completion, float(row["reward"])))
-    return found
+        told.append(Telling(why, at_step, int(row["group"]), rollout, t, prompt, completion, float(row["reward"])))
+    return told

@@ -86,35 +86,35 @@ def token_formula(
         inputs = replace(inputs, **{name: x[group] for name, x in columns.items() if x is not None})
         rollouts, group = rollouts[group], group[group]
     i = int(np.flatnonzero(rollouts == rollout)[0])
-    found = estimate(name, inputs, options)
-    own = np.flatnonzero(group & inputs.mask.any(axis=1))
+    estimated = estimate(name, inputs, options)
+    peers = np.flatnonzero(group & inputs.mask.any(axis=1))
     last = inputs.mask.shape[1] - 1 - inputs.mask[:, ::-1].argmax(axis=1)
 
     def with_rewards(paid: Float) -> float:
         """Return B where the prompt's rollouts are paid these amounts at their ends."""
         reward = np.where(group[:, None], 0.0, inputs.reward)
-        reward[own, last[own]] = paid
+        reward[peers, last[peers]] = paid
         return float(estimate(name, replace(inputs, reward=reward), options).baseline[i, t])
 
-    others = with_rewards(np.zeros(len(own)))
-    weight = np.array([with_rewards(one) for one in np.eye(len(own))]) - others
-    probe = np.random.default_rng(0).normal(size=len(own))
-    baseline = float(found.baseline[i, t])
+    others = with_rewards(np.zeros(len(peers)))
+    weight = np.array([with_rewards(one) for one in np.eye(len(peers))]) - others
+    probe = np.random.default_rng(0).normal(size=len(peers))
+    baseline = float(estimated.baseline[i, t])
     k = int(inputs.mask[i, :t].sum())  # the position, counted in policy tokens
     returns = squeeze(returns_to_go(inputs.reward, inputs.mask), inputs.mask)
-    to_go, total = returns[own, k], returns[own, 0]
+    to_go, total = returns[peers, k], returns[peers, 0]
     by_position = _close(others + float(weight @ to_go), baseline)
     linear = _close(others + float(weight @ probe), with_rewards(probe))
     fits = linear and (by_position or _close(others + float(weight @ total), baseline))
     values = to_go if by_position else total
-    terms = {"rollout": rollouts[own], "weight": weight if fits else np.full(len(own), np.nan), "return": values}
+    terms = {"rollout": rollouts[peers], "weight": weight if fits else np.full(len(peers), np.nan), "return": values}
     if inputs.energy is not None:
         energy = squeeze(inputs.energy, inputs.mask)
-        terms |= {"w": np.where(squeezed_mask(inputs.mask)[own, k], energy[own, k], np.nan)}
-        terms |= {"W": energy[own, : k + 1].sum(axis=1)}
+        terms |= {"w": np.where(squeezed_mask(inputs.mask)[peers, k], energy[peers, k], np.nan)}
+        terms |= {"W": energy[peers, : k + 1].sum(axis=1)}
     return TokenFormula(
-        name, entry.formula if entry is not None else name, float(to_go[own == i][0]), baseline,
-        float(found.advantage[i, t]), bool(found.fallback[i, t]), others if fits else 0.0, pd.DataFrame(terms),
+        name, entry.formula if entry is not None else name, float(to_go[peers == i][0]), baseline,
+        float(estimated.advantage[i, t]), bool(estimated.fallback[i, t]), others if fits else 0.0, pd.DataFrame(terms),
         by_position,
     )  # fmt: skip
 

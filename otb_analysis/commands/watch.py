@@ -181,7 +181,7 @@ class Watched:
 
         self.store, self.config, self.recipients = RunStore(path), config, recipients
         self.status, self.ended, self.owed, self.steps, self.findings = 0, False, False, None, []
-        self.said = set[str]()
+        self.printed = set[str]()
         try:
             self.told = set(map(str, json.loads((path / TOLD).read_bytes())))
         except (OSError, ValueError, TypeError):
@@ -213,8 +213,8 @@ class Watched:
 
     def say(self, key: str, text: str, error: bool = False) -> None:
         """Print a text, the first time that it comes with this key."""
-        if key not in self.said:
-            self.said.add(key)
+        if key not in self.printed:
+            self.printed.add(key)
             print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
     def _keep_told(self) -> None:

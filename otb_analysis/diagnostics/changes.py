@@ -324,7 +324,7 @@ def change_points(series: StepSeries, columns: tuple[str, ...] = SEARCHED) -> li
     Minimises Σ over segments of the squared deviations + penalty · number of changes, penalty = 8·σ²·log n, σ from the
     differences of neighbouring points, robustly. Positive quantities are taken by their logarithm.
     """
-    found = []
+    changes = []
     for name in columns:
         step, (value,) = series.recorded(name)
         log = name in LOGARITHMIC
@@ -344,8 +344,8 @@ def change_points(series: StepSeries, columns: tuple[str, ...] = SEARCHED) -> li
         for at, (before, after) in zip(ends, pairwise(levels), strict=False):
             if abs(after - before) >= least:
                 before, after = (float(np.exp(x)) if log else x for x in (before, after))
-                found.append(ChangePoint(name, int(step[at * BLOCK]), before, after))
-    return sorted(found, key=lambda point: (point.step, point.column))
+                changes.append(ChangePoint(name, int(step[at * BLOCK]), before, after))
+    return sorted(changes, key=lambda point: (point.step, point.column))
 
 
 def best_cut(points: Float, penalty: float) -> list[int]:

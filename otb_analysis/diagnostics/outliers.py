@@ -49,7 +49,7 @@ def single_step_outliers(series: StepSeries, columns: tuple[str, ...] = OUTLIERS
     Runs of pure noise of 12 to 500 steps that have one: at most 1 % where it is lognormal (σ up to 1), exponential or
     |Student t₃|; 4 % where it is Pareto with infinite variance; 34 % where log x is t₃ of standard deviation ½.
     """
-    found = []
+    outliers = []
     for name in columns:
         step, (value,) = series.recorded(name)
         step, value = step[value > 0], value[value > 0]
@@ -68,5 +68,5 @@ def single_step_outliers(series: StepSeries, columns: tuple[str, ...] = OUTLIERS
         usual[some[found_here]] = np.exp(middle[found_here])
         near = np.convolve(np.isfinite(usual), np.ones(5), "same")
         alone = np.flatnonzero(np.isfinite(usual) & (near <= 2))
-        found += [Outlier(name, int(step[t]), float(value[t]), float(usual[t])) for t in alone]
-    return sorted(found, key=lambda one: -one.multiple)
+        outliers += [Outlier(name, int(step[t]), float(value[t]), float(usual[t])) for t in alone]
+    return sorted(outliers, key=lambda one: -one.multiple)

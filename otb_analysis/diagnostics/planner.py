@@ -302,9 +302,9 @@ def _curves(by_size: Mapping[int, Sequence[Gram]], rollouts: int, known: Proved)
             if not proved and label not in SAME_MEAN:  # one rule for all comparisons: as long steps by variance alone
                 # ‖∇J‖² is the same at every size and cancels.
                 cost[size] = quotient(one.mean_sq + cost[size], np.where(signal, one.along**2, np.nan))
-            found = shown_efficiency(effective[size], p, floor, "efficiency")
-            sure = truth_sq.size <= MIN_CLUSTERS or (signal and is_informative(found))
-            shown[size] = found.estimate if found and sure else None
+            interval = shown_efficiency(effective[size], p, floor, "efficiency")
+            sure = truth_sq.size <= MIN_CLUSTERS or (signal and is_informative(interval))
+            shown[size] = interval.estimate if interval and sure else None
         curves[label] = _Curve(cost, shown)
     return curves
 

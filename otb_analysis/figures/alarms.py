@@ -103,8 +103,8 @@ def false_alarms(detector: str) -> str:
 
 def silence() -> str:
     """Return how far it can be trusted that nothing fired: what the best detector called of the runs of study 05."""
-    own = (one for one in RATES.values() if not one.stale)
-    best = max(own, key=lambda one: one.at_all or 0)
+    known = (one for one in RATES.values() if not one.stale)
+    best = max(known, key=lambda one: one.at_all or 0)
     return (
         f"Of {COLLAPSED} runs that collapsed, the best detector called {best.at_all}, {best.in_time} of them in time."
     )

@@ -193,11 +193,11 @@ def compared(grams: Sequence[Gram], decision: Decision, shown: Sequence[Label], 
             chance = ratio is None or (ratio.n_clusters >= MIN_CLUSTERS and not is_informative(ratio))
             one = label == base or (same and name != "variance")
             ratios.append(_ONE if one else None if chance else ratio)
-        own = {of: statistics.shown(of) if sampled or of == "variance" else None for of in (*VALUES, "noise_scale")}
+        bounds = {of: statistics.shown(of) if sampled or of == "variance" else None for of in (*VALUES, "noise_scale")}
         told = [word for word in ("better", "worse") if judged is not None and getattr(judged, word)]
         decides, together = ("", None) if judged is None else (DECIDES[judged.by], judged.together)
-        values = {of: getattr(statistics, of) if own[of] else None for of in VALUES}
-        intervals = {of: own[of] for of in (*OWN, "noise_scale")}
+        values = {of: getattr(statistics, of) if bounds[of] else None for of in VALUES}
+        intervals = {of: bounds[of] for of in (*OWN, "noise_scale")}
         rows.append(
             Row(
                 label, names[label], estimator_style(*label), tuple(ratios), decides, together, "".join(told), values,
@@ -295,11 +295,11 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
             bars = {name: values[known] for name, values in error_x.items() if name.startswith("array")}
             look = {"error_x": error_x | bars, "marker": {"size": 1, "color": GREY}} | SILENT
             figure.add_scatter(x=x[known].astype(np.float32), y=y[known], **look, **place)
-        said = [_hover_text(info, title, row, ratio, wide.get(row.label)) for row, ratio in drawn]
+        hover = [_hover_text(info, title, row, ratio, wide.get(row.label)) for row, ratio in drawn]
         symbols = [row.style.symbol.removesuffix("-open") + "-open" * (ratio.low is None) for row, ratio in drawn]
         figure.add_scatter(
             x=np.array([ratio.estimate for _, ratio in drawn], np.float32), y=y, marker=marker | {"symbol": symbols},
-            text=said, hovertemplate="%{text}<extra></extra>", **place,
+            text=hover, hovertemplate="%{text}<extra></extra>", **place,
         )  # fmt: skip
         left, right = (10**limit for limit in axis["range"])
         longest = [(row, wide.get(row.label) or ratio) for row, ratio in drawn]
@@ -327,10 +327,10 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
 
 def _hover_text(info: ComparisonInfo, title: str, row: Row, ratio: Interval, together: Interval | None) -> str:
     """Return what is said of one ratio where the mouse rests."""
-    said = "no interval" if ratio.low is None else f"one look {number(ratio.low)} to {number(ratio.high)}"
+    ends = "no interval" if ratio.low is None else f"one look {number(ratio.low)} to {number(ratio.high)}"
     if together is not None:
-        said += f"<br>{info.together} {number(together.low)} to {number(together.high)}"
-    return f"{row.label}<br>{title} ÷ {info.against} <b>{number(ratio.estimate)}</b><br>{said}"
+        ends += f"<br>{info.together} {number(together.low)} to {number(together.high)}"
+    return f"{row.label}<br>{title} ÷ {info.against} <b>{number(ratio.estimate)}</b><br>{ends}"
 
 
 def plot_planner(planner: Planner) -> go.Figure:

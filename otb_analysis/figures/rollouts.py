@@ -64,10 +64,10 @@ def shared_head(prompts: Iterable[str]) -> int:
 def last_number(text: str) -> Fraction | None:
     """Return the last number of a text; None where it has none. 1,234.5, −3, 3/4 and LaTeX's fractions are numbers."""
     plain = FRACTION.sub(r"\1/\2", text.replace("−", "-").replace("{,}", ","))
-    found = NUMBER.findall(plain)
-    if not found or len(found[-1]) > DIGITS:
+    numbers = NUMBER.findall(plain)
+    if not numbers or len(numbers[-1]) > DIGITS:
         return None
-    whole, _, divisor = found[-1].replace(",", "").partition("/")
+    whole, _, divisor = numbers[-1].replace(",", "").partition("/")
     try:
         return Fraction(whole) / Fraction(divisor or 1)
     except ZeroDivisionError:

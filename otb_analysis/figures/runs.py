@@ -158,8 +158,8 @@ def first_groups(configs: Configs) -> Pairing | None:
     if not (keys := group_keys(configs)):
         return None
     key, values = next(iter(keys.items()))
-    found = pair_groups(configs, key, *default_values(configs, key, values))
-    return found if found.by == "seed" else None
+    groups = pair_groups(configs, key, *default_values(configs, key, values))
+    return groups if groups.by == "seed" else None
 
 
 def default_pairing(configs: Configs, runs: Sequence[str]) -> tuple[str, str] | None:

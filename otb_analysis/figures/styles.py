@@ -170,9 +170,9 @@ FALLBACK_STYLES = (Style("#5B6770"), Style("#93764A"), Style("#5F7F6B"), Style("
 
 def estimator_style(name: str, energy_source: str = "none") -> Style:
     """Return an estimator's look, dotted with any but exact energies; other names get a muted one, always the same."""
-    own = name if name in ESTIMATOR_STYLES else name.removesuffix("_loo")
-    style = ESTIMATOR_STYLES.get(own) or FALLBACK_STYLES[sum(own.encode()) % len(FALLBACK_STYLES)]
-    if own != name:  # the leave-one-out form
+    plain = name if name in ESTIMATOR_STYLES else name.removesuffix("_loo")
+    style = ESTIMATOR_STYLES.get(plain) or FALLBACK_STYLES[sum(plain.encode()) % len(FALLBACK_STYLES)]
+    if plain != name:  # the leave-one-out form
         style = Style(style.color, "dash", f"{style.symbol}-open")
     if energy_source in ("none", "exact"):
         return style
@@ -192,8 +192,8 @@ def run_styles(runs: Iterable[str], estimators: Mapping[str, str] | None = None)
     styles, free, names = dict[str, Style](), list[str](), estimators or {}
     for k, run in enumerate(dict.fromkeys(runs)):
         free = free or list(RUN_COLORS[k % 8 :][:4])
-        own = estimator_style(names.get(run, "")).color
-        color = own if own in free else free[-1 if names.get(run) else 0]
+        usual = estimator_style(names.get(run, "")).color
+        color = usual if usual in free else free[-1 if names.get(run) else 0]
         free.remove(color)
         styles[run] = Style(color, RUN_DASHES[k // 4 % len(RUN_DASHES)], RUN_SYMBOLS[k % len(RUN_SYMBOLS)])
     return styles

@@ -130,12 +130,12 @@ def _row(rollout: int, part: Any, facts: dict[Any, Any]) -> RolloutRow:
     reward, finish = _number_or_none(facts.get("reward")), facts.get("finish_reason")
     paid = {str(n).removeprefix("reward_"): _number_or_none(facts[n]) for n in facts if str(n).startswith("reward_")}
     parts = tuple((name, value) for name, value in paid.items() if value is not None)
-    own = parts if len(parts) > 1 or any(value != reward for _, value in parts) else ()
+    listed = parts if len(parts) > 1 or any(value != reward for _, value in parts) else ()
     # A rewarded answer looks wrong where its last number is not the reference's.
     answer, completion = (x if isinstance(x, str) else None for x in (facts.get("answer"), facts.get("completion")))
     wrong = ends_elsewhere(answer, completion) if (dict(parts).get("correct", reward) or 0) > 0 else None
     return RolloutRow(
-        rollout, reward, own, int(part["_policy"].sum()), finish if isinstance(finish, str) else "",
+        rollout, reward, listed, int(part["_policy"].sum()), finish if isinstance(finish, str) else "",
         "" if wrong is None else f"rewarded, but ends with {wrong}", part,
     )  # fmt: skip
 

@@ -323,8 +323,8 @@ class OTBMonitor(TrainerCallback):
         if not spoke.size:
             return 0
         rows = sorted({int(spoke[0]), int(spoke[-1])})
-        own = self._passed(collated([drafts[row] for row in rows], special_id(self._tokenizer, "pad")))
-        ours, theirs = own.stats.logprob[own.mask.cpu().numpy()], forward.stats.logprob[rows]
+        passed = self._passed(collated([drafts[row] for row in rows], special_id(self._tokenizer, "pad")))
+        ours, theirs = passed.stats.logprob[passed.mask.cpu().numpy()], forward.stats.logprob[rows]
         gap = theirs[forward.mask[rows].cpu().numpy()] - ours
         if not self._are_alike(gap):
             raise InputError(f"by {np.abs(gap).max():.3g} nats they are not those of a pass of ours.")
@@ -354,19 +354,19 @@ class OTBMonitor(TrainerCallback):
         parts = [part for part in self._processes.gather(None if faults else seen) if part is not None]
         if any(part.n_compared for part in parts):  # a batch without a token shows nothing
             self._compare_at = AGAIN if self._n_batches < AGAIN else math.inf
-        gathered = found = None
+        gathered = measured = None
         # A batch that is not due, too: measuring speaks to all processes.
         if not faults and self._measurer.processes.size > 1:
             gathered, faults = on_all(lambda: self._gathered(parts))
             if gathered is not None and not faults:
-                found, faults = on_all(lambda: measured_batch(trainer, self._measurer, self._step, *gathered))
+                measured, faults = on_all(lambda: measured_batch(trainer, self._measurer, self._step, *gathered))
         if faults:
             self._check = SamplingCheck()  # without half a batch; the same on all
         if trainer.accelerator.is_main_process:
             try:
                 if faults:
                     raise InputError(faults[0])
-                self._write(parts, gathered or self._gathered(parts), found, start)
+                self._write(parts, gathered or self._gathered(parts), measured, start)
             except Exception as error:
                 self._tell("batch", f"OTBMonitor has nothing on batch {self._step}, training goes on: {error}")
         self._spent += perf_counter() - start
@@ -413,11 +413,11 @@ class OTBMonitor(TrainerCallback):
             return None if known is None else known.double().cpu().numpy()[:, :width]
 
         old, behavior, reference = logps("old"), logps("sampling"), logps("ref")
-        own = table.stats.logprob
+        logprob = table.stats.logprob
         pairs = {
-            "sampler": None if behavior is None else (own if old is None else old) - behavior,
-            "reference": None if reference is None else reference - own,
-            "trainer": None if old is None or caught else old - own,  # of caught states they are the same
+            "sampler": None if behavior is None else (logprob if old is None else old) - behavior,
+            "reference": None if reference is None else reference - logprob,
+            "trainer": None if old is None or caught else old - logprob,  # of caught states they are the same
         }
         ratios = {name: pair[table.mask] for name, pair in pairs.items() if pair is not None}
         return SeenBatch(scored(drafts, rollouts, forward), rows, ratios, self._check.rows(rollouts, table), compared)

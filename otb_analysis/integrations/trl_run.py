@@ -83,8 +83,8 @@ def filters_of(trainer: Any) -> dict[str, object]:
     What TRL leaves open, transformers takes from the checkpoint's own generation settings.
     """
     given = {**vars(trainer.args), **(trainer.args.generation_kwargs or {})}
-    own = getattr(policy_of(trainer), "generation_config", None)
-    sampled = {name: getattr(own, name, None) if given.get(name) is None else given[name] for name in PLAIN}
+    generation = getattr(policy_of(trainer), "generation_config", None)
+    sampled = {name: getattr(generation, name, None) if given.get(name) is None else given[name] for name in PLAIN}
     return {name: value for name, value in sampled.items() if value not in PLAIN[name]}
 
 

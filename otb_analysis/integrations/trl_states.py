@@ -90,14 +90,14 @@ class CaughtStates:
         if not self._open or not self._trainer.model.training:  # else of an evaluation
             return self._pass(*args, **kwargs)
         call = dict(zip(("model", *READ), args, strict=False)) | kwargs  # by place, or by name
-        row, found = 0, dict[Key, tuple[int, Tensor]]()
+        row, new = 0, dict[Key, tuple[int, Tensor]]()
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             """Keep the states of a pass over the call's next rows."""
             nonlocal row
             with self._watching():
                 first, row = row, row + len(output[0])
-                found.update(self._found(output[0].detach(), call, first))
+                new.update(self._found(output[0].detach(), call, first))
 
         hook = self._backbone.register_forward_hook(keep)
         try:
@@ -108,7 +108,7 @@ class CaughtStates:
         finally:
             hook.remove()
         with self._watching():
-            for key, (of, states) in found.items() if self._open else ():  # else it failed on the way
+            for key, (of, states) in new.items() if self._open else ():  # else it failed on the way
                 self._caught[key] = Caught(states, result[0][of, : len(states)].detach().double().cpu().numpy())
         return result
 
@@ -127,7 +127,7 @@ class CaughtStates:
 
     def _found(self, hidden: Tensor, call: dict[str, Any], first: int) -> dict[Key, tuple[int, Tensor]]:
         """Return rows and states of the call's new rollouts from row `first` on; prompts are padded left."""
-        found = dict[Key, tuple[int, Tensor]]()
+        new = dict[Key, tuple[int, Tensor]]()
         rows = slice(first, first + len(hidden))
         ids, present = (call[name][rows].cpu() for name in ("input_ids", "attention_mask"))
         begin, present = ids.shape[1] - call["logits_to_keep"], present.bool()
@@ -139,5 +139,5 @@ class CaughtStates:
             self._size += n * states.shape[1] * states.element_size()
             if self._size > LOGIT_BYTES:
                 raise MemoryError("the hidden states of a batch take more than 1 GiB")
-            found[key] = row, states[begin - 1 : begin - 1 + n].to("cpu", copy=True)  # not the whole padded row
-        return found
+            new[key] = row, states[begin - 1 : begin - 1 + n].to("cpu", copy=True)  # not the whole padded row
+        return new

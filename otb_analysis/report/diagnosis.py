@@ -41,14 +41,14 @@ def attribution_parts(run: RunAnswers, step: int | None, top: int) -> list[Part]
         InputError: The step was not attributed, and no size is known; the sentence says what measures it.
         StoreError: The run cannot be read.
     """
-    found = run.attribution(step := run.look if step is None else step)
-    if isinstance(found, NotAttributed):
-        measured_by = f"{found.missing} {found.command}".strip()
+    holding = run.attribution(step := run.look if step is None else step)
+    if isinstance(holding, NotAttributed):
+        measured_by = f"{holding.missing} {holding.command}".strip()
         if (large := run.sizes(step)) is None:
             raise InputError(measured_by)
         return [f"{run.name}. {large.says}", *holder_grids(large, top), measured_by]
-    gap = "" if found.shares.gap is None else f" The shares add up to ‖ḡ‖² to {abs(found.shares.gap):.0e} of it."
-    return [f"{run.name}. {found.says}{gap}", *holder_grids(found, top)]
+    gap = "" if holding.shares.gap is None else f" The shares add up to ‖ḡ‖² to {abs(holding.shares.gap):.0e} of it."
+    return [f"{run.name}. {holding.says}{gap}", *holder_grids(holding, top)]
 
 
 def holder_grids(found: Attributed, top: int) -> list[Grid]:

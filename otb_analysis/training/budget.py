@@ -277,8 +277,8 @@ class Budget:
         """
         if "sampled" in self.levels:
             self.given = replace(self.given, sampled=SampledSchedule(share=drawn_share(rollouts), by="proxy"))
-        own = ("exact",) if self.exact_always else ()  # these are part of the step itself
-        names = [name for name in self.given.schedules if name not in own]
+        of_the_step = ("exact",) if self.exact_always else ()  # these are part of the step itself
+        names = [name for name in self.given.schedules if name not in of_the_step]
         for name in names:
             self.asked[name] = sum(prompts_due(self.given, name, step, self.most) for step in range(self.steps))
             if name not in self.price and (self.asked[name] or name in self.levels):
@@ -302,8 +302,8 @@ class Budget:
     def record(self, step: int, seconds: Mapping[str, float]) -> None:
         """Add a step's seconds by column, as the trainer times them, and plan the next step."""
         by_phase = {name.removeprefix("seconds_"): value for name, value in seconds.items()}
-        own = EXPECTED.get(NORMS, 0.0) if self.exact_always else 0.0  # what the estimator trains on is no measuring
-        measured = by_phase.get("measure", 0.0) + by_phase.get("forward", 0.0) - own
+        needed = EXPECTED.get(NORMS, 0.0) if self.exact_always else 0.0  # what the estimator trains on is no measuring
+        measured = by_phase.get("measure", 0.0) + by_phase.get("forward", 0.0) - needed
         self.usual.append(sum(by_phase.values()) - by_phase.get("evaluate", 0.0) - measured)
         before, self.pace = self.pace, float(np.median(self.usual[-RECENT:]))
         if before > 0:
