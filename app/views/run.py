@@ -12,9 +12,9 @@ from widgets import as_wide_as_texts, box, chart, download, frame, go_to, one_li
 
 from otb_analysis.answers.holders import Attributed, NotAttributed, Sized
 from otb_analysis.answers.telling import Telling, telling_rollouts
-from otb_analysis.answers.triage import thinned
+from otb_analysis.answers.triage import silence, thinned
 from otb_analysis.diagnostics import LEVELS, Finding
-from otb_analysis.figures.alarms import MARKS, TITLES, alarms_table, false_alarms, fired_first, foresight, silence
+from otb_analysis.figures.alarms import MARKS, TITLES, alarms_table, false_alarms, fired_first, foresight
 from otb_analysis.figures.attribution import attribution_info, plot_attribution
 from otb_analysis.figures.curves import degenerate_table, sparkline
 from otb_analysis.figures.styles import number

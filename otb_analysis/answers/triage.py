@@ -11,7 +11,7 @@ import pandas as pd
 
 from otb_analysis.diagnostics import DETECTORS, Finding, fall, single_step_outliers
 from otb_analysis.errors import STOPS
-from otb_analysis.figures.alarms import SIGNS, TITLES, fired_first
+from otb_analysis.figures.alarms import COLLAPSED, RATES, SIGNS, TITLES, fired_first
 from otb_analysis.figures.curves import NAMES
 from otb_analysis.figures.styles import number
 from otb_analysis.store import step_series
@@ -98,6 +98,15 @@ class Headline:
     heldout_gain: float | None
     grad_norm: float | None  # Median ‖ḡ‖ over the last `WINDOW` steps
     clipped: float | None
+
+
+def silence() -> str:
+    """Return how far it can be trusted that nothing fired: what the best detector called of the runs of study 05."""
+    known = (one for one in RATES.values() if not one.stale)
+    best = max(known, key=lambda one: one.at_all or 0)
+    return (
+        f"Of {COLLAPSED} runs that collapsed, the best detector called {best.at_all}, {best.in_time} of them in time."
+    )
 
 
 def headline(steps: pd.DataFrame) -> Headline:

@@ -101,15 +101,6 @@ def false_alarms(detector: str) -> str:
     return f"{100 * share:.1f} %" if share else "under 0.1 %"
 
 
-def silence() -> str:
-    """Return how far it can be trusted that nothing fired: what the best detector called of the runs of study 05."""
-    known = (one for one in RATES.values() if not one.stale)
-    best = max(known, key=lambda one: one.at_all or 0)
-    return (
-        f"Of {COLLAPSED} runs that collapsed, the best detector called {best.at_all}, {best.in_time} of them in time."
-    )
-
-
 def foresight(detector: str) -> str:
     """Return in how many runs of study 05 a detector fired before the collapse, and at all."""
     rates = RATES[detector]
