@@ -4,6 +4,7 @@ Runs in an environment with trl: called by the tests, by torchrun with one JSON 
 others which train together.
 """
 
+import importlib
 import json
 import math
 import os
@@ -86,9 +87,11 @@ def shard_on_cpu():
 
 
 def without_compiler():
-    """Keep DeepSpeed from building its way to share memory between processes, which takes a minute."""
-    from deepspeed.comm import torch as backend
+    """Keep DeepSpeed from building its way to share memory between processes, which takes a minute.
 
+    A build that was killed leaves a lock in the user's cache, for which every later one waits for ever.
+    """
+    backend = importlib.import_module("deepspeed.comm.torch")  # `deepspeed.comm` calls PyTorch by that name, too
     backend.build_shm_op = lambda: None
 
 
