@@ -104,8 +104,9 @@ def silence() -> str:
     """Return how far it can be trusted that nothing fired: what the best detector called of the runs of study 05."""
     known = (one for one in RATES.values() if not one.stale)
     best = max(known, key=lambda one: one.at_all or 0)
+    late = (best.at_all or 0) - (best.in_time or 0)
     return (
-        f"Of {COLLAPSED} runs that collapsed, the best detector called {best.at_all}, {best.in_time} of them in time."
+        f"Of {COLLAPSED} runs of study 05 that collapsed, the best detector called {best.in_time} in time, {late} late."
     )
 
 

@@ -318,6 +318,7 @@ def plot_comparison(info: ComparisonInfo) -> go.Figure:
         figure.update_xaxes(**axis, title_text=f"÷ {info.against}", title_standoff=6, **where)
         # Numbers, not categories: a browser leaves out the name of a row without a point.
         names = {"tickvals": list(heights.values()), "ticktext": list(heights), "range": [-0.6, count - 0.4]}
+        names["ticklabelstandoff"] = 8  # an arrow of what goes on beyond the left edge stands there
         figure.update_yaxes(**names, showticklabels=where["col"] == 1, zeroline=False, **where)
     for thickness, words in ((4, "one look"), (1, info.together)) if info.judged else ():
         line = {"color": GREY, "width": thickness}

@@ -539,7 +539,7 @@ def test_a_calm_run_says_how_far_silence_goes_and_what_is_configured_is_a_fact(t
         writer.write_step(step, StepTables(steps={"reward_mean": 0.5, "grad_norm": 1.0, "certificate_prob_z": 9.0}))
     app = open_page(tmp_path, "run", monkeypatch)
     assert "off-policy as configured (staleness 8)" in texts(app) and "nothing fired" in texts(app)
-    assert "Of 93 runs that collapsed, the best detector called 82, 29 of them in time." in texts(app)
+    assert "Of 93 runs of study 05 that collapsed, the best detector called 29 in time, 53 late." in texts(app)
 
 
 def test_a_click_on_a_holder_of_the_gradient_opens_its_token(store_root, monkeypatch):
