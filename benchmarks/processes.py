@@ -50,6 +50,7 @@ def run(config: ProcessesConfig) -> Report:
     ]
     step = f"{config.prompts} prompts × {config.group_size} rollouts of {config.tokens} tokens"
     name = "processes" if "exact" in config.levels else "processes_levels"
+    name = "processes_gram" if config.levels == ("gram",) else name
     title = f"Measuring {step} under {config.model}"
     return report_of(config, title, COLUMNS, rows, notes=notes_of(config), name=name)
 
