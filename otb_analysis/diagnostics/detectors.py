@@ -150,8 +150,8 @@ def ratio_tails(series: StepSeries) -> Finding:
         )
     else:
         reason = (
-            f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}, since "
-            "trainer and sampler disagreed on their probabilities."
+            f"{one.score[at]:.0%} of tokens were clipped in the {RATIO_WINDOW} steps up to step {one.step[at]}: their "
+            "probabilities had left those of the sampler."
         )
     return finding_of("ratio_tails", evidence, reason)
 

@@ -160,14 +160,15 @@ def _merged(run_dir: Path, table: str, parts: Sequence[Part]) -> list[Part]:
     schemas = [read_step(run_dir, part).schema.remove_metadata() for part in reversed(one_of.values())]
     today = {c.name: ARROW[c.dtype] for c in TABLES[table]}
     joined = pa.unify_schemas(schemas, promote_options="permissive")
-    today |= {name: pa.dictionary(pa.int32(), pa.string()) for name in GRAM_TEXTS if name in today}  # in half the time
     schema = pa.schema([field.with_type(today.get(field.name, field.type)) for field in joined])
+    coded = pa.dictionary(pa.int32(), pa.string())  # texts as they are written, in half the time; the file has texts
+    texts = {*GRAM_TEXTS} & today.keys()
+    written = pa.schema([field.with_type(coded) if field.name in texts else field for field in schema])
     path = run_dir / f"{table}.parquet"
     with atomic_file(path) as file:
         summed = _Summed(file)
-        plain = not any(map(pa.types.is_dictionary, schema.types))  # whoever reads the file gets texts
-        with pq.ParquetWriter(summed, schema, store_schema=plain, **parquet_options(schema)) as writer:
-            for rows in ahead(_row_groups(run_dir, parts, schema)):
+        with pq.ParquetWriter(summed, written, store_schema=not texts, **parquet_options(written)) as writer:
+            for rows in ahead(_row_groups(run_dir, parts, written)):
                 writer.write_table(rows.unify_dictionaries(), row_group_size=ROW_GROUP)
     status, due = path.stat(), sum(part.rows for part in parts)
     there = checksum_of(path, status.st_ino, status.st_mtime_ns, status.st_size)

@@ -1,5 +1,6 @@
 """A run that has ended is one file per table and says what it said before: to readers, to a writer, after a kill."""
 
+import json
 import os
 import sqlite3
 import subprocess
@@ -125,6 +126,15 @@ def test_other_tools_read_a_run_that_has_ended(writer, tables):
         rows = pd.read_parquet(writer.path / f"{table}.parquet")
         assert len(rows) == len(store.frame(table)) and rows["step"].tolist() == store.frame(table)["step"].tolist()
     assert store.info["steps"] == {"number": 3, "first": 0, "last": 2}
+
+
+def test_the_catalogue_names_the_types_that_the_file_has(run):
+    compact(run)
+    with closing(sqlite3.connect(run / "run.sqlite")) as db:
+        fields = dict(db.execute("SELECT DISTINCT file, fields FROM parts"))
+    assert "grams.parquet" in fields
+    for file, named in fields.items():
+        assert json.loads(named) == {field.name: str(field.type) for field in pq.read_schema(run / file)}
 
 
 def test_a_run_that_has_ended_is_read_from_its_copies_where_they_fit_the_sums_of_the_catalogue(run):
