@@ -210,8 +210,8 @@ def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
 
 @st.cache_data(max_entries=64, show_spinner=False)
 def texts_of_tokens(run: Run, step: int, rollout: int) -> pd.DataFrame:
-    """Return what the tokens of one rollout say, and who wrote them."""
-    columns = ["t", "turn", "mask", "token"]
+    """Return what the tokens of one rollout say, who wrote them, and how large they are."""
+    columns = ["t", "turn", "mask", "token", "grad_norm_sq", "energy_proxy"]
     return store(run).tokens_df([step], columns, where="rollout = ?", params=[rollout]).sort_values("t")
 
 

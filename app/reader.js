@@ -5,8 +5,13 @@ function element(tag, name, text) {
   if (text !== undefined) node.textContent = text;
   return node;
 }
-function written(parent, pieces) {
-  for (const [kind, text] of pieces) parent.append(kind === "match" ? element("mark", "", text) : element("span", kind, text));
+function written(parent, pieces, colors) {
+  for (const [kind, text, level, t] of pieces) {
+    const piece = kind === "match" ? element("mark", "", text) : element("span", kind, text);
+    if (level >= 0 && kind !== "match") [piece.style.background, piece.style.color] = colors[level];
+    if (t != null) [piece.className, piece.t] = [`${piece.className} tok`, t];
+    parent.append(piece);
+  }
   return parent;
 }
 function list(wrap, data) {
@@ -74,8 +79,15 @@ function text(wrap, shown) {
     if (turns && turn !== shown.passages[i - 1]?.[0]) answer.append(element("div", "turn", "turn " + (turn + 1)));
     const box = element("div", "prose" + (tool ? " tool" : ""));
     if (tool) box.append(element("i", "", "not written by the policy"));
-    answer.append(written(box, pieces.length ? pieces : [["special", "empty"]]));
+    answer.append(written(box, pieces.length ? pieces : [["special", "empty"]], shown.palette));
   });
+  answer.onclick = ({ target: { t } }) => t != null && wrap.send("token", [...shown.of, t]);
+  if (shown.sizes.length) {
+    const [title, low, high] = shown.sizes, bar = element("span", "bar"), last = shown.palette.length - 1;
+    const stops = [0, 0.25, 0.5, 0.75, 1].map((at) => shown.palette[Math.round(at * last)][0]);
+    bar.style.background = `linear-gradient(to right, ${stops.join(",")})`;
+    answer.firstChild.after(element("span", "scale", `${title} ${low} `), bar, element("span", "scale", ` ${high} · a click opens Tokens`));
+  }
   const facts = element("div", "facts");
   for (const fact of shown.facts) facts.append(element("span", "", fact));
   pane.append(facts, prompt, answer);

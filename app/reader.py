@@ -1,4 +1,4 @@
-"""The reader: rollouts as a list beside the text of the chosen one.
+"""The reader: rollouts as a list beside the text of the chosen one, its tokens coloured by their size.
 
 Texts are model output. They reach the browser as JSON and the page through `textContent`, with a visible sign for every
 character that would rearrange others.
@@ -10,18 +10,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import streamlit as st
 from streamlit.components.v2 import component
-from widgets import one_line
+from widgets import go_to, one_line
 
 from otb_analysis.figures.rollouts import shared_head
-from otb_analysis.figures.styles import cell
-from otb_analysis.figures.texts import LONGEST, ONE_LINE, legible, passages, pieces, surroundings
+from otb_analysis.figures.styles import cell, number
+from otb_analysis.figures.texts import LONGEST, ONE_LINE, legible, passages, pieces, surroundings, token_pieces
+from otb_analysis.figures.token_columns import TITLES, color_levels, palette
+from otb_analysis.figures.tokens import column_values, scale_of
 
 _HERE = Path(__file__)
 _STYLE, _SCRIPT = (_HERE.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
 _component = component("otb_analysis.reader", css=_STYLE, js=_SCRIPT)
+
+SIZES = ("grad_norm_sq", "energy_proxy")
+"""What tokens are coloured by: the first that is known of all that the policy wrote."""
 
 
 def name_of(row: Any) -> str:
@@ -32,6 +38,26 @@ def name_of(row: Any) -> str:
 def _on_rollout() -> None:
     if (name := st.session_state["reader"].get("rollout")) is not None:
         st.session_state["rollout"] = name
+
+
+def _on_token() -> None:
+    if (token := st.session_state["reader"].get("token")) is not None:
+        step, prompt, *of = token
+        go_to("tokens", step=step, prompt=prompt, token="{}.{}".format(*of))
+
+
+def _sizes(tokens: pd.DataFrame) -> dict[str, Any]:
+    """Return the colour of each token and the scale; nothing where no size is known of all that the policy wrote."""
+    written = tokens["mask"].fillna(True).to_numpy(bool)
+    for name in SIZES if written.any() else ():
+        values = column_values(tokens, name)
+        if np.isfinite(values[written]).all():
+            scale = scale_of(values, name, dark=st.context.theme.type == "dark")
+            return {
+                "levels": color_levels(values, scale).tolist(), "palette": palette(scale),
+                "sizes": [TITLES[name], number(values[written].min()), number(values[written].max())],
+            }  # fmt: skip
+    return {"levels": [-1] * len(tokens), "palette": [], "sizes": []}
 
 
 def _cell(value: Any) -> str:
@@ -52,7 +78,7 @@ def reader(
         table: Rows of the table `rollouts`.
         columns: Which columns are listed, and how they are called.
         chosen: Which row is read.
-        tokens: Its tokens, as `passages` takes them.
+        tokens: Its tokens, as `passages` takes them, with `t` and the columns of `SIZES`.
         prompts: All prompts of its step, whose shared beginning is folded.
         find: What was searched for, which is marked.
     """
@@ -68,14 +94,21 @@ def reader(
     ]
     row: Any = table.iloc[chosen]
     head, facts = shared_head(prompts), {**columns, "answer": "reference answer"}
-    shown = {
+    # A piece that no token tells has row −1.
+    sized, ts = _sizes(tokens), [*tokens["t"].tolist(), None]
+    levels = [*sized.pop("levels"), -1]
+    shown = sized | {
         "facts": [f"{one_line(title)} {_cell(row[name])}" for name, title in facts.items()],
         "prompt": pieces(row["prompt"][head:], find), "head": pieces(row["prompt"][:head], find),
         "folded": f"The {head:,} characters before it, with which all prompts of this step begin",
-        "passages": [(p.turn, p.tool, pieces(p.text, find)) for p in passages(row["completion"], tokens)],
+        "passages": [
+            (p.turn, p.tool, [(*piece, levels[at], ts[at]) for *piece, at in token_pieces(p, find)])
+            for p in passages(row["completion"], tokens)
+        ],
+        "of": [int(row[name]) for name in ("step", "group", "rollout")],
     }  # fmt: skip
     payload = {"columns": one_line(list(columns.values())), "rows": rows}
     # The browser builds its list anew only where this changes.
     version = hashlib.sha256(json.dumps(payload).encode()).hexdigest()
     data = payload | {"version": version, "chosen": name_of(row), "shown": shown}
-    _component(data=data, key="reader", on_rollout_change=_on_rollout)
+    _component(data=data, key="reader", on_rollout_change=_on_rollout, on_token_change=_on_token)

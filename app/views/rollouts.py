@@ -28,7 +28,7 @@ from otb_analysis.errors import STOPS
 from otb_analysis.figures.rollouts import RewardsInfo, plot_rewards, rewards_info
 from otb_analysis.schema import TABLES
 from otb_analysis.store import ASKED_ROWS, RolloutFilter, facts_of_rollouts, reward_histogram
-from otb_analysis.store.asked import AS_SAMPLED, ORDERS, asked_sql, rollout_columns
+from otb_analysis.store.asked import AS_SAMPLED, DISAGREEING, ORDERS, asked_sql, rollout_columns
 
 MOST = 500
 LISTED = {
@@ -116,7 +116,7 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
             title = "Share of each reward, {low:.3g} to {high:.3g}, by step, {first} to {last}".format(**facts)
             chart(plot_rewards(info, steps, reward), "rewards", title, histogram, python, clicked=clicked)
         row = st.container(horizontal=True, vertical_alignment="bottom")
-        order = box(row, "Order", "sort", list(ORDERS), width=290)
+        order = box(row, "Order", "sort", list(ORDERS), DISAGREEING, width=290)
         further = [name for name in data.cached(run, rollout_columns) if name not in (*LISTED, *TEXTS)]
         parts = [name for name in further if name.startswith("reward_")] + ["turns"] * (facts["turns"] > 1)
         also = row.multiselect("Further columns", further, parts, key="columns", width=290, **listed)
@@ -139,7 +139,7 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
                     args=(EVERYTHING | drawn | {"where": f"{same} == {one[same]!r}"},),
                 )  # fmt: skip
             both = row.toggle("Rendered", key="rendered", bind="query-params", help=RENDERED)
-            step, tokens = int(one["step"]), table.head(0).reindex(columns=["turn", "mask", "token"])
+            step, tokens = int(one["step"]), table.head(0).reindex(columns=["t", "turn", "mask", "token"])
             with frame():
                 tokens = data.texts_of_tokens(run, step, int(one["rollout"]))
             left, right = st.columns([3, 2]) if both else (st.container(), None)

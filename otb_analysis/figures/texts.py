@@ -7,7 +7,7 @@ neighbours; it is never markup.
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
@@ -40,6 +40,7 @@ class Passage:
     turn: int
     tool: bool
     text: str
+    tokens: tuple[tuple[int, str], ...] = field(default=(), repr=False, compare=False)  # Row and text, where known
 
 
 def legible(text: str, glyphs: Mapping[str, str] = LINES, most: int = MOST) -> str:
@@ -68,14 +69,35 @@ def visible(text: str, flowing: bool = False) -> str:
 
 def pieces(text: str, find: str = "", glyphs: Mapping[str, str] = LINES) -> list[Piece]:
     """Cut a text where special tokens stand and what is looked for, in upper or lower case; all of it legible."""
+    left_out = [("", f"… ({len(text):,} characters)")] * (len(text) > MOST)
+    return [(kind, legible(part, glyphs)) for kind, part in _cut(text[:MOST], find)] + left_out
+
+
+def _cut(text: str, find: str) -> list[Piece]:
     pattern = f"(?P<special>{SPECIAL.pattern})" + (f"|(?P<match>(?i:{re.escape(find)}))" if find else "")
     cut, end = list[Piece](), 0
-    for found in re.finditer(pattern, text[:MOST]):
+    for found in re.finditer(pattern, text):
         cut += [("", text[end : found.start()]), (str(found.lastgroup), found[0])]
         end = found.end()
-    left_out = f"… ({len(text):,} characters)" if len(text) > MOST else ""
-    cut += [("", text[end:MOST]), ("", left_out)]
-    return [(kind, legible(part, glyphs)) for kind, part in cut if part]
+    return [piece for piece in (*cut, ("", text[end:])) if piece[1]]
+
+
+def token_pieces(passage: Passage, find: str = "") -> list[tuple[str, str, int]]:
+    """Cut a passage as `pieces` does, and where a token begins, too; return the row of the token of each piece.
+
+    What no token tells has row −1.
+    """
+    if not passage.tokens:
+        return [(*piece, -1) for piece in pieces(passage.text, find)]
+    cut, left = list[tuple[str, str, int]](), [[row, len(text)] for row, text in passage.tokens[::-1] if text]
+    for kind, part in _cut(passage.text[:MOST], find):
+        while part:
+            row, size = left[-1]
+            cut.append((kind, legible(part[:size]), row))
+            part, left[-1][1] = part[size:], size - len(part[:size])
+            if not left[-1][1]:
+                left.pop()
+    return cut + [(*piece, -1) for piece in pieces(passage.text, find)[-1:] if len(passage.text) > MOST]
 
 
 def surroundings(texts: Sequence[str], find: str = "", most: int = 140) -> list[Piece]:
@@ -98,6 +120,6 @@ def passages(completion: str, tokens: pd.DataFrame) -> list[Passage]:
     if not any(texts) or any("\ufffd" in text for text in texts) or blanks < completion.count(" "):
         return [Passage(0, False, completion)]
     tool = ~tokens["mask"].fillna(True).to_numpy(bool)
-    rows = zip(tokens["turn"].fillna(0).astype(int), tool.tolist(), texts, strict=True)
-    cut = groupby(rows, key=itemgetter(0, 1))
-    return [Passage(turn, written, "".join(text for *_, text in part)) for (turn, written), part in cut]
+    rows = zip(tokens["turn"].fillna(0).astype(int), tool.tolist(), enumerate(texts), strict=True)
+    cut = [(*of, tuple(row for *_, row in part)) for of, part in groupby(rows, key=itemgetter(0, 1))]
+    return [Passage(turn, written, "".join(text for _, text in part), part) for turn, written, part in cut]

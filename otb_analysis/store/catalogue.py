@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain, groupby
 from math import isfinite
 from pathlib import Path
+from time import time
 from typing import Any
 from zlib import crc32
 
@@ -157,6 +158,7 @@ def add_step(db: sqlite3.Connection, step: int, tables: Mapping[str, pa.Table]) 
         values |= {f"{table}_rows": n, f"{table}_sums": sums}
     db.execute(f"INSERT INTO written ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
     db.execute("UPDATE totals SET steps = steps + 1, changes = changes + 1")
+    db.execute(f"PRAGMA user_version={int(time())}")  # a copy of the file has another time, and the same number
 
 
 def _insert(db: sqlite3.Connection, table: str, rows: pa.Table) -> tuple[int, bytes]:
@@ -219,6 +221,11 @@ def remove_steps(db: sqlite3.Connection, steps: Collection[int]) -> None:
         for table in (*_SCHEMA, "products", "written"):
             db.execute(f"DELETE FROM {table} WHERE step = ?", [step])
     db.execute("UPDATE totals SET steps = (SELECT count(*) FROM written), changes = changes + 1")
+
+
+def last_written(db: sqlite3.Connection) -> int:
+    """Return when the last step was added, in seconds since 1970 UTC; 0 where that was not kept."""
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def add_products(db: sqlite3.Connection, step: int, products: Iterable[tuple[int, bytes]]) -> None:

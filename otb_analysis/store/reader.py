@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import TABLES
 from otb_analysis.store import catalogue, earlier, parts
-from otb_analysis.store.catalogue import SMALL, quoted, transaction
+from otb_analysis.store.catalogue import SMALL, last_written, quoted, transaction
 from otb_analysis.store.gram import GRAM_TEXTS, rebuild_grams, unpacked
 from otb_analysis.store.layout import CATALOGUE, find_run, live_status, read_run_file
 from otb_analysis.store.parts import Part, check, listed, literal, read_step
@@ -111,12 +111,19 @@ class RunStore:
 
     @property
     def last_heard(self) -> datetime:
-        """When the run was last written to, in UTC: what it wrote itself when it ended, before that its files' time."""
+        """When the run was last written to, in UTC, by its own clock; its files' time where it kept none."""
         info, times = self.info, list[float]()
         with suppress(ValueError):
             times.append(datetime.fromisoformat(str(info.get("updated"))).timestamp())
         if not times or info.get("status") == "running":
-            times += [path.stat().st_mtime for name in (CATALOGUE, "steps") if (path := self.path / name).exists()]
+            written = 0
+            with suppress(StoreError), transaction(self.path) as db:
+                written = last_written(db)
+            times += (
+                [written]
+                if written
+                else [path.stat().st_mtime for name in (CATALOGUE, "steps") if (path := self.path / name).exists()]
+            )
         return datetime.fromtimestamp(max(times, default=0), UTC)
 
     @property

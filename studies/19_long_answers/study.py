@@ -101,6 +101,7 @@ STUDY = Study(
     "and the other baselines take off the variance of `rloo`, and does the proxy hold?",
     cells=cells(TASKS, FULL),
     later=cells(GEMMA_TASKS, GEMMA),
+    threads=2,
     quick=cells(SMALL_TASKS, SMALL),
     measure=measure,
 )

@@ -69,9 +69,10 @@ class Study:
     question: str  # One sentence
     cells: Sequence[Cell]  # The full setting, whose results are committed
     quick: Sequence[Cell]  # The same work at constants that take less than two minutes on two cores
-    measure: Callable[[Cell, Path, Bar], Tables]  # (cell, empty directory of its own, progress) → rows; on one thread
+    measure: Callable[[Cell, Path, Bar], Tables]  # (cell, empty directory of its own, progress) → rows
     # Cells of the full setting that the committed results can do without; the page names those that are missing
     later: Sequence[Cell] = ()
+    threads: int = 1  # Of PyTorch; models as small as those of most studies gain nothing from a second
     # Tables → what the template needs beyond them: differences over seeds, tests, functions for its cells
     numbers: Callable[[Mapping[str, Rows]], Mapping[str, Any]] = lambda tables: {}
     # Tables → SVG text by file name; the page shows them in this order, below the verdict

@@ -247,7 +247,7 @@ def _measured(
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True, exist_ok=True)
             forget_peak_memory()
-            torch.set_num_threads(1)  # models as small as those of studies gain nothing from a second thread
+            torch.set_num_threads(study.threads)
             clock, processor = perf_counter(), process_time()
             tables = study.measure(replace(cell, given=given), work, bar)
             took = (perf_counter() - clock) / 60, peak_memory_mib(), machine_words(), (process_time() - processor) / 60

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from otb_analysis.answers import RunAnswers
+from otb_analysis.figures.token_columns import TITLES
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from tests.app.test_pages import listed, open_page, read, run_query, texts
@@ -81,7 +82,11 @@ def test_a_text_is_read_with_its_head_folded_its_turns_its_tool_its_ends_and_wha
     assert shown["facts"][-1] == "reference answer 1" and "form 0.500" in shown["facts"]
     assert shown["prompt"] == [["", "One?"]] and shown["head"] == [["", HEAD]]
     assert [(turn, tool) for turn, tool, _ in shown["passages"]] == [(0, False), (0, True), (1, False)]
-    assert shown["passages"][-1][2][-1] == ["special", "<|im_end|>"]
+    *end, level, t = shown["passages"][-1][2][-1]
+    assert end == ["special", "<|im_end|>"] and t == 9 and level >= 0 and shown["of"] == [1, 1, 5]
+    assert {level for _, tool, pieces in shown["passages"] for *_, level, _ in pieces if tool} == {-1}
+    low, high = (float(end) for end in shown["sizes"][1:])
+    assert low < high and shown["sizes"][0] == TITLES["energy_proxy"]
     app.text_input(key="text").set_value("one?").run()
     assert read(app)["shown"]["prompt"] == [["match", "One?"]]
 

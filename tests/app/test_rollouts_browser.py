@@ -65,6 +65,21 @@ def test_rollouts_are_read_by_mouse_by_keys_and_again_by_their_address(tab, addr
     assert asked(page, "token") == f"{number[3][2]}.0" and asked(page, "prompt") == number[3][1]
 
 
+def test_a_click_on_a_coloured_token_of_the_answer_opens_it_among_all_tokens(tab, address):
+    page = visit(tab, f"{address}/rollouts?run=long")
+    page.wait_for_selector(READ)
+    _, prompt, rollout, *_ = page.locator(READ).inner_text().split()
+    shown = page.locator(".pane .tok")
+    assert shown.count() >= 2000 and len({shown.nth(at).get_attribute("style") for at in range(20)}) > 5
+    shown.nth(3).click()
+    page.wait_for_selector(".tok.chosen", timeout=60 * SECONDS)
+    names = {"prompt": prompt, "token": f"{rollout}.3"}
+    assert {name: asked(page, name) for name in names} == names
+    page.go_back()
+    page.wait_for_selector("h1:has-text('Rollouts')", timeout=60 * SECONDS)
+    assert tab.clean
+
+
 def test_what_a_model_wrote_is_text_in_the_list_the_reader_and_the_rendered_view(tab, address):
     page = visit(tab, f"{address}/rollouts?run=hostile&rendered=true")
     page.wait_for_selector(READ)

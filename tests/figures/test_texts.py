@@ -3,7 +3,17 @@
 import pandas as pd
 import pytest
 
-from otb_analysis.figures.texts import LONGEST, ONE_LINE, Passage, legible, passages, pieces, surroundings, visible
+from otb_analysis.figures.texts import (
+    LONGEST,
+    ONE_LINE,
+    Passage,
+    legible,
+    passages,
+    pieces,
+    surroundings,
+    token_pieces,
+    visible,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +86,16 @@ def test_an_answer_whose_tokens_are_not_its_text_is_one_passage(tokens):
 def test_blanks_that_a_tokenizer_leaves_out_of_single_tokens_are_in_the_answer():
     tokens = answer((0, True, "Hello"), (0, True, "world"))  # as SentencePiece decodes them one by one
     assert passages("Hello world", tokens) == [Passage(0, False, "Hello world")]
+
+
+def test_a_passage_is_cut_at_its_tokens_and_where_a_match_crosses_them():
+    (passage,) = passages("Let me", answer((0, True, "Le"), (0, True, ""), (0, True, "t m"), (0, True, "e</s>")))
+    expected = [("", "L", 0), ("match", "e", 0), ("match", "t ", 2), ("", "m", 2), ("", "e", 3), ("special", "</s>", 3)]
+    assert token_pieces(passage, "ET ") == expected
+    assert token_pieces(Passage(0, False, "a </s>"), "a") == [
+        ("match", "a", -1),
+        ("", " ", -1),
+        ("special", "</s>", -1),
+    ]
+    (long,) = passages("y", answer((0, True, "y" * 99_999), (0, True, "zzz")))
+    assert token_pieces(long)[1:] == [("", "z", 1), ("", "… (100,002 characters)", -1)]

@@ -12,6 +12,7 @@ import pytest
 from otb_analysis.errors import InputError, StoreError
 from otb_analysis.schema import SCHEMA_VERSION
 from otb_analysis.store import RunStore, RunWriter, StepTables, runs_df
+from otb_analysis.store.catalogue import transaction
 from otb_analysis.store.runs import DTYPES, matching
 
 
@@ -201,3 +202,14 @@ def test_a_run_that_ended_keeps_its_age_when_its_files_are_copied(tmp_path, writ
     ended = row_of(tmp_path)["updated"]
     os.utime(writer.path / "run.sqlite", (2e9, 2e9))  # in 2033
     assert row_of(tmp_path)["updated"] == ended
+
+
+def test_a_run_that_was_killed_keeps_its_age_when_its_files_are_copied(tmp_path, writer):
+    writer.write_step(0, StepTables(steps={"reward_mean": 0.5}))
+    written = row_of(tmp_path)["updated"]
+    os.utime(writer.path / "run.sqlite", (2e9, 2e9))
+    assert row_of(tmp_path)["updated"] == written and written.year < 2033
+    with transaction(writer.path, write=True) as db:  # as runs of before, which kept no time
+        db.execute("PRAGMA user_version=0")
+    os.utime(writer.path / "run.sqlite", (2e9, 2e9))
+    assert row_of(tmp_path)["updated"].timestamp() == 2e9
