@@ -215,6 +215,12 @@ def texts_of_tokens(run: Run, step: int, rollout: int) -> pd.DataFrame:
     return store(run).tokens_df([step], columns, where="rollout = ?", params=[rollout]).sort_values("t")
 
 
+@st.cache_resource(max_entries=64, show_spinner=False)
+def looks(browser: str) -> dict[str, tuple[int, int]]:
+    """Return of each run its newest step as a browser drew it, and the first that was new; a reload changes neither."""
+    return {}
+
+
 @st.cache_resource(max_entries=8, show_spinner=False)
 def attribution(run: Run, step: int) -> Attributed | NotAttributed:
     """Return who holds a step's gradient, or why that is not known."""

@@ -298,4 +298,4 @@ def test_the_glossary_has_every_suffix_and_every_column_of_gradients():
 def test_every_row_of_the_glossary_fills_its_table():
     tables = re.findall(r"(?:^\|.*\n)+", text_of(DOCS / "glossary.md"), re.M)
     widths = [{line.count("|") for line in table.splitlines()} for table in tables]
-    assert len(tables) == 6 and all(len(width) == 1 for width in widths)
+    assert len(tables) == 7 and all(len(width) == 1 for width in widths)

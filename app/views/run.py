@@ -136,8 +136,8 @@ def happened(run: Run, steps: pd.DataFrame, step: int) -> None:
 
 
 def worth_reading(run: Run, last: int) -> None:
-    """Show rollouts new since this session last looked, else of the newest step, or from before a collapse."""
-    looks = st.session_state.setdefault("_seen", {})  # a run's newest step as it was drawn, and the first new one
+    """Show rollouts new since this browser last looked, else of the newest step, or from before a collapse."""
+    looks = data.looks(st.context.cookies.get("_streamlit_xsrf", ""))
     seen, since = looks.get(run.path, (last, 0))
     visited = not (st.session_state["_stayed"] and st.session_state.get("_read") == run.path)
     if visited or last < seen:  # while a page stays open what is new stays so; fewer steps: another run of this name

@@ -105,6 +105,10 @@ def test_what_came_since_the_last_visit_stays_new_and_the_step_that_nobody_chose
     app.select_slider(key="step").set_value(1).run()
     write(writer, 7)
     assert app.run().select_slider(key="step").value == 1
+    for step in (8, 9):
+        write(writer, step)
+    app = open_page(tmp_path, "run", monkeypatch)  # as a reload does
+    assert "Of steps 8 to 9, new since you last looked." in texts(app)
 
 
 def test_what_is_loaded_for_good_is_left_out_of_the_collection_after_every_run(store_root, monkeypatch):

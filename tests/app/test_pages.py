@@ -30,6 +30,7 @@ def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: s
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("OTB_RUNS", str(root))
+    monkeypatch.setattr(type(st.context), "cookies", {})  # AppTest has a new one at each run
     app = AppTest.from_file(APP, default_timeout=60)
     for name, value in query.items():
         app.query_params[name] = value

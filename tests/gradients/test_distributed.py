@@ -46,7 +46,7 @@ def test_sketches_of_data_parallel_processes_add_up(results):
 @pytest.mark.slow
 def test_two_processes_have_the_gram_matrix_of_one(results):
     names = [key.removesuffix(" one") for key in results[0] if key.startswith("gram ") and key.endswith(" one")]
-    assert len(names) == 26
+    assert len(names) == 27
     for found in results:
         for name in names:
             one, two = (found[f"{name} {who}"] for who in ("one", "two"))

@@ -29,11 +29,11 @@ from otb_analysis.rollouts.models import gathered
 CLUSTER = np.array([4, 1, 4, 1])
 
 
-def model(tied):
+def model(tied, layers=2):
     # 17 and 15 rows do not divide by two, so that the shards are uneven.
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=17, hidden_size=16, intermediate_size=15, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=17, hidden_size=16, intermediate_size=15, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=tied,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).eval()
@@ -47,8 +47,8 @@ def batch():
     return ids, mask, torch.randn(4, 3, 9, generator=generator)
 
 
-def sharded(tied):
-    whole = model(tied)
+def sharded(tied, layers=2):
+    whole = model(tied, layers)
     for layer in whole.model.layers:
         fully_shard(layer)
     return fully_shard(whole)
@@ -82,6 +82,28 @@ def biased():
 
 GROUPS = {"two": CLUSTER, "three": np.array([4, 1, 9, 1]), "one": np.zeros(4, int)}
 MODELS = {"tied": lambda: model(True), "untied": lambda: model(False), "mixture": mixture, "biased": biased}
+
+
+def one_whole_block(together, results):
+    """Signals go back through five blocks of which one process keeps three inputs and the other all."""
+    ids, mask, weights = batch()
+    results["gram deep one"] = group_gradient_gram(model(True, 5), ids, mask, weights, CLUSTER)
+    shards, whole, kept = sharded(True, 5), [], layered.INPUT_BYTES
+
+    def noted(*_):
+        held = [not isinstance(layer.mlp.up_proj.weight, DTensor) for layer in shards.model.layers]
+        if not all(held):  # as they are in forward passes
+            whole.append([at for at, one in enumerate(held) if one])
+
+    with gathered(shards):
+        group_gradient_gram(shards, ids, mask, weights, CLUSTER)  # checks the model
+        for layer in shards.model.layers:
+            layer.register_forward_pre_hook(noted)
+        layered.INPUT_BYTES = kept * together.rank
+        results["gram deep two"] = group_gradient_gram(shards, ids, mask, weights, CLUSTER, processes=together)
+        layered.INPUT_BYTES = kept
+    again = [[4], [2], [3], [2], [0], [1], [0]]  # then up to the first block, which does not run
+    assert whole == [*([[at] for at in range(4, -1, -1)] if together.rank else again), []], whole
 
 
 def grams(together):
@@ -157,6 +179,7 @@ def grams(together):
     results["gram sharded one"] = results["gram after one"] = results["gram tied all one"]
     own = len(whole) // 3  # of one prompt here, and of both by one process
     assert whole[:own] == [[False, True], [True, False]] and whole[own:] == 2 * own * [[True, True]], whole
+    one_whole_block(together, results)
     with gathered(shards):  # by one process, which the other waits for
         sketched = together.broadcast_from_main(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, dim=64))
     results["gathered"] = sketched

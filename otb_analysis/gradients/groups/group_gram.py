@@ -286,7 +286,8 @@ def _block_by_block(
         UnfitError, ProcessError, ExchangeError: As `_by_blocks`.
     """
     layered = _fitting(processes, lambda: _signals(batch, structure, prompts))
-    counts = processes.gather(layered.rows)
+    told = processes.gather((layered.rows, layered.again))
+    counts, layered.again = [rows for rows, _ in told], any(again for _, again in told)
     device = batch.scope.parameters[0].device
     total = torch.zeros(sum(counts), sum(counts), dtype=torch.float64, device=device)
     if processes.size == 1:

@@ -13,6 +13,7 @@ and a tied one's as their sum.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,6 +119,7 @@ class Layered:
         self.head: nn.Linear | None = head if plain else None
         self.added: list[PromptPasses] = []
         self.rows = 0  # Of all prompts that were added
+        self.again = False  # Whether some blocks' inputs were not kept
 
     def add(self, passes: Sequence[Rollouts], rows_of: Callable[[Tensor], Tensor]) -> None:
         """Run a prompt's rollouts forward and bring the signals of its rows back to the last block's output.
@@ -162,7 +164,7 @@ class Layered:
             # √L kept inputs, √L blocks run again between two of them: the least memory for one more pass.
             kept = math.isqrt(len(self.structure.blocks))
             for call in (call for one in made for i, call in enumerate(one.calls) if i % kept):
-                call.hidden = None
+                call.hidden, self.again = None, True
         self.added.append(PromptPasses(made, ends, outside))
         self.rows += len(rows)
         advance()
@@ -183,37 +185,49 @@ class Layered:
         """The gradients by all blocks, in slices that hold so many rows; of these this process may have some only.
 
         Those of experts that few tokens went to may be left as coordinates, which depend on all rows; not where prompts
-        are `shared` out. Then FSDP2's weights are gathered for √L blocks at a time; the lowest stay whole.
+        are `shared` out. Then FSDP2's weights are gathered for one block at a time.
         """
-        blocks, first = self.structure.blocks, self.structure.first
-        # A block is run again from the last kept input before it, which other processes may keep more of.
-        size, coordinates = math.isqrt(len(blocks)), not shared
+        blocks, size = self.structure.blocks, math.isqrt(len(self.structure.blocks))
+        for index in reversed(range(self.structure.first, len(blocks))):
+            lowest = index // size * size
+            if self.again and index in (len(blocks) - 1, lowest + size - 1):
+                self._inputs(range(lowest, index), shared)
+            with held(blocks[index], shared):
+                yield from self._of_block(index, rows, not shared)
+
+    def _inputs(self, blocks: range, shared: bool) -> None:
+        """Run blocks again, one after the other, where the input of the next one was not kept."""
+        for index in blocks:
+            with held(block := self.structure.blocks[index], shared), torch.no_grad():
+                for one in (one for prompt in self.added for one in prompt.passes):
+                    call, above = one.calls[index : index + 2]
+                    if above.hidden is None and call.hidden is not None:
+                        above.hidden = call.again(block, call.hidden)
+
+    def _of_block(self, index: int, rows: int, coordinates: bool) -> Gradients:
+        """The gradients by one block, and the signals brought to its input."""
+        named = [(name, self.named[name]) for name in self.structure.inside[index]]
         # Each further part repeats its block alone: too little memory costs passes over a block, not over the model.
-        for index in reversed(range(first, len(blocks))):
-            if shared and index in (len(blocks) - 1, index // size * size + size - 1):
-                hold(blocks[index + 1 :], whole=False)
-                hold(blocks[index // size * size : index + 1], whole=True)
-            named = [(name, self.named[name]) for name in self.structure.inside[index]]
-            parts = stretches([parameter for _, parameter in named], max(rows, 1))
-            for part in parts:
-                wanted, by_prompt = [(*named[i], span) for i, span in part], list[list[Part]]()
-                for prompt in self.added:
-                    total = list[Part]()
-                    for one in prompt.passes:
-                        parts_of_pass = self._through(index, one, wanted, coordinates, last=part is parts[-1])
-                        for into, more in zip(total, parts_of_pass, strict=False):  # of passes after the first
-                            into.add(more)
-                        total = total or parts_of_pass
-                    if len(prompt.ends.rows):
-                        by_prompt.append(total)
-                    if part is parts[-1]:
-                        advance()
-                for i, (name, parameter, span) in enumerate(wanted):
-                    same = [spans[i] for spans in by_prompt]
-                    none = [parameter.new_zeros(0, span.stop - span.start)]
-                    formed = [[gradients for one in same for gradients in one.rows] or none]
-                    for gradients in expert_coordinates(same) if same and same[0].experts else formed:
-                        yield name, gradients
+        parts = stretches([parameter for _, parameter in named], max(rows, 1))
+        for part in parts:
+            wanted, by_prompt = [(*named[i], span) for i, span in part], list[list[Part]]()
+            for prompt in self.added:
+                total = list[Part]()
+                for one in prompt.passes:
+                    parts_of_pass = self._through(index, one, wanted, coordinates, last=part is parts[-1])
+                    for into, more in zip(total, parts_of_pass, strict=False):  # of passes after the first
+                        into.add(more)
+                    total = total or parts_of_pass
+                if len(prompt.ends.rows):
+                    by_prompt.append(total)
+                if part is parts[-1]:
+                    advance()
+            for i, (name, parameter, span) in enumerate(wanted):
+                same = [spans[i] for spans in by_prompt]
+                none = [parameter.new_zeros(0, span.stop - span.start)]
+                formed = [[gradients for one in same for gradients in one.rows] or none]
+                for gradients in expert_coordinates(same) if same and same[0].experts else formed:
+                    yield name, gradients
 
     def extent(self) -> Extent:
         """Bring the signals to the embedding's output, and say how far the gradients of the model's ends reach."""
@@ -248,14 +262,9 @@ class Layered:
         self, index: int, one: Pass, wanted: Sequence[tuple[str, Tensor, slice]], coordinates: bool, *, last: bool
     ) -> list[Part]:
         """Form the gradients of a pass' rows by spans of parameters; if these are the `last`, move the signals on."""
-        # A new leaf: the graph spans one block and is freed with it.
-        # From the last block before it whose input was kept, if its own was not.
-        first = next(i for i in range(index, -1, -1) if one.calls[i].hidden is not None)
-        hidden = one.calls[first].hidden
+        hidden = one.calls[index].hidden
         assert hidden is not None
-        with torch.no_grad():
-            for i in range(first, index):
-                hidden = one.calls[i + 1].hidden = one.calls[i].again(self.structure.blocks[i], hidden)
+        # A new leaf: the graph spans one block and is freed with it.
         source, block = hidden.detach().requires_grad_(), self.structure.blocks[index]
         with routed(block) as experts, many_signals(one.layout.ids.shape[1]):
             output = one.calls[index].again(block, source)
@@ -293,6 +302,14 @@ def hold(blocks: Sequence[nn.Module], whole: bool) -> None:
         for block in blocks:
             if isinstance(block, FSDPModule) and not any(hasattr(weight, COPY) for weight in block.parameters()):
                 block.unshard() if whole else block.reshard()
+
+
+@contextmanager
+def held(block: nn.Module, shared: bool) -> Iterator[None]:
+    """Hold the weights of a block where prompts are shared out; whoever stops inside lets go of all blocks itself."""
+    hold([block] * shared, whole=True)
+    yield
+    hold([block] * shared, whole=False)
 
 
 def _few_tokens(calls: list[Routed] | None, parameter: Tensor, span: slice, n: int, total: int) -> Routed | None:
