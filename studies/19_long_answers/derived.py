@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from otb_analysis.figures.styles import BLUE, ORANGE
+from otb_analysis.figures.styles import BLUE, GREEN, ORANGE
 from otb_analysis.figures.svg import Curve, Panel, svg
 from studies.lib import Rows, select
 from studies.lib.formats import side_by_side
@@ -13,7 +13,7 @@ DRAWN = {
     "none": "none",
 }  # fmt: skip
 """What is drawn, and its short name below the axis."""
-COLORS = {"letters": BLUE, "sums": ORANGE}
+COLORS = {"letters": BLUE, "sums": ORANGE, "sums-gemma": GREEN}
 
 
 def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
@@ -23,7 +23,8 @@ def numbers(tables: Mapping[str, Rows]) -> dict[str, Any]:
         key = {"task": facts["task"]}
         (norms,), signal = select(tables["norms"], **key), select(tables["signal"], **key)
         by = {row["estimator"]: row for row in select(tables["estimators"], **key, size=signal[-1]["size"])}
-        shown.append(dict(facts) | {"norms": norms, "noise": signal[-1], "by": by})
+        title = facts["task"].replace("-gemma", ", Gemma")
+        shown.append(dict(facts) | {"title": title, "norms": norms, "noise": signal[-1], "by": by})
     return {"shown": shown}
 
 
@@ -33,7 +34,7 @@ def figures(tables: Mapping[str, Rows]) -> dict[str, str]:
 
     def curves(ratio: str) -> list[Curve]:
         return [
-            side_by_side([row["by"][name] for name in DRAWN], place, ratio, row["task"], COLORS[row["task"]])
+            side_by_side([row["by"][name] for name in DRAWN], place, ratio, row["title"], COLORS[row["task"]])
             for place, row in enumerate(rows)
         ]
 
