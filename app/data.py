@@ -5,6 +5,7 @@ Every cache is bounded. A `Run` is the key; its stamp changes when the run grows
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -211,14 +212,23 @@ def tokens(run: Run, step: int, group: int) -> pd.DataFrame:
 @st.cache_data(max_entries=64, show_spinner=False)
 def texts_of_tokens(run: Run, step: int, rollout: int) -> pd.DataFrame:
     """Return what the tokens of one rollout say, who wrote them, and how large they are."""
-    columns = ["t", "turn", "mask", "token", "grad_norm_sq", "energy_proxy"]
+    columns = ["t", "turn", "mask", "token", "grad_norm_sq", "measured_by", "energy_proxy"]
     return store(run).tokens_df([step], columns, where="rollout = ?", params=[rollout]).sort_values("t")
 
 
 @st.cache_resource(max_entries=64, show_spinner=False)
-def looks(browser: str) -> dict[str, tuple[int, int]]:
-    """Return of each run its newest step as a browser drew it, and the first that was new; a reload changes neither."""
+def looks_of(browser: bytes) -> dict[str, int]:
+    """Return of each run the newest step that a browser has drawn."""
     return {}
+
+
+def looks() -> dict[str, int]:
+    """Return of each run the newest step that was drawn here: in this browser, where it has Streamlit's cookie."""
+    known = re.fullmatch(r"2\|([0-9a-f]{8})\|([0-9a-f]+)\|\d+", st.context.cookies.get("_streamlit_xsrf", ""))
+    if known is None or len(known[2]) % 2:
+        return st.session_state.setdefault("_looks", {})
+    mask, masked = map(bytes.fromhex, known.groups())  # each page load masks the same token anew
+    return looks_of(bytes(byte ^ mask[at % 4] for at, byte in enumerate(masked)))
 
 
 @st.cache_resource(max_entries=8, show_spinner=False)

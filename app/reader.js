@@ -81,7 +81,14 @@ function text(wrap, shown) {
     if (tool) box.append(element("i", "", "not written by the policy"));
     answer.append(written(box, pieces.length ? pieces : [["special", "empty"]], shown.palette));
   });
-  answer.onclick = ({ target: { t } }) => t != null && wrap.send("token", [...shown.of, t]);
+  // Whoever draws the mouse over a text or clicks a word twice selects it.
+  answer.onpointerdown = ({ clientX, clientY }) => (wrap.down = [clientX, clientY]);
+  answer.ondblclick = () => clearTimeout(wrap.click);
+  answer.onclick = ({ target: { t }, clientX, clientY, detail }) => {
+    clearTimeout(wrap.click);
+    if (t == null || detail > 1 || Math.hypot(clientX - wrap.down[0], clientY - wrap.down[1]) > 3) return;
+    wrap.click = setTimeout(() => wrap.send("token", [...shown.of, t]), 250);
+  };
   if (shown.sizes.length) {
     const [title, low, high] = shown.sizes, bar = element("span", "bar"), last = shown.palette.length - 1;
     const stops = [0, 0.25, 0.5, 0.75, 1].map((at) => shown.palette[Math.round(at * last)][0]);

@@ -16,6 +16,7 @@ import streamlit as st
 from streamlit.components.v2 import component
 from widgets import go_to, one_line
 
+from otb_analysis.figures.fidelity import exact_norms
 from otb_analysis.figures.rollouts import shared_head
 from otb_analysis.figures.styles import cell, number
 from otb_analysis.figures.texts import LONGEST, ONE_LINE, legible, passages, pieces, surroundings, token_pieces
@@ -49,14 +50,15 @@ def _on_token() -> None:
 def _sizes(tokens: pd.DataFrame) -> dict[str, Any]:
     """Return the colour of each token and the scale; nothing where no size is known of all that the policy wrote."""
     written = tokens["mask"].fillna(True).to_numpy(bool)
+    if "grad_norm_sq" in tokens:
+        tokens = tokens.assign(grad_norm_sq=exact_norms(tokens))
     for name in SIZES if written.any() else ():
         values = column_values(tokens, name)
         if np.isfinite(values[written]).all():
             scale = scale_of(values, name, dark=st.context.theme.type == "dark")
-            return {
-                "levels": color_levels(values, scale).tolist(), "palette": palette(scale),
-                "sizes": [TITLES[name], number(values[written].min()), number(values[written].max())],
-            }  # fmt: skip
+            ends = number(scale.low), number(scale.high) + " (log)" * scale.log
+            levels = color_levels(values, scale).tolist()
+            return {"levels": levels, "palette": palette(scale), "sizes": [TITLES[name], *ends]}
     return {"levels": [-1] * len(tokens), "palette": [], "sizes": []}
 
 
@@ -94,8 +96,9 @@ def reader(
     ]
     row: Any = table.iloc[chosen]
     head, facts = shared_head(prompts), {**columns, "answer": "reference answer"}
+    cut = passages(row["completion"], tokens)
     # A piece that no token tells has row −1.
-    sized, ts = _sizes(tokens), [*tokens["t"].tolist(), None]
+    sized, ts = _sizes(tokens if any(p.tokens for p in cut) else tokens.head(0)), [*tokens["t"].tolist(), None]
     levels = [*sized.pop("levels"), -1]
     shown = sized | {
         "facts": [f"{one_line(title)} {_cell(row[name])}" for name, title in facts.items()],
@@ -103,7 +106,7 @@ def reader(
         "folded": f"The {head:,} characters before it, with which all prompts of this step begin",
         "passages": [
             (p.turn, p.tool, [(*piece, levels[at], ts[at]) for *piece, at in token_pieces(p, find)])
-            for p in passages(row["completion"], tokens)
+            for p in cut
         ],
         "of": [int(row[name]) for name in ("step", "group", "rollout")],
     }  # fmt: skip

@@ -125,6 +125,13 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
         if (name := new_query_value("rollout")) is not None:
             st.session_state["rollout"] = name
         write(rollout=(name := st.session_state.get("rollout")))
+        at_step, _, number = (name or "").partition(".")
+        low, high = steps or whole["steps"]
+        if name not in names and at_step.isdigit() and low <= int(at_step) <= high:
+            # What is read stays in the list, wherever the order has it.
+            of_step, _ = data.found_rollouts(run, replace(what, steps=(int(at_step),) * 2), MOST, order)
+            table = pd.concat([of_step[of_step["rollout"].astype(str) == number], table], ignore_index=True)
+            names = [name_of(one) for one in table.to_dict("records")]
         if not total:
             st.info("No rollout is like that; widen the filters.", icon=":material/inbox:")
         else:

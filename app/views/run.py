@@ -137,12 +137,11 @@ def happened(run: Run, steps: pd.DataFrame, step: int) -> None:
 
 def worth_reading(run: Run, last: int) -> None:
     """Show rollouts new since this browser last looked, else of the newest step, or from before a collapse."""
-    looks = data.looks(st.context.cookies.get("_streamlit_xsrf", ""))
-    seen, since = looks.get(run.path, (last, 0))
-    visited = not (st.session_state["_stayed"] and st.session_state.get("_read") == run.path)
-    if visited or last < seen:  # while a page stays open what is new stays so; fewer steps: another run of this name
-        since = min(seen, last) + 1
-    looks[run.path], st.session_state["_read"] = (last, since), run.path
+    looks, page = data.looks(), st.session_state
+    if run.path not in looks or not (page["_stayed"] and page.get("_read") == run.path) or last < looks[run.path]:
+        # While a page stays open what is new stays so; fewer steps: another run of this name.
+        page["_since"] = min(looks.get(run.path, last), last) + 1
+    looks[run.path], page["_read"], since = last, run.path, page["_since"]
     since = min(since, last)
     says = f"Of step {last}." if since == last else f"Of steps {since} to {last}, new since you last looked."
     if (fallen := data.answers(run).worth_reading) is not None:

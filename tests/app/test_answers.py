@@ -13,7 +13,7 @@ from otb_analysis.figures.token_columns import TITLES
 from otb_analysis.schema import TABLES
 from otb_analysis.store import RunStore, RunWriter, StepTables
 from tests.app.test_pages import listed, open_page, read, run_query, texts
-from tests.app.token_runs import HEAD, write_token_run
+from tests.app.token_runs import HEAD, write_odd_run, write_token_run
 
 RUN = "chain-otb-s0"
 
@@ -90,6 +90,10 @@ def test_a_text_is_read_with_its_head_folded_its_turns_its_tool_its_ends_and_wha
     assert low < high and shown["sizes"][0] == TITLES["energy_proxy"]
     app.text_input(key="text").set_value("one?").run()
     assert read(app)["shown"]["prompt"] == [["match", "One?"]]
+    app.text_input(key="text").set_value("").run()
+    app.session_state["rollout"] = "0.0"  # of a step whose tokens all have exact norms
+    shown = read(app.run())["shown"]
+    assert shown["of"] == [0, 0, 0] and shown["sizes"][0] == TITLES["grad_norm_sq"]
 
 
 def test_what_a_model_wrote_to_deceive_is_shown_as_signs_and_rendered_without_links_or_pictures(tmp_path, monkeypatch):
@@ -105,6 +109,12 @@ def test_what_a_model_wrote_to_deceive_is_shown_as_signs_and_rendered_without_li
     assert not set("\u202e\u2066\x1b") & set(str(shown)) and shown["shown"]["prompt"] == [["", "⟨2066⟩p⟨001B⟩"]]
     (page,) = [html.proto.body for html in app.get("html") if "bold" in html.proto.body]
     assert "<strong>bold</strong>" in page and not re.search(r"<(a|img|b|script)\b", page) and "⟨202E⟩" in page
+
+
+def test_where_tokens_do_not_tell_the_text_nothing_is_coloured_or_clicked(tmp_path, monkeypatch):
+    write_odd_run(tmp_path)
+    shown = read(open_page(tmp_path, "rollouts", monkeypatch))["shown"]
+    assert shown["sizes"] == [] and {piece[-1] for *_, pieces in shown["passages"] for piece in pieces} == {None}
 
 
 def test_the_same_prompt_is_listed_over_all_steps_by_a_button(tmp_path, monkeypatch):

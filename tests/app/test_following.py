@@ -9,9 +9,9 @@ import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from otb_analysis.statistics import gradient_statistics
-from otb_analysis.store import RunWriter, StepTables, gram_rows
+from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
 from tests.app.conftest import GROUP_SIZE, PROMPTS, synthetic_gram
-from tests.app.test_pages import open_page, texts
+from tests.app.test_pages import COOKIES, open_page, texts
 
 
 def write(writer: RunWriter, step: int) -> None:
@@ -105,10 +105,25 @@ def test_what_came_since_the_last_visit_stays_new_and_the_step_that_nobody_chose
     app.select_slider(key="step").set_value(1).run()
     write(writer, 7)
     assert app.run().select_slider(key="step").value == 1
-    for step in (8, 9):
-        write(writer, step)
-    app = open_page(tmp_path, "run", monkeypatch)  # as a reload does
-    assert "Of steps 8 to 9, new since you last looked." in texts(app)
+
+
+def test_a_reload_in_the_same_browser_tells_what_is_new(tmp_path, monkeypatch):
+    def came_by(token: bytes, mask: bytes) -> str:
+        """What the page says once two steps more were written, to a browser whose cookie is masked like this."""
+        for _ in range(2):
+            write(writer, len(RunStore(writer.path).complete_steps()))
+        masked = bytes(byte ^ mask[at % 4] for at, byte in enumerate(token)).hex()
+        monkeypatch.setitem(COOKIES, "_streamlit_xsrf", f"2|{mask.hex()}|{masked}|1796041540")
+        return texts(open_page(tmp_path, "run", monkeypatch))
+
+    writer = RunWriter.create(tmp_path, "run", {"estimator": {"name": "rloo"}})
+    one, two = bytes(range(16)), bytes(range(1, 17))
+    assert "Of step 1." in came_by(one, b"abcd")
+    assert "Of steps 2 to 3, new since you last looked." in came_by(one, b"wxyz")
+    assert "Of step 5." in came_by(two, b"abcd")
+    assert "Of steps 4 to 7, new since you last looked." in came_by(one, b"0123")
+    monkeypatch.setitem(COOKIES, "_streamlit_xsrf", "none")
+    assert "Of step 7." in texts(open_page(tmp_path, "run", monkeypatch))
 
 
 def test_what_is_loaded_for_good_is_left_out_of_the_collection_after_every_run(store_root, monkeypatch):

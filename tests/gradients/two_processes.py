@@ -22,7 +22,7 @@ from transformers import (
 from otb_analysis.errors import InputError, ProcessError
 from otb_analysis.gradients import gradient_sketch, group_gradient_gram, token_score_norms
 from otb_analysis.gradients.exact.layers import UnfitError
-from otb_analysis.gradients.groups import group_gram, layered
+from otb_analysis.gradients.groups import blocks, group_gram, layered
 from otb_analysis.processes import Processes
 from otb_analysis.rollouts.models import gathered
 
@@ -184,20 +184,28 @@ def grams(together):
         sketched = together.broadcast_from_main(lambda: gradient_sketch(shards, ids, mask, weights, CLUSTER, dim=64))
     results["gathered"] = sketched
     results["whole"] = gradient_sketch(MODELS["tied"](), ids, mask, weights, CLUSTER, dim=64)
-    for at, kind in (*((at, RuntimeError) for at in ("extent", "_through", "add")), ("_through", UnfitError)):
-        whole = getattr(layered.Layered, at)
+    shards, kept = sharded(True, 5), layered.INPUT_BYTES
+    with gathered(shards):
+        group_gradient_gram(shards, ids, mask, weights, CLUSTER)  # checks the model
+    layered.INPUT_BYTES = 0
+    for of, at, kind in (
+        *((layered.Layered, at, RuntimeError) for at in ("extent", "_through", "add")),
+        (layered.Layered, "_through", UnfitError), (blocks.Call, "again", RuntimeError),
+    ):  # fmt: skip
+        whole = getattr(of, at)
 
         def broken(*args, **kwargs):
             raise kind("out of memory")  # noqa: B023
 
         if together.rank:
-            setattr(layered.Layered, at, broken)
+            setattr(of, at, broken)
         call = (shards, ids, mask, weights, CLUSTER)
         with gathered(shards):
             said = refusal(lambda: group_gradient_gram(*call, processes=together), (kind, ProcessError))  # noqa: B023
             assert not any(isinstance(parameter, DTensor) for parameter in shards.parameters())
         assert said == ("out of memory" if together.rank else "process 1 stopped: out of memory")
-        setattr(layered.Layered, at, whole)
+        setattr(of, at, whole)
+    layered.INPUT_BYTES = kept
     uneven = (MODELS["tied"](), ids + 99 * together.rank, mask, weights, CLUSTER)  # a batch that one refuses
     said = refusal(lambda: group_gradient_gram(*uneven, processes=together), (InputError, ProcessError))
     assert said.startswith("process 1 stopped: ") or together.rank

@@ -189,20 +189,27 @@ class Layered:
         """
         blocks, size = self.structure.blocks, math.isqrt(len(self.structure.blocks))
         for index in reversed(range(self.structure.first, len(blocks))):
-            lowest = index // size * size
+            lowest, failed = index // size * size, None
             if self.again and index in (len(blocks) - 1, lowest + size - 1):
-                self._inputs(range(lowest, index), shared)
+                for below in range(lowest, index):
+                    with held(blocks[below], shared):
+                        failed = failed or self._next_inputs(below)
             with held(blocks[index], shared):
+                if failed is not None:  # no sooner: the others gather each of these blocks, too
+                    raise failed
                 yield from self._of_block(index, rows, not shared)
 
-    def _inputs(self, blocks: range, shared: bool) -> None:
-        """Run blocks again, one after the other, where the input of the next one was not kept."""
-        for index in blocks:
-            with held(block := self.structure.blocks[index], shared), torch.no_grad():
+    def _next_inputs(self, index: int) -> Exception | None:
+        """Run a block again where the input of the next one was not kept; return what stopped it."""
+        try:
+            with torch.no_grad():
                 for one in (one for prompt in self.added for one in prompt.passes):
                     call, above = one.calls[index : index + 2]
                     if above.hidden is None and call.hidden is not None:
-                        above.hidden = call.again(block, call.hidden)
+                        above.hidden = call.again(self.structure.blocks[index], call.hidden)
+        except Exception as error:
+            return error
+        return None
 
     def _of_block(self, index: int, rows: int, coordinates: bool) -> Gradients:
         """The gradients by one block, and the signals brought to its input."""
