@@ -130,7 +130,8 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
         if name not in names and at_step.isdigit() and low <= int(at_step) <= high:
             # What is read stays in the list, wherever the order has it.
             of_step, _ = data.found_rollouts(run, replace(what, steps=(int(at_step),) * 2), MOST, order)
-            table = pd.concat([of_step[of_step["rollout"].astype(str) == number], table], ignore_index=True)
+            read: pd.DataFrame = of_step.loc[of_step["rollout"].astype(str) == number]
+            table = pd.concat([read, table], ignore_index=True)
             names = [name_of(one) for one in table.to_dict("records")]
         if not total:
             st.info("No rollout is like that; widen the filters.", icon=":material/inbox:")

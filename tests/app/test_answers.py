@@ -129,6 +129,16 @@ def test_the_same_prompt_is_listed_over_all_steps_by_a_button(tmp_path, monkeypa
     assert not {"text", "steps"} & set(app.query_params)
 
 
+def test_the_rollout_of_an_address_is_read_wherever_the_order_has_it(rollouts, store_root, monkeypatch):
+    table, first = stored(store_root), {row["id"] for row in read(rollouts)["rows"]}
+    (name,) = [n for n in table["step"].astype(str) + "." + table["rollout"].astype(str) if n not in first][-1:]
+    app = open_page(store_root, "rollouts", monkeypatch, run=RUN, rollout=name)
+    assert read(app)["chosen"] == name and read(app)["rows"][0]["id"] == name and len(read(app)["rows"]) == 501
+    elsewhere = int(name.partition(".")[0]) - 1
+    app.slider(key="steps").set_value((0, elsewhere)).run()
+    assert read(app)["chosen"] == read(app)["rows"][0]["id"] != name and len(read(app)["rows"]) == 500
+
+
 def test_what_is_no_condition_is_answered_in_a_sentence_and_the_page_goes_on(rollouts):
     rollouts.text_input(key="where").set_value("reward = 0").run()
     assert not rollouts.exception and "columns are tokens, step" in texts(rollouts)
