@@ -142,17 +142,17 @@ def test_the_same_walk_by_keys(browser, address):
         page.keyboard.press("ArrowRight")
         says(page, "232 rollouts.")
         reloaded(page)
-        page.keyboard.press("t")  # the first rollout of the list is read
+        page.keyboard.press("t")  # the first rollout of the list is read: of the newest step where answers disagree
         on_page(page, "Tokens")
         says(page, "token 0 of rollout 0")
-        assert (asked(page, "step"), asked(page, "prompt")) == ("1", "0")
+        assert (asked(page, "step"), asked(page, "prompt")) == ("19", "0")
         prompts_match(page)
         page.keyboard.press("ArrowDown")
         says(page, "token 0 of rollout 1")
         page.keyboard.press("ArrowRight")
         says(page, "token 1 of rollout 1")
-        new_labels(page, lambda: page.keyboard.press("Shift+ArrowRight"))
-        assert (asked(page, "step"), asked(page, "token")) == ("2", "1.1")
+        new_labels(page, lambda: page.keyboard.press("Shift+ArrowLeft"))
+        assert (asked(page, "step"), asked(page, "token")) == (None, "1.1")  # step 18, which a page begins with
         reloaded(page)
         select_box(page, "Step").locator("input").first.focus()
         page.keyboard.press("Tab")  # to the box Prompt
