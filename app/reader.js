@@ -86,7 +86,8 @@ function text(wrap, shown) {
   answer.ondblclick = () => clearTimeout(wrap.click);
   answer.onclick = ({ target: { t }, clientX, clientY, detail }) => {
     clearTimeout(wrap.click);
-    if (t == null || detail > 1 || Math.hypot(clientX - wrap.down[0], clientY - wrap.down[1]) > 3) return;
+    const [x, y] = wrap.down ?? [clientX, clientY]; // a screen reader clicks without a pointer
+    if (t == null || detail > 1 || Math.hypot(clientX - x, clientY - y) > 3) return;
     wrap.click = setTimeout(() => wrap.send("token", [...shown.of, t]), 250);
   };
   if (shown.sizes.length) {
