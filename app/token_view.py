@@ -65,7 +65,7 @@ def choose_prompt(run: data.Run, step: int, within: Any) -> int:
     texts = distinct({int(str(g)): str(text) for g, text in rollouts.groupby("group")["prompt"].first().items()})
     labels = {group: f"{group} · reward {number(float(means[group]))} · {text}" for group, text in texts.items()}
     text = new_query_value("prompt") or ""
-    wanted = int(text) if text.isdigit() else st.session_state.get("prompt")
+    wanted = int(text) if text.isdecimal() else st.session_state.get("prompt")
     if wanted not in labels:
         told = data.first_prompt(run, step)
         wanted = told if told in labels else next(iter(labels))

@@ -127,7 +127,7 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
         write(rollout=(name := st.session_state.get("rollout")))
         at_step, _, number = (name or "").partition(".")
         low, high = steps or whole["steps"]
-        if name not in names and at_step.isdigit() and low <= int(at_step) <= high:
+        if name not in names and at_step.isdecimal() and low <= int(at_step) <= high:
             # What is read stays in the list, wherever the order has it.
             of_step, _ = data.found_rollouts(run, replace(what, steps=(int(at_step),) * 2), MOST, order)
             read: pd.DataFrame = of_step.loc[of_step["rollout"].astype(str) == number]

@@ -174,7 +174,7 @@ with frame("Tokens", "Which tokens make the gradient noisy? All rollouts of one 
     chosen: Chosen | None = None
     rollout, _, t = st.session_state.get("token", "").removeprefix("b").partition(".")
     right = st.session_state.get("token", "").startswith("b")
-    if rollout.isdigit() and t.isdigit() and right < len(places):
+    if rollout.isdecimal() and t.isdecimal() and right < len(places):
         chosen = int(right), int(rollout), int(t)
     if maps := token_view(panes, titles, chosen, on_token, partial(on_step, run, step)):
         st.caption(f"Shown as maps alone, since their texts are too many for one page: {maps}. Click one to read.")

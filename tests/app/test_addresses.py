@@ -89,6 +89,7 @@ def test_an_address_that_is_no_value_is_the_default(store_root, monkeypatch):
         "columns": "x",
         "groups": "none",
         "glossary": "files",
+        "rollout": "².³",
     }
     app = open_page(store_root, "rollouts", monkeypatch, run="chain-otb-s0", **wrong)
     assert not app.exception
