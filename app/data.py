@@ -224,7 +224,8 @@ def looks_of(browser: bytes) -> dict[str, int]:
 
 def looks() -> dict[str, int]:
     """Return of each run the newest step that was drawn here: in this browser, where it has Streamlit's cookie."""
-    known = re.fullmatch(r"2\|([0-9a-f]{8})\|([0-9a-f]+)\|\d+", st.context.cookies.get("_streamlit_xsrf", ""))
+    cookie = str(st.context.cookies.get("_streamlit_xsrf", ""))  # where Streamlit tests a page it is a mock
+    known = re.fullmatch(r"2\|([0-9a-f]{8})\|([0-9a-f]+)\|\d+", cookie)
     if known is None or len(known[2]) % 2:
         return st.session_state.setdefault("_looks", {})
     mask, masked = map(bytes.fromhex, known.groups())  # each page load masks the same token anew

@@ -11,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 from otb_analysis.statistics import gradient_statistics
 from otb_analysis.store import RunStore, RunWriter, StepTables, gram_rows
 from tests.app.conftest import GROUP_SIZE, PROMPTS, synthetic_gram
-from tests.app.test_pages import COOKIES, open_page, texts
+from tests.app.test_pages import open_page, texts
 
 
 def write(writer: RunWriter, step: int) -> None:
@@ -113,16 +113,17 @@ def test_a_reload_in_the_same_browser_tells_what_is_new(tmp_path, monkeypatch):
         for _ in range(2):
             write(writer, len(RunStore(writer.path).complete_steps()))
         masked = bytes(byte ^ mask[at % 4] for at, byte in enumerate(token)).hex()
-        monkeypatch.setitem(COOKIES, "_streamlit_xsrf", f"2|{mask.hex()}|{masked}|1796041540")
+        cookies["_streamlit_xsrf"] = f"2|{mask.hex()}|{masked}|1796041540"
         return texts(open_page(tmp_path, "run", monkeypatch))
 
-    writer = RunWriter.create(tmp_path, "run", {"estimator": {"name": "rloo"}})
+    writer, cookies = RunWriter.create(tmp_path, "run", {"estimator": {"name": "rloo"}}), {}
+    monkeypatch.setattr(type(st.context), "cookies", cookies)
     one, two = bytes(range(16)), bytes(range(1, 17))
     assert "Of step 1." in came_by(one, b"abcd")
     assert "Of steps 2 to 3, new since you last looked." in came_by(one, b"wxyz")
     assert "Of step 5." in came_by(two, b"abcd")
     assert "Of steps 4 to 7, new since you last looked." in came_by(one, b"0123")
-    monkeypatch.setitem(COOKIES, "_streamlit_xsrf", "none")
+    cookies["_streamlit_xsrf"] = "none"
     assert "Of step 7." in texts(open_page(tmp_path, "run", monkeypatch))
 
 

@@ -24,17 +24,12 @@ APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
 PAGES = ("triage", "run", "rollouts", "tokens", "estimators", "compare")
 
 
-COOKIES: dict[str, str] = {}
-"""What a browser sends; AppTest has something else at each run."""
-
-
 def open_page(root: Path, page: str, monkeypatch: pytest.MonkeyPatch, **query: str | list[str]) -> AppTest:
     """A page as its address opens it."""
     # AppTest leaves the page behind as `__main__`, which a later test's spawned process would run.
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("OTB_RUNS", str(root))
-    monkeypatch.setattr(type(st.context), "cookies", COOKIES)
     app = AppTest.from_file(APP, default_timeout=60)
     for name, value in query.items():
         app.query_params[name] = value
