@@ -216,6 +216,7 @@ class DashboardBenchConfig(BenchConfig):
     many_steps: int = 200  # Steps of each of them.
     many_measured: int = 17  # Its measured steps.
     many_tokens: int = 200_000  # Its tokens.
+    long: int = 8_192  # Tokens of each answer, about, of a run of 4 steps of 64 rollouts; 0 leaves it out.
     followed: tuple[int, ...] = (200, 2_000)  # Steps of a run that then grows while its pages follow it.
     compacted: bool = False  # Compact the runs first, as `otb compact` does.
     pages: tuple[str, ...] = ()  # Only these pages, such as `run tokens`; by default all.

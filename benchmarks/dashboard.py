@@ -226,6 +226,10 @@ def run(config: DashboardBenchConfig) -> Report:
             one, *_ = names
             many = write_runs(folder / "many", config.runs, small, config.compacted)
             names[many] = f"{config.runs} of {config.many_steps:,} steps"
+            if config.long:
+                shape = Shape(4, 2, 4 * 64 * config.long, prompts=8, group_size=8, spelled=True)
+                long = write_runs(folder / "long", 1, shape, config.compacted)
+                names[long] = f"1 of 64 answers a step, {config.long:,} tokens each"
         with browser() as chromium:
             pages = menu(chromium, one, config.port)
             timed = [name for name in pages if not config.pages or name.lower() in config.pages]

@@ -30,6 +30,7 @@ class Shape:
     prompts: int = 16  # Of each step
     group_size: int = 8
     estimators: int = 38  # Labels (estimator, energy source) of a Gram matrix
+    spelled: bool = False  # Whether a completion is its tokens' texts; else a short one
 
 
 def write_synthetic_run(root: Path, name: str, shape: Shape, seed: int = 0, *, finish: bool = True) -> RunWriter:
@@ -75,11 +76,13 @@ def synthetic_step(rng: np.random.Generator, step: int, shape: Shape, tokens: in
         "reward": (place == length[rollout] - 1) * reward[rollout],
         "advantage": (reward - reward.reshape(-1, shape.group_size).mean(axis=1).repeat(shape.group_size))[rollout],
     }  # fmt: skip
+    short = VOCABULARY[rng.integers(0, 99, (n, 12))]
+    texts = np.split(VOCABULARY[ids], np.cumsum(length)[:-1]) if shape.spelled else short
     rollouts = {
         "group": group, "rollout": np.arange(n), "reward": reward, "length": length, "turns": np.ones(n, np.int64),
         "prompt_id": [f"prompt-{(step * shape.prompts + g) % 997}" for g in group],
         "prompt": [f"What is {g} + {step % 97}?" for g in group],
-        "completion": ["".join(VOCABULARY[rng.integers(0, 99, 12)]) for _ in range(n)],
+        "completion": ["".join(text) for text in texts],
         "finish_reason": rng.choice(["stop", "length"], n, p=[0.9, 0.1]).tolist(),
     }  # fmt: skip
     steps = {
