@@ -194,15 +194,15 @@ def holders(run: Run, step: int, found: Attributed) -> None:
     chart(plot_attribution(info), "attribution", found.says, python=script.format(path=run.path, step=step))
     if not large:
         st.caption(SHARES)
-    every = found.holders(level).rename(columns={"share": found.part, "text": "prompt's text"})
-    table, total = every.head(ROWS), len(every)
+    named, total = {"share": found.part, "text": "prompt's text"}, len(found.shares.at_level(level))
+    table = found.holders(level, ROWS).rename(columns=named)
     st.caption(f"The {len(table)} of {total:,} {HELD[level]} with the largest {found.part}. Click one to see it.")
     st.dataframe(
         table, hide_index=True, height=min(330, 38 + 35 * len(table)), key="blamed", placeholder="–",
         selection_mode="single-cell", on_select=partial(open_clicked, table, found.column),
         column_config=COLUMNS | as_wide_as_texts(table.select_dtypes(exclude="number")),
     )  # fmt: skip
-    download(every, f"attribution-{level}s")
+    download(lambda: found.holders(level).rename(columns=named), f"attribution-{level}s")
 
 
 def open_clicked(table: pd.DataFrame, column: str) -> None:

@@ -119,12 +119,13 @@ def attribute_step(step: int, tokens: AttributedTokens, grad_norm: float | None 
 
 def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
     """Sum the shares of tokens that have the same keys [1 to 3, n], and order by size."""
-    holders, index = np.unique(keys, axis=1, return_inverse=True)
-    index, count = index.reshape(-1), holders.shape[1]
-    sums = [x if x is None else np.bincount(index, x, count) for x in (tokens.share, tokens.signal, tokens.noise)]
-    share = np.bincount(index, tokens.share, count)
+    by_key = np.lexsort(keys[::-1])
+    keys = keys[:, by_key]
+    first = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0)))  # of each holder's tokens
+    parts = tokens.share, tokens.signal, tokens.noise
+    sums: list[Any] = [None if part is None else np.add.reduceat(part[by_key], first) for part in parts]
     # Largest first; equals keep the order of their keys, so the ranking is reproducible.
-    order = np.lexsort((np.arange(count), -np.abs(share)))
-    absent = np.full((3 - len(holders), count), -1)
-    columns: list[Any] = [x if x is None else x[order] for x in (*holders, *absent, np.bincount(index), *sums)]
-    return Holders(level, *columns)
+    order = np.argsort(-np.abs(sums[0]), kind="stable")
+    absent = np.full((3 - len(keys), len(first)), -1)
+    columns: list[Any] = [*keys[:, first], *absent, np.diff(first, append=keys.shape[1]), *sums]
+    return Holders(level, *(column if column is None else column[order] for column in columns))

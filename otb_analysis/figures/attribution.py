@@ -15,6 +15,8 @@ from otb_analysis.types import Float32
 
 MOST_PROMPTS = 24
 """Prompts drawn; the others are one bar."""
+MOST_POINTS = 2_000
+"""Points of the curve of tokens: more than a screen has columns."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class AttributionInfo:
     prompt: tuple[str, ...]  # Name of each bar [K], largest |share| first
     signal: Float32  # Signal of each bar [K]; its whole share where the split was not measured
     noise: Float32 | None  # Noise of each bar [K], None without the split
-    count: Float32
+    count: Float32  # Numbers of tokens, from 1 to all [n]; all of them where they are few
     # Share of ‖ḡ‖² that so many tokens hold [n]; passes 1 and comes back where tokens push against the update.
     held: Float32
     of: str = "‖ḡ‖²"
@@ -42,10 +44,11 @@ def attribution_info(attribution: StepAttribution, of: str = "‖ḡ‖²") -> A
     parts = (prompts.share if prompts.signal is None else prompts.signal), prompts.noise
     signal, noise = (None if part is None else np.add.reduceat(part, starts) / whole for part in parts)
     held = np.cumsum(np.sort(attribution.tokens.share)[::-1]) / whole
+    drawn = np.unique(np.linspace(0, len(held) - 1, MOST_POINTS).astype(int))
     return AttributionInfo(
         attribution.step, attribution.norm_sq, tuple(names), np.asarray(signal, np.float32),
-        None if noise is None else noise.astype(np.float32), np.arange(1, len(held) + 1, dtype=np.float32),
-        held.astype(np.float32), of,
+        None if noise is None else noise.astype(np.float32), (drawn + 1).astype(np.float32),
+        held[drawn].astype(np.float32), of,
     )  # fmt: skip
 
 
@@ -89,8 +92,9 @@ def attribution_table(
         table["rollout"] = holders.rollout
     if holders.level == "token":
         table["t"] = holders.t
-        texts = {(r, t): text for r, t, text in zip(tokens["rollout"], tokens["t"], tokens["token"], strict=True)}
-        table["token"] = [visible(str(texts.get(key, ""))) for key in zip(holders.rollout, holders.t, strict=True)]
+        texts: Any = tokens.drop_duplicates(["rollout", "t"]).set_index(["rollout", "t"])["token"]
+        held = texts.reindex(pd.MultiIndex.from_arrays([holders.rollout, holders.t])).fillna("")
+        table["token"] = [visible(str(text)) for text in held]
     table["share"] = holders.share / whole
     if holders.signal is not None and holders.noise is not None:
         table["signal"], table["noise"] = holders.signal / whole, holders.noise / whole

@@ -4,6 +4,7 @@ import pytest
 
 from otb_analysis.diagnostics import AttributedTokens, attribute_step
 from otb_analysis.figures.attribution import (
+    MOST_POINTS,
     MOST_PROMPTS,
     attribution_info,
     attribution_table,
@@ -32,6 +33,16 @@ def test_many_prompts_end_in_one_bar_that_keeps_the_sum():
     info = attribution_info(one)
     assert len(info.prompt) == MOST_PROMPTS + 1 and info.prompt[-1] == "6 others"
     assert info.signal.sum() == pytest.approx(1) and info.noise is None
+
+
+def test_the_curve_of_many_tokens_has_as_many_points_as_can_be_seen():
+    share = np.arange(50_000, 0, -1.0)
+    key, t = np.zeros(len(share), int), np.arange(len(share))
+    info = attribution_info(attribute_step(0, AttributedTokens(key, key, t, share)))
+    assert len(info.count) == len(info.held) == MOST_POINTS
+    assert (info.count[0], info.count[-1], info.held[-1]) == (1, len(share), pytest.approx(1))
+    half = info.count.searchsorted(25_000)
+    assert info.held[half] == pytest.approx(share[: int(info.count[half])].sum() / share.sum())
 
 
 def test_the_plot_has_two_bars_and_a_curve_and_names_the_whole():
