@@ -86,13 +86,14 @@ with frame("Rollouts", "What did the policy answer, and where is an answer like 
         st.info("This run has no rollouts in its store; a run of `otb train` stores them.", icon=":material/inbox:")
         st.stop()
     whole = {"steps": (facts["first"], facts["last"]), "reward_range": (facts["low"], facts["high"])}
+    # One line of a window of 1,440 points even before the page's own margins are there.
     row = st.container(horizontal=True, vertical_alignment="bottom")
-    text = row.text_input("Text", key="text", bind="query-params", placeholder="in prompt or answer", width=170)
+    text = row.text_input("Text", key="text", bind="query-params", placeholder="in prompt or answer", width=160)
     where = row.text_input("Condition", key="where", bind="query-params", placeholder=CONDITION, width=250)
-    steps = span(row, "Steps", "steps", *whole["steps"], width=130)
-    reward = span(row, "Reward", "reward_range", *whole["reward_range"], width=130)
+    steps = span(row, "Steps", "steps", *whole["steps"], width=115)
+    reward = span(row, "Reward", "reward_range", *whole["reward_range"], width=115)
     listed: dict[str, Any] = {"bind": "query-params", "format_func": one_line}
-    reasons = row.multiselect("Finish reason", facts["reasons"], key="finish", width=155, **listed)
+    reasons = row.multiselect("Finish reason", facts["reasons"], key="finish", width=150, **listed)
     groups = box(row, "Groups with", "groups", list(GROUPS), width=140)
     drawn = {key: ends for key, ends in whole.items() if key in st.session_state}  # no slider where all are alike
     if steps or reward:
