@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic_run import Shape, synthetic_step, write_synthetic_run
+from otb_analysis.figures import attribution
 from otb_analysis.store import RunWriter
 from tests.app.conftest import write_step
 from tests.app.test_pages import PAGES, open_page, raws, texts
@@ -91,6 +92,15 @@ def test_all_their_tokens_are_shown_and_the_megabyte_is_cut(huge_root, monkeypat
     assert len(rows) == 8 and len(shown) > 10_000
     assert rows[0]["texts"][0].endswith("… (1,000,000 characters)") and max(map(len, shown)) < 300
     assert "token 0 of rollout 0" in texts(app)
+
+
+def test_run_makes_texts_of_the_tokens_that_it_lists_and_of_no_others(huge_root, monkeypatch):
+    made = list[str]()
+    monkeypatch.setattr(attribution, "visible", lambda text: made.append(text) or text)
+    app = open_page(huge_root, "run", monkeypatch, run="answers")
+    (listed,) = (one.value for one in app.dataframe if "t" in one.value)
+    assert not app.exception and len(made) == len(listed) == 50
+    assert "The 50 of 32,000 tokens with the largest size." in texts(app)
 
 
 def test_the_proxy_is_compared_on_all_of_them(huge_root, monkeypatch):
