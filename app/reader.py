@@ -43,8 +43,9 @@ def _on_rollout() -> None:
 
 def _on_token() -> None:
     if (token := st.session_state["reader"].get("token")) is not None:
-        step, prompt, *of = token
-        go_to("tokens", step=step, prompt=prompt, token="{}.{}".format(*of))
+        step, prompt, rollout, by, t = token
+        colored = {"color": by} if by else {}
+        go_to("tokens", step=step, prompt=prompt, token=f"{rollout}.{t}", **colored)
 
 
 def _sizes(tokens: pd.DataFrame) -> dict[str, Any]:
@@ -58,8 +59,8 @@ def _sizes(tokens: pd.DataFrame) -> dict[str, Any]:
             scale = scale_of(values, name, dark=st.context.theme.type == "dark")
             ends = number(scale.low), number(scale.high) + " (log)" * scale.log
             levels = color_levels(values, scale).tolist()
-            return {"levels": levels, "palette": palette(scale), "sizes": [TITLES[name], *ends]}
-    return {"levels": [-1] * len(tokens), "palette": [], "sizes": []}
+            return {"levels": levels, "palette": palette(scale), "sizes": [TITLES[name], *ends], "by": name}
+    return {"levels": [-1] * len(tokens), "palette": [], "sizes": [], "by": ""}
 
 
 def _cell(value: Any) -> str:
@@ -99,7 +100,7 @@ def reader(
     cut = passages(row["completion"], tokens)
     # A piece that no token tells has row −1.
     sized, ts = _sizes(tokens if any(p.tokens for p in cut) else tokens.head(0)), [*tokens["t"].tolist(), None]
-    levels = [*sized.pop("levels"), -1]
+    levels, by = [*sized.pop("levels"), -1], sized.pop("by")
     shown = sized | {
         "facts": [f"{one_line(title)} {_cell(row[name])}" for name, title in facts.items()],
         "prompt": pieces(row["prompt"][head:], find), "head": pieces(row["prompt"][:head], find),
@@ -108,7 +109,7 @@ def reader(
             (p.turn, p.tool, [(*piece, levels[at], ts[at]) for *piece, at in token_pieces(p, find)])
             for p in cut
         ],
-        "of": [int(row[name]) for name in ("step", "group", "rollout")],
+        "of": [*(int(row[name]) for name in ("step", "group", "rollout")), by],
     }  # fmt: skip
     payload = {"columns": one_line(list(columns.values())), "rows": rows}
     # The browser builds its list anew only where this changes.

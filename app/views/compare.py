@@ -30,11 +30,13 @@ ONE_RUN = "Only one run is chosen. Choose a second one in the sidebar, or compar
 NO_GROUPS = (
     "These runs form no groups: two of them with one seed must differ in a setting. Choose more runs in the sidebar."
 )
-BLOCKS = "Below: B − A by block of steps; the grey band is the 95 % interval of the mean over all shared steps."
-SEEDS = "Below: B − A by block of steps with intervals over seeds; the grey band is that of the mean over all steps."
+BLOCKS = "Lower panels: B − A by block of steps; the grey band is the 95 % interval of the mean over all shared steps."
+SEEDS = (
+    "Lower panels: B − A by block of steps with intervals over seeds; the grey band is that of the mean over all steps."
+)
 RATIOS = (
-    "Below: B ÷ A by block of measured steps, on the same rollouts; the grey band is the 95 % interval over all of "
-    "them, over prompts. Below 1 is less noise; of efficiency, above 1 is better."
+    "Lower panels: B ÷ A by block of measured steps, on the same rollouts; the grey band is the 95 % interval over all "
+    "of them, over prompts. Below 1 is less noise; of efficiency, above 1 is better."
 )
 
 

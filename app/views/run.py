@@ -232,6 +232,8 @@ with frame("Run", "What is going on in this run, since when, and which tokens di
         worth_reading(run, known[-1])
 
     step = box(st, "Step", "step", known, told.look, "slider", of=run.name)
+    if step == told.look and told.look_line:
+        st.caption(told.look_line)
     with frame():
         attribution(run, step)
 

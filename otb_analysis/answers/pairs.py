@@ -260,12 +260,14 @@ def estimator_names(measured: MeasuredSteps) -> dict[str, Label]:
 def _reward(panels: Sequence[PairPanel], runs: Mapping[str, RunAnswers], pairing: Pairing) -> list[str]:
     """Say by how much held-out rewards differ at the last shared evaluation; without any, training rewards.
 
-    Of seeds the interval is Student's. Both runs of one pair answer the same held-out prompts, whose answers are stored
-    as their mean alone, so their interval takes the two errors as independent: too wide rather than too short.
+    One at the first step is none: it was before training. Of seeds the interval is Student's. Both runs of one pair
+    answer the same held-out prompts, whose answers are stored as their mean alone, so their interval takes the two
+    errors as independent: too wide rather than too short.
     """
     of_column = {panel.quantity.column: panel for panel in panels}
     value, over, what = None, "held-out prompts", ""
-    if (panel := of_column.get("heldout_reward")) is not None:
+    panel, begun = of_column.get("heldout_reward"), min(runs[name].series.step[0] for name in pairing.pairs[0])
+    if panel is not None and panel.step[-1] > begun:
         what, words = f"Held-out reward at step {panel.step[-1]}", "held-out reward of B − A"
         difference = panel.b[:, -1] - panel.a[:, -1]
         if pairing.by == "seed":

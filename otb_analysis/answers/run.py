@@ -159,6 +159,16 @@ class RunAnswers:
         before = [step for step in self.sized_steps if step < trouble]
         return max(before) if before else min(self.sized_steps, default=trouble)
 
+    @property
+    def look_line(self) -> str:
+        """Which step `look` is, in a sentence; empty where it is the last, or nothing says which tokens were large."""
+        if self.look == self.series.step[-1] or not self.sized_steps:
+            return ""
+        kind = "one with shares of the gradient" if self.learned else "one whose tokens have a size"
+        after = self.trouble is not None and self.look >= self.trouble
+        before = "" if self.trouble is None or after else f" before the trouble at step {self.trouble}"
+        return f"Step {self.look} is the {'first' if after else 'last'} {kind}{before}."
+
     @cached_property
     def changes(self) -> list[ChangePoint]:
         """Where a scalar changed its level for good."""

@@ -127,5 +127,6 @@ def _by(level: str, tokens: AttributedTokens, keys: Int) -> Holders:
     # Largest first; equals keep the order of their keys, so the ranking is reproducible.
     order = np.argsort(-np.abs(sums[0]), kind="stable")
     absent = np.full((3 - len(keys), len(first)), -1)
-    columns: list[Any] = [*keys[:, first], *absent, np.diff(first, append=keys.shape[1]), *sums]
-    return Holders(level, *(column if column is None else column[order] for column in columns))
+    columns = (*keys[:, first], *absent, np.diff(first, append=keys.shape[1]), *sums)
+    ordered: list[Any] = [column if column is None else column[order] for column in columns]
+    return Holders(level, *ordered)

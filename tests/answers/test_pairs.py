@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from otb_analysis.answers.measured import MeasuredSteps
-from otb_analysis.answers.pairs import estimator_pair, first_estimators, pair_of, pairing_of
+from otb_analysis.answers.pairs import ENDS, estimator_pair, first_estimators, pair_of, pairing_of
 from otb_analysis.errors import InputError
 from otb_analysis.statistics import REFERENCE, Gram, Proved
 
@@ -26,6 +26,11 @@ def test_a_planted_difference_of_rewards_is_said_with_its_interval_and_none_is_n
     same = compared(run_of(name="a", reward=noisy(1)), run_of(name="b", reward=noisy(3)))
     assert "not told from 0" in same.verdict and "other seeds may differ" in same.verdict
     assert all(len(one.verdict.split()) <= 40 for one in (found, less, same))
+    begun = [run_of(name=name, reward=noisy(seed)) for seed, name in enumerate("ab")]
+    for run in begun:  # evaluated before training only
+        known = {name: run.steps["step"].map({0: 0.4}) for name in ENDS}
+        run.__dict__["steps"] = run.steps.assign(**known)
+    assert compared(*begun).verdict.startswith("Training reward: B − A is")
     late = run_of(name="b", reward=noisy(2))
     late.__dict__["steps"] = late.steps.assign(step=late.steps["step"] + 40)
     assert "share no step" in compared(run_of(name="a", reward=noisy(1)), late).verdict

@@ -74,6 +74,7 @@ def test_a_fallen_run_is_looked_at_where_it_still_learned(tmp_path):
     steps += [(*bad, 0.0 if step % 5 == 0 else None) for step in range(23, 50)]
     run = RunAnswers(written(tmp_path, steps))
     assert run.learned == [0, 5, 10, 15, 20] and run.look == 20
+    assert run.look_line == "Step 20 is the last one with shares of the gradient before the trouble at step 23."
     assert isinstance(run.attribution(20), Attributed)
     dead, missing, before = run.attribution(45), run.attribution(22), run.attribution(3)
     assert isinstance(dead, NotAttributed) and (dead.nearest, dead.command) == (20, "")
@@ -109,15 +110,17 @@ def test_a_run_in_trouble_before_anything_was_attributed_is_looked_at_where_it_f
     run = RunAnswers(
         written(tmp_path, [(*(good if step < 23 else bad), 1.0 if step == 40 else None) for step in range(50)])
     )
-    assert run.look == 40
+    assert run.look == 40 and "first one with shares" in run.look_line
     bare = RunAnswers(written(tmp_path, [(*(good if step < 23 else bad), None) for step in range(50)], "bare"))
-    assert bare.look == 23
+    assert bare.look == 23 and bare.look_line == ""
 
 
 def test_a_calm_run_is_looked_at_at_its_last_attributed_step(tmp_path):
     steps = [([1, 0, 1, 0], [3, 3, 3, 3], 1.0 if step in (2, 5) else None) for step in range(9)]
-    assert RunAnswers(written(tmp_path, steps)).look == 5
-    assert RunAnswers(written(tmp_path, [(r, n, None) for r, n, _ in steps], "bare")).look == 8
+    run = RunAnswers(written(tmp_path, steps))
+    assert run.look == 5 and run.look_line == "Step 5 is the last one with shares of the gradient."
+    bare = RunAnswers(written(tmp_path, [(r, n, None) for r, n, _ in steps], "bare"))
+    assert bare.look == 8 and bare.look_line == ""
 
 
 @pytest.mark.parametrize("staleness", [0, 8])

@@ -84,7 +84,7 @@ def test_a_text_is_read_with_its_head_folded_its_turns_its_tool_its_ends_and_wha
     assert shown["prompt"] == [["", "One?"]] and shown["head"] == [["", HEAD]]
     assert [(turn, tool) for turn, tool, _ in shown["passages"]] == [(0, False), (0, True), (1, False)]
     *end, level, t = shown["passages"][-1][2][-1]
-    assert end == ["special", "<|im_end|>"] and t == 9 and level >= 0 and shown["of"] == [1, 1, 5]
+    assert end == ["special", "<|im_end|>"] and t == 9 and level >= 0 and shown["of"][:3] == [1, 1, 5]
     assert {level for _, tool, pieces in shown["passages"] for *_, level, _ in pieces if tool} == {-1}
     low, high = (float(end) for end in shown["sizes"][1:])
     assert low < high and shown["sizes"][0] == TITLES["energy_proxy"]
@@ -93,7 +93,7 @@ def test_a_text_is_read_with_its_head_folded_its_turns_its_tool_its_ends_and_wha
     app.text_input(key="text").set_value("").run()
     app.session_state["rollout"] = "0.0"  # of a step whose tokens all have exact norms
     shown = read(app.run())["shown"]
-    assert shown["of"] == [0, 0, 0] and shown["sizes"][0] == TITLES["grad_norm_sq"]
+    assert shown["of"] == [0, 0, 0, "grad_norm_sq"] and shown["sizes"][0] == TITLES["grad_norm_sq"]
 
 
 def test_what_a_model_wrote_to_deceive_is_shown_as_signs_and_rendered_without_links_or_pictures(tmp_path, monkeypatch):
