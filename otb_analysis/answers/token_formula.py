@@ -201,7 +201,8 @@ def _measured(token: dict[str, Any], policy: Any, t: int) -> Lines:
         share = "" if not 0 < total < np.inf else f", {seen.sum() / total:.0%} of this rollout's {number(float(total))}"
         exact: Any = exact_norms(policy).loc[seen.index]
         sign = "=" if column == "energy_proxy" or exact.notna().all() else "≈"
-        lines.append(("realized energy", f"W = Σ w over {len(seen)} tokens {sign} {number(float(seen.sum()))}{share}"))
+        summed = f"W = Σ {'w' if norm_sq is not None else 'proxy'} over {len(seen)} tokens"
+        lines.append(("realized energy", f"{summed} {sign} {number(float(seen.sum()))}{share}"))
     return lines
 
 
@@ -224,7 +225,7 @@ def _moved(token: dict[str, Any], policy: Any, t: int, estimator: str | None, to
     if attribution is not None:
         rank = int((tokens["attribution"].abs() > abs(attribution)).sum()) + 1
         of = tokens["attribution"].notna().sum()
-        lines.append(("share of ‖ḡ‖²", f"A/N · s·ḡ = {number(attribution)}: number {rank} of {of} by size here"))
+        lines.append(("its part of ‖ḡ‖²", f"A/N · s·ḡ = {number(attribution)}: number {rank} of {of} by size here"))
         if signal is not None and noise is not None:
             parts = f"along other prompts' gradients {number(signal)} + along its own prompt's {number(noise)}"
             lines.append(("signal and noise", f"{parts} = {number(signal + noise)}"))

@@ -227,7 +227,7 @@ def test_details_split_a_share_into_signal_and_noise(tokens):
         attribution=[0.3, -0.4] + [None] * 4, signal=[0.5, None] + [None] * 4, noise=[-0.2] + [None] * 5
     )
     formulas = dict(token_details(table, 0, 0, "otb").formulas)
-    assert formulas["share of ‖ḡ‖²"] == "A/N · s·ḡ = 0.300: number 2 of 2 by size here"
+    assert formulas["its part of ‖ḡ‖²"] == "A/N · s·ḡ = 0.300: number 2 of 2 by size here"
     assert formulas["signal and noise"] == (
         "along other prompts' gradients 0.500 + along its own prompt's −0.200 = 0.300"
     )
