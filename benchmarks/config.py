@@ -87,29 +87,11 @@ class EngineConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class ExpertsConfig(BenchConfig):
-    """Time norms and Gram matrix of a mixture of experts beside a dense model of as many active parameters."""
-
-    sizes: tuple[Literal["S", "M"], ...] = ("S", "M")  # Models of the bench `engine`, of Qwen3's kind.
-    tokens: tuple[int, ...] = (32, 128)  # Sampled tokens of the one rollout.
-    experts: int = 4  # Experts of a layer, of which every token is given to two.
-    repeats: int = 5  # Repetitions, taking turns; the least processor time counts.
-
-
-@dataclass(frozen=True)
 class LengthsConfig(BenchConfig):
     """Measure the peak memory of exact norms as a text grows, beside one forward and backward pass."""
 
     tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)  # Lengths T.
     size: Literal["S", "M", "L"] = "S"  # Model, as in `otb bench engine`.
-
-
-@dataclass(frozen=True)
-class SampledConfig(ModelBenchConfig):
-    """Cost and error of drawn tokens beside exact norms of every token, on the demo's warm-started model."""
-
-    prompts: int = 40  # Prompts, of eight rollouts each; 40 give more than 5,000 tokens.
-    repeats: int = 3  # Repetitions, taking turns; the least processor time counts.
 
 
 @dataclass(frozen=True)
@@ -253,16 +235,6 @@ class SamplingCheckConfig(ModelBenchConfig):
 
 
 @dataclass(frozen=True)
-class SamplingCostConfig(ModelBenchConfig):
-    """What the sampling check adds to a scoring pass."""
-
-    models: tuple[str, ...] = ("demo", "smollm2")  # Checkpoints; smollm2 once fetched.
-    prompts: int = 8  # Prompts, of four rollouts each.
-    repeats: int = 3  # Repetitions, taking turns; the best counts.
-    threads: int = 1  # Threads.
-
-
-@dataclass(frozen=True)
 class AuditBenchConfig(ModelBenchConfig):
     """Time and memory of whole audits: 1,024 rollouts of the demo's policy, 64 of SmolLM2 with up to 48 tokens each."""
 
@@ -314,9 +286,7 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "regression": RegressionConfig,
     "logits": LogitsConfig,
     "engine": EngineConfig,
-    "experts": ExpertsConfig,
     "lengths": LengthsConfig,
-    "sampled": SampledConfig,
     "demo-seeds": DemoSeedsConfig,
     "gram": GramConfig,
     "long": LongConfig,
@@ -325,7 +295,6 @@ BENCHMARKS: dict[str, type[BenchConfig]] = {
     "scale": ScaleConfig,
     "alarms": AlarmsConfig,
     "sampling-check": SamplingCheckConfig,
-    "sampling-cost": SamplingCostConfig,
     "audit": AuditBenchConfig,
     "recorded": RecordedBenchConfig,
     "monitor": MonitorBenchConfig,  # before its base class, since a configuration names its benchmark

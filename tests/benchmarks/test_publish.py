@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.config import BENCHMARKS, AlarmsConfig, EngineConfig, GramConfig, check_positive
-from benchmarks.publish import Report, bench_table, cell, command_line, publish, report_of, settings_of
-from otb_analysis.errors import StoreError
+from benchmarks.publish import Report, bench_table, cell, command_line, publish, report_of, run_bench, settings_of
+from otb_analysis.errors import InputError, StoreError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 REPORT = Report(
@@ -68,6 +68,11 @@ def test_json_names_every_key_in_every_row():
 @pytest.mark.parametrize("kind", BENCHMARKS.values())
 def test_default_settings_of_every_benchmark_are_accepted(kind):
     check_positive(kind())
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(InputError, match="--prompts is 0; pass at least 1"):
+        run_bench(GramConfig(prompts=0))
 
 
 def test_committed_commands_are_printed_from_their_settings():

@@ -54,3 +54,9 @@ def test_two_processes_have_the_gram_matrix_of_one(results):
             allowed = 1e-6 * length[:, None, :, None] * length[None, :, None, :]
             assert (np.abs(two - one) <= allowed).all(), name
         np.testing.assert_allclose(found["gathered"], found["whole"], rtol=0, atol=2e-6 * np.abs(found["whole"]).max())
+
+
+@pytest.mark.slow
+def test_a_model_that_fsdp2_shards_is_measured_by_the_fast_engine(results):
+    for found in results:
+        np.testing.assert_allclose(found["norms deep two"], found["norms deep one"], rtol=1e-5)

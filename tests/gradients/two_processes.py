@@ -97,6 +97,10 @@ def one_whole_block(together, results):
 
     with gathered(shards):
         group_gradient_gram(shards, ids, mask, weights, CLUSTER)  # checks the model
+        norms = token_score_norms(shards, ids, mask)
+        assert norms.engine == "fast"  # and not one backward pass a token, since FSDP2 has classes of its own
+        results["norms deep one"] = token_score_norms(model(True, 5), ids, mask).norm_sq
+        results["norms deep two"] = norms.norm_sq
         for layer in shards.model.layers:
             layer.register_forward_pre_hook(noted)
         layered.INPUT_BYTES = kept * together.rank

@@ -266,9 +266,10 @@ def s3(monkeypatch):
 
 
 @pytest.mark.filterwarnings("default")
-def test_parts_may_lie_on_object_storage(config, s3):
-    for task in (0, 1):
-        score_in_blocks(config, BlocksConfig(parts=s3, task=task, tasks=2))
+def test_64_tasks_write_their_parts_on_object_storage(config, s3, jsonl, simple):
+    config = replace(config, rollouts=jsonl([differing(row, step) for step in range(64) for row in simple(prompts=1)]))
+    for task in range(64):
+        score_in_blocks(config, BlocksConfig(parts=s3, task=task, tasks=64))
     same(score(replace(config, run="one")), score_in_blocks(config, BlocksConfig(parts=s3, finish=True)))
     (database := duckdb.connect()).register_filesystem(fsspec.filesystem("s3"))  # as docs/distributed.md has it
     rows = "SELECT count(*), sum(logprob) FROM (SELECT unnest(tokens, recursive := true) FROM '%s/block-*.parquet')"

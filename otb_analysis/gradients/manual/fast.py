@@ -29,7 +29,7 @@ from otb_analysis.gradients.manual.backward import (
     through,
     unrotate,
 )
-from otb_analysis.gradients.manual.forward import FAMILIES, SLICE_BYTES, LlamaLayout, read, run
+from otb_analysis.gradients.manual.forward import FAMILIES, SLICE_BYTES, LlamaLayout, class_of, read, run
 
 
 class ManualBackward:
@@ -209,7 +209,7 @@ def fits(batch: ScoreBatch, _asked: Asked | None = None) -> bool:
 
 def needed_bytes(batch: ScoreBatch, path: bool) -> int:
     """What measuring the longest rollout takes at most, about: activations, factors, the signals of a block, logits."""
-    if not batch.rollouts or type(batch.model) not in FAMILIES:
+    if not batch.rollouts or class_of(batch.model) not in FAMILIES:
         return 0  # nothing to measure, or refused by the engine in its own words
     longest: Rollout = max(batch.rollouts, key=lambda r: r.length)
     config: Any = batch.model.config

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as torch_module
 from transformers import LlamaConfig, MistralConfig
 from transformers.models.llama import modeling_llama
@@ -46,17 +47,22 @@ HEAD_NORMS = ("q_norm", "k_norm")
 ELSEWHERE = 'pass engine="generic" or engine="auto".'
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module was made of: FSDP2 puts one of its own in front of it."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise where a model is of no supported family, or something about one of its modules is out of the ordinary."""
-    if type(model) not in FAMILIES:
+    if (family := class_of(model)) not in FAMILIES:
         known = ", ".join(kind.__name__ for kind in FAMILIES)
-        raise UnfitError(f"a {type(model).__name__} has no hand-written backward pass ({known} have); {ELSEWHERE}")
-    source, prefix = FAMILIES[type(model)]
+        raise UnfitError(f"a {family.__name__} has no hand-written backward pass ({known} have); {ELSEWHERE}")
+    source, prefix = FAMILIES[family]
     for name, module in model.named_modules():
         slot = name.rpartition(".")[2]
         kind = "DecoderLayer" if slot.isdigit() else SLOTS.get(slot)
         expected = getattr(source, prefix + kind) if isinstance(kind, str) else kind
-        if name and type(module) is not expected and slot != "act_fn":
+        if name and class_of(module) is not expected and slot != "act_fn":
             raise UnfitError(f"{name} is a {type(module).__name__}, which the engine does not follow; {ELSEWHERE}")
         # Hooks, and methods replaced on the instance, through which the model's own pass may differ.
         hooks = [vars(module).get(h) or getattr(torch_module, "_global" + h, None) for h in HOOKS]
