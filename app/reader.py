@@ -27,6 +27,8 @@ _HERE = Path(__file__)
 _STYLE, _SCRIPT = (_HERE.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
 _component = component("otb_analysis.reader", css=_STYLE, js=_SCRIPT)
 
+ASKED = 44
+"""Characters of a prompt before its answer in the list: half of a line in a window of 1,440 points."""
 SIZES = ("grad_norm_sq", "energy_proxy")
 """What tokens are coloured by: the first that is known of all that the policy wrote."""
 
@@ -67,6 +69,15 @@ def _cell(value: Any) -> str:
     return legible(cell(value), ONE_LINE, LONGEST)
 
 
+def _line(row: Any, head: int, find: str) -> list[Any]:
+    """Return the one line below a rollout's facts: where a match stands, else how its prompt and its answer begin."""
+    if find:
+        return surroundings([row["completion"], row["prompt"]], find)
+    asked = row["prompt"][head:].strip()
+    begins = [("asked", legible(asked[:ASKED], ONE_LINE) + "…" * (len(asked) > ASKED)), ("asked", " → ")] * bool(asked)
+    return begins + surroundings([row["completion"]])
+
+
 def reader(
     table: pd.DataFrame,
     columns: Mapping[str, str],
@@ -85,14 +96,10 @@ def reader(
         prompts: All prompts of its step, whose shared beginning is folded.
         find: What was searched for, which is marked.
     """
-    texts = ["completion", "prompt"]
-    table = table.fillna(dict.fromkeys(texts, ""))
+    table = table.fillna(dict.fromkeys(("completion", "prompt"), ""))
+    before = shared_head(table["prompt"])
     rows = [
-        {
-            "id": name_of(row),
-            "cells": [_cell(row[name]) for name in columns],
-            "line": surroundings([row[name] for name in texts], find),
-        }
+        {"id": name_of(row), "cells": [_cell(row[name]) for name in columns], "line": _line(row, before, find)}
         for row in table.to_dict("records")
     ]
     row: Any = table.iloc[chosen]

@@ -96,11 +96,10 @@ panels, styles = compare_curves(steps, pairing), {styles!r}
 plot_pair(panels, f"A: {{pairing.a}}", f"B: {{pairing.b}}", styles).write_html("pair.html")"""
 
 _FIDELITY = """from otb_analysis.figures.fidelity import fidelity_columns, fidelity_info, {plot}
-from otb_analysis.store import EXACT_ROWS, RunStore
+from otb_analysis.store import RunStore
+from otb_analysis.store.measured import exact_groups
 
-run = RunStore({{path!r}})
-measured = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {{{{EXACT_ROWS}}}})'
-tokens = run.tokens_df(columns=fidelity_columns({{source!r}}), where=measured)
+tokens, _ = exact_groups(RunStore({{path!r}}), fidelity_columns({{source!r}}))
 {plot}(fidelity_info(tokens, {{kind!r}}, {{source!r}})).write_html("{name}.html")"""
 
 FIDELITY = _FIDELITY.format(plot="plot_fidelity", name="fidelity")

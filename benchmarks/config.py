@@ -153,6 +153,7 @@ class ScaleConfig(BenchConfig):
     layers: int = 32  # Blocks.
     width: int = 4096  # Of the model.
     inner: int = 11_008  # Width inside a feed-forward layer.
+    heads: int = 32  # Of a block's attention.
     vocabulary: int = 32_000  # Entries.
     prompts: int = 128  # Prompts of the step.
     group_size: int = 8  # Rollouts per prompt.

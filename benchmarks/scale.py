@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from benchmarks.config import ScaleConfig
 from benchmarks.publish import Report, notes_of, report_of
+from otb_analysis.gradients.manual.backward import SCORE_BYTES
+from otb_analysis.gradients.manual.fast import BLOCK, SIGNAL_BYTES
+from otb_analysis.gradients.manual.forward import SLICE_BYTES
+from otb_analysis.gradients.sketched.tangents import ROWS
 
 COLUMNS = {
     "what": "{what}", "operations": "{flops:.2g}", "÷ a training step": "{ratio:.2g}",
@@ -136,6 +140,40 @@ class Costs(ScaleConfig):
         each = self.prompt_tokens + self.tokens - 1  # the last token is not read
         return 2.0 * FLOAT * self.width * rows * rollouts * each
 
+    def activations(self, outer: float, inner: float, logits: float) -> float:
+        """Bytes of one rollout: tensors as wide as the model and its feed-forward layers in each block, logits."""
+        through = self.layers * (self.prompt_tokens + self.tokens) * (outer * self.width + inner * self.inner)
+        return FLOAT * (through + logits * self.tokens * self.vocabulary)
+
+    @property
+    def norms_held(self) -> float:
+        """Bytes beside the weights: activations, factors of the layers' inputs, and signals of some tokens."""
+        length = self.prompt_tokens + self.tokens - 1
+        narrow, wide = min(self.width, length), min(self.inner, length)
+        block = length * (2 * self.inner + 8 * self.width) + narrow * max(self.inner, 3 * self.width)
+        signals = max(1, min(2 * BLOCK, SIGNAL_BYTES // (2 * FLOAT * length * self.inner))) * block
+        factors = self.layers * length * (3 * narrow + wide)
+        return self.activations(10, 3, 3) + FLOAT * (factors + signals) + SCORE_BYTES + SLICE_BYTES
+
+    @property
+    def sketch_held(self) -> float:
+        """Bytes beside the weights: the graph of a rollout with attention's products, and tangents of `ROWS` positions.
+
+        How many tensors there are was counted.
+        """
+        products = 1.1 * self.layers * self.heads * (self.prompt_tokens + self.tokens) ** 2
+        return self.activations(60, 10, 3) + FLOAT * (products + ROWS * (19 * self.width + 2 * self.inner))
+
+    @property
+    def attribution_held(self) -> float:
+        """Bytes beside the weights: three gradients, and the graph of a rollout with its tangents, as counted."""
+        return 3 * self.weights + self.activations(9.5, 4, 8)
+
+    @property
+    def contrast_held(self) -> float:
+        """Bytes beside the weights: copies, what AdamW holds of one, and the graph of a batch, as counted."""
+        return 7.7 * self.weights + self.batch * self.activations(12, 5, 5)
+
     @property
     def one_round(self) -> Rounds:
         """All at once."""
@@ -166,18 +204,21 @@ def run(config: ScaleConfig) -> Report:
     ways = {"every estimator's gradient": whole, f"the same in {config.memory} GB": costs.packed(free)}
     fitted, scored = costs.contrast
     fit_by = (fitted + scored) / (fitted / min(every, 2) + scored / every)  # two fit, all score
-    levels = {
+    gradients = 2 * weights * (1 - 1 / every)  # of attribution, summed over processes
+    drawn = f"norms of {config.drawn} drawn tokens of a prompt"
+    levels = {  # operations, bytes held beside the weights, bytes sent, GPUs that work
         "a training step": (costs.training, None, None, every),
         "forward: proxies, entropy, the sampling check": (0.0, None, None, every),
-        **{what: (costs.gram(way), weights + way.held, costs.sent(way), every) for what, way in ways.items()},
-        f"norms of {config.drawn} drawn tokens of a prompt": (costs.drawn_norms, weights, 0.0, every),
-        "norms of all tokens": (costs.norms, weights, 0.0, every),
-        f"sketched norms, {config.directions} directions": (costs.sketch, None, 0.0, every),
-        "attribution, split": (costs.attribution, 3 * weights, 2 * weights * (1 - 1 / every), every),
-        "contrast": (fitted + scored, 6 * weights, 0.0, fit_by),
+        **{what: (costs.gram(way), way.held, costs.sent(way), every) for what, way in ways.items()},
+        drawn: (costs.drawn_norms, costs.norms_held, 0.0, every),
+        "norms of all tokens": (costs.norms, costs.norms_held, 0.0, every),
+        f"sketched norms, {config.directions} directions": (costs.sketch, costs.sketch_held, 0.0, every),
+        "attribution, split": (costs.attribution, costs.attribution_held, gradients, every),
+        "contrast": (fitted + scored, costs.contrast_held, 0.0, fit_by),
     }
     rows = [
-        {"what": what, "flops": flops, "ratio": flops / costs.training, "held": held, "sent": sent}
+        {"what": what, "flops": flops, "ratio": flops / costs.training, "sent": sent}
+        | {"held": None if held is None else weights + held}
         | {"seconds": flops / (speed * workers) + (sent or 0.0) / link}
         for what, (flops, held, sent, workers) in levels.items()
     ]

@@ -40,6 +40,11 @@ BANDS = (
 )
 UNTOLD = "Not shown: {}, which too few prompts tell from noise in every block; measure more prompts."
 PARTS = {"comparison": "Comparison", "proxy": "Proxy"}
+WORDS = (
+    "**Variance at equal progress** (SF): the noise of an update, scaled to one length along the true gradient; below "
+    "1 is less noise than that of the one compared with. **Efficiency**: the share of an update that goes along the "
+    "true gradient. **Proxy**: a token's energy as the logits show it, which is free; **exact norms** are measured."
+)
 USUAL = ("none", "group_mean", "rloo", "otb", "otb_loo", "energy_across_loo", "energy_regression", "value")
 SOURCES = {"exact": "exact norms", "proxy": "proxy", "calibrated": "calibrated proxy", "both": "all"}
 ALL = "all measured steps"
@@ -183,7 +188,7 @@ with frame("Estimators", "Which baseline makes the gradient less noisy, and what
     else:
         info = data.comparison(run, None if step == ALL else int(step), against, source, tuple(estimators))
         words = forest_words(info)
-        st.caption(plain(f"Rollouts of {run.name} alone. {words}"))
+        st.caption(plain(f"Rollouts of {run.name} alone. {words}"), help=WORDS)
         python = scripts.COMPARISON.format(path=run.path, against=against, source=source, estimators=estimators)
         chart(plot_comparison(info), "comparison", words, partial(comparison_table, info), python)
         commands = st.container()

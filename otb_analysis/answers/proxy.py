@@ -19,12 +19,12 @@ from otb_analysis.statistics import (
     is_informative,
 )
 from otb_analysis.statistics.energies import log_correlation
-from otb_analysis.store import EXACT_ROWS, RunStore
+from otb_analysis.store import RunStore
+from otb_analysis.store.measured import exact_groups
 from otb_analysis.types import Gram, Label, Proved
 
 PROXY: Label = ("otb", "proxy")
 EXACT: Label = ("otb", "exact")
-MEASURED_GROUPS = f'(step, "group") IN (SELECT step, "group" FROM tokens WHERE {EXACT_ROWS})'
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | N
     """
     if not store.steps_with("tokens", "grad_norm_sq"):
         return None
-    tokens, drawn = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS), MIN_CLUSTERS)
+    tokens, drawn = comparable(exact_groups(store, fidelity_columns())[0], MIN_CLUSTERS)
     table = energies(tokens, "token")
     if table.empty:
         return None
@@ -79,7 +79,7 @@ def fidelity_of(store: RunStore) -> list[tuple[str, Fidelity]]:
     """
     if not store.steps_with("tokens", "grad_norm_sq"):
         return []
-    tokens, _ = comparable(store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS))
+    tokens, _ = comparable(exact_groups(store, fidelity_columns())[0])
     tables = {title: energies(tokens, kind) for kind, title in KINDS.items()}
     return [
         (title, fidelity(table["proxy"].to_numpy(), table["exact"].to_numpy(), cell=table["cell"].to_numpy()))

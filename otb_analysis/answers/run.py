@@ -216,9 +216,10 @@ class RunAnswers:
             return ""
         worst = int(rms.argmax())
         return (
-            f"Sampler against trainer: {number(float(np.median(rms)))} nats (root mean square), k3 "
-            f"{number(float(np.median(k3)))} nats, {np.median(share):.2%} of ratios beyond 2 (medians over steps); at "
-            f"worst {number(float(rms[worst]))}, {number(float(k3[worst]))}, {share[worst]:.2%} at step {step[worst]}."
+            f"Sampler against trainer: {number(float(np.median(rms)))} nats (root mean square), KL "
+            f"{number(float(np.median(k3)))} nats (estimate k3), {np.median(share):.2%} of ratios beyond 2 (medians "
+            f"over steps); at worst {number(float(rms[worst]))}, {number(float(k3[worst]))}, {share[worst]:.2%} at "
+            f"step {step[worst]}."
         )
 
     @property

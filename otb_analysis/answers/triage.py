@@ -213,7 +213,11 @@ def verdict(rows: Sequence[Triage]) -> str:
     if worst.state == "broken":
         return "No run can be read."
     if worst.state != "calm":
-        return ("No detector could judge a run." if unjudged else "No run has enough steps to judge.") + broken
+        return (
+            "No detector could judge a run."
+            if unjudged
+            else "No run has enough steps to judge; most alarms need 20 to 40."
+        ) + broken
     parts = ["No alarm."]
     if short:
         parts.append(f"{short} of {len(rows)} runs {'is' if short == 1 else 'are'} too short to judge.")

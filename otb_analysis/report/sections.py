@@ -9,7 +9,7 @@ from otb_analysis.answers import RunAnswers, designs
 from otb_analysis.answers.holders import Attributed
 from otb_analysis.answers.measured import FORMULAS, forest_words
 from otb_analysis.answers.pairs import left_out_note
-from otb_analysis.answers.proxy import MEASURED_GROUPS, gain_lost_words
+from otb_analysis.answers.proxy import gain_lost_words
 from otb_analysis.answers.triage import alarms_line
 from otb_analysis.diagnostics import changes, detectors
 from otb_analysis.errors import InputError
@@ -30,6 +30,7 @@ from otb_analysis.report.audit import planner_parts
 from otb_analysis.report.compare import learning_grid
 from otb_analysis.report.diagnosis import holder_grids
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
+from otb_analysis.store.measured import exact_groups
 
 Runs = Mapping[str, RunAnswers]
 
@@ -147,7 +148,7 @@ def fidelity(run: RunAnswers) -> Section:
     """Return how well the proxy follows exact norms."""
     title = f"Proxy against exact norms in {run.name}"
     try:
-        info = fidelity_info(run.store.tokens_df(columns=fidelity_columns(), where=MEASURED_GROUPS))
+        info = fidelity_info(exact_groups(run.store, fidelity_columns())[0])
     except InputError as error:
         return Section(title, (str(error),))
     lost = None if run.proxy is None else run.proxy.gain_lost

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from otb_analysis.answers.proxy import EXACT, PROXY, Proxy, proxy_line, proxy_of
+from otb_analysis.answers.proxy import EXACT, PROXY, Proxy, fidelity_of, proxy_line, proxy_of
 from otb_analysis.config import MeasureConfig, SampledSchedule, Schedule
+from otb_analysis.figures.fidelity import fidelity_columns, fidelity_info
 from otb_analysis.statistics import NOTHING, REFERENCE, Gram, Interval, paired_ratios
-from otb_analysis.store import RunStore
+from otb_analysis.store import RunStore, measured
+from otb_analysis.store.measured import exact_groups
 
 
 def proxy(kept=None, within=None):
@@ -55,3 +57,11 @@ def test_one_prompt_measured_whole_does_not_hide_what_was_drawn_of_the_others(tr
     found = proxy_of(store, [], NOTHING)
     assert found is not None and found.drawn and found.within is None
     assert found.n_tokens == int(store.tokens_df()["grad_norm_sq"].notna().sum())
+
+
+def test_of_very_many_measured_tokens_every_door_takes_the_same_prompts(otb_run, monkeypatch):
+    every = proxy_of(RunStore(otb_run), [], NOTHING).n_tokens
+    monkeypatch.setattr(measured, "MAX_TOKENS", every // 2)
+    found, (_, of_tokens), _ = proxy_of(store := RunStore(otb_run), [], NOTHING), *fidelity_of(store)
+    page = fidelity_info(exact_groups(store, fidelity_columns())[0])
+    assert 0 < found.n_tokens == of_tokens.pooled.n == page.n_tokens < every

@@ -4,11 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
@@ -23,6 +25,7 @@ from otb_analysis.gradients import group_gradient_gram, signal_noise, sketch_sco
 from otb_analysis.gradients.batch.inputs import Batch, measured
 from otb_analysis.gradients.groups import group_gram
 from otb_analysis.gradients.groups.group_gram import prompts_of
+from otb_analysis.gradients.manual import fast
 from otb_analysis.measurement.level import contrasts
 
 RESULTS = Path(__file__).parent.parent.parent / "docs" / "results"
@@ -163,6 +166,61 @@ def test_signals_are_what_the_library_counts_before_it_shares_prompts_out(case):
     with measured(model, Batch(ids, mask), "all", 1.0) as batch:
         prompts = prompts_of(batch, weights, np.repeat(np.arange(PROMPTS), GROUP))
     assert sum(prompt.signals(4 * costs.width) for prompt in prompts) == costs.one_round.held
+
+
+class Held(TorchDispatchMode):
+    """The most bytes at once of tensors that were made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.live:
+                self.live.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        return out
+
+    def __enter__(self):
+        self.live = set()
+        return super().__enter__()
+
+    def gone(self, storage, size):
+        self.live.discard(storage)
+        self.now -= size
+
+
+def most_held(call):
+    call()  # the first call also checks the model
+    with Held() as mode:
+        call()
+    return mode.most
+
+
+@pytest.mark.parametrize("tokens", [56, 504])
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_that_are_held_follow_the_formulas(size, tokens, monkeypatch):
+    model, ids, mask, costs = made(size, group=1, tokens=tokens)
+    costs = replace(costs, heads=4)
+    weights = np.random.default_rng(0).normal(size=ids.shape)
+    one, two = (ids[:1], mask[:1]), (ids[:2], mask[:2])
+    found = most_held(lambda: sketch_score_norms(model, *one, method="hybrid"))
+    assert found == pytest.approx(costs.sketch_held, rel=0.3)
+    found = most_held(lambda: signal_noise(model, *two, weights[:2], np.arange(2)))
+    assert found == pytest.approx(costs.attribution_held, rel=0.3)
+    with measured(model, Batch(*one), "all", 1.0) as batch:
+        assert costs.norms_held == pytest.approx(fast.needed_bytes(batch, False), rel=0.03)
+    assert most_held(lambda: token_score_norms(model, *one, engine="fast")) < costs.norms_held
+    monkeypatch.setattr("otb_analysis.measurement.level.FEWEST", 1)
+    shape = LongConfig(prompts=PROMPTS, group_size=4)
+    rollouts, right = random_rollouts(model.config.vocab_size, shape, tokens), np.arange(4 * PROMPTS) % 2 == 0
+    found = most_held(lambda: contrasts(model, rollouts, right, ContrastSchedule(1, steps=3, batch=2), 0))
+    costs = replace(costs, prompt_tokens=BEFORE_LONG, batch=2)
+    assert found == pytest.approx(costs.contrast_held, rel=0.2)
 
 
 @pytest.mark.parametrize("share", [3, 1.9, 0.8, 0.6])
