@@ -17,7 +17,7 @@ from streamlit.components.v2 import component
 from widgets import go_to, one_line
 
 from otb_analysis.figures.fidelity import exact_norms
-from otb_analysis.figures.rollouts import shared_head
+from otb_analysis.figures.rollouts import distinct, shared_head
 from otb_analysis.figures.styles import cell, number
 from otb_analysis.figures.texts import LONGEST, ONE_LINE, legible, passages, pieces, surroundings, token_pieces
 from otb_analysis.figures.token_columns import TITLES, color_levels, palette
@@ -69,13 +69,11 @@ def _cell(value: Any) -> str:
     return legible(cell(value), ONE_LINE, LONGEST)
 
 
-def _line(row: Any, head: int, find: str) -> list[Any]:
+def _line(row: Any, asked: str, find: str) -> list[Any]:
     """Return the one line below a rollout's facts: where a match stands, else how its prompt and its answer begin."""
     if find:
         return surroundings([row["completion"], row["prompt"]], find)
-    asked = row["prompt"][head:].strip()
-    begins = [("asked", legible(asked[:ASKED], ONE_LINE) + "…" * (len(asked) > ASKED)), ("asked", " → ")] * bool(asked)
-    return begins + surroundings([row["completion"]])
+    return [("asked", f"{asked} → ")] * bool(asked) + surroundings([row["completion"]])
 
 
 def reader(
@@ -97,10 +95,15 @@ def reader(
         find: What was searched for, which is marked.
     """
     table = table.fillna(dict.fromkeys(("completion", "prompt"), ""))
-    before = shared_head(table["prompt"])
+    several = table["prompt"].nunique() > 1
+    asked = distinct(dict(enumerate(table["prompt"])), ASKED) if several else {}
     rows = [
-        {"id": name_of(row), "cells": [_cell(row[name]) for name in columns], "line": _line(row, before, find)}
-        for row in table.to_dict("records")
+        {
+            "id": name_of(row),
+            "cells": [_cell(row[name]) for name in columns],
+            "line": _line(row, asked.get(at, ""), find),
+        }
+        for at, row in enumerate(table.to_dict("records"))
     ]
     row: Any = table.iloc[chosen]
     head, facts = shared_head(prompts), {**columns, "answer": "reference answer"}

@@ -157,12 +157,13 @@ class Costs(ScaleConfig):
 
     @property
     def sketch_held(self) -> float:
-        """Bytes beside the weights: the graph of a rollout with attention's products, and tangents of `ROWS` positions.
+        """Bytes beside the weights: the graph of a rollout with attention's products, and tangents of some directions.
 
         How many tensors there are was counted.
         """
-        products = 1.1 * self.layers * self.heads * (self.prompt_tokens + self.tokens) ** 2
-        return self.activations(60, 10, 3) + FLOAT * (products + ROWS * (19 * self.width + 2 * self.inner))
+        length = self.prompt_tokens + self.tokens
+        products, moved = 1.1 * self.layers * self.heads * length**2, max(ROWS, length)
+        return self.activations(60, 10, 3) + FLOAT * (products + moved * (19 * self.width + 2 * self.inner))
 
     @property
     def attribution_held(self) -> float:

@@ -29,7 +29,7 @@ EXACT: Label = ("otb", "exact")
 
 @dataclass(frozen=True)
 class Proxy:
-    """The proxy against exact norms over all measured tokens of a run."""
+    """The proxy against exact norms over the measured tokens of a run; of very many, over those of some prompts."""
 
     n_tokens: int
     pooled: Interval | None  # Correlation of log w, over all tokens
@@ -74,8 +74,8 @@ def proxy_of(store: RunStore, grams: Sequence[Gram], known: Proved) -> Proxy | N
 def fidelity_of(store: RunStore) -> list[tuple[str, Fidelity]]:
     """Return how well the proxy follows exact norms, for single tokens and for what OTB weights by; empty without any.
 
-    The numbers are those of the dashboard's page: every policy token with both energies, each rollout's running sums up
-    to its first token without an exact norm.
+    The numbers are those of the dashboard's page: policy tokens with both energies, of very many those of some prompts,
+    and each rollout's running sums up to its first token without an exact norm.
     """
     if not store.steps_with("tokens", "grad_norm_sq"):
         return []

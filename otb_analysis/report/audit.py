@@ -24,6 +24,7 @@ from otb_analysis.phases import plural
 from otb_analysis.report.compare import estimator_parts
 from otb_analysis.report.document import Document, Formulas, Grid, Part, Picture, Section, to_html
 from otb_analysis.report.records import following, jsonable
+from otb_analysis.store.measured import CHOSEN
 from otb_analysis.trackers import Trackers
 
 BEST = "* best of its curve: intervals show that its neighbours are worse."
@@ -98,7 +99,7 @@ def audit_sections(run: RunAnswers, report: AuditReport, top: int | None = None)
         }  # fmt: skip
         caption = (
             f"{proxy.n_tokens:,} tokens with both. within: among rollouts of one prompt at one position, where "
-            "baselines compare. efficiency kept: of otb, the proxy over exact norms."
+            f"baselines compare. efficiency kept: of otb, the proxy over exact norms. {CHOSEN}"
         )
         rows = pd.DataFrame({"measure": name, "value": interval_cell(one, ".2f")} for name, one in values.items())
         sections.append(Section("Proxy", (Grid(caption, rows, "Proxy: can it stand for exact norms?"),)))

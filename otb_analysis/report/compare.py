@@ -13,7 +13,7 @@ from otb_analysis.phases import plural
 from otb_analysis.report.document import Grid, Part, Section
 from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.statistics.gradients import NOT_SHOWN
-from otb_analysis.store.measured import MAX_TOKENS
+from otb_analysis.store.measured import CHOSEN
 
 EXPLAINED = """\
 SF: variance at equal progress, variance/c², a ratio below 1 is better. efficiency: share of an update along the true
@@ -29,8 +29,8 @@ UNJUDGED = "Nothing is judged: {}. Intervals, where there are any, are 95 % of o
 PROXY = "Proxy against exact norms: does the free proxy order tokens as exact norms do?"
 WITHIN = (
     "energy: squared norm of the gradient of log π, of one token w_t, or of all up to it W_t = Σ_{j≤t} w_j\n"
-    "within: among rollouts of one prompt at one position, the only comparison OTB makes. Of more than "
-    f"{MAX_TOKENS:,} tokens, those of prompts chosen by chance."
+    "within: among rollouts of one prompt at one position, the only comparison OTB makes. "
+    f"{CHOSEN}"
 )
 
 

@@ -30,7 +30,7 @@ from otb_analysis.report.audit import planner_parts
 from otb_analysis.report.compare import learning_grid
 from otb_analysis.report.diagnosis import holder_grids
 from otb_analysis.report.document import Formulas, Grid, Part, Picture, Section
-from otb_analysis.store.measured import exact_groups
+from otb_analysis.store.measured import CHOSEN, exact_groups
 
 Runs = Mapping[str, RunAnswers]
 
@@ -155,7 +155,7 @@ def fidelity(run: RunAnswers) -> Section:
     share, rests_on = gain_lost_words(lost)
     line = f"Gain lost by the proxy: {share} of otb's gain over rloo ({rests_on})."
     picture = Picture(f"fidelity-{run.name}", f"{info.n_tokens:,} tokens with both energies.", plot_fidelity(info))
-    caption = "Within: among rollouts of one prompt at one position, the only comparison OTB makes."
+    caption = f"Within: among rollouts of one prompt at one position, the only comparison OTB makes. {CHOSEN}"
     table = Grid(caption, fidelity_table(info))
     return Section(title, (*filter(None, [run.proxy_line]), picture, line, table, Formulas(FIDELITY_FORMULAS)))
 

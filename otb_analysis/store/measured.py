@@ -11,11 +11,17 @@ from otb_analysis.errors import InputError
 from otb_analysis.store.reader import RunStore
 from otb_analysis.store.token_arrays import EXACT_ROWS, floats
 
-MAX_TOKENS = 500_000
-"""Most measured tokens that are loaded at once; beyond it a seeded choice of whole prompts is taken.
+MAX_TOKENS, LEAST_GROUPS = 500_000, 16
+"""Tokens of measured prompts that are loaded at once; of more, whole prompts by chance, but as many as intervals need.
 
 Comparing a million takes .4 GB, beside what Gram matrices take, and moves no correlation by .01.
 """
+CHOSEN = f"Of more than {MAX_TOKENS:,} tokens, those of prompts chosen by chance."
+"""What is said below numbers of `exact_groups`."""
+_GROUPS = f"""SELECT step, "group", exact, sum(n) OVER by_chance - n AS before, row_number() OVER by_chance AS place
+FROM (SELECT step, "group", count(*) FILTER (mask) AS n, count(*) FILTER ({EXACT_ROWS}) AS exact FROM tokens
+      GROUP BY ALL HAVING exact > 0)
+WINDOW by_chance AS (ORDER BY hash(step, "group"), step, "group")"""
 KEYS = ("step", "group", "rollout", "t")
 """Read as numbers of 4 bytes: half of what a table of tokens takes are its keys."""
 MEASURED_BY = "the level attribution measures it: --measure.attribution.every 1 of otb train, or of otb score"
@@ -24,22 +30,20 @@ MEASURED_BY = "the level attribution measures it: --measure.attribution.every 1 
 def exact_groups(store: RunStore, columns: Sequence[str]) -> tuple[pd.DataFrame, int]:
     """Return columns of the policy tokens of prompts with exact norms, and how many tokens of the run have one.
 
-    Of more than `MAX_TOKENS` a seeded choice of whole prompts is taken. Norms that are not exact are null, and
-    `measured_by`, a text each, is left out.
+    Where these prompts have more than `MAX_TOKENS`, some of them are taken, the same at each call. Norms that are not
+    exact are null, and `measured_by`, a text each, is left out.
 
     Raises:
         StoreError: A part is broken or lacks a key column.
     """
     steps = store.steps_with("tokens", "grad_norm_sq")
-    count = store.sql(f"SELECT count(*) AS n FROM tokens WHERE {EXACT_ROWS}", steps=steps)
-    total = int(count["n"].iloc[0])
-    share = min(1000, 1000 * MAX_TOKENS // max(total, 1))
-    groups = f'SELECT DISTINCT step, "group" FROM tokens WHERE {EXACT_ROWS} AND hash(step, "group") % 1000 < {share}'
+    groups = store.sql(_GROUPS, steps=steps)
+    taken = f'SELECT step, "group" FROM ({_GROUPS}) WHERE before < {MAX_TOKENS} OR place <= {LEAST_GROUPS}'
     read = {name: f'"{name}"::INTEGER AS "{name}"' for name in KEYS}
     read["grad_norm_sq"] = f"CASE WHEN {EXACT_ROWS} THEN grad_norm_sq END AS grad_norm_sq"
     names = ", ".join(read.get(name, f'"{name}"') for name in columns if name != "measured_by")
-    query = f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({groups})'
-    return store.sql(query, steps=steps), total
+    query = f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({taken})'
+    return store.sql(query, steps=steps), int(groups["exact"].sum())
 
 
 def cheap_energies(store: RunStore, sources: Mapping[str, str]) -> list[str]:

@@ -62,6 +62,7 @@ def test_one_prompt_measured_whole_does_not_hide_what_was_drawn_of_the_others(tr
 def test_of_very_many_measured_tokens_every_door_takes_the_same_prompts(otb_run, monkeypatch):
     every = proxy_of(RunStore(otb_run), [], NOTHING).n_tokens
     monkeypatch.setattr(measured, "MAX_TOKENS", every // 2)
+    monkeypatch.setattr(measured, "LEAST_GROUPS", 1)
     found, (_, of_tokens), _ = proxy_of(store := RunStore(otb_run), [], NOTHING), *fidelity_of(store)
     page = fidelity_info(exact_groups(store, fidelity_columns())[0])
     assert 0 < found.n_tokens == of_tokens.pooled.n == page.n_tokens < every

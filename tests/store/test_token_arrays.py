@@ -143,6 +143,20 @@ def test_of_many_measured_tokens_whole_prompts_are_read_with_keys_of_four_bytes(
     rollouts = {"group": n // 2, "rollout": n}
     writer.write_step(0, StepTables(tokens=tokens | {"measured_by": ["exact"] * 80}, rollouts=rollouts))
     monkeypatch.setattr(measured, "MAX_TOKENS", 40)
-    table, total = measured.exact_groups(RunStore(writer.path), ["step", "group", "rollout", "t", "grad_norm_sq"])
-    assert total == 80 and 0 < len(table) < 80 and set(table["group"].value_counts()) == {2}
+    store, columns = RunStore(writer.path), ["step", "group", "rollout", "t", "grad_norm_sq"]
+    table, total = measured.exact_groups(store, columns)
+    assert total == 80 and len(table) == 40 and set(table["group"].value_counts()) == {2}
+    monkeypatch.setattr(measured, "MAX_TOKENS", 3)
+    table, _ = measured.exact_groups(store, columns)
+    assert set(table["group"].value_counts()) == {2} and table["group"].nunique() == measured.LEAST_GROUPS
     assert {table[name].dtype for name in measured.KEYS} == {np.dtype("int32")}
+
+
+def test_tokens_without_an_exact_norm_count_among_those_that_are_loaded(writer, monkeypatch):
+    n = np.arange(80)
+    tokens = {"group": n // 2, "rollout": n, "turn": 0 * n, "t": 0 * n, "mask": n >= 0}
+    tokens |= {"grad_norm_sq": np.ma.masked_where(n % 2 == 0, n + 1.0), "measured_by": ["exact"] * 80}
+    writer.write_step(0, StepTables(tokens=tokens, rollouts={"group": n // 2, "rollout": n}))
+    monkeypatch.setattr(measured, "MAX_TOKENS", 60)
+    table, total = measured.exact_groups(RunStore(writer.path), ["step", "grad_norm_sq"])
+    assert (total, len(table), table["grad_norm_sq"].count()) == (40, 60, 30)
