@@ -95,8 +95,8 @@ def reader(
         find: What was searched for, which is marked.
     """
     table = table.fillna(dict.fromkeys(("completion", "prompt"), ""))
-    several = table["prompt"].nunique() > 1
-    asked = distinct(dict(enumerate(table["prompt"])), ASKED) if several else {}
+    every = [str(prompt) for prompt in table["prompt"]]
+    asked = distinct(dict(enumerate(every)), ASKED) if len(set(every)) > 1 else {}
     rows = [
         {
             "id": name_of(row),

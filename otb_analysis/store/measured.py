@@ -43,7 +43,7 @@ def exact_groups(store: RunStore, columns: Sequence[str]) -> tuple[pd.DataFrame,
     read["grad_norm_sq"] = f"CASE WHEN {EXACT_ROWS} THEN grad_norm_sq END AS grad_norm_sq"
     names = ", ".join(read.get(name, f'"{name}"') for name in columns if name != "measured_by")
     query = f'SELECT {names} FROM tokens WHERE mask AND (step, "group") IN ({taken})'
-    return store.sql(query, steps=steps), int(groups["exact"].sum())
+    return store.sql(query, steps=steps), int(groups["exact"].to_numpy().sum())
 
 
 def cheap_energies(store: RunStore, sources: Mapping[str, str]) -> list[str]:

@@ -57,6 +57,16 @@ def test_each_filter_leaves_the_rollouts_that_are_like_that(name, rollouts, stor
     assert shown.index.isin(pd.MultiIndex.from_frame(kept[["step", "rollout"]])).all()
 
 
+def test_a_line_of_the_list_begins_with_what_tells_its_prompt_from_the_others(tmp_path, monkeypatch):
+    write_token_run(tmp_path, "words", steps=1)
+    app = open_page(tmp_path, "rollouts", monkeypatch, run="words")
+    lines = {row["id"]: row["line"] for row in read(app)["rows"]}
+    asked = {line[0][1] for line in lines.values()}
+    assert len(asked) > 1 and all(line[0][0] == "asked" and line[0][1].endswith(" → ") for line in lines.values())
+    app.text_input(key="where").set_value("group == 0").run()
+    assert not any(kind == "asked" for row in read(app)["rows"] for kind, _ in row["line"])
+
+
 def test_filters_hold_together(tmp_path, monkeypatch):
     write_token_run(tmp_path, "words", steps=3)
     app = open_page(tmp_path, "rollouts", monkeypatch, run="words")
