@@ -10,7 +10,7 @@ import scripts
 import streamlit as st
 from widgets import box, chart, compared_runs, download, frame, one_run, plain
 
-from otb_analysis.answers.measured import not_measured
+from otb_analysis.answers.measured import SHORTER, not_measured
 from otb_analysis.answers.pairs import Pair, estimator_names, first_estimators, left_out_note, zero_note
 from otb_analysis.figures.pairs import SIDES, curves_rows, noise_display, noise_table, plot_pair
 from otb_analysis.figures.runs import (
@@ -111,7 +111,7 @@ def drawn(pair: Pair, styles: tuple[Style, Style], caption: str, python: str) ->
     shown: pd.DataFrame = noise_display(pair.noise)
     if len(shown):
         st.subheader("Gradient noise, B ÷ A", anchor=False)
-        st.caption("Whose update is noisier? Below 1 B is less noisy; of efficiency, above 1.")
+        st.caption(f"Whose update is noisier? Below 1 B is less noisy; of efficiency, above 1. {SHORTER}")
         st.table(shown.map(plain), hide_index=True)
         download(noise_table(pair.noise), "compare-noise")
 

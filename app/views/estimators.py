@@ -12,7 +12,7 @@ import streamlit as st
 from data import Run
 from widgets import COMMAND, box, chart, clicked_data, compared_runs, frame, go_to, one_line, one_run, plain, sentences
 
-from otb_analysis.answers.measured import FORMULAS, forest_words, not_measured, planner_words
+from otb_analysis.answers.measured import FORMULAS, SHORTER, forest_words, not_measured, planner_words
 from otb_analysis.answers.proxy import gain_lost_words
 from otb_analysis.figures import pairs
 from otb_analysis.figures.comparison import (
@@ -33,7 +33,6 @@ from otb_analysis.statistics import MIN_CLUSTERS
 from otb_analysis.store.measured import cheap_energies
 from otb_analysis.types import Label
 
-SHORTER = "A shorter step has less variance anyway: compare by efficiency or by variance at equal progress."
 BANDS = (
     "A point is a block of measured steps; bands are its 95 % intervals clustered by prompt, where it has "
     f"{MIN_CLUSTERS} prompts. "

@@ -386,6 +386,7 @@ FORMULAS = (
     ),
 )
 """What tables compare, by title, as formulas in a sentence."""
+SHORTER = "A shorter step has less variance anyway: compare by efficiency or by variance at equal progress."
 
 MATTER = 8
 """Rows that are shown unless another number is asked for."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from otb_analysis.answers import MeasuredSteps, RunAnswers, designs
+from otb_analysis.answers.measured import SHORTER
 from otb_analysis.answers.pairs import learning_notes, learning_table, pair_of, pairing_of
 from otb_analysis.answers.runs import unlike_scopes
 from otb_analysis.figures.comparison import display_table
@@ -67,7 +68,7 @@ def pair_sections(runs: Mapping[str, RunAnswers]) -> list[Section]:
     if pair.panels:
         parts.append(Grid("means over the shared steps [95 %]", pair_display(pair.panels), "B against A"))
     if len(shown := noise_display(pair.noise)):
-        caption = "below 1 is less noise; of efficiency, above 1 is better"
+        caption = f"below 1 is less noise; of efficiency, above 1 is better. {SHORTER}"
         parts.append(Grid(caption, shown, "Gradient noise, B ÷ A"))
     return [Section("B against A", (*parts, *pair.notes))]
 
