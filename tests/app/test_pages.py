@@ -18,6 +18,7 @@ from otb_analysis.answers.pairs import estimator_pair
 from otb_analysis.commands.cli import main
 from otb_analysis.diagnostics import DETECTORS
 from otb_analysis.store import RunStore, RunWriter, StepTables
+from otb_analysis.store.measured import exact_groups
 from tests.app.token_runs import write_token_run
 
 APP = Path(__file__).parents[2] / "app" / "streamlit_app.py"
@@ -346,7 +347,8 @@ def test_every_figure_comes_with_the_python_that_draws_it(name, asked, figures, 
 
 
 def test_lines_of_the_documents_draw_the_figures_that_they_name(store_root):
-    names = {"answers": RunAnswers(RunStore(store_root / "chain-otb-s0")), "estimator_pair": estimator_pair}
+    names = {"answers": RunAnswers(RunStore(store_root / "chain-otb-s0"))}
+    names |= {"estimator_pair": estimator_pair, "exact_groups": exact_groups}
     for module in pkgutil.iter_modules(figures.__path__, f"{figures.__name__}."):
         names |= vars(importlib.import_module(module.name))
     page = (APP.parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
