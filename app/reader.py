@@ -95,15 +95,16 @@ def reader(
         find: What was searched for, which is marked.
     """
     table = table.fillna(dict.fromkeys(("completion", "prompt"), ""))
-    every = [str(prompt) for prompt in table["prompt"]]
-    asked = distinct(dict(enumerate(every)), ASKED) if len(set(every)) > 1 else {}
+    different = list(dict.fromkeys(map(str, table["prompt"])))
+    told = distinct(dict(enumerate(different)), ASKED) if len(different) > 1 else {}
+    asked = {different[at]: label for at, label in told.items()}
     rows = [
         {
             "id": name_of(row),
             "cells": [_cell(row[name]) for name in columns],
-            "line": _line(row, asked.get(at, ""), find),
+            "line": _line(row, asked.get(row["prompt"], ""), find),
         }
-        for at, row in enumerate(table.to_dict("records"))
+        for row in table.to_dict("records")
     ]
     row: Any = table.iloc[chosen]
     head, facts = shared_head(prompts), {**columns, "answer": "reference answer"}

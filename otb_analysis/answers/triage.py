@@ -213,11 +213,8 @@ def verdict(rows: Sequence[Triage]) -> str:
     if worst.state == "broken":
         return "No run can be read."
     if worst.state != "calm":
-        return (
-            "No detector could judge a run."
-            if unjudged
-            else "No run has enough steps to judge; most alarms need 20 to 40."
-        ) + broken
+        few = "No run has enough steps to judge; the first alarms need 5, others up to 40."
+        return ("No detector could judge a run." if unjudged else few) + broken
     parts = ["No alarm."]
     if short:
         parts.append(f"{short} of {len(rows)} runs {'is' if short == 1 else 'are'} too short to judge.")

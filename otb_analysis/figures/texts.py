@@ -49,6 +49,8 @@ def legible(text: str, glyphs: Mapping[str, str] = LINES, most: int = MOST) -> s
     These are controls, bidirectional overrides and invisible formatting; joiners inside emoji stay. Longer texts are
     cut, and then end with how long they are.
     """
+    if len(text) <= most and text.isprintable() and not any(c in text for c in glyphs):
+        return text
     shown = "".join(
         glyphs.get(c) or (f"⟨{ord(c):04X}⟩" if c not in JOINERS and unicodedata.category(c) in SHAPELESS else c)
         for c in text[:most]

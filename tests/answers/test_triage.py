@@ -91,7 +91,7 @@ def test_the_worst_run_is_first_and_running_ones_before_others():
     assert triage_table(rows)["what happened"].iloc[-1] == "its run.json is cut short."
     assert verdict(rows) == f"dead: {DEAD.sentence} (1 collapsed of 5 runs). 1 of 5 runs cannot be read."
     assert verdict([CALM, SHORT]) == "No alarm. 1 of 2 runs is too short to judge."
-    short = "No run has enough steps to judge; most alarms need 20 to 40."
+    short = "No run has enough steps to judge; the first alarms need 5, others up to 40."
     assert verdict([SHORT]) == short
     assert verdict([CALM, broken, broken]) == "No alarm. 2 of 3 runs cannot be read."
     assert verdict([SHORT, broken]) == f"{short} 1 of 2 runs cannot be read."

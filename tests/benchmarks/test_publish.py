@@ -92,7 +92,7 @@ def test_committed_commands_are_printed_from_their_settings():
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_committed_pages_show_every_row_of_their_numbers_in_todays_columns(path):
-    name = re.match(r"gram|engine|processes|train|store|dashboard|monitor|long|\w+", path.stem).group()
+    name = re.match(r"gram|engine|processes|train|store|scale|dashboard|monitor|long|\w+", path.stem).group()
     columns = import_module(f"benchmarks.{name}").COLUMNS
     page = path.with_suffix(".md").read_text()
     assert "| " + " | ".join(columns) + " |" in page
