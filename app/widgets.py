@@ -82,7 +82,7 @@ def one_line(shown: Any) -> Any:
     So do lists and mappings, as a figure is made of.
     """
     if isinstance(shown, str):
-        return shown if shown.isprintable() else legible(shown, ONE_LINE)
+        return legible(shown, ONE_LINE)
     if isinstance(shown, pd.DataFrame):
         texts: Any = shown.apply(lambda column: column if is_numeric_dtype(column) else column.map(one_line))
         return texts.rename(columns=one_line)
